@@ -27,13 +27,13 @@ import numpy as np
 from jax import lax
 from pairing import Row, machine, measure, row, save, show, timed
 
-from polymp.backends.jax.autocast import contraction, contraction_forms
+from polymp.backends.jax.autocast import contraction
 
 PLAIN = "float32 operands"
 FORMS: dict[str, Callable[..., Any]] = {
-    "row by row": contraction_forms.row_by_row,
-    "as asked": contraction_forms.result_as_asked,
-    "float32 result": contraction_forms.float32_result,
+    "row by row": contraction.row_by_row,
+    "as asked": contraction.result_as_asked,
+    "float32 result": contraction.float32_result,
 }
 PARTS = ("forward", "gradient of the left", "gradient of the right")
 LOW = "bfloat16"
@@ -123,13 +123,13 @@ def program(shape: Shape, part: str, plain: bool = False) -> Callable[..., Any]:
 @contextmanager
 def lowered_as(form: Callable[..., Any]) -> Iterator[None]:
     """Every platform lowers the contraction in this form; afterwards, in its own again."""
-    for platform in contraction_forms.FORMS:
-        contraction_forms.lower_as(form, platform)
+    for platform in contraction.FORMS:
+        contraction.lower_as(form, platform)
     try:
         yield
     finally:
-        for platform, own in contraction_forms.FORMS.items():
-            contraction_forms.lower_as(own, platform)
+        for platform, own in contraction.FORMS.items():
+            contraction.lower_as(own, platform)
 
 
 def compiled(shape: Shape, part: str, form: Callable[..., Any] | None) -> Callable[[], Any]:
@@ -192,10 +192,10 @@ class Bench:
     def record(self) -> dict[str, Any]:
         """The findings as pairing.py has them."""
         names = {form: name for name, form in FORMS.items()}
-        names[contraction_forms.convolutions_low] = "as asked, but convolutions low"
+        names[contraction.convolutions_low] = "as asked, but convolutions low"
         return {
             "rounds": self.rounds,
-            "chosen": {platform: names[form] for platform, form in contraction_forms.FORMS.items()},
+            "chosen": {platform: names[form] for platform, form in contraction.FORMS.items()},
             "tables": {TITLE: self.rows},
             "errors": self.errors,
             "missing": self.missing,

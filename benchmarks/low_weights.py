@@ -26,7 +26,7 @@ import torch
 from pairing import ROOT, Row, in_processes, machine, measure, row, save, show, timed
 from torch import nn
 
-from polymp.backends.torch.weights import low_traced
+from polymp.backends.torch.weights import low_step
 from polymp.torch import autocast, low_weights, needs_float32
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -68,7 +68,7 @@ def stepping(mode: str | None, compiled: bool, matrices: int, shape: tuple[int, 
 def without_rounding(step: Callable[[], Any]) -> Callable[[], Any]:
     """A compiled step in which weights are only cast and added."""
     plain = patch.multiple(
-        low_traced,
+        low_step,
         load=lambda mode, low, rest: low if rest is None else low + rest,
         keep=lambda mode, full, random: (full, full),
         opened=lambda beside: None if beside is None else beside.to(torch.float32),

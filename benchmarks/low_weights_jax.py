@@ -31,7 +31,7 @@ import optax
 from flax import nnx
 from pairing import ROOT, Row, in_processes, machine, measure, row, save, show
 
-from polymp.backends.jax.weights.low_leaf import LowLeaf
+from polymp.backends.jax.weights.low_weights import LowLeaf
 from polymp.jax import autocast, low_weights, needs_float32
 
 sys.path.insert(0, str(ROOT / "examples"))

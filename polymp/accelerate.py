@@ -9,9 +9,9 @@ calling the scaler. The policy is put on the models, and the scaler takes the pl
 import copy
 from typing import Any, NamedTuple, TypeVar
 
-from polymp.adapter_checks import require
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.autocast.dtype_names import DTYPES
+from polymp.integrations import require
 from polymp.rules import policy_files
 from polymp.torch import GradScaler
 from polymp.torch._trainers import Opener, check_scaler, extend

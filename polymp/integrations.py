@@ -1,13 +1,20 @@
 """The libraries that train with torch or jax, and the line that brings polymp into each.
 
-One table: `polymp doctor` lists the rows of what is installed, and `adapter_checks` looks in them
-whether an adapter is tested with the version. Nothing here imports a library.
+One table: `polymp doctor` lists the rows of what is installed, and each adapter looks there
+whether it is tested with the version. Nothing here imports a library.
 """
 
-from collections.abc import Iterator
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import metadata
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from polymp.code_origin import outside
+from polymp.errors import BackendMissingError, VersionWarning
 from polymp.versions import parts
 
 
@@ -54,7 +61,14 @@ class Integration(NamedTuple):
 
 
 _PRECISION = 'Trainer(plugins=[polymp.lightning.Precision("bf16-mixed", policy="lean")])'
+
+
 _AUTOCAST_LOSS = "jax.value_and_grad(polymp.jax.autocast(loss_fn))"
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
 
 INTEGRATIONS: tuple[Integration, ...] = (
     Integration("lightning", "torch", (2, 5), (2, 7), _PRECISION, "polymp.lightning"),
@@ -112,5 +126,59 @@ def of(name: str) -> Integration:
     return {row.name: row for row in INTEGRATIONS}[name]
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+# Checks at the start of an adapter of a training framework: its library and version, the scaler.
+#
+# Nothing has changed when one of these raises. Nothing here imports torch or jax.
+
+
+def require(name: str) -> Any:
+    """Import the library of an adapter."""
+    row = of(name)
+    if importlib.util.find_spec(name) is None:
+        raise BackendMissingError(
+            f"{row.adapter} needs the {name} package: pip install 'polymp[{name}]'."
+        )
+    found: ModuleType = importlib.import_module(name)
+    _warn_untested(row, found.__version__)
+    return found
+
+
+@cache
+def _warn_untested(row: Integration, version: str) -> None:
+    if not row.is_supported(version):
+        warnings.warn(
+            f"{row.adapter} is tested with {row.name}{row.bounds}, and this is {row.name} "
+            f"{version}. Install a tested version: pip install '{row.name}{row.bounds}'.",
+            VersionWarning,
+            stacklevel=outside(),
+        )
+
+
+def check_scaler(
+    scaler: object,
+    made: str,
+    kind: type,
+    enabled: Callable[[Any], bool],
+    *,
+    asked: str,
+    half: bool,
+    write: str,
+) -> None:
+    """Raise if a loss scaler that a user gave does not scale, or is for bfloat16."""
+    if scaler is None:
+        return
+    if not half:
+        raise ValueError(
+            f"{asked} takes no scaler: loss scaling is for float16. Leave it out, or write {write}."
+        )
+    if not isinstance(scaler, kind):
+        given = f"{type(scaler).__module__}.{type(scaler).__qualname__}".removeprefix("builtins.")
+        raise TypeError(
+            f"{asked} takes a {made.partition('(')[0]}, got {given}. Leave scaler out, or write "
+            f"scaler={made}."
+        )
+    if not enabled(scaler):
+        raise ValueError(
+            f"{asked} needs a loss scaler, and the one given is disabled, so that small gradients "
+            f"would become zero. Leave scaler out, or write scaler={made}."
+        )

@@ -8,9 +8,9 @@ The Trainer leaves regions and scaling to its `Accelerator`, and so does this mo
 
 from typing import Any, NamedTuple, TypeVar
 
-from polymp.adapter_checks import require
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.scaler import trainer_steps
+from polymp.integrations import require
 from polymp.torch import GradScaler
 from polymp.torch import catch as catch_steps
 from polymp.torch._trainers import extend

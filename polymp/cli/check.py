@@ -89,10 +89,10 @@ def _paths(text: str) -> list[str]:
 def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
     """The rows that a backend cannot run ops by, each with the reason."""
     if backend == "jax":
-        from polymp.backends.jax.autocast.validate import refusals as in_jax
+        from polymp.backends.jax.autocast.api import refusals as in_jax
 
         return in_jax(policy)
-    from polymp.backends.torch.autocast.validate import refusals as in_torch
+    from polymp.backends.torch.autocast.torch_table import refusals as in_torch
 
     refused = in_torch(policy)
     held = [row for row in policy.rows if row not in refused]
@@ -104,7 +104,7 @@ def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
 
 def _no_kernel(row: Row, policy: Policy) -> str:
     """Why torch has no kernel for a row's ops on any device; "" if it has one on some device."""
-    from polymp.backends.torch.autocast import torch_table, validate
+    from polymp.backends.torch.autocast import torch_table
 
     if row.rule not in (Rule.LOWER, Rule.WIDEST):
         return ""
@@ -112,7 +112,7 @@ def _no_kernel(row: Row, policy: Policy) -> str:
         said = []
         for device in torch_table.DEVICES:
             try:
-                validate.check(policy.at(path_inside(row.scope)), device, low)
+                torch_table.check(policy.at(path_inside(row.scope)), device, low)
             except PolicyError as error:
                 said.append(str(error))
         if len(said) == len(torch_table.DEVICES):

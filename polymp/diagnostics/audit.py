@@ -9,11 +9,10 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from polymp import text_table
-from polymp.diagnostics import audit_html, audit_plot, audit_text, page, suggest_fp8
+from polymp.diagnostics import audit_plot, audit_text, page
 from polymp.diagnostics.audit_records import AuditRecord
 from polymp.diagnostics.fp8_loss import LIMIT
-from polymp.diagnostics.suggest import suggest
-from polymp.diagnostics.suggestion import Suggestion
+from polymp.diagnostics.suggest import Suggestion, suggest, suggest_fp8
 from polymp.rules.policy_files import Source
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Audit(AuditRecord):
                 number above 0.
         """
         if fp8:
-            return suggest_fp8.suggest_fp8(self, "fp8" if base is None else base, limit)
+            return suggest_fp8(self, "fp8" if base is None else base, limit)
         if not self.results:
             raise ValueError("nothing was measured: run a step in the audit's block first.")
         return suggest(self, "amp" if base is None else base)
@@ -119,7 +118,7 @@ class Audit(AuditRecord):
         Raises:
             ValueError: `sort` is none of the three.
         """
-        return page.written(page.html(audit_html.page(self, sort, fold)), path)
+        return page.written(page.html(page.audit_page(self, sort, fold)), path)
 
     def plot(
         self,

@@ -8,33 +8,44 @@ range goes on through the rows as a shade. matplotlib is imported here only.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import typing
+from collections.abc import Hashable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from polymp import progress
-from polymp.diagnostics.audit_layers import Layer, layers
-from polymp.diagnostics.audit_order import SORTS, ordered
-from polymp.diagnostics.audit_records import AuditRecord
-from polymp.diagnostics.magnitudes import NARROW, Magnitudes
+from polymp.diagnostics.audit_records import AuditRecord, Measured, split
+from polymp.diagnostics.audit_text import SORTS, ordered
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, folded
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.page import replacing
 from polymp.diagnostics.report_text import OUTSIDE, PROGRAM, check_sort
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 _SUFFIXES = (".png", ".svg", ".pdf")
+
+
 _QUANTILES = (0.05, 0.95)
+
 
 # Inches: of a row, a dtype's bar, the panels, what stands right of a row, and the margins.
 _ROW, _BAR, _PANEL, _GUTTER = 0.2, 0.22, 4.3, 0.75
+
+
 _TOP, _BOTTOM, _EDGE, _GAP, _KEY = 0.62, 0.55, 0.15, 0.06, 0.5
+
+
 _LONGEST = 40  # letters of a row's name
+
+
 _POINTS = 8.5  # of the font
 
 
@@ -59,6 +70,8 @@ _LIGHT = Look(
     "#ffffff", "#1c2024", "#5f656c", "#d9dde2", "#4a5058", "#b34700", "#ffffff",
     dict(zip(NARROW, ("#0072b2", "#007a5a", "#a9640a", "#a8447f"), strict=True)),
 )  # fmt: skip
+
+
 _DARK = Look(
     "#14171a", "#e7e9ec", "#a3aab3", "#343a42", "#c3cad2", "#ff9d5c", "#14171a",
     dict(zip(NARROW, ("#56b4e9", "#2fbf94", "#e69f00", "#dd88b8"), strict=True)),
@@ -104,6 +117,31 @@ def audit_figure(
             with replacing(path) as beside:
                 figure.savefig(beside, dpi=150, facecolor=look.page, metadata=undated)
     return figure
+
+
+# The rows of an audit's picture: a module each, with all that was measured in it.
+#
+#     AuditRecord -> results and gradients by module -> Layers, equal ones added up
+#
+# Nothing here draws.
+
+
+class Layer(NamedTuple):
+    """A row: a module with the magnitudes of its results and of its gradients, if it has any.
+
+    Attributes:
+        module: its path; of equal layers, as in tables: "layers.*.attn".
+        forward: magnitudes of the results of its ops; None if it has none.
+        gradient: magnitudes of its gradients; None if it has none.
+        modules: how many modules these are.
+        ops: names of its ops and parameters; equal layers have the same.
+    """
+
+    module: str
+    forward: Magnitudes | None
+    gradient: Magnitudes | None
+    modules: int = 1
+    ops: tuple[str, ...] = ()
 
 
 def _figure(
@@ -271,3 +309,57 @@ def _key(axes: "Axes", look: Look) -> None:
     axes.text(0.75, 0.25, "largest", ha="center", va="bottom", fontsize=7.5, color=look.soft)
     axes.set(xlim=(0, 1), ylim=(-0.3, 0.9))
     axes.axis("off")
+
+
+def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
+    """A row for every module, in the order in which they were first reached; equal layers as one.
+
+    The gradients of a module are those of its parameters and those that its ops made.
+    """
+    forward: dict[str, list[Magnitudes]] = {}
+    gradient: dict[str, list[Magnitudes]] = {}
+    ops: dict[str, list[str]] = {}
+    for measured in audit.results:
+        side = {FORWARD: forward, BACKWARD: gradient}.get(measured.direction)
+        if side is not None:
+            side.setdefault(measured.module, []).append(measured.magnitudes)
+            ops.setdefault(measured.module, []).append(f"{measured.direction} {measured.op}")
+    known = {*forward, *gradient}
+    for measured in audit.gradients:
+        owner = _module(measured, known)
+        gradient.setdefault(owner, []).append(measured.magnitudes)
+        ops.setdefault(owner, []).append(split(measured.module)[1])
+    names = {**forward, **gradient}
+    rows = [
+        Layer(m, _union(forward.get(m, ())), _union(gradient.get(m, ())), 1, tuple(sorted(ops[m])))
+        for m in names
+    ]
+    modules = folded(rows, lambda row: ("", row.module), _alike, _together, fold)
+    return [
+        row._replace(module=one.module, modules=one.layers) for one in modules for row in one.rows
+    ]
+
+
+def _union(found: Iterable[Magnitudes | None]) -> Magnitudes | None:
+    listed = [m for m in found if m is not None]
+    return joined(listed) if listed else None
+
+
+def _alike(row: Layer) -> Hashable:
+    broken = tuple(m and (m.inf, m.nan) for m in (row.forward, row.gradient))
+    return row.forward is None, row.gradient is None, row.ops, broken
+
+
+def _together(rows: Sequence[Layer]) -> Layer:
+    return rows[0]._replace(
+        forward=_union(row.forward for row in rows), gradient=_union(row.gradient for row in rows)
+    )
+
+
+def _module(gradient: Measured, known: set[str]) -> str:
+    """The module of a parameter: the innermost that its name begins with and that is known."""
+    owner, _ = split(gradient.module)
+    path = owner
+    while path and path not in known:
+        path = path.rpartition(".")[0]
+    return path or owner

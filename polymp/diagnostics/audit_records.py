@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics.equal_layers import ModuleRows, folded
+from polymp.diagnostics.call_record import ModuleRows, folded
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS

@@ -7,20 +7,28 @@ needed.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from polymp import text_table
-from polymp.diagnostics import audit_fp8_text
-from polymp.diagnostics.audit_order import SORTS, ordered
 from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
 from polymp.diagnostics.blame import lost_constants
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
-from polymp.diagnostics.equal_layers import label
-from polymp.diagnostics.magnitudes import NARROW
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, folded, label
+from polymp.diagnostics.fp8_loss import LIMIT, Fp8Loss, together
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes
 from polymp.diagnostics.report_text import COST, OUTSIDE, PROGRAM, check_limit, check_sort, folding
 from polymp.errors import escaped
+from polymp.fp8 import loss
+from polymp.fp8.recipes import (
+    ACTIVATION,
+    GRADIENT,
+    INPUT_GRADIENT,
+    RECIPES,
+    RESULT,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+)
 from polymp.weights import lost_updates
 
 SECTIONS = {
@@ -28,22 +36,38 @@ SECTIONS = {
     RECOMPUTE: "recompute: the forward again, for the backward",
     BACKWARD: "backward: gradients that ops made",
 }
+
+
 PARAMETERS = "backward: gradients of parameters"
+
+
 _FIRST, *_OTHERS = NARROW
+
+
 HEADS = (
     "op", "source", "largest |x|", "over", "under", "sub", "rounding", "drift",
     *(f"in {text_table.short(name)}" for name in _OTHERS), "here",
 )  # fmt: skip
+
+
 RIGHT = HEADS[2:-1]
+
+
 _LEGEND = (
     f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
     f"those that {_FIRST} made so in this run"
 )
+
+
 _ERRORS = (
     "rounding: percent by which an op is off from the same op in float32 on the same inputs; "
     "drift: from the same steps in float32"
 )
+
+
 _Rows = list[str | tuple[str, ...]]
+
+
 _WORST = 8  # parameters named of those that lose updates
 
 
@@ -104,7 +128,7 @@ def audit_table(
     if rows:
         lines += text_table.columns(HEADS, rows, RIGHT, width)
     if audit.fp8:
-        lines += ["", *audit_fp8_text.fp8_table(audit, width, fold)]
+        lines += ["", *fp8_table(audit, width, fold)]
     return escaped("\n".join(lines))
 
 
@@ -249,3 +273,115 @@ def power(value: float) -> str:
         number = f"{value:.0f}" if 0 <= exponent <= 20 else f"{value:.2g}"
         return f"2**{exponent:.0f} = {number}"
     return f"2**{exponent:.1f} = {value:.2g}"
+
+
+# The losses of products, were they in 8 bits: a table below that of an audit.
+
+
+_OPERANDS = (ACTIVATION, WEIGHT, GRADIENT)
+
+
+_RESULTS = (RESULT, INPUT_GRADIENT, WEIGHT_GRADIENT)
+
+
+_HEADS = (
+    "op", "source", *_OPERANDS, "result", "input grad", "weight grad", "times",
+)  # fmt: skip
+
+
+_RIGHT = _HEADS[2:]
+
+
+def fp8_table(audit: AuditRecord, width: int | None = None, fold: bool = True) -> list[str]:
+    """Return the lines of the table."""
+    title = text_table.heading(f"products in 8 bits, by recipe {audit.fp8}", width)
+    if not audit.fp8_losses:
+        none = "no product that ran in bfloat16 would run in 8 bits; `explain` has the reasons"
+        return [title, *text_table.folded(none, width)]
+    recipe = RECIPES[audit.fp8]
+    formats = dict.fromkeys(recipe.format_of(role) for role in _OPERANDS)
+    alone = " and ".join(
+        f"{_short_percent(loss.rounding_error(name))} in {text_table.short(name)}"
+        for name in formats
+    )
+    legend = (
+        "percent by which 8 bits would change operands and results, and of operands, after a "
+        f"slash, the percent of values that would become zero; by rounding alone, {alone}; times: "
+        "the largest change over that of rounding alone"
+    )
+    modules = folded(audit.fp8_losses, lambda one: ("", one.module), _alike, together, fold)
+    rows: list[str | tuple[str, ...]] = []
+    for module in modules:
+        rows.append(label(module, OUTSIDE))
+        rows += map(_cells, module.rows)
+    return [
+        title, *text_table.folded(legend, width), "",
+        *text_table.columns(_HEADS, rows, _RIGHT, width),
+    ]  # fmt: skip
+
+
+def _alike(one: Fp8Loss) -> Hashable:
+    worst = one.worst.of if one.worst.times > LIMIT else ""
+    return one.op, one.source, tuple(one.operands), tuple(one.results), worst
+
+
+def _cells(one: Fp8Loss) -> tuple[str, ...]:
+    operands = (one.operands.get(role) for role in _OPERANDS)
+    return (
+        f"  {one.op}",
+        one.source,
+        *("" if o is None else _both(o.error, o.zero) for o in operands),
+        *(_short_percent(one.results[p]) if p in one.results else "" for p in _RESULTS),
+        f"{one.worst.times:.3g}",
+    )
+
+
+def _both(error: float, zero: float) -> str:
+    return f"{_short_percent(error)}/{_short_percent(zero)}" if zero else _short_percent(error)
+
+
+def _short_percent(part: float) -> str:
+    percent = 100 * part
+    if 0 < percent < 0.1:
+        return "<.1"
+    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
+
+
+# The orders of an audit's rows, in its table and in its picture.
+#
+#     rows, each with magnitudes -> the same rows, those first that an order asks for
+#
+# Nothing here knows what a row is.
+
+
+LARGEST = "largest"
+
+
+SORTS = (PROGRAM, COST, LARGEST)
+
+
+R = TypeVar("R")
+
+
+_NARROWEST = NARROW[0]
+
+
+def ordered(
+    rows: Sequence[R], sort: str, magnitudes: Callable[[R], Iterable[Magnitudes | None]]
+) -> Sequence[R]:
+    """Return rows in one of the `SORTS`.
+
+    A row of several magnitudes stands where the first of them would.
+    """
+    if sort == PROGRAM:
+        return rows
+    key = _lost if sort == COST else _largest
+    return sorted(rows, key=lambda row: min(key(m) for m in magnitudes(row) if m is not None))
+
+
+def _lost(m: Magnitudes) -> tuple[float, ...]:
+    return tuple(-share for share in m.shares(_NARROWEST))
+
+
+def _largest(m: Magnitudes) -> tuple[float, ...]:
+    return (-m.largest,)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
-from polymp.diagnostics import page, report_html, report_text
+from polymp.diagnostics import page, report_text
 from polymp.diagnostics.call_record import Call, CallList
 from polymp.diagnostics.report_diff import ReportDiff
 from polymp.errors import escaped
@@ -123,7 +123,7 @@ class Report(CallList):
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        return page.written(page.html(report_html.page(self, sort, fold)), path)
+        return page.written(page.html(page.report_page(self, sort, fold)), path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Compare with another report: under another policy, or from the other framework.

@@ -1,37 +1,59 @@
 """Two reports of one model compared: under two policies, or from the two frameworks.
 
-`call_differences` finds the differences; here they become a table, data and a page. Nothing here
-knows a framework. Module paths that differ only by the way a container names its parts count as
-equal.
+Module paths that differ only by the way a container names its parts count as equal. Nothing here
+knows a framework.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import combinations
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics import module_paths, page
-from polymp.diagnostics.call_differences import (
-    DTYPES,
-    RULES,
-    Difference,
-    by_module,
-    difference_cost,
-    differences,
-)
-from polymp.diagnostics.call_record import Call, CallList
-from polymp.diagnostics.equal_layers import label
+from polymp.diagnostics import page
+from polymp.diagnostics.call_record import Call, CallList, ModuleRows, added, alike, folded, label
 from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
 from polymp.diagnostics.report_text import (
     COST,
     OUTSIDE,
     SECTIONS,
     check_sort,
+    cost,
     folding,
     ranked,
     ruled,
 )
 from polymp.errors import escaped
+
+
+class Difference(NamedTuple):
+    """A call that only one report has, or that differs between them.
+
+    Attributes:
+        module: its path, as the first report has it.
+        direction: "forward", "backward" or "recompute".
+        op: its name.
+        one: the call of the first report; None if only the other has it.
+        other: the call of the other report; None if only the first has it.
+        changed: what differs: of "inputs", "run", "outputs", "rule", "recipe", "fallback",
+            "casts", "cast_bytes", "times"; () if only one has it.
+    """
+
+    module: str
+    direction: str
+    op: str
+    one: Call | None
+    other: Call | None
+    changed: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        sides = {"one": self.one, "other": self.other}
+        return self._asdict() | {
+            "changed": list(self.changed),
+            **{name: call and call.to_dict() for name, call in sides.items()},
+        }
 
 
 class ReportDiff:
@@ -55,9 +77,7 @@ class ReportDiff:
         self.other: CallList = other
         theirs = dict.fromkeys(call.module for call in other.calls)
         if modules is None:
-            self._names = module_paths.matched(
-                dict.fromkeys(call.module for call in one.calls), theirs
-            )
+            self._names = matched(dict.fromkeys(call.module for call in one.calls), theirs)
         else:
             self._names = {module: modules(module) for module in theirs}
         self.rows: tuple[Difference, ...] = tuple(differences(one.calls, other.calls, self._names))
@@ -264,3 +284,130 @@ def _words(what: str, count: int) -> str:
     if "bytes" in what:
         return text_table.size(count)
     return text_table.amount(count) if what.startswith("FLOPs") else f"{count:,}"
+
+
+# The calls of two reports side by side, and in what they differ.
+#
+# calls of one, calls of the other -> pairs by (module, direction, op), in order -> differences
+
+
+DTYPES = ("inputs", "run", "outputs")
+
+
+RULES = ("rule", "recipe", "fallback")
+
+
+_COMPARED = (*DTYPES, *RULES, "casts", "cast_bytes", "times")
+
+
+def differences(
+    ones: Iterable[Call], others: Iterable[Call], names: Mapping[str, str]
+) -> Iterator[Difference]:
+    """Yield the differences between the calls of two reports, by direction and module."""
+    left, right = _grouped(ones, {}), _grouped(others, names)
+    order = {direction: at for at, direction in enumerate(SECTIONS)}
+    for place in sorted({**left, **right}, key=lambda place: order[place[1]]):
+        for one, other in _pairs(left.get(place, []), right.get(place, [])):
+            op = one.op if one else other.op if other else ""
+            changed = _changed(one, other) if one and other else ()
+            if changed or one is None or other is None:
+                yield Difference(*place, op, one, other, changed)
+
+
+def by_module(rows: Iterable[Difference], fold: bool = True) -> list[ModuleRows[Difference]]:
+    """Return differences by direction and module, those of equal layers as one."""
+    return folded(rows, lambda row: (row.direction, row.module), _alike, _added, fold)
+
+
+def _alike(row: Difference) -> Hashable:
+    sides = (call and alike(call) for call in (row.one, row.other))
+    return row.op, row.changed, *sides
+
+
+def _added(rows: Sequence[Difference]) -> Difference:
+    one, other = (
+        [c for c in calls if c] for calls in ((r.one for r in rows), (r.other for r in rows))
+    )
+    return rows[0]._replace(one=added(one) if one else None, other=added(other) if other else None)
+
+
+def difference_cost(row: Difference) -> tuple[int, int]:
+    """The sort key that puts first what costs the most more, or the most less."""
+    sides = [cost(call) if call else (0, 0) for call in (row.one, row.other)]
+    moved, flops = (-abs(one - other) for one, other in zip(*sides, strict=True))
+    return moved, flops
+
+
+def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[tuple[str, str], list[Call]]:
+    """The calls by module, renamed, and direction, in order."""
+    groups: dict[tuple[str, str], list[Call]] = {}
+    for call in calls:
+        place = names.get(call.module, call.module), call.direction
+        groups.setdefault(place, []).append(call)
+    return groups
+
+
+def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """The calls side by side, by op and in order; None where there is none."""
+    ops = [call.op for call in left], [call.op for call in right]
+    if ops[0] == ops[1]:
+        yield from zip(left, right, strict=True)
+        return
+    for what, i, to_i, j, to_j in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
+        if what == "equal":
+            yield from zip(left[i:to_i], right[j:to_j], strict=True)
+        else:
+            yield from ((call, None) for call in left[i:to_i])
+            yield from ((None, call) for call in right[j:to_j])
+
+
+def _changed(one: Call, other: Call) -> tuple[str, ...]:
+    def value(call: Call, name: str) -> Any:
+        inputs = name == "inputs" and one.backend != other.backend
+        return {*call.inputs} if inputs else getattr(call, name)
+
+    return tuple(name for name in _COMPARED if value(one, name) != value(other, name))
+
+
+# The modules of one model matched with those of another whose containers name them differently.
+
+
+_LAYERS = 4  # parts "layers" of one path that are left out in every combination
+
+
+def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+    """From the other's module paths to ours; a path that has no counterpart stays.
+
+    Equal paths belong together. Of the others, those do that become equal when parts "layers" or a
+    class name in front are left out on either side, the fewest parts first; never if two of ours
+    would do.
+
+        blocks.0.attn, Net.blocks.layers.0.attn -> blocks.0.attn
+    """
+    theirs = list(theirs)
+    free = {*ours} - {*theirs}
+    reduced: dict[str, list[str]] = {}
+    for path in sorted(free):
+        for form in _forms(path):
+            reduced.setdefault(form, []).append(path)
+    names, taken = dict[str, str](), set[str]()
+    for path in theirs:
+        found = [reduced.get(form, []) for form in _forms(path)] if path not in {*ours} else []
+        unique = [paths[0] for paths in found if len(paths) == 1 and paths[0] not in taken]
+        names[path] = unique[0] if unique else path
+        taken.add(names[path])
+    return names
+
+
+def _forms(path: str) -> list[str]:
+    """The path, and what is left without parts "layers" and a class name in front."""
+    parts = path.split(".")
+    layers = [at for at, part in enumerate(parts) if part == "layers"][:_LAYERS]
+    starts = [0, 1] if parts[0][:1].isupper() else [0]
+    forms = {
+        ".".join(part for at, part in enumerate(parts) if at >= start and at not in left_out): None
+        for count in range(len(layers) + 1)
+        for left_out in combinations(layers, count)
+        for start in starts
+    }
+    return sorted(forms, key=lambda form: -form.count("."))

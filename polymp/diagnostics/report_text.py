@@ -17,9 +17,10 @@ from polymp.diagnostics.call_record import (
     RECOMPUTE,
     Call,
     CallList,
+    ModuleRows,
     by_module,
+    label,
 )
-from polymp.diagnostics.equal_layers import ModuleRows, label
 from polymp.rules.row import Row
 from polymp.rules.scopes import depth
 

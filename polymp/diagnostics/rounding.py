@@ -43,7 +43,7 @@ a framework.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -53,16 +53,22 @@ from polymp.dtypes import FORMATS
 # The probability of a false alarm, for all numbers of one result together.
 CHANCE = 1e-6
 
+
 # Units roundoff of a function's own error, 1.5 in the last place: SLEEF, whose functions torch
 # calls, documents 1 for those, and XLA's polynomials are off by 1 to 3 at the worst.
 FUNCTION = 3.0
 
+
 # The same of the gamma functions and inverses, whose approximations cancel digits on the way.
 HARD = 32.0
+
+
 HARD_FUNCTIONS = frozenset("lgamma digamma polygamma igamma igammac erfinv".split())
+
 
 # Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low dtypes.
 ONCE = frozenset("add sub mul div sqrt reciprocal rsub".split())
+
 
 # Ops whose results are among their operands, or these with another sign.
 EXACT = frozenset(
@@ -87,6 +93,17 @@ class Step(NamedTuple):
     call: Call
     values: tuple[Any, ...] = ()
     reads: frozenset[int] = frozenset()
+
+
+def results(tree: object, of: str) -> dict[str, Any]:
+    """Return the arrays that a function returned, by their paths."""
+    for path, x in flat(tree):
+        if not is_array(x) and not isinstance(x, (bool, int, float, str)):
+            raise TypeError(
+                f"the {of} function returns {type(x).__name__} as result{path}: return arrays, or "
+                "tuples, lists and dicts of them."
+            )
+    return arrays(tree)
 
 
 class Run(NamedTuple):
@@ -189,3 +206,41 @@ def spread(base: Any, probes: Iterable[Any]) -> Any:
         squares = np.mean([(x - base) ** 2 for x in probes], 0)
     exact = np.all([np.isclose(x, base, 0, 0, equal_nan=True) for x in probes], 0)
     return np.sqrt(np.where(exact, 0.0, squares))
+
+
+# Nested tuples, lists and dicts of arrays, the same for every framework's arrays.
+#
+# Nothing here imports one: an array is what has a dtype and a shape.
+
+
+def is_array(x: object) -> bool:
+    """True for numpy's, torch's and JAX's arrays."""
+    return hasattr(x, "dtype") and hasattr(x, "shape")
+
+
+def flat(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree with their paths, such as "[0]['x']"; None is no leaf."""
+    if isinstance(tree, Mapping):
+        for key in sorted(tree, key=str):
+            yield from flat(tree[key], f"{path}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for at, item in enumerate(tree):
+            yield from flat(item, f"{path}[{at}]")
+    elif tree is not None:
+        yield path, tree
+
+
+def arrays(tree: object) -> dict[str, Any]:
+    """The arrays of a tree by their paths."""
+    return {path: x for path, x in flat(tree) if is_array(x)}
+
+
+def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
+    """A tree with other arrays, in the order of `arrays`."""
+    if isinstance(tree, dict):
+        made = {key: rebuilt(tree[key], leaves) for key in sorted(tree, key=str)}
+        return {key: made[key] for key in tree}
+    if isinstance(tree, (list, tuple)):
+        items = [rebuilt(item, leaves) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return next(leaves) if is_array(tree) else tree

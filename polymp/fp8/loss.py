@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from polymp import dtypes
 from polymp.fp8 import quantise
+from polymp.fp8.quantise import Verbs
 from polymp.fp8.recipes import (
     ACTIVATION,
     GRADIENT,
@@ -26,7 +27,6 @@ from polymp.fp8.recipes import (
     Axis,
     Recipe,
 )
-from polymp.fp8.verbs import Verbs
 
 # The roles of the operands of each product.
 ROLES = {

@@ -9,10 +9,15 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from polymp import adapter_checks, dtypes
+from polymp import dtypes, integrations
 from polymp.errors import PolympError
-from polymp.keras.checks import check_backend, check_layers, check_optimizer, check_scaler
-from polymp.keras.scaled_optimizer import ScaledOptimizer
+from polymp.keras.scaled_optimizer import (
+    ScaledOptimizer,
+    check_backend,
+    check_layers,
+    check_optimizer,
+    check_scaler,
+)
 from polymp.rules.row import LOW
 
 if TYPE_CHECKING:
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
     from polymp.jax import GradScaler
     from polymp.rules.policy_files import Source
 
-keras = adapter_checks.require("keras")
+keras = integrations.require("keras")
 
 M = TypeVar("M")
 

@@ -8,7 +8,7 @@ has set up, and has the loss scaler.
 """
 
 from polymp import backends
-from polymp.adapter_checks import require
+from polymp.integrations import require
 
 backends.require("torch")
 require("lightning")

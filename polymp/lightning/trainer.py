@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from polymp.backends.torch.autocast.api import PolicyLike
-from polymp.backends.torch.scaler import closure_step, trainer_steps
+from polymp.backends.torch.scaler import optimizer_step, trainer_steps
 from polymp.lightning.region import Region
 from polymp.torch import GradScaler
 from polymp.torch import catch as catch_steps
@@ -123,7 +123,7 @@ class Precision(Region, plugins.FSDPPrecision):
                 self._after_closure(model, optimizer)
             return loss
 
-        inside = closure_step.needs_closure(optimizer)
+        inside = optimizer_step.needs_closure(optimizer)
         if not inside and evaluate() is None and model.automatic_optimization:
             return None  # training_step returned None
         result = trainer_steps.step(

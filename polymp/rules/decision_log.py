@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from polymp.rules.answers import Decision
-from polymp.rules.policy import Policy
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.row import Row
 
 T = TypeVar("T")

@@ -7,22 +7,21 @@ most specific row for an op wins. `parse` reads rows, `policy_files` policies; n
 what a tensor is.
 """
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Protocol
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple, Protocol, cast
 
-from polymp.dtypes import FULL
+from polymp import dtypes
+from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
-from polymp.fp8.recipes import recipe_of
-from polymp.rules import parse, scoped_rows, scopes
-from polymp.rules.answers import Decision, Why
-from polymp.rules.applied import applied
-from polymp.rules.few_rows import check_few_rows
-from polymp.rules.row import LOW, Row, Rule, holds_instead, without
-from polymp.rules.vocabulary import vocabulary
+from polymp.fp8.recipes import RECIPES, recipe_of
+from polymp.rules import scopes
+from polymp.rules.row import LOW, Apply, Row, Rule, holds_in_scope, holds_instead, member, without
+from polymp.rules.vocabulary import nearest, vocabulary
 
 
 class Asking(Protocol):
@@ -45,7 +44,68 @@ class RowsUsed(Protocol):
 # Rows by op, class or spelling, and dtype.
 _InForce = Mapping[tuple[str, str], Row]
 
+
+# The answers of a policy: how an op runs, and the row that says so.
+
+
+class Decision(NamedTuple):
+    """The answer of `Policy.decide`: the dtypes to cast an op's inputs and results to.
+
+    Attributes:
+        rule: the rule that decided.
+        run: dtype to cast the eligible inputs to; None leaves them alone.
+        out: dtype to cast the float results to; None leaves them alone.
+    """
+
+    rule: Rule
+    run: str | None = None
+    out: str | None = None
+
+
 _PARTS = Decision(Rule.PARTS)
+
+
+class Why(NamedTuple):
+    """The row that won for an op; as text, a sentence.
+
+    Attributes:
+        op: as asked.
+        dtype: of the region, as asked.
+        scope: as asked.
+        row: the winner, None if the policy has no row for the op.
+        policy: the policy's name.
+    """
+
+    op: str
+    dtype: str
+    scope: str
+    row: Row | None
+    policy: str
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that the op runs by."""
+        return self.row.rule if self.row else Rule.PARTS
+
+    def __str__(self) -> str:
+        at = f" at {self.scope!r}" if self.scope else ""
+        if self.row is None:
+            return (
+                f"{self.op} in {self.dtype}{at}: policy {self.policy!r} has no row for it, so it "
+                "runs in its inputs' dtypes, and the ops inside it by their own rows"
+            )
+        rule = self.row.rule
+        return f"{self.op} in {self.dtype}{at}: {rule} ({rule.phrase}), by the row {self.row}"
+
+
+def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
+    """Return the rows of a table: those in "rules", then those in "scopes"."""
+    found = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
+    for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
+        scopes.check(scope, where)
+        key = f"scopes.{scope}"
+        found += _rows(_table(inside, key, where), scope, where)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -149,7 +209,7 @@ class Policy:
         return self._at[found]
 
     def _folded(self, found: Sequence[tuple[object, str]], scope: str) -> "Policy":
-        rows = scoped_rows.folded(self.rows, found, f"policy {self.name!r} at {scope!r}")
+        rows = folded(self.rows, found, f"policy {self.name!r} at {scope!r}")
         return replace(self, rows=rows, inside=True)
 
     @cached_property
@@ -308,7 +368,7 @@ class Policy:
         lists = {"lower": lower, "fp8": fp8, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
         lists |= {"first": first, "keep": keep, "parts": parts}
         where = f"override of policy {self.name!r}"
-        rows = parse.overriding(lists, rules or {}, scopes or {}, where)
+        rows = overriding(lists, rules or {}, scopes or {}, where)
         name = name or self.name.rstrip("*") + "*"
         changed = replace(self, name=name, rows=rows, inside=False).over(self)
         return changed.with_recipe(recipe, where) if recipe else changed
@@ -400,3 +460,233 @@ def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | Non
         if row := in_force.get(("default", low)):
             return row
     return None
+
+
+# The decision that a rule makes for the dtypes of an op's inputs.
+
+
+_KEEP = Decision(Rule.KEEP)
+
+
+_FORBID = Decision(Rule.FORBID)
+
+
+def applied(rule: Rule, dtypes: Sequence[str], dtype: str, halves: str) -> Decision:
+    """Decide by a rule; `Policy.decide` has the table."""
+    match rule:
+        case Rule.LOWER | Rule.FP8:
+            return Decision(rule, dtype)
+        case Rule.FP32:
+            return Decision(rule, "float32")
+        case Rule.FP32_KEEP:
+            kept = [f for f in dtypes if f in FORMATS and f != "float64"]
+            return Decision(rule, "float32", widest(kept) if kept else None)
+        case Rule.WIDEST:
+            return _widest(dtypes, dtype, halves)
+        case Rule.FIRST:
+            known = dtypes[0] if dtypes and dtypes[0] in FORMATS else None
+            return Decision(rule, known)
+        case Rule.KEEP:
+            return _KEEP
+        case Rule.FORBID:
+            return _FORBID
+        case Rule.PARTS:
+            return _PARTS
+
+
+def _widest(dtypes: Sequence[str], run: str, halves: str) -> Decision:
+    for f in dtypes:
+        if f == "float64" or run == "float32":
+            continue  # once float32, it stays: a third dtype after it changes nothing
+        if f not in (run, "float32") and halves == "raise":
+            return _FORBID
+        if f in FORMATS:
+            run = widest((run, f))
+    return Decision(Rule.WIDEST, run)
+
+
+# The rows that hold inside a module: those whose scope matches come before those without one.
+
+
+def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str) -> tuple[Row, ...]:
+    """Return the rows that hold where some scopes match."""
+    rows = tuple(rows)
+    holding = tuple(row for row in rows if not row.scope)
+    tied: list[tuple[Row, Row]] = []
+    for _, alike in groupby(found, lambda ranked: ranked[0]):
+        patterns = [pattern for _, pattern in alike]
+        own: dict[tuple[str, str], Row] = {}
+        for row in [row for row in rows if row.scope in patterns]:
+            other = own.setdefault((row.of, row.dtype), row)
+            if other.rule is not row.rule:
+                tied.append((other, row))
+        holding = (*without(holding, own.values(), holds_in_scope), *own.values())
+    for one, other in tied:
+        if one in holding:  # else a stronger pattern has settled it
+            raise PolicyError(
+                f"{where}: {one.scope!r} gives {one.of!r} {one.rule} and {other.scope!r} gives it "
+                f"{other.rule}, and neither pattern is the more exact. Make one of them longer."
+            )
+    return holding
+
+
+# Why a matrix product of few rows runs in float32: a policy's key `few_rows`.
+#
+# A product reads each number of a weight once for all of its rows. With few rows, reading takes
+# most of its time, and a cast of the weight from float32 reads it once more and writes half as
+# much. A row costs less in a low dtype, so that more rows pay for the cast. How many pay depends
+# on the machine; benchmarks/jax_speed.py measures it. Knows sizes, and no framework.
+
+
+def check_few_rows(most: object, where: str) -> None:
+    """Refuse what is no number of rows."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+        raise PolicyError(
+            f"{where}: few_rows = {most!r} is not a number of rows. Write few_rows = 32, or 0 to "
+            "run products of any size by their rows."
+        )
+
+
+def why_float32(most: int, rows: float) -> str:
+    """Say why a product that has rule lower and a float32 parameter runs in float32."""
+    if rows > most:
+        return ""
+    times = "1 row" if rows == 1 else f"{rows} rows"
+    return f"casting the float32 parameter takes longer than {times} (few_rows = {most})"
+
+
+# Reading the rows of a policy from plain data, which is what a TOML file or a dict holds.
+#
+#     data -> check keys -> rows, and the other entries of the table
+#
+# Every PolicyError says where the fault is, what it is and what to write instead. Nothing here
+# knows what a policy does with its rows.
+
+
+_KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")
+
+
+def toml(content: str, where: str) -> Mapping[str, object]:
+    """Return the data of a TOML file."""
+    try:
+        return tomllib.loads(content)
+    except tomllib.TOMLDecodeError as error:
+        raise PolicyError(f"{where} is not TOML: {error}.") from None
+    except RecursionError:
+        raise PolicyError(f"cannot read {where}: its brackets are nested too deeply.") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise PolicyError(f"cannot read {where}: {str(error).partition(';')[0]}.") from None
+
+
+def check_keys(data: Mapping[str, object], where: str) -> None:
+    """Refuse a policy's table with a key that no policy has."""
+    _only(data, _KEYS, where)
+
+
+def overriding(
+    by_rule: Mapping[str, Sequence[str]],
+    rules: Mapping[str, object],
+    inside: Mapping[str, Mapping[str, object]],
+    where: str,
+) -> tuple[Row, ...]:
+    """Return the rows that `Policy.override` is given."""
+    table: dict[str, object] = {}
+    for of, value in [
+        *((of, rule) for rule, ops in by_rule.items() for of in _names(ops, rule, where)),
+        *_table(rules, "rules", where).items(),
+    ]:
+        if table.setdefault(of, value) != value:
+            raise PolicyError(f"{where} gives {of!r} two rules: {table[of]} and {value}. Keep one.")
+    return rows({"rules": table, "scopes": inside}, where)
+
+
+def _names(ops: object, rule: str, where: str) -> Sequence[str]:
+    if rule == "fp8" and isinstance(ops, str) and ops in RECIPES:
+        raise PolicyError(f"{where}: fp8={ops!r} is a recipe. Write recipe={ops!r}.")
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
+        raise PolicyError(f"{where}: {rule}={ops!r} is not a list of ops. Write {rule}=[{ops!r}].")
+    names = list(ops)
+    for op in names:
+        if not isinstance(op, str):
+            raise PolicyError(f"{where}: {rule} has {op!r}; ops are named by strings.")
+    return names
+
+
+def _table(value: object, key: str, where: str) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        what = "from pattern to rules" if key == "scopes" else "from op to rule"
+        raise PolicyError(f"{where}: {key} must be a table {what}, got {value!r}.")
+    return value
+
+
+def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
+    for of, value in table.items():
+        if not isinstance(of, str):
+            raise PolicyError(f"{where}: ops are named by strings, not {of!r}.")
+        if of == "class":
+            raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
+        vocabulary().check(of, where)
+        of_op = f"for op {of!r}"
+        value = _full_names(_told(value, of, where), where, of_op)
+        _only(value, (*_OF_ROW, *LOW), where, of_op)
+        if not value.keys() & {"rule", *LOW}:
+            raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a dtype.")
+        for low in LOW:
+            if low in value:
+                own = _told(value[low], of, where)
+                _only(own, _OF_ROW, where, f"{of_op} in {low}")
+                yield _row(of, own, low, scope, where)
+        if "rule" in value:
+            yield _row(of, value, "", scope, where)
+        elif value.keys() & {"apply", "instead"}:
+            raise PolicyError(
+                f"{where}: {of_op[4:]} has rules for dtypes alone; put the rest there."
+            )
+
+
+_OF_ROW = ("rule", "apply", "instead")
+
+
+def _full_names(value: Mapping[str, object], where: str, of_op: str) -> Mapping[str, object]:
+    """A row's table with the full names of dtypes as keys: "float16" for "fp16"."""
+    found: dict[str, object] = {}
+    for given, own in value.items():
+        try:
+            key = dtypes.name(given, LOW)
+        except (TypeError, ValueError):
+            key = given
+        if key in found:
+            raise PolicyError(f"{where}: {of_op[4:]} has two rules for {key}. Keep one.")
+        found[key] = own
+    return found
+
+
+def _told(value: object, of: str, where: str) -> Mapping[str, object]:
+    if isinstance(value, str):
+        return {"rule": value}
+    if not isinstance(value, Mapping):
+        raise PolicyError(f"{where}: op {of!r} has {value!r}, which is neither a rule nor a table.")
+    return value
+
+
+def _row(of: str, value: Mapping[str, object], dtype: str, scope: str, where: str) -> Row:
+    rule = member(Rule, value.get("rule"), dtype or "rule", where, f"for op {of!r}")
+    instead = str(value.get("instead", ""))
+    return Row(of, rule, dtype, scope, cast("Apply | None", value.get("apply")), instead, where)
+
+
+def _only(data: Mapping[str, object], known: Sequence[str], where: str, of_op: str = "") -> None:
+    for key, value in data.items():
+        if key in known:
+            continue
+        if not isinstance(key, str):
+            raise PolicyError(f"{where}: keys are strings, not {key!r}.")
+        op = of_op.removeprefix("for op ").strip("'")
+        if vocabulary().of_aten(f"{op}.{key}"):  # softmax.int = "fp32" in TOML
+            raise PolicyError(
+                f'{where}: quote the name of an overload: "aten:{op}.{key}" = "{value}".'
+            )
+        place = f" {of_op}" if of_op else ""
+        raise PolicyError(
+            f"{where}: unknown key {key!r}{place}.{nearest(key, known)} Known: {', '.join(known)}."
+        )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import cast
 
 from polymp.errors import NoPolicyError, PolicyError
-from polymp.rules import parse
+from polymp.rules import policy as policy_module
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row
 from polymp.rules.vocabulary import nearest
@@ -69,7 +69,7 @@ def _file(path: Path, above: tuple[Path, ...]) -> Policy:
         raise NoPolicyError(f"{cannot}: {error}.") from None
     if resolved in above:
         raise PolicyError(f"policy file {str(path)!r} extends itself, by way of its base.")
-    return _policy(parse.toml(text, str(path)), path.stem, str(path), (*above, resolved))
+    return _policy(policy_module.toml(text, str(path)), path.stem, str(path), (*above, resolved))
 
 
 @cache
@@ -79,7 +79,9 @@ def _shipped(name: str) -> Policy:
             f"no policy {name!r}.{nearest(name, shipped())} "
             f"Shipped: {', '.join(shipped())}; a file's name ends in .toml."
         )
-    return _policy(parse.toml(text(name), f"policies/{name}.toml"), name, f"policies/{name}.toml")
+    return _policy(
+        policy_module.toml(text(name), f"policies/{name}.toml"), name, f"policies/{name}.toml"
+    )
 
 
 def text(name: str) -> str:
@@ -106,7 +108,7 @@ def shipped_rows() -> frozenset[Row]:
 
 def summary(name: str) -> str:
     """A sentence on the use of a shipped policy."""
-    return str(parse.toml(text(name), name).get("summary", ""))
+    return str(policy_module.toml(text(name), name).get("summary", ""))
 
 
 def _policy(
@@ -114,10 +116,10 @@ def _policy(
 ) -> Policy:
     name = str(data.get("name", name))
     where = where or f"policy {name!r}"
-    parse.check_keys(data, where)
+    policy_module.check_keys(data, where)
     extends = data.get("extends")
     base = None if extends is None else _base(extends, where, above)
-    rows = parse.rows(data, where)
+    rows = policy_module.rows(data, where)
     halves = str(data.get("halves", base.halves if base else "widen"))
     few_rows = cast(int, data.get("few_rows", base.few_rows if base else 0))
     policy = Policy(name, rows, halves, fp8=base.fp8 if base else "", few_rows=few_rows)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from polymp import dtypes
 from polymp.errors import PolicyError
-from polymp.fp8 import fallback
+from polymp.fp8 import recipes
 from polymp.rules.policy import Policy
 from polymp.rules.row import Rule
 
@@ -52,10 +52,10 @@ class Region:
 def _check_fp8(policy: Policy, dtype: str) -> None:
     """Refuse an enabled region of another dtype than bfloat16 with products in 8 bits."""
     in_8_bits = any(row.rule is Rule.FP8 and row.dtype in ("", dtype) for row in policy.rows)
-    if in_8_bits and dtype != fallback.REGION_DTYPE:
+    if in_8_bits and dtype != recipes.REGION_DTYPE:
         raise PolicyError(
             f"autocast(): policy {policy.name!r} runs products in 8 bits, which needs a region of "
-            f"dtype bfloat16, not {dtype}: {fallback.NOT_FLOAT16}. Write bfloat16, or a policy "
+            f"dtype bfloat16, not {dtype}: {recipes.NOT_FLOAT16}. Write bfloat16, or a policy "
             "without rule fp8."
         )
 

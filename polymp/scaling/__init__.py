@@ -4,8 +4,14 @@ Knows numbers, and nothing of tensors or optimizers. Imports errors and dtypes. 
 `polymp.scaling.step`, its constants and its state.
 """
 
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, pick, step
-from polymp.scaling.state_dict import from_state_dict, to_state_dict
+from polymp.scaling.scale_rule import (
+    ScaleRule,
+    ScaleState,
+    from_state_dict,
+    pick,
+    step,
+    to_state_dict,
+)
 
 __all__ = ["ScaleRule", "ScaleState", "from_state_dict", "pick", "step", "to_state_dict"]
 

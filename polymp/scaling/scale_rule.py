@@ -6,15 +6,18 @@ same lines run on Python numbers, on torch tensors and on jax arrays, eager or t
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 Where = Callable[[Any, Any, Any], Any]
+
 
 # The widest range in which a scale and its inverse are both normal float32 numbers: neither
 # overflows, and neither is lost where subnormal numbers are flushed to zero. Only a first scale
 # that the caller gave may lie outside, until it first grows or backs off.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
 LONGEST = 2**31 - 1  # counts are int32
 
 
@@ -211,3 +214,85 @@ def as_float32(x: Any) -> Any:
         return struct.unpack("f", struct.pack("f", x))[0]
     except OverflowError:
         return math.copysign(math.inf, x)
+
+
+# The state of a loss scaler as a dictionary, under the names of torch.amp.GradScaler.
+#
+# Python numbers in and out, so that a run of one framework goes on in the other.
+#
+# The entries that torch.amp.GradScaler saves, and those that polymp's scalers add.
+_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+_BOUNDS = ("min_scale", "max_scale", "hysteresis")
+
+
+_COUNTS = ("_growth_tracker", "skips", "spoiled", "skipped")
+
+
+def to_state_dict(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
+    """Return rule and state as Python numbers, under the names of torch.amp.GradScaler.
+
+    torch.amp's scaler saves and loads `scale`, `growth_factor`, `backoff_factor`, `growth_interval`
+    and `_growth_tracker`. It ignores the others: `min_scale`, `max_scale`, `hysteresis`, `skips`,
+    `spoiled` and `skipped`.
+    """
+    return {
+        "scale": float(state.scale),
+        "growth_factor": rule.growth,
+        "backoff_factor": rule.backoff,
+        "growth_interval": rule.interval,
+        "_growth_tracker": int(state.tracker),
+        "min_scale": rule.min_scale,
+        "max_scale": rule.max_scale,
+        "hysteresis": rule.hysteresis,
+        "skips": int(state.skips),
+        "spoiled": int(state.spoiled),
+        "skipped": int(state.skipped),
+    }
+
+
+def from_state_dict(
+    saved: Mapping[str, Any],
+    rule: ScaleRule = ScaleRule(),  # noqa: B008
+) -> tuple[ScaleRule, ScaleState]:
+    """Return rule and state, as Python numbers, from what `to_state_dict` or torch.amp saved.
+
+    A positive scale outside the bounds becomes the nearer bound, as the next step would make it.
+
+    Args:
+        saved: the dictionary.
+        rule: gives the bounds and the hysteresis where torch.amp has saved none.
+
+    Returns:
+        The rule and the state.
+
+    Raises:
+        TypeError: `saved` is no mapping, an entry is not a number, or a count is not whole.
+        KeyError: an entry is missing; names it and lists those that are there.
+        ValueError: an entry is out of its range.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"a scaler's state must be a dictionary, got {saved!r}.")
+    for key in _TORCH:
+        if key not in saved:
+            there = ", ".join(map(repr, saved)) or "nothing"
+            raise KeyError(
+                f"a scaler's state needs the entry {key!r}; it has {there}. Give what "
+                "state_dict() returned"
+            )
+    bounds = {key: saved.get(key, getattr(rule, key)) for key in _BOUNDS}
+    factors = (saved[key] for key in ("growth_factor", "backoff_factor", "growth_interval"))
+    rule = checked(ScaleRule(*factors, **bounds))
+    scale = number("scale", saved["scale"])
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"scale must be positive and finite, got {saved['scale']!r}: the run that saved it had "
+            "lost its scale. Start again from another one, such as 2.0**16."
+        )
+    counts = [number(key, saved.get(key, 0), whole=True) for key in _COUNTS]
+    for key, count in zip(_COUNTS, counts, strict=True):
+        if not 0 <= count <= LONGEST:
+            raise ValueError(f"{key} must be from 0 to {LONGEST}, got {saved[key]!r}.")
+    scale = min(max(as_float32(scale), rule.min_scale), rule.max_scale)
+    return rule, ScaleState(scale, *map(int, counts))

@@ -16,11 +16,11 @@ from polymp._api import explain
 from polymp.backends import installed as installed
 from polymp.diagnostics.report import Report
 from polymp.rules.policy_files import Source
-from polymp.testing import align
+from polymp.testing import parity
 from polymp.testing.framework import Framework as Framework
+from polymp.testing.parity import Parity as Parity
+from polymp.testing.parity import ParityError as ParityError
 from polymp.testing.parity import assert_parity as assert_parity
-from polymp.testing.parity_results import Parity as Parity
-from polymp.testing.parity_results import ParityError as ParityError
 
 # --- dtypes and casts ----------------------------------------------------------------------------
 
@@ -61,11 +61,11 @@ def assert_same_dtypes(
         for f, given in ((fn, args), (other, args if other_args is None else other_args))
     ]
     sides = [next((c.backend for c in r), "") for r in reports]
-    differ = align.first_parted if len({*sides}) > 1 else align.strictly_parted
+    differ = parity.first_parted if len({*sides}) > 1 else parity.strictly_parted
     parted = differ(*(r.calls for r in reports))
     if parted is not None:
         names = (sides[0], sides[1]) if sides[0] != sides[1] else ("one", "other")
-        table = align.side_by_side(parted, names)
+        table = parity.side_by_side(parted, names)
         text = f"the first difference is at {parted.op}, {parted.why}:\n\n{table}"
         raise ParityError(text, parted.op, table)
 

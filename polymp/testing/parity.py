@@ -8,24 +8,53 @@ The backends' `perturb` runs the functions and returns numpy arrays; `rounding` 
 and `align` finds the calls that belong together.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from functools import cache, partial
+from itertools import chain, permutations
+from typing import Any, NamedTuple
 
-from polymp import backends
-from polymp.diagnostics import trees
-from polymp.diagnostics.call_record import Call
-from polymp.diagnostics.rounding import Gap, Run, gap, spread
+from polymp import backends, text_table
+from polymp.diagnostics import rounding
+from polymp.diagnostics.call_record import FORWARD, Call
+from polymp.diagnostics.rounding import Gap, Run, factor, gap, spread
 from polymp.dtypes import FORMATS
+from polymp.dtypes import name as dtype_name
+from polymp.errors import escaped
 from polymp.rules.policy_files import Source, load
-from polymp.testing import align
-from polymp.testing.align import Parted
-from polymp.testing.parity_inputs import arguments, checked_dtype, cotangent, widened
-from polymp.testing.parity_results import Parity, ParityError
+from polymp.rules.row import Rule
+from polymp.rules.vocabulary import vocabulary
 
 _NAMES = ("torch", "jax")
+
+
 _KINDS = ("results", "gradients")  # of the arrays of a run
+
+
+class Parity(NamedTuple):
+    """The result of `assert_parity`: errors and tolerances of all arrays, which are within.
+
+    Attributes:
+        gaps: each result and gradient: error and tolerance.
+        dtypes: of the results, by path.
+        calls: how many forward calls each side made.
+        float32: the same of the comparison in float32 that came first; () if there was none.
+    """
+
+    gaps: tuple[Gap, ...]
+    dtypes: dict[str, str]
+    calls: tuple[int, int]
+    float32: tuple[Gap, ...] = ()
+
+    @property
+    def margin(self) -> float:
+        """How many times larger the tolerance is than the error, where that is least."""
+        return min((gap.margin for gap in self.gaps), default=float("inf"))
+
+    def __str__(self) -> str:
+        return escaped("\n".join(map(str, self.gaps)))
 
 
 def assert_parity(
@@ -129,7 +158,7 @@ def assert_parity(
     except ParityError as error:
         start = f"in {low}, though not in float32: " if first else ""
         raise ParityError(*_said(error, low or "float32", start)) from None
-    if grads and all(x.dtype.kind in "iub" for x in trees.arrays((args, kwargs)).values()):
+    if grads and all(x.dtype.kind in "iub" for x in rounding.arrays((args, kwargs)).values()):
         warnings.warn(_NO_GRADIENTS, stacklevel=2)
     return found._replace(float32=first)
 
@@ -139,6 +168,42 @@ _NO_GRADIENTS = (
     "parameters as an input, a dict of arrays by name, as for torch.func.functional_call(model, "
     "params, ids); or write grads=False."
 )
+
+
+# The results of `assert_parity`: the arrays that were compared, and the error if they differ.
+
+
+class ParityError(AssertionError):
+    """Two functions differ in their structure, dtypes, values or gradients.
+
+    Args:
+        text: the message.
+        op: see below.
+        side_by_side: see below.
+        gaps: see below.
+        dtype: see below.
+
+    Attributes:
+        op: name of the first op that differs, in the vocabulary; "" if it is not known, as where
+            results have other shapes.
+        side_by_side: the calls of that op on both sides, as a table; "" likewise.
+        gaps: the arrays that were compared, with errors and tolerances; () where dtypes differ.
+        dtype: the dtype in which they differ: that of the regions, or "float32".
+    """
+
+    def __init__(
+        self,
+        text: str,
+        op: str = "",
+        side_by_side: str = "",
+        gaps: Sequence[Gap] = (),
+        dtype: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.dtype: str = dtype
+        self.op: str = op
+        self.side_by_side: str = side_by_side
+        self.gaps: tuple[Gap, ...] = tuple(gaps)
 
 
 def _said(
@@ -179,7 +244,7 @@ class _Pair:
             one, other = self._torch.run(), self._jax.run()
         calls = tuple([s.call for s in run.steps] for run in (one, other))
         _same_structure(one, other)
-        parted = align.first_parted(*calls)
+        parted = first_parted(*calls)
         if parted is not None:
             raise _error(f"run {parted.why}", parted)
         if one.dtypes != other.dtypes:
@@ -189,14 +254,14 @@ class _Pair:
         gaps = tuple(_gaps(one, other, torch_moved, jax_moved))
         if any(found.part for found in gaps):
             raise self._off(one, other, gaps)
-        forward = tuple(len(align.compared(side)) for side in calls)
+        forward = tuple(len(compared(side)) for side in calls)
         return Parity(gaps, one.dtypes, (forward[0], forward[1]))
 
     def _other_results(self, one: Run, other: Run, calls: Sequence[Sequence[Call]]) -> ParityError:
         """The results have other dtypes, and no call has."""
         path = next(path for path in one.dtypes if one.dtypes[path] != other.dtypes[path])
         said = f"{_named('result', path)} is {one.dtypes[path]} in torch and "
-        forward = [align.compared(side) for side in calls]
+        forward = [compared(side) for side in calls]
         wanted = one.dtypes[path], other.dtypes[path]
         last = [
             next((c for c in reversed(side) if dtype in c.outputs), None)
@@ -210,7 +275,7 @@ class _Pair:
             kept = self._torch.run(keep=True)
             moved = [self._torch.run(seed, keep=True) for seed in range(1, 5)]
         theirs = self._jax.kept()
-        at = align.first_off(kept, moved, theirs)
+        at = first_off(kept, moved, theirs)
         worst = next(place for place, found in enumerate(gaps) if found.part)
         if at is None:  # each step's own values are as in JAX: the step that made the array
             names = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
@@ -218,7 +283,7 @@ class _Pair:
         if at is None:
             return _error(f"do not return the same: {gaps[worst]}", None, gaps)
         call = kept.steps[at].call
-        other_call = align.partner(at, kept, moved, theirs)
+        other_call = partner(at, kept, moved, theirs)
         return _error("compute other values", Parted(call, other_call, ""), gaps)
 
 
@@ -275,14 +340,369 @@ def _named(what: str, path: str) -> str:
     return f"{what}{path.removeprefix('[0]') if what != 'result' else path}"
 
 
+class Parted(NamedTuple):
+    """Two calls that differ; None for a side that has no such call.
+
+    Attributes:
+        one: of the first run.
+        other: of the other run.
+        why: the difference in words.
+    """
+
+    one: Call | None
+    other: Call | None
+    why: str
+
+    @property
+    def op(self) -> str:
+        """The name of the op."""
+        call = self.one or self.other
+        return "" if call is None else call.op
+
+
 def _error(what: str, parted: Parted | None, gaps: Sequence[Gap] = ()) -> ParityError:
     """The error: the first op that differs, then the arrays that were compared."""
     if parted is None:
         lines = [f"the two functions {what}", *map(str, gaps)]
         return ParityError("\n".join(lines), gaps=gaps)
-    table = align.side_by_side(parted, ("torch", "jax"))
+    table = side_by_side(parted, ("torch", "jax"))
     start = f"the two functions {what}" if "result" not in what[:6] else what
     lines = [f"{start}. The first op that differs is {parted.op}:", "", table]
     if gaps:
         lines += ["", "compared:", *(f"  {found}" for found in gaps)]
     return ParityError("\n".join(lines), parted.op, table, gaps)
+
+
+# The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
+
+
+_LOW = ("bfloat16", "float16")
+
+
+def checked_dtype(dtype: object) -> str | None:
+    """Return the full name of a region's low dtype, None for no region."""
+    if dtype is None:
+        return None
+    name = dtype_name(dtype, (*_LOW, "float32"), "assert_parity(): dtype")
+    return None if name == "float32" else name
+
+
+def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments of both calls."""
+    import numpy as np
+
+    if isinstance(inputs, Mapping):
+        return (), {str(name): _prepared(x, f"[{name!r}]") for name, x in inputs.items()}
+    if (
+        isinstance(inputs, np.ndarray)
+        or not isinstance(inputs, Sequence)
+        or (isinstance(inputs, (str, bytes)))
+    ):
+        raise TypeError(
+            "inputs are a list of positional arguments, or a dict of keyword arguments; got "
+            f"{type(inputs).__name__}. For one array write [array]."
+        )
+    return tuple(_prepared(x, f"[{at}]") for at, x in enumerate(inputs)), {}
+
+
+def _prepared(x: object, path: str) -> Any:
+    """An input with its arrays in dtypes that both frameworks have; errors as in `arguments`."""
+    import numpy as np
+
+    if isinstance(x, dict):
+        return {key: _prepared(item, f"{path}[{key!r}]") for key, item in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)([_prepared(item, f"{path}[{at}]") for at, item in enumerate(x)])
+    if x is None or (isinstance(x, (bool, int, float, str)) and not isinstance(x, np.generic)):
+        return x
+    if not isinstance(x, (np.ndarray, np.generic)):
+        raise TypeError(
+            f"input {path} is {type(x).__module__}.{type(x).__name__}. Give numpy arrays, numbers, "
+            "and lists, tuples and dicts of them."
+        )
+    array = np.asarray(x)
+    if array.size == 0:
+        raise ValueError(f"input {path} has shape {array.shape}: there is nothing to compare.")
+    if array.dtype == np.float64:
+        array = array.astype(np.float32)
+    elif array.dtype.kind in "iu":
+        limits = np.iinfo(np.int32)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ValueError(f"input {path} has integers beyond 32 bits, which JAX lacks.")
+        array = array.astype(np.int64)
+    elif array.dtype.kind != "b" and array.dtype.name not in ("float32", *_LOW):
+        raise TypeError(
+            f"input {path} is {array.dtype.name}. Give float32, float16, bfloat16, integers or "
+            "bool; float64 becomes float32."
+        )
+    if array.dtype.kind not in "ib" and not np.isfinite(array.astype(np.float32)).all():
+        raise ValueError(f"input {path} has Inf or NaN, for which there is no tolerance.")
+    return array
+
+
+def widened(tree: Any) -> Any:
+    """Return prepared inputs with float32 in place of lower dtypes."""
+    import numpy as np
+
+    found = [
+        x.astype(np.float32) if x.dtype.name in _LOW else x for x in rounding.arrays(tree).values()
+    ]
+    return rounding.rebuilt(tree, iter(found))
+
+
+def cotangent(path: str, shape: tuple[int, ...]) -> Any:
+    """Float32 numbers that are the same for a path and a shape in every run."""
+    import numpy as np
+
+    seed = [len(path), *path.encode(), *shape]
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# The calls of two runs aligned, and the first that differs in its dtypes or its values.
+#
+#     calls of one, calls of the other -> by name, in order -> the first pair in other dtypes
+#     values of one, values of the other -> the first step whose values the other does not have
+#
+# The two frameworks split an op in different ways: a linear layer's bias is an addition of its
+# own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a
+# call that both have at the same place, in other dtypes, is one. Nothing here knows a framework.
+#
+# The frameworks' names of a cast that the program itself makes.
+_CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
+
+
+_ONE_CASTS = "in other dtypes: only one side casts to a low dtype here"
+
+
+def name_of(call: Call) -> str:
+    """The name of a call in both frameworks; all matrix products have one, as in JAX."""
+    op = vocabulary().ops.get(call.op)
+    if op is not None and op.kind == "matmul":
+        return "matmul"
+    return _CASTS.get(call.op, call.op)
+
+
+def seen(call: Call) -> tuple[str, ...]:
+    """Its name, its dtypes, and the recipe of a product in 8 bits."""
+    if name_of(call) == "cast":
+        return "cast", *call.inputs, *call.outputs
+    if call.row is not None and call.row.rule is Rule.FP32_KEEP:
+        return name_of(call), str(call.row.rule)  # torch's kernel does so inside
+    return name_of(call), call.run, call.recipe
+
+
+def compared(calls: Iterable[Call]) -> list[Call]:
+    """The forward calls that compute with floats, and the casts that the program itself makes."""
+    return [
+        call
+        for call in calls
+        if call.direction == FORWARD and (call.run or name_of(call) == "cast") and not _silent(call)
+    ]
+
+
+def _silent(call: Call) -> bool:
+    op = vocabulary().ops.get(call.op)
+    return op is not None and op.kind in vocabulary().moving
+
+
+def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
+    """The first calls of two runs that are one op in other dtypes; None if there are none.
+
+    Calls are aligned by name, run dtype and recipe; under the rule fp32_keep, by name and rule.
+    Calls of one name that are left over between aligned ones on both sides ran in other dtypes, or
+    by other recipes, if either side has a row for them. An op without a row, with nothing else left
+    over there, may be wider in JAX, which leaves out a rounding where only float32 reads the
+    result. A cast to a low dtype that only one program makes is a difference, too.
+    """
+    left, right = compared(one), compared(other)
+    ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    for what, i, to_i, j, to_j in matcher.get_opcodes():
+        if what != "equal":
+            found = _in_gap(left[i:to_i], right[j:to_j])
+            if found is not None:
+                return found
+    return None
+
+
+def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
+    names = [name_of(c) for c in left], [name_of(c) for c in right]
+    for call in left:
+        name = name_of(call)
+        if name == "cast" and "cast" not in names[1]:
+            if _narrows(call):
+                return Parted(call, None, _ONE_CASTS)
+        elif name in names[1]:
+            other = right[names[1].index(name)]
+            ruled = call.row is not None or other.row is not None
+            if ruled or (names[0] == names[1] and not _spared(call, other)):
+                return Parted(call, other, _how(call, other))
+    for call in right:
+        if name_of(call) == "cast" and "cast" not in names[0] and _narrows(call):
+            return Parted(None, call, _ONE_CASTS)
+    return None
+
+
+def _how(call: Call, other: Call) -> str:
+    """The difference of two calls of one op in words."""
+    recipes = call.recipe and other.recipe and call.recipe != other.recipe
+    return "by other recipes" if recipes else "in other dtypes"
+
+
+def _spared(call: Call, other: Call) -> bool:
+    """True if a call in JAX runs in torch's dtype or a wider one."""
+    low, wide = (call, other) if call.backend == "torch" else (other, call)
+    known = {low.run, wide.run} <= {*FORMATS}
+    return low.backend != wide.backend and known and FORMATS[wide.run].holds(FORMATS[low.run])
+
+
+def _narrows(call: Call) -> bool:
+    dtypes = [*call.inputs, *call.outputs]
+    if len(dtypes) != 2 or not {*dtypes} <= {*FORMATS}:
+        return False
+    return FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
+
+
+def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
+    """The first difference at all: a call that only one side has is one.
+
+    For two runs in one framework.
+    """
+    left, right = compared(one), compared(other)
+    ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    for what, i, to_i, j, to_j in matcher.get_opcodes():
+        if what == "equal":
+            continue
+        here, there = (left[i] if i < to_i else None), (right[j] if j < to_j else None)
+        if here is not None and there is not None and name_of(here) == name_of(there):
+            return Parted(here, there, _how(here, there))
+        return Parted(here, there, "not the same ops")
+    return None
+
+
+def partner(at: int, kept: Run, moved: Sequence[Run], theirs: Run) -> Call | None:
+    """The JAX call at the place of a torch step: one that reads the same values.
+
+    Of several, those of the same op, in the order of torch's; or else the first, as where torch has
+    one call for a gelu and JAX has many. A loop's values are not known: there it is the call that
+    the names say.
+    """
+    steps, call = kept.steps, kept.steps[at].call
+
+    @cache
+    def twins(source: int) -> frozenset[int]:
+        if not steps[source].values:
+            return frozenset()
+        value, limit = _with_limit(source, kept, moved)
+        places = enumerate(theirs.steps)
+        same = (
+            i
+            for i, s in places
+            if any(x.size == value.size and _near(value, x, limit) for x in s.values)
+        )
+        return frozenset(same)
+
+    @cache
+    def sources(reader: int) -> frozenset[int]:
+        return frozenset().union(*(twins(r) or sources(r) for r in steps[reader].reads))
+
+    def alike(one: Call, other: Call) -> bool:
+        return one.direction == other.direction and name_of(one) == name_of(other)
+
+    mine = sources(at)
+    readers = [
+        step.call
+        for i, step in enumerate(theirs.steps)
+        if step.call.direction == call.direction
+        and i not in mine
+        and (step.reads & mine if mine else step.values and not step.reads)
+        and not _silent(step.call)
+    ]
+    same = [c for c in readers if alike(c, call)]
+    if same:
+        rank = sum(alike(steps[i].call, call) and sources(i) == mine for i in range(at))
+        return same[min(rank, len(same) - 1)]
+    return readers[0] if readers else _by_names(call, kept, theirs)
+
+
+def _by_names(call: Call, kept: Run, theirs: Run) -> Call | None:
+    left, right = ([s.call for s in run.steps] for run in (kept, theirs))
+    ours, others = ([(c.direction, name_of(c)) for c in side] for side in (left, right))
+    at = next(i for i, c in enumerate(left) if c is call)
+    matcher = SequenceMatcher(None, ours, others, autojunk=False)
+    for i, j, count in matcher.get_matching_blocks():
+        if i <= at < i + count:
+            return right[j + at - i]
+    return None
+
+
+def side_by_side(
+    parted: Parted,
+    names: tuple[str, str],
+    calls: tuple[Sequence[Call], Sequence[Call]] | None = None,
+) -> str:
+    """Two calls as a table: op, module, dtypes, rule and source of each."""
+
+    def cells(call: Call | None) -> tuple[str, ...]:
+        if call is None:
+            return ("no such call", "", "", "", "")
+        dtypes = text_table.dtypes(call.inputs, call.run, call.outputs)
+        row = str(call.row) if call.row is not None else call.rule or "no region"
+        rule = ", ".join(filter(None, (row, call.recipe, call.fallback)))
+        return call.op, call.module or "(top level)", dtypes, rule, call.source
+
+    heads = ("op", "module", "dtypes", "row or rule", "source")
+    both = cells(parted.one), cells(parted.other)
+    rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
+    return "\n".join(text_table.columns(("", *names), rows))
+
+
+def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
+    """Find the first step of a torch run whose values no step of the JAX run has.
+
+    Axes may have another order, because the frameworks lay arrays out in different ways. A forward
+    step is passed over if a later step that reads it has the same values in JAX: JAX may split an
+    op into others.
+    """
+    pool: dict[int, list[Any]] = {}
+    for x in chain.from_iterable(step.values for step in theirs.steps):
+        pool.setdefault(x.size, []).append(x)
+    for x in (*theirs.results.values(), *theirs.gradients.values()):
+        pool.setdefault(x.size, []).append(x)
+    steps = kept.steps
+    met: list[bool | None] = []
+    for at, step in enumerate(steps):
+        if not step.values:
+            met.append(None)  # its values are not known
+            continue
+        value, limit = _with_limit(at, kept, moved)
+        met.append(any(_near(value, x, limit) for x in pool.get(value.size, ())))
+    healed = [bool(found) for found in met]
+    for at in reversed(range(len(steps))):
+        if healed[at]:
+            for source in steps[at].reads:
+                healed[source] |= steps[at].call.direction == steps[source].call.direction
+    return next((at for at, fine in enumerate(healed) if not fine and met[at] is False), None)
+
+
+def _with_limit(at: int, kept: Run, moved: Sequence[Run]) -> tuple[Any, float]:
+    """The value of a step, and how far from it the same value in JAX may be."""
+    value = kept.steps[at].values[0]
+    around = spread(value, [run.steps[at].values[0] for run in moved])
+    return value, math.sqrt(2) * factor(value.size) * float(around.max(initial=0.0))
+
+
+def _near(one: Any, other: Any, limit: float) -> bool:
+    """True if an array is the other one, its axes in some order, within a limit."""
+    import numpy as np
+
+    orders = permutations(range(other.ndim)) if other.ndim <= 4 else [tuple(range(other.ndim))]
+    flat = one.reshape(-1)
+    with np.errstate(invalid="ignore"):
+        for order in orders:
+            x = other.transpose(order).reshape(-1)
+            same = (flat == x) | (np.isnan(flat) & np.isnan(x)) | (np.abs(flat - x) <= limit)
+            if bool(np.all(same)):
+                return True
+    return False

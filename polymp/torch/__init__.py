@@ -8,7 +8,7 @@ import importlib
 import typing
 
 from polymp.backends.torch.autocast.api import autocast, is_autocast_available
-from polymp.backends.torch.autocast.custom_function import custom_bwd, custom_fwd
+from polymp.backends.torch.autocast.custom_ops import custom_bwd, custom_fwd
 from polymp.backends.torch.modules.pin import pin
 from polymp.backends.torch.modules.scoped import scoped
 from polymp.backends.torch.scaler.grad_scaler import GradScaler

@@ -10,20 +10,19 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 
-from polymp import adapter_checks
+from polymp import integrations
 from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.autocast.api import autocast
-from polymp.backends.torch.modules import in_region
-from polymp.backends.torch.modules.scoped import scoped
+from polymp.backends.torch.modules.scoped import open_region, opens_region, scoped
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 
 
 def check_scaler(scaler: object, asked: str, half: bool, write: str) -> None:
-    """Raise if a loss scaler cannot be used; see `polymp.adapter_checks.check_scaler`."""
+    """Raise if a loss scaler cannot be used; see `polymp.integrations.check_scaler`."""
     made = "polymp.torch.GradScaler(device), with the device that is used"
-    adapter_checks.check_scaler(
+    integrations.check_scaler(
         scaler, made, GradScaler, GradScaler.is_enabled, asked=asked, half=half, write=write
     )
 
@@ -94,7 +93,7 @@ def attach(model: nn.Module, opener: Opener) -> None:
     It takes the place of what another opener has put there; the same opener changes nothing, nor
     does any on a model whose calls open a region.
     """
-    if in_region.opens_region(model):
+    if opens_region(model):
         return
     before = _attached.get(model)
     if before is not None:
@@ -109,8 +108,8 @@ def attach(model: nn.Module, opener: Opener) -> None:
 
 def open_in(model: nn.Module, opener: Opener) -> None:
     """Have the calls of a model open the region, for a framework that opens none."""
-    if not in_region.opens_region(model):
-        in_region.open_region(model, opener.policy, opener.dtype, opener.device)
+    if not opens_region(model):
+        open_region(model, opener.policy, opener.dtype, opener.device)
 
 
 def extend(instance: Any, mixin: type) -> None:

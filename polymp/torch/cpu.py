@@ -1,10 +1,11 @@
 """The deprecated names of torch.cpu.amp, with their arguments."""
 
+import warnings
+
 import torch
 
 from polymp.backends.torch.autocast import api
 from polymp.backends.torch.scaler import grad_scaler
-from polymp.torch._spelling import deprecated
 
 
 class autocast(api.autocast):  # the name is torch's
@@ -56,3 +57,23 @@ class GradScaler(grad_scaler.GradScaler):
     ) -> None:
         deprecated("GradScaler", "cpu")
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+
+# The deprecation warning of the names in polymp.torch.cuda and polymp.torch.cpu.
+
+
+def deprecated(name: str, device: str) -> None:
+    """Warn, as torch.amp does, that `torch.<device>.amp.<name>` is an old spelling.
+
+    Args:
+        name: of the class or function.
+        device: "cpu" or "cuda".
+    """
+    custom = name.startswith("custom_")
+    call = f"args..., device_type='{device}'" if custom else f"'{device}', args..."
+    warnings.warn(
+        f"`torch.{device}.amp.{name}(args...)` is deprecated. Please use "
+        f"`torch.amp.{name}({call})` instead. With polymp: `polymp.torch.{name}({call})`.",
+        FutureWarning,
+        stacklevel=3,
+    )

@@ -5,9 +5,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
-from polymp.backends.torch.autocast import api, custom_function
+from polymp.backends.torch.autocast import api, custom_ops
 from polymp.backends.torch.scaler import grad_scaler
-from polymp.torch._spelling import deprecated
+from polymp.torch.cpu import deprecated
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,7 +94,7 @@ def custom_fwd(
         FutureWarning: always, as in torch: the spelling is deprecated.
     """
     deprecated("custom_fwd", "cuda")
-    return custom_function.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
+    return custom_ops.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
 def custom_bwd(bwd: Callable[P, R]) -> Callable[P, R]:
@@ -110,4 +110,4 @@ def custom_bwd(bwd: Callable[P, R]) -> Callable[P, R]:
         FutureWarning: always, as in torch: the spelling is deprecated.
     """
     deprecated("custom_bwd", "cuda")
-    return custom_function.custom_bwd(bwd, device_type="cuda")
+    return custom_ops.custom_bwd(bwd, device_type="cuda")

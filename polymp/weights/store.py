@@ -8,19 +8,81 @@
 An optimizer takes its step on what `load` returns, in float32, and `store` keeps the result.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from polymp.weights import split, stochastic
-from polymp.weights.modes import Mode
-from polymp.weights.verbs import Verbs
+from polymp import dtypes
+
+# The three ways to keep a weight in 16 bits, as data.
+
+
+class Mode(NamedTuple):
+    """One way to keep weights low.
+
+    Attributes:
+        name: as the user gives it.
+        beside: dtype of what stands beside each weight; "" if nothing does.
+        exact: True if a float32 weight is kept to the last bit.
+        accepted: dtypes that the weights may have.
+        note: one line for tables and messages.
+    """
+
+    name: str
+    beside: str
+    exact: bool
+    accepted: tuple[str, ...]
+    note: str
+
+    def bytes_a_weight(self) -> int:
+        """Return the bytes of a weight and of what stands beside it."""
+        return 2 + _BYTES[self.beside]
+
+
+# `Verbs`: the functions of a framework that the rules of low weights call.
+
+
+Verb = Callable[[Any], Any]
+
+
+class Verbs(NamedTuple):
+    """A framework's functions of arrays.
+
+    Besides these, the rules use operators of integer arrays, which wrap around as two's complement
+    does: `+ - * & | ^ << >>` (the last one keeps the sign), comparisons, and `&` of bool arrays.
+
+    Attributes:
+        bits: float32 to int32 with the same bits.
+        float32: int32 to float32 with the same bits.
+        bits16: bfloat16 or float16 to int16 with the same bits.
+        bfloat16: int16 to bfloat16 with the same bits.
+        to_int32: int16 to int32 with the same value.
+        to_int16: int32 to int16, the low 16 bits.
+        wide: bfloat16 to float32 with the same value, by its bits under a compiler, which
+            removes a cast to bfloat16 and back to float32 (XLA by default, torch's inductor in
+            `pointless_convert`), and with it a rounding that is wanted.
+        narrow: (float32, "bfloat16" or "float16") to that dtype, to nearest, ties to even.
+        from_half: float16 to float32 with the same value.
+        where: (bool, array or number, array or number) to one of the two, element by element.
+    """
+
+    bits: Verb
+    float32: Verb
+    bits16: Verb
+    bfloat16: Verb
+    to_int32: Verb
+    to_int16: Verb
+    wide: Verb
+    narrow: Callable[[Any, str], Any]
+    from_half: Verb
+    where: Callable[[Any, Any, Any], Any]
 
 
 def store(verbs: Verbs, mode: Mode, dtype: str, full: Any, random: Any = None) -> tuple[Any, Any]:
     """Return a float32 weight as it is kept."""
     if mode.name == "split":
-        return split.split(verbs, full)
+        return split(verbs, full)
     if mode.name == "stochastic":
-        return stochastic.rounded(verbs, full, random), None
+        return rounded(verbs, full, random), None
     return verbs.narrow(full, dtype), full
 
 
@@ -37,7 +99,7 @@ def first(verbs: Verbs, mode: Mode, dtype: str, full: Any) -> tuple[Any, Any]:
 def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
     """Return the float32 weight that an optimizer steps on."""
     if mode.name == "split":
-        return split.join(verbs, low, beside)
+        return join(verbs, low, beside)
     if mode.name == "stochastic":
         return verbs.wide(low)
     return beside
@@ -55,10 +117,140 @@ def beside_written(verbs: Verbs, mode: Mode, dtype: str, low: Any, beside: Any) 
         same = verbs.bits16(verbs.narrow(beside, dtype)) == verbs.bits16(low)
         return verbs.where(same, beside, as_float32(verbs, low, dtype))
     if mode.name == "split":
-        return verbs.where(split.is_torn(verbs, low, beside), 0, beside)
+        return verbs.where(is_torn(verbs, low, beside), 0, beside)
     return beside
 
 
 def as_float32(verbs: Verbs, low: Any, dtype: str) -> Any:
     """Return a low weight of that dtype as float32 with the same value."""
     return verbs.wide(low) if dtype == "bfloat16" else verbs.from_half(low)
+
+
+_BYTES = {"": 0, "int16": 2, "float32": 4}
+
+
+_BF16 = ("bfloat16",)
+
+
+def mode(name: object) -> Mode:
+    """Return the mode of a name."""
+    found = MODES.get(name) if isinstance(name, str) else None
+    if found is None:
+        known = ", ".join(repr(each) for each in MODES)
+        raise ValueError(f"low_weights(): mode {name!r} is not one of {known}.")
+    return found
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("master", "float32", True, ("bfloat16", "float16"), "a float32 copy of each weight"),
+        Mode("split", "int16", True, _BF16, "the other 16 bits of the float32 weight"),
+        Mode("stochastic", "", False, _BF16, "nothing; each step rounds up or down at random"),
+    )
+}
+
+
+def low_dtype(mode: Mode, dtype: object) -> str:
+    """Return the name of the dtype that weights are kept in, if the mode allows it."""
+    name = low_name(dtype, "low_weights(): dtype")
+    if name not in mode.accepted:
+        raise ValueError(
+            f"low_weights(): mode {mode.name!r} keeps weights in bfloat16, not in {name}, because "
+            f"it works on the upper 16 bits of float32. Write mode='master' to keep {name} weights."
+        )
+    return name
+
+
+def low_name(dtype: object, what: str) -> str:
+    """Return the name of a low dtype."""
+    return dtypes.name(dtype, ("bfloat16", "float16"), what)
+
+
+# A float32 number as a bfloat16 number and a 16-bit remainder, without any loss.
+#
+#     high      = (bits + 0x8000) >> 16        the nearest bfloat16; ties go away from zero
+#     remainder = bits - (high << 16)          from -0x8000 to 0x7fff: the lower 16 bits, as int16
+#     bits      = (high << 16) + remainder     modulo 2**32
+#
+# `high` differs from the usual cast at ties alone, which the cast rounds to even. Infinity
+# stays, and finite numbers above the largest bfloat16 by half its last place or more become Inf
+# in `high`, as in the cast; the remainder brings them back.
+#
+# For NaN the formula is not enough: 0x7fffffff, the NaN that NVIDIA GPUs return, would get the
+# high part -0.0. So the upper 7 bits of the mantissa of a NaN are inverted first if bit 15 is
+# set, and after the rebuild once more. There are as many pairs as float32 numbers, so some NaN
+# must get a `high` that is none: signaling NaN, which no arithmetic returns, with these 7 bits
+# zero. Those from 0x7f808000 to 0x7f80ffff get zero, and those from 0x7f800001 to 0x7f807fff get
+# Inf.
+#
+# Source: the formula is that of AdamW_BF16-style "split" optimizers (Zamirai et al., "Revisiting
+# BFloat16 Training", arXiv:2010.06192, keep the same 16 bits); the treatment of NaN is our own.
+#
+# A NaN whose high part could round up beyond the exponent: the exponent and bit 15 are all ones.
+_CARRIES, _UPPER = 0x7F808000, 0x007F0000
+
+
+def split(verbs: Verbs, full: Any) -> tuple[Any, Any]:
+    """Return the bfloat16 part and the remainder of float32 numbers."""
+    bits = _nan_moved(verbs, verbs.bits(full))
+    high = (bits + 0x8000) >> 16
+    return verbs.bfloat16(verbs.to_int16(high)), verbs.to_int16(bits)
+
+
+def join(verbs: Verbs, high: Any, remainder: Any) -> Any:
+    """Return the float32 numbers that `split` has taken apart, to the last bit."""
+    bits = verbs.bits(verbs.wide(high)) + verbs.to_int32(remainder)
+    return verbs.float32(_nan_moved(verbs, bits))
+
+
+def is_torn(verbs: Verbs, high: Any, remainder: Any) -> Any:
+    """Return where the pair is NaN and its high part is none, which no arithmetic makes.
+
+    Signaling NaN aside, `split` never returns such a pair: the high part was written by hand.
+    """
+    pair = verbs.bits(join(verbs, high, remainder)) & 0x7FFFFFFF
+    alone = verbs.to_int32(verbs.bits16(high)) & 0x7FFF
+    return (pair > 0x7F800000) & (alone < 0x7F81)
+
+
+def _nan_moved(verbs: Verbs, bits: Any) -> Any:
+    return verbs.where((bits & _CARRIES) == _CARRIES, bits ^ _UPPER, bits)
+
+
+# float32 rounded to one of the two bfloat16 neighbours at random, so that the mean stays.
+#
+#     fraction = bits & 0xffff           how far beyond the neighbour nearer to zero, in 2**16ths
+#     rounded = (bits >> 16) + (random < fraction)
+#
+# Numbers that bfloat16 holds stay as they are. Infinity and NaN stay, and a finite number never
+# becomes Inf: between the largest bfloat16 and 2**128 it becomes the former.
+#
+# Source: De Sa et al., "Understanding and Optimizing Asynchronous Low-Precision SGD", ISCA 2017;
+# Zamirai et al., arXiv:2010.06192. Given the same random bits, torchao's `_fp32_to_bf16_sr`
+# gives the same numbers up to the largest bfloat16.
+
+
+_LARGEST, _INF, _MAGNITUDE, _QUIET = 0x7F7F0000, 0x7F800000, 0x7FFFFFFF, 0x40
+
+
+def rounded(verbs: Verbs, full: Any, random: Any) -> Any:
+    """Return float32 numbers rounded to bfloat16 at random."""
+    bits = verbs.bits(full)
+    magnitude = bits & _MAGNITUDE
+    up = (random < (bits & 0xFFFF)) & (magnitude < _LARGEST)
+    high = bits >> 16
+    high = verbs.where(magnitude > _INF, high | _QUIET, verbs.where(up, high + 1, high))
+    return verbs.bfloat16(verbs.to_int16(high))
+
+
+# The text that an optimizer of `low_weights` shows of itself.
+
+
+def summary(mode: str, dtype: str, kept: Mapping[str, str], low: int | None = None) -> str:
+    """Return which parameters are not stored low, and why, as text."""
+    count = "" if low is None else f"{low} in "
+    lines = [f"low weights: {count}{dtype}, mode {mode!r}"]
+    if kept:
+        lines += ["not stored low:", *(f"    {name}: {why}" for name, why in kept.items())]
+    return "\n".join(lines)

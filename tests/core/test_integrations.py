@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from polymp import adapter_checks, integrations, versions
+from polymp import integrations, versions
 from polymp.errors import BackendMissingError, VersionWarning
 from tests.conftest import need
 from tests.support.blocks import ROOT
@@ -41,7 +41,7 @@ def test_an_adapter_asks_for_its_library(monkeypatch):
     row = integrations.of("optax")._replace(name="nosuchlibrary", adapter="polymp.nosuch")
     monkeypatch.setattr(integrations, "INTEGRATIONS", (row,))
     with pytest.raises(BackendMissingError) as error:
-        adapter_checks.require("nosuchlibrary")
+        integrations.require("nosuchlibrary")
     assert str(error.value) == (
         "polymp.nosuch needs the nosuchlibrary package: pip install 'polymp[nosuchlibrary]'."
     )
@@ -53,7 +53,7 @@ def test_an_adapter_warns_of_a_version_that_is_not_tested(monkeypatch):
     monkeypatch.setattr(integrations, "INTEGRATIONS", (row,))
     version = metadata.version("optax")
     with pytest.warns(VersionWarning) as warned:
-        assert adapter_checks.require("optax").__name__ == "optax"
+        assert integrations.require("optax").__name__ == "optax"
     assert str(warned[0].message) == (
         f"polymp.nosuch is tested with optax>=9,<10, and this is optax {version}. Install a tested "
         "version: pip install 'optax>=9,<10'."

@@ -31,7 +31,7 @@ def numbers(*shapes):
 def in_torch(x, recipe, role, axis):
     import torch
 
-    from polymp.backends.torch.autocast.fp8_operand import VERBS
+    from polymp.backends.torch.autocast.fp8_product import VERBS
 
     low = x.dtype == ml_dtypes.bfloat16
     t = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16 if low else torch.float32)
@@ -43,7 +43,7 @@ def in_torch(x, recipe, role, axis):
 def in_jax(x, recipe, role, axis):
     import jax
 
-    from polymp.backends.jax.autocast.fp8_quantise import quantised
+    from polymp.backends.jax.autocast.fp8_operands import quantised
 
     axes = (0, 1) if axis is None else (axis,)
     made = jax.jit(lambda x: quantised(x, recipe, role, axes))(x)
@@ -175,11 +175,11 @@ def test_parity_notices_a_planted_fault(fn, message):
 
 def test_parity_notices_operands_that_are_quantised_otherwise(monkeypatch):
     """A fault inside of the products themselves: in JAX, operands are too small by 5 %."""
-    from polymp.backends.jax.autocast import fp8_quantise
+    from polymp.backends.jax.autocast import fp8_operands
 
-    verbs = fp8_quantise.VERBS
+    verbs = fp8_operands.VERBS
     smaller = verbs._replace(cast=lambda x, format: verbs.cast(0.95 * x, format))
-    monkeypatch.setattr(fp8_quantise, "VERBS", smaller)
+    monkeypatch.setattr(fp8_operands, "VERBS", smaller)
     arrays = numbers((64, 64), (80, 64), (32, 80))  # sizes that nothing was compiled for
     with pytest.raises(ParityError) as error:
         assert_parity(torch_layers, jax_layers, arrays, policy="fp8", float32_first=False)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.weights import modes, random_bits, split, store
+from polymp.weights import random_bits, store
 from tests.conftest import need
 from tests.support.low_weights import BF16, NUMPY, edges, spread, ties, upper_halves
 from tests.support.sizes import size
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 
 N = size(2**16, 2**20)
 VERBS = {
-    "torch": "polymp.backends.torch.weights.low_arrays",
-    "jax": "polymp.backends.jax.weights.low_leaf",
+    "torch": "polymp.backends.torch.weights.low_parameters",
+    "jax": "polymp.backends.jax.weights.low_weights",
 }
 
 
@@ -49,7 +49,7 @@ def numbers(mode: str) -> np.ndarray:
 
 @pytest.mark.sized
 @pytest.mark.parametrize("framework", VERBS)
-@pytest.mark.parametrize("mode", modes.MODES)
+@pytest.mark.parametrize("mode", store.MODES)
 def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode: str) -> None:
     need(framework)
     verbs = importlib.import_module(VERBS[framework]).VERBS
@@ -59,7 +59,7 @@ def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode:
     random = random_bits.random16(key, array(framework, index))
     expected_random = random_bits.random16(key, index)
     assert (bits(random) == expected_random).all()
-    kept = modes.MODES[mode]
+    kept = store.MODES[mode]
     low, beside = store.store(verbs, kept, "bfloat16", array(framework, x), random)
     expected, expected_beside = store.store(NUMPY, kept, "bfloat16", x, expected_random)
     assert (bits(low) == bits(expected)).all()
@@ -82,8 +82,8 @@ def test_split_rebuilds_every_number(framework: str) -> None:
     x = np.concatenate([edges(), upper_halves(size(64, 1)), spread(size(2**18, 2**24))])
     given = array(framework, x)
     for way in (lambda f: f, compiled):
-        high, rest = way(lambda x: split.split(verbs, x))(given)
-        back = way(lambda high, rest: split.join(verbs, high, rest))
+        high, rest = way(lambda x: store.split(verbs, x))(given)
+        back = way(lambda high, rest: store.join(verbs, high, rest))
         assert (bits(high).itemsize, bits(rest).itemsize) == (2, 2)
         assert (bits(back(high, rest)) == x.view(np.int32)).all()
         lost = bits(back(high, rest & ~1)) != x.view(np.int32)
@@ -107,5 +107,5 @@ def test_random_rounding_of_torch_is_that_of_torchao() -> None:
     theirs = quant._fp32_to_bf16_sr(x)
     torch.manual_seed(1)
     random = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32)
-    ours, _ = store.store(verbs, modes.MODES["stochastic"], "bfloat16", x, random)
+    ours, _ = store.store(verbs, store.MODES["stochastic"], "bfloat16", x, random)
     assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))

@@ -14,8 +14,8 @@ from polymp.scaling.scale_rule import (
     ScaleRule,
     ScaleState,
     step,
+    to_state_dict,
 )
-from polymp.scaling.state_dict import to_state_dict
 from tests.conftest import need
 
 # What a step finds: all is finite; a gradient is not; the loss is not.

@@ -231,12 +231,12 @@ def cut(all_: list[History], states: Any) -> list[States]:
 def _compiled(rule: ScaleRule, backend: str) -> Any:
     import torch
 
-    from polymp.backends.torch.scaler import scale_update
+    from polymp.backends.torch.scaler import device_state
 
     # The interval is a tensor here, so that a rule is compiled once.
     @torch.compile(backend=backend, fullgraph=True, dynamic=False)
     def update(interval: Any, *state_and_found: Any) -> None:
-        scale_update.update(rule._replace(interval=interval), *state_and_found)
+        device_state.update(rule._replace(interval=interval), *state_and_found)
 
     return update
 

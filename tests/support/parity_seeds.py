@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polymp.diagnostics import trees
+from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Gap
 from polymp.testing import parity
-from polymp.testing.parity_inputs import arguments
+from polymp.testing.parity import arguments
 
 
 class Repeated:
@@ -43,7 +43,9 @@ class Repeated:
         """The arrays of a call, with errors and tolerances."""
         ours, theirs, tree = self._pair._torch, self._pair._jax, arguments(inputs)
         ours._tree = tree
-        theirs._flat = jax.tree.leaves({p: jnp.asarray(x) for p, x in trees.arrays(tree).items()})
+        theirs._flat = jax.tree.leaves(
+            {p: jnp.asarray(x) for p, x in rounding.arrays(tree).items()}
+        )
         with ours.watch:
             one = ours.run()
         other = theirs._run(theirs._plain(*theirs._flat), ())

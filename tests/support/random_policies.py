@@ -23,7 +23,7 @@ import polymp
 from polymp import Policy
 from polymp.dtypes import widest
 from polymp.errors import PolicyError
-from polymp.rules.answers import Decision
+from polymp.rules.policy import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary

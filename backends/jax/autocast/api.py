@@ -7,7 +7,9 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -16,18 +18,25 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from polymp.backends.jax.arrays import float_dtype, is_array, is_float
-from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast import known_functions, regions
+from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
 from polymp.backends.jax.autocast.transform import transformed
-from polymp.backends.jax.autocast.validate import check
-from polymp.backends.jax.autocast.values import LOW
+from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
+from polymp.rules.row import LOW, Row, Rule
+from polymp.rules.vocabulary import Op, nearest, vocabulary
 
 F = TypeVar("F", bound=Callable[..., object])
+
+
 T = TypeVar("T")
+
+
 PolicyLike = policy_files.Source | None
+
 
 # What a float32 array may do to a low one: widen it always, or only if something made it float32.
 
@@ -223,7 +232,7 @@ def _region(dtype: jax.typing.DTypeLike, policy: PolicyLike, enabled: bool) -> R
         ) from None
     if not isinstance(enabled, (bool, np.bool_)):
         raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
-    if enabled and name not in LOW:
+    if enabled and name not in LOW_DTYPES:
         raise ValueError(
             f"autocast(dtype={name}): the low dtype of a region is bfloat16 or float16. "
             "For a region in which ops run as written, use enabled=False."
@@ -231,3 +240,81 @@ def _region(dtype: jax.typing.DTypeLike, policy: PolicyLike, enabled: bool) -> R
     table: Policy = policy_files.load("amp" if policy is None else policy)
     check(table)
     return Region("jax", "any", bool(enabled), name, True, table)
+
+
+# Checks of a policy for jax: rows that jax cannot follow are found before anything is traced.
+
+
+def check(policy: Policy) -> None:
+    """Refuse a policy with a row that jax cannot follow."""
+    for why in refusals(policy).values():
+        raise PolicyError(why)
+
+
+@cache
+def refusals(policy: Policy) -> Mapping[Row, str]:
+    """The rows that jax cannot follow, each with the reason.
+
+    A row for an op that jax does not have may stay if all that the op becomes in a trace has the
+    same rule, or if a shipped policy has it too: the vocabulary says why it is not met.
+    """
+    words, shipped = vocabulary(), policy_files.shipped_rows()
+    refused: dict[Row, str] = {}
+    for row in policy.rows:
+        prefix, _, name = row.of.partition(":")
+        why = ""
+        if prefix == "jax":
+            why = _no_primitive(name)
+        elif replace(row, dtype="", scope="") not in shipped:
+            is_class = prefix == "class"
+            known = words.ops.get(row.of)
+            ops = words.members(name) if is_class else (known,) if known else ()
+            if ops and not any(_can(op, row.rule) for op in ops):
+                why = "" if not is_class and _by_traces(policy, ops[0], row) else _why(row, ops)
+        if why:
+            refused[row] = f"policy {policy.name!r}: {why}"
+    return refused
+
+
+def _can(op: Op, rule: Rule) -> bool:
+    """True if jax has the op, in a form that the rule can be applied to."""
+    if not op.jax and not op.functions:
+        return False
+    if rule not in (Rule.LOWER, Rule.FP8, Rule.WIDEST) or op.rule:
+        return True
+    return op.kind not in known_functions.AS_WRITTEN
+
+
+def _by_traces(policy: Policy, op: Op, row: Row) -> bool:
+    """True if all that the op becomes in a trace has the row's rule."""
+    inside = policy.at(row.scope)
+    for low in (row.dtype,) if row.dtype else LOW:
+        winners = [inside.winner(part, low) for part in op.traces]
+        if not winners or any(w is None or w.rule is not row.rule for w in winners):
+            return False
+    return True
+
+
+def _why(row: Row, ops: Sequence[Op]) -> str:
+    op = ops[0]
+    if op.jax or op.functions:
+        return (
+            f"jax cannot run {row.of!r} by rule {row.rule}: it has no low form of it. Leave the "
+            "row out, or say fp32."
+        )
+    if op.rule:
+        return f"op {row.of!r} is registered for torch alone. Register it for jax, too."
+    if not op.traces:
+        return f"jax has no {row.of!r}. {op.note}"
+    return (
+        f"jax runs {row.of!r} as {', '.join(op.traces)}, by the rules for those: give {row.rule} "
+        f"to them. {op.note}"
+    )
+
+
+def _no_primitive(name: str) -> str:
+    known = known_functions.FREE - known_functions.INDEPENDENT
+    base = name.partition(":")[0]
+    if base in known or vocabulary().of_jax(base) in vocabulary().registered:
+        return ""
+    return f"jax has no primitive {name!r} whose dtype a policy may choose.{nearest(base, known)}"

@@ -11,20 +11,25 @@ Its transposes and batched forms are those of JAX's own primitive, with every co
 replaced; see `contraction_programs`.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from math import inf, prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.extend.core as core
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
+from jax.extend.core import Literal
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import contraction_programs as programs
-from polymp.backends.jax.autocast.contraction_forms import Params, form_p
-from polymp.backends.jax.compat.programs import ClosedProgram
+from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.jaxprs import interpreted
 
 contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 
@@ -86,6 +91,10 @@ def _casts(jaxpr: ClosedProgram) -> bool:
     return False
 
 
+# The parameters of the primitive that a contraction stands for, by name, sorted.
+Params = tuple[tuple[str, Any], ...]
+
+
 def _abstract(
     *avals: ShapedArray, of: core.Primitive, params: Params, run: str, out: str
 ) -> ShapedArray:
@@ -108,7 +117,7 @@ def _jvp(
         parts.append(bind(dl, rhs, *rest))
     if type(dr) is not ad.Zero:
         parts.append(bind(lhs, dr, *rest))
-    return out, programs.tangent(out, parts)
+    return out, tangent(out, parts)
 
 
 def _transpose(
@@ -121,8 +130,8 @@ def _transpose(
         nones[moving] = ad.Zero(aval)
         return nones
     rest = [x for i, x in enumerate(operands) if i != moving]
-    avals = [programs.low(aval, run), *map(programs.low_type(run), (ct, *rest))]
-    jaxpr = programs.transposed(of, params, run, moving, *avals)
+    avals = [low(aval, run), *map(low_type(run), (ct, *rest))]
+    jaxpr = transposed(of, params, run, moving, *avals)
     nones[moving] = _with_contractions(jaxpr, (ct, *rest), run, aval.dtype.name)
     return nones
 
@@ -135,32 +144,461 @@ def _batch(
     run: str,
     out: str,
 ) -> tuple[jax.Array, int]:
-    avals = map(programs.low_type(run), operands)
-    jaxpr = programs.batched(of, params, run, tuple(dims), *avals)
+    avals = map(low_type(run), operands)
+    jaxpr = batched(of, params, run, tuple(dims), *avals)
     return _with_contractions(jaxpr, operands, run, out), 0
 
 
 def _with_contractions(closed: ClosedProgram, args: Sequence[Any], run: str, out: str) -> jax.Array:
     """The result of a program of one dtype, with each contraction in it replaced by ours."""
     product = partial(contract, run=run, out=out)
-    return programs.with_products(closed, args, product, out)
+    return with_products(closed, args, product, out)
 
 
 def _stands_for(
     eqn: core.JaxprEqn,
 ) -> tuple[core.Primitive, Sequence[ShapedArray], Mapping[str, object]]:
-    avals = [programs.low(x.aval, eqn.params["run"]) for x in eqn.invars]
+    avals = [low(x.aval, eqn.params["run"]) for x in eqn.invars]
     return eqn.params["of"], avals, dict(eqn.params["params"])
 
 
-contraction_p.def_impl(programs.eager(contraction_p, ("of", "params", "run", "out")))
+def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]:
+    """Make the function that runs a primitive where nothing is traced: as one kernel."""
+
+    @partial(jax.jit, static_argnames=names)
+    def run(*operands: jax.Array, **params: object) -> Any:
+        return primitive.bind(*operands, **params)
+
+    def eagerly(*operands: jax.Array, **params: object) -> Any:
+        with jax.disable_jit(False):  # it is no part of the user's function
+            return run(*operands, **params)
+
+    return eagerly
+
+
+contraction_p.def_impl(eager(contraction_p, ("of", "params", "run", "out")))
+
+
 contraction_p.def_abstract_eval(_abstract)
+
+
+# How the contraction is lowered on each platform: forms of one product that XLA runs fast there.
+#
+# A form takes the operands and parameters of a contraction, and binds JAX's own primitive. Low
+# operands, a sum in float32 and one rounding are what all of them compute.
+#
+# What a contraction is lowered as: itself, in the platform's form.
+form_p: core.Primitive = core.Primitive("polymp_contraction_form")
+
+
 form_p.def_abstract_eval(_abstract)
+
+
 ad.primitive_jvps[contraction_p] = _jvp
+
+
 ad.primitive_transposes[contraction_p] = _transpose
+
+
 batching.primitive_batchers[contraction_p] = _batch
-compat.remat_rules[contraction_p] = programs.remat_rule(_stands_for)
+
+
+# Derivative, batched form and rematerialisation of a product, read off JAX's own primitive.
+#
+# The transpose and the batched form of JAX's primitive are traced at one dtype, and every
+# product in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
+#
+# What remat asks of a rule: the forward and the backward equation, whether the result is unknown
+# and whether the backward pass has it, and the variables to save.
+Halves = tuple[
+    core.JaxprEqn | None, core.JaxprEqn | None, Sequence[bool], Sequence[bool], list[core.Var]
+]
+
+
+# Makes of an equation of ours the primitive that it stands for, types of its operands, and its
+# parameters.
+StandsFor = Callable[
+    [core.JaxprEqn], tuple[core.Primitive, Sequence[ShapedArray], Mapping[str, object]]
+]
+
+
+def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
+    """Make a rule by which a rematerialisation policy is asked about JAX's own primitive."""
+
+    def rule(
+        saveable: Callable[..., compat.RematAnswer],
+        unknown: Sequence[bool],
+        kept: Sequence[bool],
+        eqn: core.JaxprEqn,
+    ) -> Halves:
+        """Ask a rematerialisation policy about the primitive that an equation stands for."""
+        missing = [
+            x
+            for x, has in zip(eqn.invars, kept, strict=True)
+            if not has and not isinstance(x, Literal)
+        ]
+        if any(unknown):
+            return None, eqn, [True], [True], missing
+        of, avals, params = stands_for(eqn)
+        preferred = np.dtype(eqn.params["out"])
+        case = compat.remat_case(saveable(of, *avals, **params, preferred_element_type=preferred))
+        if case == "save":
+            return eqn, None, [False], [False], []
+        if case == "recompute":
+            return eqn, eqn, [False], [True], missing
+        there, back = case
+        (out,) = eqn.outvars
+
+        def offloaded(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+            made = eqn.primitive.bind(*operands, **eqn.params)
+            return made, jax.device_put(made, there)
+
+        forward = jax.make_jaxpr(jax.jit(offloaded))(*(x.aval for x in eqn.invars)).eqns[0]
+        saved = forward.outvars[1]
+        backward = jax.make_jaxpr(lambda x: jax.device_put(x, back))(saved.aval).eqns[0]
+        forward = forward.replace(invars=eqn.invars, outvars=[out, saved])
+        return forward, backward.replace(invars=[saved], outvars=[out]), [False], [True], [saved]
+
+    return rule
+
+
+compat.remat_rules[contraction_p] = remat_rule(_stands_for)
+
+
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
+
+
 # JAX would keep the program of the first contraction, and copy it for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
+
+
 compat.lower_in_place(_casts)
+
+
+def result_as_asked(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+) -> jax.Array:
+    """Low operands, and the product's own result in the dtype asked for."""
+    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
+
+
+def convolutions_low(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+) -> jax.Array:
+    """As asked, but the result of a convolution is low, and cast afterwards."""
+    accumulator = run if of.name == "conv_general_dilated" else out
+    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=accumulator)
+
+
+def float32_result(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+) -> jax.Array:
+    """Low operands and a float32 result, rounded afterwards."""
+    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator="float32")
+
+
+def _plain(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str, accumulator: str
+) -> jax.Array:
+    lhs, rhs, *rest = operands
+    made = of.bind(
+        lax.convert_element_type(lhs, run),
+        lax.convert_element_type(rhs, run),
+        *rest,
+        **dict(params),
+        preferred_element_type=np.dtype(accumulator),
+    )
+    return lax.convert_element_type(made, out)
+
+
+def row_by_row(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+) -> jax.Array:
+    """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS."""
+    if run != "bfloat16" or of.name != "dot_general":
+        # XLA's CPU kernels for these take float32; products of low values are exact in it.
+        lhs, rhs, *rest = operands
+        wide = [
+            lax.convert_element_type(lax.convert_element_type(x, run), "float32")
+            for x in (lhs, rhs)
+        ]
+        made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
+        return lax.convert_element_type(made, out)
+    if _few_rows(*operands, **dict(params)):
+        return _of_few_rows(*operands, **dict(params), run=run, out=out)
+    # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
+    # dimensions and both lie row by row in memory. An operand that a transpose made lies otherwise,
+    # and is computed in float32; a unit dimension, put in after the transpose, sets that right. The
+    # barriers keep XLA from folding a transpose into the product afterwards: it would then run a
+    # slower kernel, or have none and raise.
+    lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
+    own = dict(params)
+    (lc, rc), (lb, rb) = own["dimension_numbers"]
+    lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
+    at, after = len(lb), len(lb) + 1 + len(lf)  # where the unit dimensions come out
+    lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), (at,))
+    rhs = lax.expand_dims(rhs, (0,))
+    lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))
+    dims = (
+        (tuple(range(after, lhs.ndim)), tuple(d + 1 for d in rc)),
+        (tuple(range(at)), tuple(d + 1 for d in rb)),
+    )
+    sharding = own["out_sharding"]
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
+        spec = [*spec[:at], None, *spec[at : after - 1], None, *spec[after - 1 :]]
+        spec = spec[: after + rhs.ndim - len(rc) - len(rb)]
+        sharding = sharding.update(spec=sharding.spec.update(partitions=tuple(spec)))
+    made = lax.dot_general(
+        lhs,
+        rhs,
+        dims,
+        precision=own["precision"],
+        preferred_element_type=np.dtype("float32"),
+        out_sharding=sharding,
+    )
+    made = lax.optimization_barrier(made) if out == "float32" else made
+    return lax.convert_element_type(lax.squeeze(made, (at, after)), out)
+
+
+# Up to so many rows, to copy the other operand costs as much as to multiply by it. Measured at 1 to
+# 128 rows and weights of 1024 x 4096.
+_FEW = 128
+
+
+# A right operand of so few columns becomes the left one, if that has more rows.
+_THIN = 8
+
+
+def _few_rows(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    dimension_numbers: lax.DotDimensionNumbers,
+    out_sharding: NamedSharding | None,
+    **_: object,
+) -> bool:
+    """True for a matrix by few vectors, as in decoding."""
+    batch = dimension_numbers[1][0]
+    rows, columns = free_sizes(lhs, rhs, dimension_numbers)
+    asked = out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
+    return not batch and not asked and (rows <= _FEW or columns <= _THIN)
+
+
+def free_sizes(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
+) -> tuple[float, float]:
+    """How many rows and columns; infinitely many where a size is a symbol, as in an export."""
+    sizes = []
+    for operand, contracted in zip((lhs, rhs), dimension_numbers[0], strict=True):
+        size = prod(n for d, n in enumerate(operand.shape) if d not in contracted)
+        sizes.append(size if isinstance(size, int) else inf)
+    rows, columns = sizes
+    return rows, columns
+
+
+def _of_few_rows(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike,
+    out_sharding: NamedSharding | None,
+    run: str,
+    out: str,
+) -> jax.Array:
+    """The product of few rows, without the copy that the general form makes of the other operand.
+
+    XLA on CPU has the fast kernel for low operands from two rows on, so a single row gets a row of
+    zeros beside it.
+    The few rows are laid out as in the general form. The other operand is left to XLA: a transpose
+    of it becomes part of the product, for which there is a kernel either way.
+    """
+    (lc, rc), _ = dimension_numbers
+    rows, columns = free_sizes(lhs, rhs, dimension_numbers)
+    lf = [d for d in range(lhs.ndim) if d not in lc]
+    if columns <= _THIN and columns < rows:
+        turned = _of_few_rows(
+            rhs,
+            lhs,
+            dimension_numbers=((rc, lc), ((), ())),
+            precision=precision,
+            out_sharding=None,
+            run=run,
+            out=out,
+        )
+        rf = turned.ndim - len(lf)
+        return lax.transpose(turned, (*range(rf, turned.ndim), *range(rf)))
+    few, other = (lax.convert_element_type(x, run) for x in (lhs, rhs))
+    shape = [lhs.shape[d] for d in lf]
+    few = lax.transpose(few, (*lf, *lc))
+    if rows == 1:
+        few = lax.reshape(few, (1, *few.shape[len(lf) :]))
+        zero = np.zeros((), few.dtype)
+        few = lax.pad(few, zero, [(0, 1, 0), *[(0, 0, 0)] * len(lc)])
+    few = lax.optimization_barrier(lax.expand_dims(few, (0,)))
+    made = lax.dot_general(
+        few,
+        other,
+        ((tuple(range(few.ndim - len(lc), few.ndim)), rc), ((), ())),
+        precision=precision,
+        preferred_element_type=np.dtype("float32"),
+    )
+    if rows == 1:
+        made = lax.reshape(made[:, :1], (1, *shape, *made.shape[2:]))
+    made = lax.optimization_barrier(made) if out == "float32" else made
+    return lax.convert_element_type(lax.squeeze(made, (0,)), out)
+
+
+# How the contraction is lowered, platform by platform; elsewhere, the result is as asked.
+#
+# cpu         measured by benchmarks/contraction.py: in large products a float32 result is faster
+#             than a low one or float32 operands, and nothing is rounded in between. Plain, it falls
+#             back to float32 operands where one of them is transposed, as in some gradients; laid
+#             out row by row it does not, and costs up to a third more where it would not have.
+# cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the dtype of
+#             its result; with a low one it takes 0.8 to 1.1 of the time, least where the result is
+#             large. A convolution of low operands with a float32 result is run in float32, up to
+#             three times as slow: so it rounds its result, a parameter's gradient too.
+#             Source: XLA, xla/service/gpu/gpu_float_support.cc, SupportsMixedPrecisions.
+# rocm        by reasoning, not measured: as cuda.
+# tpu         by reasoning, not measured: the matrix unit adds up in float32, as above.
+FORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
+    {
+        "cpu": row_by_row,
+        "cuda": convolutions_low,
+        "rocm": convolutions_low,
+        "tpu": result_as_asked,
+    }
+)
+
+
+def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
+    """Lower the contraction in a form from here on, on a platform or where none is named.
+
+    Programs that are compiled stay as they are. For FORMS, and for measuring the forms.
+    """
+    rule = mlir.lower_fun(form, multiple_results=False)
+    mlir.register_lowering(form_p, rule, platform=platform)
+
+
+lower_as(result_as_asked)
+
+
+for _platform, _form in FORMS.items():
+    lower_as(_form, _platform)
+
+
+# Makes a product of ours from JAX's primitive, its operands and its parameters.
+Product = Callable[..., jax.Array]
+
+
+def low(aval: Any, run: str) -> ShapedArray:
+    """A type in a low dtype, if it is one of floats."""
+    if not jax.numpy.issubdtype(aval.dtype, np.floating):
+        return aval  # type: ignore[no-any-return]
+    made: ShapedArray = aval.update(dtype=np.dtype(run), weak_type=False)
+    return made
+
+
+def low_type(run: str) -> Callable[[object], ShapedArray]:
+    """A function of arrays: the type of one, in a low dtype if it has floats."""
+    return lambda x: low(jax.typeof(x), run)
+
+
+@lru_cache(maxsize=1024)
+def transposed(
+    of: core.Primitive,
+    params: Params,
+    run: str,
+    moving: int,
+    aval: ShapedArray,
+    *avals: ShapedArray,
+) -> ClosedProgram:
+    """The transpose of a plain primitive: a program of the cotangent and the other operands."""
+
+    def program(ct: jax.Array, *rest: jax.Array) -> jax.Array:
+        def linear(x: jax.Array) -> jax.Array:
+            operands = list(rest)
+            operands.insert(moving, x)
+            result: jax.Array = of.bind(
+                *operands, **dict(params), preferred_element_type=np.dtype(run)
+            )
+            return result
+
+        out: jax.Array
+        (out,) = jax.linear_transpose(linear, aval)(ct)
+        return out
+
+    return jax.make_jaxpr(program)(*avals)
+
+
+@lru_cache(maxsize=1024)
+def batched(
+    of: core.Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
+) -> ClosedProgram:
+    """The plain primitive over a batch, which comes out in front."""
+
+    def program(*operands: jax.Array) -> jax.Array:
+        result: jax.Array = of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
+        return result
+
+    return jax.make_jaxpr(jax.vmap(program, dims))(*avals)
+
+
+def with_products(
+    closed: ClosedProgram, args: Sequence[Any], product: Product, out: str
+) -> jax.Array:
+    """The result of a program of one dtype, with each product in it replaced by one of ours."""
+    eqns = compat.opened(closed)[0].eqns
+    turned = set()  # results of products that were made the other way round
+
+    def equation(at: int, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
+        name = eqn.primitive.name
+        if name in CONTRACTIONS:
+            params: Mapping[str, object] = eqn.params
+            if swapped := _swapped(eqn, eqns[at + 1] if at + 1 < len(eqns) else None):
+                params, values = {**params, **swapped}, values[::-1]
+                turned.add(eqn.outvars[0])
+            return [product(eqn.primitive, *values, params=params)]
+        if name == "jit":
+            return [with_products(eqn.params["jaxpr"], values, product, out)]
+        if name == "convert_element_type" or (name == "transpose" and eqn.invars[0] in turned):
+            return values
+        return compat.put(eqn.primitive, values, eqn.params)
+
+    (result,) = interpreted(closed, args, equation)
+    return lax.convert_element_type(result, out)
+
+
+def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:
+    """The parameters of a product whose operands change places, if only a transpose follows it.
+
+    The transpose of a product is the product of its operands the other way round. XLA on CPU would
+    find that out late, and then has no kernel for what it made.
+    """
+    if eqn.primitive.name != "dot_general" or after is None:
+        return None
+    if after.primitive.name != "transpose" or after.invars[0] is not eqn.outvars[0]:
+        return None
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    lhs, rhs = (v.aval.ndim for v in eqn.invars)
+    batch = len(lb)
+    of_lhs, of_rhs = lhs - batch - len(lc), rhs - batch - len(rc)
+    turned = (*range(batch), *range(batch + of_lhs, batch + of_lhs + of_rhs))
+    order = (*turned, *range(batch, batch + of_lhs))
+    if after.params["permutation"] != order:
+        return None
+    sharding = eqn.params["out_sharding"]
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * len(order)]
+        spec = sharding.spec.update(partitions=tuple(spec[d] for d in order))
+        sharding = sharding.update(spec=spec)
+    return {"dimension_numbers": ((rc, lc), (rb, lb)), "out_sharding": sharding}
+
+
+def tangent(made: jax.Array, parts: Sequence[jax.Array]) -> object:
+    """The tangent of a product: the sum of those by its operands."""
+    if not parts:
+        return ad.instantiate_zeros(ad.Zero(jax.typeof(made)))
+    return parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)

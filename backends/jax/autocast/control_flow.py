@@ -15,9 +15,7 @@ import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
-from polymp.backends.jax.autocast.frame import Frame, Planned
-from polymp.backends.jax.autocast.plan import Inside, Plan, Step
-from polymp.backends.jax.autocast.values import Known, fits
+from polymp.backends.jax.autocast.frame import Frame, Inside, Known, Plan, Planned, Step, fits
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import inside, with_programs
 from polymp.dtypes import widest

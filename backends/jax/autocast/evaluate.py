@@ -6,10 +6,11 @@ messages and meshes are those of the original.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,12 +19,20 @@ from jax.extend import core, source_info_util
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import fp8_contraction
+from polymp.backends.jax.autocast import fp8_contraction, known_functions
 from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
-from polymp.backends.jax.autocast.fp8_sharing import SharedOperands
-from polymp.backends.jax.autocast.plan import Cast, Kind, Operand, Plan, Step
-from polymp.backends.jax.autocast.sharded_weights import rounded_first
+from polymp.backends.jax.autocast.fp8_operands import (
+    In8Bits,
+    Quantised,
+    Shared,
+    flattened,
+    fp8_quantise_p,
+    quantise_params,
+)
+from polymp.backends.jax.autocast.frame import LOW_DTYPES, Cast, Frame, Kind, Operand, Plan, Step
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
+from polymp.backends.jax.jaxprs import CALLS
+from polymp.fp8.recipes import WEIGHT
 from polymp.rules import decision_log
 
 
@@ -142,6 +151,40 @@ def cast(x: object, dtype: str, put: Put = compat.put) -> object:
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
+class SharedOperands:
+    """The shared operands of one run of a plan.
+
+    Args:
+        plan: that runs.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        if "shared in 8 bits" not in plan.made:
+            counts = Counter(form for step in plan.steps for _, form in _forms(step))
+            several = frozenset(form for form, count in counts.items() if count > 1)
+            plan.made["shared in 8 bits"] = several
+        self._several: frozenset[_Form] = plan.made["shared in 8 bits"]
+        self._made: dict[_Form, Quantised] = {}
+
+    def operands(self, step: Step, values: Sequence[Any], put: Any) -> tuple[list[Any], In8Bits]:
+        """The arrays of a product in 8 bits, and how it runs."""
+        assert step.in_8_bits is not None
+        both: list[Any] = list(values)
+        for at, form in _forms(step) if self._several else ():
+            if form not in self._several:
+                continue
+            if form not in self._made:
+                params = quantise_params(*form[1:])
+                self._made[form] = Quantised(*put(fp8_quantise_p, (values[at],), params))
+            both[at] = Shared(values[at], self._made[form])
+        return flattened(both[0], both[1], step.in_8_bits)
+
+    def drop(self, atom: Atom) -> None:
+        """Forget what was made of a variable that no later step reads."""
+        for form in [form for form in self._made if form.atom is atom]:
+            del self._made[form]
+
+
 def _step(step: Step, values: list[object], put: Put, shared: SharedOperands) -> Sequence[object]:
     eqn, kind = step.eqn, step.kind
     if kind is Kind.BIND:
@@ -239,3 +282,126 @@ def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
     evaluate = core.jaxpr_as_fun(compat.close(jaxpr))
     scalars = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for _ in jaxpr.invars]
     return compat.opened(jax.make_jaxpr(evaluate)(*scalars))[0]
+
+
+# Parameters that travel between devices: rounded before they go, if only low ops read them.
+#
+# A program that gathers its sharded parameters itself, with `all_gather` or `reshard`, gathers
+# them in the dtype they are stored in. Where contractions are all that reads the result, it is
+# rounded in any case; rounded before, it is half the bytes and the same numbers. Its gradient
+# goes back in float32 as before: nothing is rounded before devices add it up.
+#
+# Send the elements of one array to other devices, and change none of them.
+TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reshard"})
+
+
+_WIDE = "float32"
+
+
+def round_before(frame: Frame) -> None:
+    """Have parameters rounded before they travel, where contractions alone read them afterwards."""
+    steps = frame.steps
+    if not any(step.eqn.primitive.name in TRAVELS for step in steps):
+        return
+    reads = _reads(frame.closed, steps)
+    for at, step in enumerate(steps):
+        if step.kind is not Kind.BIND or step.eqn.primitive.name not in TRAVELS:
+            continue
+        (operand,), (var,) = step.operands, step.eqn.outvars
+        dtypes = reads.get(var, set())
+        if len(dtypes) == 1 and dtypes <= LOW_DTYPES and type(operand) is not Cast:
+            if frame.known(operand).is_parameter:
+                (low,) = dtypes
+                steps[at] = step._replace(kind=Kind.ROUND, low=low)
+
+
+def _reads(jaxpr: ClosedProgram, steps: Sequence[Step]) -> dict[Atom, set[str]]:
+    """By variable of a planned program, the dtypes in which it is read in the end."""
+    reads: dict[Atom, set[str]] = {}
+
+    def note(atom: Atom, dtypes: set[str]) -> None:
+        if not isinstance(atom, Literal):
+            reads.setdefault(atom, set()).update(dtypes)
+
+    for atom in compat.opened(jaxpr)[0].outvars:
+        note(atom, {_WIDE})
+    for step in reversed(steps):
+        for operand, dtypes in zip(step.operands, _dtypes(step, reads), strict=True):
+            if type(operand) is Cast:
+                note(operand.atom, {operand.dtype})
+            else:
+                note(operand, dtypes)
+    return reads
+
+
+_MOVES = known_functions.LAYOUT | TRAVELS
+
+
+def _dtypes(step: Step, reads: dict[Atom, set[str]]) -> Sequence[set[str]]:
+    """By operand of a step, the dtypes in which it, or what reads its result, reads it."""
+    name, dtypes = step.eqn.primitive.name, {_WIDE}
+    if name in CALLS and step.inside is not None:
+        (plan,) = step.inside.plans
+        inside = _reads(plan.jaxpr, plan.steps)
+        return [inside.get(var, set()) for var in compat.binders(plan.jaxpr)[1]]
+    if step.kind is Kind.CONTRACT and step.low:
+        dtypes = {step.low}
+    elif step.kind in (Kind.BIND, Kind.ROUND) and name in _MOVES and step.returns is None:
+        (var,) = step.eqn.outvars
+        dtypes = reads.get(var, set())
+    return [dtypes] * len(step.operands)
+
+
+def rounded_first(
+    step: Step,
+    values: Sequence[object],
+    bind: Callable[[Step, Sequence[object]], Sequence[object]],
+    cast: Callable[[object, str], object],
+) -> Sequence[object]:
+    """The result of a step, whose operand is rounded first; its derivative is that of the step."""
+    low, (out,) = step.low, step.writes
+    assert low is not None
+    assert out is not None
+
+    def moved(x: object) -> object:
+        (result,) = bind(step, [x])
+        return result
+
+    @jax.custom_jvp
+    def rounded(x: object) -> object:
+        return cast(moved(cast(x, low)), out)
+
+    @rounded.defjvp
+    def _(primals: Sequence[object], tangents: Sequence[object]) -> tuple[object, object]:
+        return rounded(*primals), moved(*tangents)
+
+    return [rounded(*values)]
+
+
+# Operands in 8 bits that several products of a program read: quantised and saved once.
+#
+# The queries, keys and values of attention are products of one activation. Each of them would
+# quantise it, and save it for the backward pass.
+
+
+class _Form(NamedTuple):
+    """An operand in the form in which it is saved; equal for operands that are the same."""
+
+    atom: Atom
+    recipe: str
+    role: str
+    axes: tuple[int, ...]
+
+
+def _forms(step: Step) -> Iterator[tuple[int, _Form]]:
+    """The operands of a step that are saved in 8 bits, by their places."""
+    how = step.in_8_bits
+    if how is None or how.trial:
+        return
+    for at, operand in enumerate(step.operands):
+        part, other = how.both[at], how.both[1 - at]
+        high = how.rules.weight_gradient_high and other.role == WEIGHT
+        if part.given or high or type(operand) is Cast or type(operand) is Literal:
+            continue
+        axes = how.axes_when_saved(at, len(operand.aval.shape), step.eqn.params)
+        yield at, _Form(operand, how.recipe, part.role, axes)

@@ -22,21 +22,24 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import contraction_programs as programs
-from polymp.backends.jax.autocast import fp8_program
-from polymp.backends.jax.autocast.contraction import contract
-from polymp.backends.jax.autocast.contraction_forms import Params
+from polymp.backends.jax.autocast import contraction as programs
+from polymp.backends.jax.autocast.contraction import Params, contract
 from polymp.backends.jax.autocast.fp8_operands import (
     In8Bits,
     Operand,
+    Quantised,
     Shared,
     Value,
+    dequantised,
     flattened,
+    is_quantised,
     main,
     operands_of,
+    quantised,
+    quantised_once,
 )
-from polymp.backends.jax.autocast.fp8_quantise import Quantised, is_quantised, quantised_once
-from polymp.fp8.recipes import ROW, WEIGHT
+from polymp.fp8.quantise import inverse
+from polymp.fp8.recipes import GRADIENT, ROW, WEIGHT
 
 fp8_contraction_p: core.Primitive = core.Primitive("polymp_fp8_contraction")
 
@@ -124,7 +127,7 @@ def _saved(
     if how.rules.weight_gradient_high and moving.role == WEIGHT:
         return lax.convert_element_type(wide, run)
     axes = how.axes_when_saved(at, wide.ndim, params)
-    if isinstance(x, Shared) and x.low.scale.shape == fp8_program.scale_shape(wide, axes):
+    if isinstance(x, Shared) and x.low.scale.shape == scale_shape(wide, axes):
         return x.low
     return quantised_once(wide, how.recipe, part.role, axes)
 
@@ -132,7 +135,7 @@ def _saved(
 def _serves(x: Quantised, at: int, params: Mapping[str, Any], how: In8Bits) -> bool:
     """True if an operand that is saved is what this product takes, too."""
     axes = how.axes(at, x.values.ndim, params["dimension_numbers"][0][at])
-    return bool(x.scale.shape == fp8_program.scale_shape(x.values, axes))
+    return bool(x.scale.shape == scale_shape(x.values, axes))
 
 
 def _transpose(
@@ -243,11 +246,97 @@ def _stands_for(
 
 
 fp8_contraction_p.def_impl(programs.eager(fp8_contraction_p, ("of", "params", "how", "run", "out")))
+
+
 fp8_contraction_p.def_abstract_eval(_abstract)
+
+
 ad.primitive_jvps[fp8_contraction_p] = _jvp
+
+
 ad.primitive_transposes[fp8_contraction_p] = _transpose
+
+
 batching.primitive_batchers[fp8_contraction_p] = _batch
+
+
 compat.remat_rules[fp8_contraction_p] = programs.remat_rule(_stands_for)
-mlir.register_lowering(
-    fp8_contraction_p, mlir.lower_fun(fp8_program.product, multiple_results=False)
-)
+
+
+# The program of a contraction in 8 bits, as XLA gets it.
+#
+# XLA multiplies the 8-bit operands as they are, and the result is multiplied by the scales. On
+# GPUs that is the direct form of XLA's fp8 gemm: nothing has to be recognised, as where operands
+# are cast up and scaled before a product in a wider dtype. On an H100, jax 0.11.2 ran the direct
+# form in 8 bits, and the other one in 16: benchmarks/results/FIGURES.md, "Products of 8-bit
+# operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param, F8ScaleD;
+# flax #3922.
+
+
+def product(
+    *flat: jax.Array, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
+) -> jax.Array:
+    """The product of quantised operands, and of those that are quantised here."""
+    operands, own = operands_of(flat, how), dict(params)
+    if how.trial:
+        return contract(of, *operands, params=own, run=run, out=out)
+    (lc, rc), (lb, rb) = own["dimension_numbers"]
+    pairs = list(zip(operands, (lc, rc), strict=True))
+    if any(isinstance(x, Quantised) and _differs(x.scale, summed) for x, summed in pairs):
+        # Forward mode meets an operand that was quantised for the backward product, which sums
+        # over other dimensions: its scales differ along those of this one.
+        wide = [dequantised(*x, run) if isinstance(x, Quantised) else x for x in operands]
+        return contract(of, *wide, params=own, run=run, out=out)
+    lhs, rhs = (_in_8_bits(x, at, own, how) for at, x in enumerate(operands))
+    # XLA's gemm adds up fast, with fewer digits, unless it is asked not to. As torchao's recipes
+    # have it, results do, and gradients do not.
+    precise = GRADIENT in (how.lhs.role, how.rhs.role)
+    made = lax.dot_general(
+        lhs.values,
+        rhs.values,
+        own["dimension_numbers"],
+        precision=lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT,
+        preferred_element_type=np.dtype("float32"),
+        out_sharding=own["out_sharding"],
+    )
+    of_lhs, of_rhs = lhs.values.ndim - len(lb) - len(lc), rhs.values.ndim - len(rb) - len(rc)
+    made = made * _over_result(inverse(lhs.scale), lc, lb, 0, of_rhs)
+    made = made * _over_result(inverse(rhs.scale), rc, rb, of_lhs, 0)
+    return lax.convert_element_type(made, out)
+
+
+mlir.register_lowering(fp8_contraction_p, mlir.lower_fun(product, multiple_results=False))
+
+
+def _in_8_bits(x: Value, at: int, params: Mapping[str, Any], how: In8Bits) -> Quantised:
+    """An operand as this product takes it."""
+    if isinstance(x, Quantised):
+        return x
+    wide = main(x)
+    axes = how.axes(at, wide.ndim, params["dimension_numbers"][0][at])
+    if isinstance(x, Shared) and x.low.scale.shape == scale_shape(wide, axes):
+        return x.low
+    return quantised(wide, how.rules, how.both[at].role, axes)
+
+
+def scale_shape(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales that are computed along some dimensions of an operand."""
+    return tuple(1 if d in axes else size for d, size in enumerate(x.shape))
+
+
+def _differs(scale: jax.Array, dims: Sequence[int]) -> bool:
+    return any(scale.shape[d] != 1 for d in dims)
+
+
+def _over_result(
+    scale: jax.Array, summed: Sequence[int], batch: Sequence[int], before: int, after: int
+) -> jax.Array:
+    """The scales of an operand in the dimensions of the result, to be multiplied by it."""
+    if all(size == 1 for size in scale.shape):
+        return lax.reshape(scale, ())  # which XLA can make part of a gemm
+    free = [d for d in range(scale.ndim) if d not in (*summed, *batch)]
+    turned = lax.transpose(scale, (*batch, *free, *summed))
+    kept = lax.squeeze(turned, range(len(batch) + len(free), scale.ndim))
+    places = [*range(len(batch), len(batch) + before)]
+    first = len(batch) + before + len(free)
+    return lax.expand_dims(kept, [*places, *range(first, first + after)])

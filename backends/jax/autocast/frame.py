@@ -5,27 +5,21 @@ and what is known of its results. `planner` has the table of handlers.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum, StrEnum
+from functools import cache, cached_property
+from typing import Any, ClassVar, NamedTuple, Self, SupportsFloat, final
 
 import jax
 import jax.extend.core as core
+import numpy as np
+from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.fp8_operands import In8Bits
-from polymp.backends.jax.autocast.pass_switches import Pass
-from polymp.backends.jax.autocast.plan import Cast, Inside, Kind, Operand, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
-from polymp.backends.jax.autocast.values import (
-    LOW,
-    Known,
-    Origin,
-    declared,
-    fits,
-    in_dtype,
-    literal,
-    number_of,
-)
 from polymp.backends.jax.compat.programs import (
     Atom,
     ClosedProgram,
@@ -33,10 +27,10 @@ from polymp.backends.jax.compat.programs import (
     NameStack,
     OpenProgram,
 )
+from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
-from polymp.rules.answers import Decision
-from polymp.rules.policy import Policy
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 
@@ -48,6 +42,178 @@ _UNKNOWN = (
 
 # Plans that are kept, for all autocast calls of one function together.
 _KEPT = 512
+
+
+# The plan of a program: in which dtype every value will be.
+#
+# A `Plan` has one `Step` for each equation of a traced program; emission then follows it. How an
+# equation becomes a step is `planner`'s part. No array is made here.
+
+
+@final
+class Cast(NamedTuple):
+    """An operand that is read in another dtype than its own.
+
+    Attributes:
+        atom: the variable, or the literal.
+        dtype: what to cast it to.
+        shared: True if the cast may serve other steps too. Casts of parameters do not: each would
+            hand its cotangent to the one copy, where they would be added up in the low dtype.
+        value: the number, in that dtype, that every element is.
+    """
+
+    atom: Atom
+    dtype: str
+    shared: bool = True
+    value: "np.number[Any] | None" = None
+
+
+# A variable or literal, read as it is, or a cast of one.
+Operand = Atom | Cast
+
+
+class Kind(StrEnum):
+    """How an equation runs.
+
+    BIND      its primitive, on operands in the dtypes of the plan
+    CAST      not at all: its operand, read in the planned dtype, is its result
+    PICK      as BIND, and what it picks more than once has its gradients added up in float32
+    ROUND     as BIND, with an operand that is rounded first; see `sharded_weights`
+    CONTRACT  as a contraction, which takes low operands; see `contraction`, `fp8_contraction`
+    INSIDE    its primitive is put back around the plans of the programs inside it
+    """
+
+    BIND = "bind"
+    CAST = "cast"
+    PICK = "pick"
+    ROUND = "round"
+    CONTRACT = "contract"
+    INSIDE = "inside"
+
+
+class Step(NamedTuple):
+    """One equation as it is to run.
+
+    Attributes:
+        eqn: the equation.
+        kind: how it runs.
+        operands: how each operand is read.
+        params: what the primitive gets; the equation's own unless a dtype is among them.
+        writes: the actual dtype of each result as it comes; None where it is not eligible.
+        returns: dtype to cast each float result to afterwards; None to leave them.
+        stack: the name stack, without our marks.
+        low: of ROUND and CONTRACT, the dtype of the operands.
+        inside: of INSIDE, the programs inside.
+        in_8_bits: of CONTRACT, how it runs in 8 bits; None if it does not.
+        fallback: why a product that the policy wants in 8 bits runs by rule `lower`, or one with
+            rule `lower` is not lowered; "" for none.
+    """
+
+    eqn: Equation
+    kind: Kind
+    operands: Sequence[Operand]
+    params: jax.core.ParamDict
+    writes: tuple[str | None, ...]
+    returns: tuple[str | None, ...] | None
+    stack: NameStack
+    low: str | None = None
+    inside: "Inside | None" = None
+    in_8_bits: In8Bits | None = None
+    fallback: str = ""
+
+
+class Origin(Enum):
+    """Where a value comes from, as far as the plan cares.
+
+    COMPUTED  from anything else
+    GIVEN     an argument or constant, or a layout of one: a parameter, as a rule
+    LITERAL   a number in the program
+    MASK      a choice among numbers in the program: bools, converted, are zeros and ones
+    INTEGER   an array of integers, converted, and sums and products of those with whole numbers
+    """
+
+    COMPUTED = 0
+    GIVEN = 1
+    LITERAL = 2
+    MASK = 3
+    INTEGER = 4
+
+    # Each is one object; Enum's own hashes the name, in Python.
+    __hash__: ClassVar[Callable[[Any], int]] = object.__hash__
+
+
+class Known(NamedTuple):
+    """Facts about a value before it exists.
+
+    Attributes:
+        dtype: its actual dtype; None for what autocast leaves alone.
+        origin: where it comes from.
+        product: True for the low result of a contraction, to which a bias may be added.
+        numbers: the few that its elements are, where those are known: one of a literal, zero and
+            one of bools. Of integers, which may be any, these stand for a mask's.
+    """
+
+    dtype: str | None
+    origin: Origin = Origin.COMPUTED
+    product: bool = False
+    numbers: tuple[float, ...] = ()
+
+    @property
+    def number(self) -> float | None:
+        """The literal's number, as long as every element is that number."""
+        return self.numbers[0] if self.origin is Origin.LITERAL and self.numbers else None
+
+    @property
+    def is_chosen(self) -> bool:
+        """True for what no float array went into: numbers in the program, bools and integers."""
+        return self.origin in _CHOSEN
+
+    @property
+    def is_parameter(self) -> bool:
+        """True for what is given in float32: a parameter, as a rule."""
+        return self.dtype == "float32" and self.origin is Origin.GIVEN
+
+
+@dataclass(eq=False)
+class Plan:
+    """A planned program.
+
+    Attributes:
+        jaxpr: the program as traced.
+        consts: the values of its constants.
+        known: of its inputs.
+        region: that holds where no mark says otherwise.
+        steps: in the order of the equations.
+        results: how each output is read.
+        outs: what is known of the outputs.
+        reads: the dtype in which each input is read, if that is one; as far as passes looked.
+        as_written: True if it is the traced program, cast for cast.
+        made: what emission keeps for this plan, such as its rewritten jaxpr.
+    """
+
+    jaxpr: ClosedProgram
+    consts: Sequence[object]
+    known: tuple[Known, ...]
+    region: Region
+    steps: list[Step]
+    results: tuple[Operand, ...]
+    outs: tuple[Known, ...]
+    reads: tuple[str | None, ...]
+    as_written: bool
+    made: dict[Hashable, Any] = field(default_factory=dict)
+
+    @cached_property
+    def drops(self) -> list[list[Atom]]:
+        """For each step, the variables that no later one reads."""
+        results = self.jaxpr.jaxpr.outvars
+        kept = {atom for atom in results if not isinstance(atom, Literal)}
+        drops = []
+        for step in reversed(self.steps):
+            atoms = step.eqn.invars
+            last = [a for a in atoms if not isinstance(a, Literal) and a not in kept]
+            kept.update(last)
+            drops.append(last)
+        return drops[::-1]
 
 
 class PlanCache:
@@ -133,6 +299,41 @@ class Planner:
             warnings.warn(message.format(name), stacklevel=2)
 
 
+# Makes a plan one for inputs that come in low dtypes; see `lower_inputs`. In: the plan, by input
+# the low dtype or None, the outputs that may come low, and the name of the function. Out: the
+# plan, and by output the low dtype or None.
+Change = Callable[
+    ["Plan", Sequence[str | None], Iterable[int], str], tuple["Plan", Sequence[str | None]]
+]
+
+
+@dataclass(eq=False)
+class Inside:
+    """The programs inside an equation, as they are planned, and how it is put back around them.
+
+    Attributes:
+        plans: of the programs, in the order of `jaxprs.inside`.
+    """
+
+    plans: "tuple[Plan, ...]"
+
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
+        """The results of the step for the values of its operands."""
+        raise NotImplementedError
+
+    def passed_on(self) -> Sequence[int]:
+        """The outputs of the programs that are the step's results as they come."""
+        return range(len(self.plans[0].outs))
+
+    def rounds(self) -> Mapping[int, str]:
+        """The outputs of the programs that the step casts, each with the dtype."""
+        return {}
+
+    def stored(self, plans: "tuple[Plan, ...]", lows: Sequence[str | None], change: Change) -> Self:
+        """The same where some operands come low."""
+        return replace(self, plans=plans)
+
+
 class Frame:
     """One jaxpr under one set of known inputs, while its equations become steps.
 
@@ -199,7 +400,7 @@ class Frame:
         known = self.env[atom]
         if known.dtype is None or known.dtype == dtype:
             return atom
-        if known.number is not None and dtype in LOW:
+        if known.number is not None and dtype in LOW_DTYPES:
             if not atom.aval.shape or not fits(known.number, dtype):
                 return Cast(atom, dtype, value=in_dtype(known.number, dtype))
         self.casts = True
@@ -261,6 +462,8 @@ class Frame:
 
 
 Planned = tuple[Step, list[Known]]
+
+
 Handler = Callable[[Frame, Any, Region], Planned]  # of an equation, or of a section
 
 
@@ -284,3 +487,110 @@ def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -
         f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(dtypes)}). "
         f"Use {instead or 'another op'}, or give it another rule in the policy."
     )
+
+
+# Facts about values before they exist, and about the numbers that a program holds.
+#
+# A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one,
+# that the plan gives it. Nothing here makes an array or knows an equation.
+#
+# What autocast may touch. float64 and anything else keeps its declared dtype.
+ELIGIBLE = frozenset({"float32", "bfloat16", "float16"})
+
+
+LOW_DTYPES = frozenset({"bfloat16", "float16"})
+
+
+_CHOSEN = frozenset({Origin.LITERAL, Origin.MASK, Origin.INTEGER})
+
+
+@cache
+def name_of(dtype: object) -> str | None:
+    """The name of a dtype, if autocast may touch it."""
+    name = getattr(dtype, "name", None)
+    return name if name in ELIGIBLE else None
+
+
+def declared(atom: Atom) -> str | None:
+    """The declared dtype of a variable or literal, if autocast may touch it."""
+    return name_of(getattr(atom.aval, "dtype", None))
+
+
+def fixed(atom: Atom) -> bool:
+    """True for an operand whose dtype autocast never changes: float64, complex, float8."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact) and not name_of(dtype)
+
+
+def fits(number: float, dtype: str) -> bool:
+    """True if a literal stays in the dtype's normal range, and next to 1 does not become 1."""
+    size = abs(float(number))
+    target = FORMATS[dtype]
+    if size != 1 == abs(in_dtype(number, dtype)):
+        return False
+    return size == 0 or not np.isfinite(size) or target.smallest_normal <= size <= target.max
+
+
+def number_of(value: Any) -> float | None:
+    """The number of a scalar literal; None if it is no real number, or one that equals another."""
+    try:
+        number = float(value)
+    except TypeError:
+        return None
+    return None if number == 0 and np.signbit(number) else number  # 0.0 == -0.0
+
+
+@cache
+def literal(dtype: str | None, number: float | None) -> Known:
+    """The facts about a number in the program."""
+    return Known(dtype, Origin.LITERAL, numbers=() if number is None else (number,))
+
+
+def in_dtype(value: SupportsFloat, dtype: str) -> "np.number[Any]":
+    """A literal in a dtype; a finite one stays finite."""
+    number = float(value)
+    largest = FORMATS[dtype].max
+    if np.isfinite(number):
+        number = min(max(number, -largest), largest)
+    scalar: np.number[Any] = np.asarray(number, np.dtype(dtype)).flat[0]
+    return scalar
+
+
+# Which passes are on: each can be switched off, for tests.
+#
+#   bias_fold   a parameter added to a contraction's result takes its dtype  as adds are planned
+#   sharing     a computed value is cast once for all who read it low         as reads are planned
+#   pull_up     what float32 ops alone read is computed in float32            backwards, at the end
+#   pull_down   a layout that low ops alone read is made of low numbers       backwards, at the end
+#
+# The first two are parts of `op_handlers` and `frame`, the other two are in `passes`.
+
+
+class Pass(StrEnum):
+    """The passes, by name."""
+
+    BIAS_FOLD = "bias_fold"
+    SHARING = "sharing"
+    PULL_UP = "pull_up"
+    PULL_DOWN = "pull_down"
+
+
+# The passes that are switched off. Part of the key of every trace, as `regions.AMBIENT` is.
+_OFF: compat.Context[frozenset[str]] = jax.make_user_context(frozenset())
+
+
+def off() -> frozenset[str]:
+    """The names of the passes that are switched off here."""
+    return _OFF.value
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Plan what is traced meanwhile, in this thread, without some passes: for tests and experts."""
+    if unknown := [name for name in names if name not in list(Pass)]:
+        raise ValueError(
+            f"without({', '.join(map(repr, names))}): {', '.join(map(repr, unknown))} is no pass. "
+            f"The passes are {', '.join(Pass)}."
+        )
+    with _OFF(off().union(map(str, names))):
+        yield

@@ -15,15 +15,24 @@ import jax.extend.core as core
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import op_facts
+from polymp.backends.jax.autocast import known_functions
 from polymp.backends.jax.autocast.evaluate import cast, run
-from polymp.backends.jax.autocast.frame import Frame, Planned
+from polymp.backends.jax.autocast.frame import (
+    ELIGIBLE,
+    Change,
+    Frame,
+    Inside,
+    Known,
+    Plan,
+    Planned,
+    Step,
+    declared,
+    fixed,
+)
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
-from polymp.backends.jax.autocast.plan import Change, Inside, Plan, Step
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.autocast.values import ELIGIBLE, Known, declared, fixed
 from polymp.backends.jax.compat.programs import Atom, Equation, JaxprEqnContext, SourceInfo
-from polymp.rules.answers import Decision
+from polymp.rules.policy import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
@@ -177,7 +186,7 @@ def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
         kind, rule = words.ops[found.op].kind, _rule(found.op, region)
         if rule in (Rule.LOWER, Rule.FP8) and kind in words.traits["products"]:
             continue
-        if rule is not Rule.PARTS or kind in op_facts.AS_WRITTEN:
+        if rule is not Rule.PARTS or kind in known_functions.AS_WRITTEN:
             return _Ruled(found.op, found.call, region, found.inside)
     return None
 
@@ -188,7 +197,7 @@ def _rule(op: str, region: Region) -> Rule:
     if row is None:
         return Rule.PARTS
     if row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST):
-        if vocabulary().ops[op].kind in op_facts.AS_WRITTEN:  # they mean the ops that can
+        if vocabulary().ops[op].kind in known_functions.AS_WRITTEN:  # they mean the ops that can
             return Rule.PARTS
     return row.rule
 

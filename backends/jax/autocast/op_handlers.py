@@ -8,28 +8,43 @@ Numbers in the program, scalar arguments and masks take the dtype of what they m
 that is added to the result of a contraction is its bias, and takes the low dtype too.
 """
 
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import op_facts, promotion
-from polymp.backends.jax.autocast.contraction_forms import free_sizes
-from polymp.backends.jax.autocast.fp8_operands import In8Bits
-from polymp.backends.jax.autocast.fp8_products import in_8_bits, in_trial
-from polymp.backends.jax.autocast.frame import Frame, Planned
+from polymp.backends.jax.autocast import known_functions
+from polymp.backends.jax.autocast.contraction import free_sizes
+from polymp.backends.jax.autocast.fp8_operands import In8Bits, Operand
+from polymp.backends.jax.autocast.frame import (
+    ELIGIBLE,
+    LOW_DTYPES,
+    Frame,
+    Kind,
+    Known,
+    Origin,
+    Pass,
+    Planned,
+    declared,
+    fits,
+    fixed,
+)
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.autocast.pass_switches import Pass
-from polymp.backends.jax.autocast.plan import Kind
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.autocast.values import ELIGIBLE, LOW, Known, Origin, declared
-from polymp.backends.jax.compat.programs import Equation
-from polymp.dtypes import widest
+from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.dtypes import FORMATS, widest
+from polymp.fp8 import recipes
+from polymp.fp8.recipes import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules import decision_log
-from polymp.rules.answers import Decision
-from polymp.rules.few_rows import why_float32
+from polymp.rules.policy import Decision, why_float32
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
@@ -51,7 +66,7 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A cast in the program."""
     (atom,), (var,) = eqn.invars, eqn.outvars
     old, new, known = declared(atom), declared(var), frame.known(atom)
-    if region.policy is AS_CALLED and region.dtype == "float32" and old and new in LOW:
+    if region.policy is AS_CALLED and region.dtype == "float32" and old and new in LOW_DTYPES:
         # A library rounds to what it was given; what is computed in float32 stays so.
         return frame.step(eqn, ["float32"], ["float32"], Kind.CAST), [Known("float32")]
     if old is not None and old == new:  # the trace changed nothing but weakness
@@ -59,7 +74,7 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
             return frame.step(eqn, [None], [known.dtype], Kind.CAST), [known]
         params = {**eqn.params, "new_dtype": np.dtype(known.dtype)}
         return frame.step(eqn, [None], [known.dtype], params=params), [known]
-    origin, numbers = promotion.converted(atom, known)
+    origin, numbers = converted(atom, known)
     if new is None:
         numbers = ()
     return frame.step(eqn, [None], [new]), [Known(new, origin, numbers=numbers)]
@@ -108,13 +123,13 @@ def _plan_of(
     frame: Frame, eqn: Equation, op: str, known: list[Known], region: Region
 ) -> _OpPlan | None:
     """How an op that is free in its dtype runs; None for as written."""
-    hard = promotion.deciding(eqn, op, known)
+    hard = deciding(eqn, op, known)
     if not hard:
         return None
     decision = frame.decision(op_of(op), hard, region, op)
     kind = Kind.BIND
     if vocabulary().picks(op_of(op)):
-        if decision.rule is Rule.FP32_KEEP and hard[0] in LOW:
+        if decision.rule is Rule.FP32_KEEP and hard[0] in LOW_DTYPES:
             decision, kind = Decision(decision.rule, None, None), Kind.PICK
         elif decision.rule is Rule.LOWER:
             decision = Decision(decision.rule, None, decision.run)
@@ -123,28 +138,30 @@ def _plan_of(
         groups = {f: decision.run for f in dtypes if f}
     else:
         fold = Pass.BIAS_FOLD not in frame.planner.off
-        groups = promotion.alike(eqn, op, known, fold)
+        groups = alike(eqn, op, known, fold)
     reads = [groups[f] if f else None for f in dtypes]
     writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
     finals = [decision.out or f if f else None for f in writes]
-    elementwise = decision.run is None and op in op_facts.ELEMENTWISE
-    if elementwise and promotion.meets_scalar(eqn, known):
+    elementwise = decision.run is None and op in known_functions.ELEMENTWISE
+    if elementwise and meets_scalar(eqn, known):
         # The scalar may be anything: it is not rounded, the result is.
         reads, writes = [f and "float32" for f in reads], [f and "float32" for f in writes]
     returns = tuple(finals) if finals != writes else None
-    origin, numbers = promotion.origin(eqn, op, known, ruled=decision.run is not None)
+    origin, numbers = origin_of(eqn, op, known, ruled=decision.run is not None)
     adds = op_of(op) == "add" and all(k.product or k.origin is not Origin.COMPUTED for k in known)
     # Spread over more elements, a product is no longer what a bias is added to.
-    moved = op in op_facts.LAYOUT and op != "broadcast_in_dim"
+    moved = op in known_functions.LAYOUT and op != "broadcast_in_dim"
     product = (adds or moved) and any(k.product for k in known)
-    outs = [Known(f, origin, product and f in LOW, numbers) if f else Known(None) for f in finals]
+    outs = [
+        Known(f, origin, product and f in LOW_DTYPES, numbers) if f else Known(None) for f in finals
+    ]
     return _OpPlan(reads, tuple(writes), returns, outs, kind)
 
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A sum of products: the primitive of polymp, where it runs low."""
     known = [frame.known(atom) for atom in eqn.invars]
-    hard = promotion.deciding(eqn, eqn.primitive.name, known)
+    hard = deciding(eqn, eqn.primitive.name, known)
     spelled = spelling(eqn)
     if not hard:
         return _not_eligible(frame, eqn, known, spelled, region)
@@ -164,12 +181,12 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         decision, run = decision._replace(out=run if plain else asked), "float32"
     out = run if plain else asked
     final = decision.out or out
-    if run not in LOW:
+    if run not in LOW_DTYPES:
         params = {**eqn.params, "preferred_element_type": np.dtype(out)}
         reads = [run if k.dtype else None for k in known]
         returns = (final,) if final != out else None
         step = frame.step(eqn, reads, [out], Kind.BIND, params, returns)
-        return step._replace(fallback=in_float32), [Known(final, product=final in LOW)]
+        return step._replace(fallback=in_float32), [Known(final, product=final in LOW_DTYPES)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
     reads = [run if k.dtype and not k.is_parameter else None for k in known]
     if decision.rule is Rule.FP8:
@@ -185,7 +202,7 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         step = step._replace(in_8_bits=how)
     else:
         step = step._replace(fallback=how)
-    return step, [Known(final, product=final in LOW)]
+    return step, [Known(final, product=final in LOW_DTYPES)]
 
 
 def _why_as_written(eqn: Equation, asked: str | None) -> str:
@@ -230,7 +247,7 @@ def _not_eligible(
 def unknown(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """A primitive of which nothing is known: it runs as written, and so does a program inside."""
     name = eqn.primitive.name
-    if name not in op_facts.OPAQUE and compat.has_program(eqn.params):
+    if name not in known_functions.OPAQUE and compat.has_program(eqn.params):
         frame.planner.warn(name)
     return frame.as_written(eqn)
 
@@ -241,3 +258,228 @@ def _precision_is_default(precision: object) -> bool:
         return True
     both = precision if isinstance(precision, tuple) else (precision,)
     return all(p in (None, jax.lax.Precision.DEFAULT) for p in both)
+
+
+# Operands of different dtypes in one op: which decide its dtype, and which follow.
+#
+#     numbers, masks, integers follow
+#     scalar arguments         follow arrays
+#     a bias                   follows the contraction's result that it is added to
+#
+# Everything else decides, and the widest dtype wins. Nothing here makes a step.
+
+
+def deciding(eqn: Equation, op: str, known: Sequence[Known]) -> tuple[str, ...]:
+    """The dtypes that decide: those of the operands that do not follow the others."""
+    if any(map(fixed, eqn.invars)):
+        return ()
+    pairs = zip(known, eqn.invars, strict=True)
+    hard = [k.dtype for k, a in pairs if k.dtype and not _soft(k, a, eqn, op)]
+    return tuple(hard or [k.dtype for k in known if k.dtype])
+
+
+def alike(eqn: Equation, op: str, known: Sequence[Known], fold: bool) -> dict[str, str]:
+    """Operands declared alike stay alike: for each declared dtype, the widest actual one."""
+    atoms = eqn.invars
+    groups: dict[str, str] = {}
+    dtypes = [declared(atom) for atom in atoms]
+    for one in {f for f in dtypes if f}:
+        members = [
+            (k, a) for k, a, f in zip(known, atoms, dtypes, strict=True) if f == one and k.dtype
+        ]
+        hard = [k for k, a in members if not _soft(k, a, eqn, op)]
+        if fold and op_of(op) == "add" and _is_bias(hard):
+            hard = [k for k in hard if k.product]
+        run = widest(k.dtype for k in hard or [k for k, _ in members] if k.dtype)
+        for k, _ in members:
+            if run in LOW_DTYPES and not all(fits(n, run) for n in k.numbers):
+                too_large = k.number is not None and abs(float(k.number)) > FORMATS[run].max
+                if not (too_large and vocabulary().chooses(op_of(op))):
+                    run = "float32"
+        groups[one] = run
+    return groups
+
+
+def converted(atom: Atom, known: Known) -> tuple[Origin, tuple[float, ...]]:
+    """Where the result of a cast comes from, and the few numbers that its elements are."""
+    dtype = getattr(atom.aval, "dtype", None)
+    if known.origin is Origin.LITERAL:
+        return Origin.LITERAL, known.numbers
+    if dtype == np.bool_:
+        return Origin.MASK, (0.0, 1.0)
+    whole = dtype is not None and jax.numpy.issubdtype(dtype, np.integer)
+    if not atom.aval.shape and (whole or known.origin is Origin.GIVEN):
+        return Origin.GIVEN, ()  # of unknown size
+    if whole:
+        return Origin.INTEGER, (0.0, 1.0)
+    return Origin.COMPUTED, ()
+
+
+def origin_of(
+    eqn: Equation, op: str, known: Iterable[Known], ruled: bool
+) -> tuple[Origin, tuple[float, ...]]:
+    """Where a result comes from, and the few numbers that its elements are."""
+    floats = [k for k in known if k.dtype]
+    if op in known_functions.LAYOUT:
+        (first, *_) = floats
+        spread = not eqn.invars[0].aval.shape and eqn.outvars[0].aval.shape
+        if first.origin is Origin.GIVEN and spread:
+            return Origin.LITERAL, ()  # what jnp.where makes of a scalar
+        return first.origin, first.numbers
+    scalar = not any(v.aval.shape for v in eqn.outvars)
+    if scalar and all(k.origin is not Origin.COMPUTED for k in floats):
+        return Origin.GIVEN, ()  # of unknown size
+    if not ruled and all(k.is_chosen and k.numbers for k in floats):
+        return _made_of_numbers(op, floats)
+    return Origin.COMPUTED, ()
+
+
+# Of whole numbers, these make whole numbers.
+_EXACT: dict[str, Callable[..., float]] = {
+    "add": operator.add, "max": max, "min": min, "mul": operator.mul, "neg": operator.neg,
+    "sub": operator.sub,
+}  # fmt: skip
+
+
+# Of more numbers than these, nothing is known.
+_FEW = 8
+
+
+def _made_of_numbers(op: str, floats: Sequence[Known]) -> tuple[Origin, tuple[float, ...]]:
+    """The same, of what an op makes of bools, integers and numbers in the program.
+
+    With integers, `1 - mask` is what integers are, and `0.5 * positions` is not: it is computed.
+    """
+    origins = {k.origin for k in floats}
+    if op == "select_n":
+        numbers = {n for k in floats for n in k.numbers}
+    elif op in _EXACT and origins != {Origin.LITERAL}:
+        numbers = {_EXACT[op](*each) for each in itertools.product(*(k.numbers for k in floats))}
+    else:
+        return Origin.COMPUTED, ()
+    integers = Origin.INTEGER in origins
+    whole = all(n.is_integer() for k in floats for n in k.numbers)
+    if len(numbers) > _FEW or (integers and not whole):
+        return Origin.COMPUTED, ()
+    return Origin.INTEGER if integers else Origin.MASK, tuple(sorted(numbers))
+
+
+def meets_scalar(eqn: Equation, known: Sequence[Known]) -> bool:
+    """True if a float32 scalar of unknown size takes the low dtype of an array."""
+    return any(
+        k.dtype == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
+        for k, atom in zip(known, eqn.invars, strict=True)
+    ) and any(k.dtype in LOW_DTYPES for k in known)
+
+
+def _soft(known: Known, atom: Atom, eqn: Equation, op: str) -> bool:
+    """True if the operand takes the dtype of the others, as Python's numbers do in torch."""
+    match known.origin:
+        case Origin.MASK | Origin.INTEGER:
+            return True
+        case Origin.LITERAL:
+            return not atom.aval.shape or vocabulary().chooses(op_of(op))
+        case Origin.GIVEN:  # a scalar tensor, among tensors with dimensions
+            return not atom.aval.shape and any(v.aval.shape for v in eqn.outvars)
+    return False
+
+
+def _is_bias(hard: Sequence[Known]) -> bool:
+    """True for a contraction's low result, or more of them, plus parameters in float32."""
+    return (
+        any(k.product for k in hard)
+        and all(k.product or k.origin is Origin.GIVEN for k in hard)
+        and len({k.dtype for k in hard if k.product}) == 1
+    )
+
+
+# Which products run in 8 bits, and which of their operands is the weight.
+#
+# A product with rule fp8 runs in 8 bits if it is a `dot_general` that comes down to one product
+# of two matrices, `[m, k] @ [k, n]`, and nothing in `polymp.fp8.recipes` speaks against it.
+#
+# The weight is the operand that is a parameter: an argument or a constant of the program, or a
+# layout of one. If both are, or neither, it is the second one, as in `x @ w`. The formats of
+# weights and activations are the same in all recipes, so that the choice matters to those alone
+# that treat the product for the weight's gradient, or the weight in the backward pass, in a way
+# of its own.
+
+
+_ONE = "JAX's {} has no form in 8 bits"
+
+
+_UNKNOWN = "its sizes are not known before it runs"
+
+
+_GRADIENT = "it is in the backward rule of a jax.custom_vjp function, whose gradients are not told"
+
+
+def in_8_bits(
+    frame: Frame, eqn: Equation, known: Sequence[Known], op: str, region: Region
+) -> In8Bits | str:
+    """How a product runs in 8 bits, or why it runs by rule `lower` instead."""
+    assert region.policy is not None, "it has a row with rule fp8"
+    if eqn.primitive.name != "dot_general":
+        return _ONE.format(eqn.primitive.name)
+    if frame.gradients:
+        return _GRADIENT
+    contracted, batch = eqn.params["dimension_numbers"]
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    if not all(isinstance(size, int) for shape in shapes for size in shape):
+        return _UNKNOWN  # a symbol, as in an export
+    weight = _weight(known)
+    free = [
+        prod(shape[d] for d in range(len(shape)) if d not in (*contracted[i], *batch[i]))
+        for i, shape in enumerate(shapes)
+    ]
+    recipe = RECIPES[region.policy.fp8]
+    device, capability = compat.device_type()
+    product = recipes.Product(
+        op,
+        free[1 - weight],
+        prod(shapes[0][d] for d in contracted[0]),
+        free[weight],
+        tuple(str(atom.aval.dtype) for atom in eqn.invars),
+        device,
+        region.dtype,
+        prod(shapes[0][d] for d in batch[0]),
+        capability=capability,
+    )
+    if why := recipes.why_not(product, recipe):
+        return why
+    own = _own(frame)
+    parts = [
+        Operand(
+            WEIGHT if i == weight else ACTIVATION,
+            not isinstance(atom, Literal) and atom in own and known[i].origin is Origin.GIVEN,
+        )
+        for i, atom in enumerate(eqn.invars)
+    ]
+    return In8Bits(recipe.name, parts[0], parts[1])
+
+
+def in_trial(
+    frame: Frame, eqn: Equation, known: Sequence[Known], op: str, spelled: str, region: Region
+) -> In8Bits | None:
+    """How a product that runs low would run in 8 bits by the policy that a recorder tries."""
+    recorder = decision_log.current()
+    policy = None if recorder is None else recorder.tried
+    if policy is None or region.dtype != recipes.REGION_DTYPE:
+        return None
+    row = policy.winner(op, region.dtype, f"jax:{spelled}")
+    if row is None or row.rule is not Rule.FP8:
+        return None
+    how = in_8_bits(frame, eqn, known, op, replace(region, policy=policy))
+    return None if isinstance(how, str) else how._replace(trial=True)
+
+
+def _weight(known: Sequence[Known]) -> int:
+    """The place of the weight among the operands."""
+    given = [k.origin is Origin.GIVEN for k in known]
+    return 0 if given == [True, False] else 1
+
+
+def _own(frame: Frame) -> set[Atom]:
+    """The inputs and constants of a program, which are in memory as they are."""
+    constvars, invars = compat.binders(frame.closed)
+    return {*constvars, *invars}

@@ -10,30 +10,37 @@ import functools
 import gc
 import inspect
 import reprlib
+import sys
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
+import jax.extend.core as core
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
-from polymp.backends.jax.autocast import jitted_calls, regions
-from polymp.backends.jax.autocast.escapes import escaped
+from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
-from polymp.backends.jax.autocast.frame import PlanCache, given
-from polymp.backends.jax.autocast.jitted_calls import ARRAY
+from polymp.backends.jax.autocast.frame import Plan, PlanCache, given
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, code_of
-from polymp.backends.jax.autocast.plan import Plan
 from polymp.backends.jax.autocast.planner import planner
-from polymp.backends.jax.autocast.unmatched import warn_of_unmatched
+from polymp.backends.jax.autocast.regions import NameStacks
+from polymp.backends.jax.compat.programs import ClosedProgram, OpenProgram
+from polymp.backends.jax.jaxprs import JITTED
 from polymp.backends.jax.modules import nnx
-from polymp.backends.jax.modules.scoped import naming
-from polymp.errors import EscapedValueError
-from polymp.rules import decision_log
+from polymp.backends.jax.modules.scoped import called_paths, naming
+from polymp.code_origin import outside
+from polymp.errors import EscapedValueError, PolicyWarning
+from polymp.rules import decision_log, scopes
+from polymp.rules.policy import Policy
 from polymp.rules.region import Region
+from polymp.rules.vocabulary import vocabulary
 
 
 class PlannedCall(NamedTuple):
@@ -76,7 +83,7 @@ def transformed(
     kept = _kept_for(fn)
     new = traced or trace
     by_path = region.policy is not None and bool(region.policy.scopes)
-    once = jitted_calls.is_jitted(fn) and traced is None and not by_path
+    once = is_jitted(fn) and traced is None and not by_path
     unchecked = [region] if by_path else []  # a warning of patterns that match nothing comes once
 
     @functools.wraps(fn)
@@ -100,8 +107,8 @@ def transformed(
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
         statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
-        key = jitted_calls.key(fn, statics, arrays) if once else None
-        evaluate: jitted_calls.Evaluate
+        key = call_key(fn, statics, arrays) if once else None
+        evaluate: Evaluate
         if key is None:
             traced = new(fn, region, tree, statics, arrays, kept)
             evaluate = partial(run, traced.plan)
@@ -123,16 +130,16 @@ def transformed(
         leaves = [next(outs) if leaf is ARRAY else leaf for leaf in traced.statics]
         return jax.tree.unflatten(traced.tree, leaves)
 
-    @lru_cache(maxsize=jitted_calls.KEPT)
+    @lru_cache(maxsize=KEPT)
     def again(
         fn: Callable[..., object],
         tree: jax.tree_util.PyTreeDef,
         statics: Sequence[object],
-        key: jitted_calls.Key,
-    ) -> tuple[PlannedCall, jitted_calls.Evaluate]:
+        key: Key,
+    ) -> tuple[PlannedCall, Evaluate]:
         """The plan of a call of a jitted function, and what runs it."""
         made = new(fn, region, tree, statics, key.avals, kept)
-        return made, jitted_calls.whole(made.plan)
+        return made, whole(made.plan)
 
     call.polymp = Made(call, fn, region)  # type: ignore[attr-defined]
     return call
@@ -205,3 +212,237 @@ def trace(
         invars = compat.binders(jaxpr)[1]
         plan = planner(region, kept).plan_whole(jaxpr, map(given, invars), region)
     return PlannedCall(plan, *found[0])
+
+
+# Calls of a jitted function under autocast: planned once for arguments of the same types.
+#
+# jit runs a function's Python once for arguments of the same types, so that nothing is missed if
+# the whole plan is kept. What is kept is compiled as one program, unless the user's jit has
+# options of its own, such as donated arguments: then the plan runs op by op, which binds that
+# jit again.
+
+
+class _Array:
+    """Stands for an array among the leaves of a pytree."""
+
+    def __repr__(self) -> str:
+        return "array"
+
+
+ARRAY = _Array()
+
+
+_FUNCTION = type(jax.jit(lambda: None))
+
+
+# Types of leaves of which equal ones are the same.
+_PLAIN = frozenset({_Array, bool, int, str, type(None)})
+
+
+# Computes the outputs of a plan from its inputs.
+Evaluate = Callable[[Sequence[object]], Sequence[object]]
+
+
+# Plans of a jitted function that are kept.
+KEPT = 64
+
+
+def is_jitted(fn: object) -> TypeGuard[Callable[..., object]]:
+    """True for what `jax.jit` returns."""
+    return isinstance(fn, _FUNCTION)
+
+
+class Key(NamedTuple):
+    """All that the plan of a jitted function depends on, besides the leaves of its arguments.
+
+    Attributes:
+        avals: types of the arrays.
+        kinds: types of the leaves.
+        settings: of JAX and of polymp.
+    """
+
+    avals: tuple[object, ...]
+    kinds: tuple[type, ...]
+    settings: Hashable
+
+
+def call_key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key | None:
+    """Make the key that the plan of a call is kept under."""
+    kinds = tuple(map(type, statics))
+    if not is_jitted(fn) or decision_log.current() is not None or not _PLAIN.issuperset(kinds):
+        return None
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return None
+    settings = compat.trace_context(), len(vocabulary().registered)
+    return Key(tuple(map(jax.typeof, arrays)), kinds, settings)
+
+
+def whole(plan: Plan) -> Evaluate:
+    """The function that runs a plan, compiled as one program if that is the same."""
+    evaluate = partial(run, plan)
+    if len(plan.steps) != 1 or not _is_plain(plan.steps[0].eqn):
+        return evaluate
+    (step,) = plan.steps
+    given, returned = [*compat.binders(plan.jaxpr)[1]], [*step.eqn.outvars]
+    passes = [*step.operands] == given and [*plan.results] == returned and not plan.consts
+    if step.inside is None or not passes:
+        return jax.jit(evaluate)
+    # The call alone: what is compiled for its plan serves all calls that have the same one.
+    compiled: Evaluate = step.inside.plans[0].made.setdefault("whole", jax.jit(evaluate))
+    return compiled
+
+
+def _is_plain(eqn: Any) -> bool:
+    """True for a call of a jitted function without options."""
+    params = eqn.params
+    placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    laid_out = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    return (
+        eqn.primitive.name in JITTED
+        and not any(params["donated_invars"])
+        and not params.get("compiler_options_kvs")
+        and not any(isinstance(x, jax.sharding.Sharding) for x in placed)
+        and all(layout is None for layout in laid_out)
+    )
+
+
+# Values of a trace that a function stored outside of itself, where they are dead once it ends.
+#
+# What is older than the trace and refers to one of its values was given it by the function: a
+# list of the user's, an object, the parameters that a library collects. What a function made in
+# the trace has captured does not count: a cache may keep that function, but does not read what
+# it captured.
+
+
+_CACHE = type(functools.lru_cache(len))
+
+
+# They run, or are called: what they refer to, they do not hand out.
+_CODE = (FrameType, FunctionType, GeneratorType, MethodType, functools.partial, _CACHE)
+
+
+# Carriers whose holders are looked for: all, but for the largest leaks.
+_SOUGHT = 256
+
+
+def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
+    """Find values of an ended trace in older objects.
+
+    To be called where Python's collector has been off since before the trace, and nothing was young
+    then: what is young now was made by the trace. Nothing outlives most traces, and then there is
+    nothing to look for.
+    """
+    if trace() is None:
+        return []
+    young = gc.get_objects(generation=0)
+    tracers = compat.tracers_of(trace(), young)
+    if not tracers:  # the jaxpr holds the trace, where a custom_vjp function is in it
+        return []
+    outside = _held_outside(young, tracers)
+    # By identity of what is held, the data that holds it.
+    holders: defaultdict[int, list[object]] = defaultdict(list)
+    known = {id(x) for x in young}
+    operands = {id(compat.operands_of(tracer)) for tracer in tracers}
+    for x in young:
+        if not isinstance(x, (*_CODE, CellType)) and id(x) not in operands:
+            for held in gc.get_referents(x):
+                if id(held) in known:
+                    holders[id(held)].append(x)
+    carried: dict[int, set[int]] = {}  # by identity of a carrier, the numbers of its tracers
+    carriers: list[object] = []
+    for number, tracer in enumerate(tracers):
+        left: list[object] = [tracer]
+        while left:
+            x = left.pop()
+            if x is young or number in carried.setdefault(id(x), set()):
+                continue
+            if not carried[id(x)]:
+                carriers.append(x)
+            carried[id(x)].add(number)
+            left += holders[id(x)]
+    sought = tuple([x for x in carriers if id(x) in outside][:_SOUGHT])  # a referrer from 3.13 on
+    if not sought:
+        return []
+    # Among frozen objects gc finds no referrers. They are not frozen again after: gc.freeze would
+    # take all that there is now, and what of it ends up in cycles would never be freed.
+    gc.unfreeze()
+    ours = known | {id(x) for x in (young, tracers, carriers, sought, *holders.values())}
+    older = [
+        x
+        for x in gc.get_referrers(*sought)
+        if id(x) not in ours and not isinstance(x, _CODE)
+        if not type(x).__module__.startswith("jaxlib")  # the caches of jax are there
+    ]
+    caches = [x for x in gc.get_referrers(*older) if isinstance(x, _CACHE)]
+    kept = {id(x) for cache in caches for x in gc.get_referents(cache)}
+    found: set[int] = set()
+    for holder in older:
+        if id(holder) not in kept:
+            found.update(*(carried.get(id(x), ()) for x in gc.get_referents(holder)))
+    return [compat.where_made(tracers[number]) for number in sorted(found)]
+
+
+def _held_outside(young: Sequence[object], tracers: Sequence[object]) -> set[int]:
+    """Find the young objects that something else than young objects and these lists refers to.
+
+    Counts of references tell, and cost less than a look at every older object: there are none,
+    where what the function made in the trace has captured its values, and a cache keeps that.
+    """
+    # The last object has only the references that counting itself takes.
+    *counts, counting = [sys.getrefcount(x) for x in (*young, object())]
+    known = Counter(id(x) for x in (*young, *tracers))
+    for x in young:
+        if x is not young:
+            known.update(map(id, gc.get_referents(x)))
+    pairs = zip(young, counts, strict=True)
+    return {id(x) for x, count in pairs if count - counting != known[id(x)]}
+
+
+# Rules by module path whose pattern matches nothing in a program: a warning that helps.
+
+
+def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None:
+    """Warn of patterns that match no module path: of no op, and in no model that was named."""
+    stacks = NameStacks()
+    paths = {"", *called_paths()}
+    policies = [region.policy]
+
+    def walk(jaxpr: OpenProgram, outer: str) -> None:
+        for eqn in jaxpr.eqns:
+            stack = eqn.source_info.name_stack
+            inside, _ = stacks.place(stack, region)
+            policies.append(inside.policy)
+            path = ".".join(filter(None, (outer, stacks.path(stack))))
+            paths.add(path)
+            for inner in core.jaxprs_in_params(eqn.params):
+                walk(getattr(inner, "jaxpr", inner), path)
+
+    walk(closed.jaxpr, "")
+    for policy in filter(None, dict.fromkeys(policies)):
+        matched = {p for p in policy.scopes if any(scopes.depth(p, path) for path in paths)}
+        if unmatched := [p for p in policy.scopes if p not in matched]:
+            message = _said_of(policy, unmatched, paths, getattr(fn, "__name__", repr(fn)))
+            warnings.warn(message, PolicyWarning, stacklevel=outside())
+
+
+def _said_of(policy: Policy, unmatched: list[str], found: set[str], name: str) -> str:
+    """A warning that names the patterns that match nothing, and what may have been meant."""
+    names = [path.split(".") for path in found if path]
+    paths = {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
+    first = sorted(paths, key=lambda path: (path.count("."), path))[:3]
+    some = f"paths are, for example, {', '.join(map(repr, first))}."
+    said = []
+    for pattern in unmatched:
+        close = [repr(one) for one in scopes.nearest(pattern, paths)]
+        hint = f"did you mean {' or '.join(close)}?" if close else some if paths else _NONE
+        said.append(f"{pattern!r}: {hint}")
+    return (
+        f"autocast(): policy {policy.name!r} has rules for paths that no module of {name} has. "
+        f"{' '.join(said)}"
+    )
+
+
+_NONE = (
+    "it calls no module that has a name. Modules of linen and haiku have names, and so have models "
+    "of nnx and equinox that are called in it; for all else there is jax.named_scope(name)."
+)

@@ -18,9 +18,6 @@ import jax.extend.core as core
 from jax.core import AbstractValue
 from jax.interpreters import ad
 
-from polymp.backends.jax.compat.mlir import lower_in_place as lower_in_place
-from polymp.backends.jax.compat.mlir import merge_repeated as merge_repeated
-from polymp.backends.jax.compat.mlir import readers as readers
 from polymp.backends.jax.compat.programs import Atom as Atom
 from polymp.backends.jax.compat.programs import ClosedProgram as ClosedProgram
 from polymp.backends.jax.compat.programs import Equation as Equation
@@ -38,28 +35,31 @@ from polymp.backends.jax.compat.programs import traced_as as traced_as
 from polymp.backends.jax.compat.programs import traced_from as traced_from
 from polymp.backends.jax.compat.programs import traced_jaxpr as traced_jaxpr
 from polymp.backends.jax.compat.recording import EquationSource as EquationSource
+from polymp.backends.jax.compat.recording import Frames as Frames
 from polymp.backends.jax.compat.recording import Recorded as Recorded
 from polymp.backends.jax.compat.recording import Recorder as Recorder
 from polymp.backends.jax.compat.recording import aval_of as aval_of
 from polymp.backends.jax.compat.recording import equation_context as equation_context
+from polymp.backends.jax.compat.recording import follow_buffers as follow_buffers
+from polymp.backends.jax.compat.recording import frames as frames
+from polymp.backends.jax.compat.recording import in_backward as in_backward
 from polymp.backends.jax.compat.recording import is_plain as is_plain
+from polymp.backends.jax.compat.recording import lower_in_place as lower_in_place
+from polymp.backends.jax.compat.recording import merge_repeated as merge_repeated
+from polymp.backends.jax.compat.recording import no_scopes as no_scopes
+from polymp.backends.jax.compat.recording import operands_of as operands_of
 from polymp.backends.jax.compat.recording import other_mesh as other_mesh
 from polymp.backends.jax.compat.recording import put as put
+from polymp.backends.jax.compat.recording import readers as readers
 from polymp.backends.jax.compat.recording import recorder as recorder
-from polymp.backends.jax.compat.source import Frames as Frames
-from polymp.backends.jax.compat.source import frames as frames
-from polymp.backends.jax.compat.source import in_backward as in_backward
-from polymp.backends.jax.compat.source import no_scopes as no_scopes
-from polymp.backends.jax.compat.source import operands_of as operands_of
-from polymp.backends.jax.compat.source import scope_names as scope_names
-from polymp.backends.jax.compat.source import tracers_of as tracers_of
-from polymp.backends.jax.compat.source import traces as traces
-from polymp.backends.jax.compat.source import transforms as transforms
-from polymp.backends.jax.compat.source import where_made as where_made
-from polymp.backends.jax.compat.source import where_written as where_written
-from polymp.backends.jax.compat.source import with_scope as with_scope
-from polymp.backends.jax.compat.source import without_scopes as without_scopes
-from polymp.backends.jax.compat.updates import follow_buffers as follow_buffers
+from polymp.backends.jax.compat.recording import scope_names as scope_names
+from polymp.backends.jax.compat.recording import tracers_of as tracers_of
+from polymp.backends.jax.compat.recording import traces as traces
+from polymp.backends.jax.compat.recording import transforms as transforms
+from polymp.backends.jax.compat.recording import where_made as where_made
+from polymp.backends.jax.compat.recording import where_written as where_written
+from polymp.backends.jax.compat.recording import with_scope as with_scope
+from polymp.backends.jax.compat.recording import without_scopes as without_scopes
 
 P = ParamSpec("P")
 T = TypeVar("T")

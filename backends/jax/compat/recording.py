@@ -1,9 +1,9 @@
-"""Putting equations into the program that is being traced, without a `bind` for each."""
+"""Programs that are traced: equations put in without a `bind`, their source, and MLIR."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from types import TracebackType
-from typing import Any, TypeAlias
+from types import CodeType, TracebackType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax._src.config as _config
@@ -11,11 +11,25 @@ import jax._src.core as _core
 import jax._src.dtypes as _dtypes
 import jax._src.interpreters.partial_eval as _partial_eval
 import jax._src.mesh as _mesh
+import jax._src.named_sharding as _named_sharding
+import jax._src.pjit as _pjit
+import jax._src.sharding_impls as _sharding
 import jax._src.source_info_util as _source_info
 import jax.extend.core as core
+import jax.interpreters.mlir as mlir
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import primitives
 from jax.sharding import AbstractMesh
 
-from polymp.backends.jax.compat.programs import Atom, JaxprEqnContext, NameStack, SourceInfo
+from polymp.backends.jax.compat.programs import (
+    Atom,
+    Equation,
+    JaxprEqnContext,
+    NameStack,
+    SourceInfo,
+)
 
 
 def equation_context() -> JaxprEqnContext:
@@ -215,3 +229,194 @@ def is_plain(primitive: core.Primitive) -> bool:
     # These rules put their parameters in order, nothing else.
     ordered = jax.lax.broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.dynamic_slice_p
     return primitive not in _partial_eval.custom_staging_rules or primitive in ordered
+
+
+# Where equations and values come from: name stacks, tracebacks, and the traces around.
+
+
+def without_scopes(stack: NameStack, drop: Callable[[str], bool]) -> NameStack:
+    """A name stack without the scopes whose names are to be dropped. Since jax 0.4."""
+    kept = [part for part in stack.stack if not (hasattr(part, "name") and drop(part.name))]
+    return type(stack)(tuple(kept))
+
+
+def no_scopes() -> NameStack:
+    """The empty name stack. Since jax 0.4."""
+    return _source_info.NameStack()
+
+
+def scope_names(stack: NameStack) -> list[str]:
+    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4."""
+    return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
+
+
+def with_scope(stack: NameStack, name: str) -> NameStack:
+    """A name stack with one scope more, inside the others. Since jax 0.4."""
+    return stack.extend(name)
+
+
+def transforms(stack: NameStack) -> frozenset[str]:
+    """Names of the transforms in a name stack: "jvp", "transpose", "vmap". Since jax 0.4."""
+    return frozenset(p.name for p in stack.stack if type(p).__name__ == "Transform")
+
+
+def in_backward(stack: NameStack) -> bool:
+    """True for the name stack of an equation that a transposition made. Since jax 0.4."""
+    return "transpose" in transforms(stack)
+
+
+class Frames(NamedTuple):
+    """The Python frames of a traceback, innermost first.
+
+    Attributes:
+        codes: the code object of each.
+        places: where in it the frame was: offsets of instructions.
+    """
+
+    codes: Sequence[CodeType]
+    places: Sequence[int]
+
+
+def frames(traceback: Any) -> Frames:
+    """The frames of an equation's traceback, cheaply. `raw_frames` since jaxlib 0.4."""
+    return Frames((), ()) if traceback is None else Frames(*traceback.raw_frames())
+
+
+def where_written(eqn: Equation) -> str:
+    """File, line and function of an equation, as its author would look for it. Since jax 0.3."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def traces() -> list[jax.core.Trace]:
+    """The traces that Python runs under, innermost first, without the last: that of no trace.
+
+    Empty in code that is not traced. Since jax 0.4.36.
+    """
+    found = []
+    trace = _core.trace_ctx.trace
+    while trace is not None and trace is not _core.eval_trace:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def tracers_of(trace: jax.core.Trace | None, among: Sequence[object]) -> "list[Tracer[Any]]":
+    """Those of some objects that are values of a trace. Since jax 0.4.36."""
+    return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
+
+
+def operands_of(tracer: "Tracer[Any]") -> object:
+    """The list of values that a value was computed from; None if there is none. Since jax 0.7."""
+    eqn = getattr(tracer, "parent", None)
+    return None if eqn is None else eqn.in_tracers
+
+
+def where_made(tracer: "Tracer[Any]") -> str:
+    """Type of a traced value, and where it was computed. Since jax 0.4.36."""
+    shown, info = tracer.aval.str_short(), tracer._line_info
+    place = _source_info.summarize(info) if info is not None else ""
+    return f"{shown} from {place}" if place else str(shown)
+
+
+# Programs as MLIR, while they are lowered.
+
+
+def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:
+    """The ops of an MLIR program that read some of its values. Since jax 0.5.
+
+    `jax.interpreters.mlir.ir` is public, what its classes can do is not documented.
+    """
+    return [use.owner.operation for value in values for use in value.uses]
+
+
+def merge_repeated(op: mlir.ir.Operation) -> None:
+    """Replace an op of an MLIR program by an earlier one that computes the same, if there is one.
+
+    So are the ops that read its result, as long as they have one operand and one result each. The
+    earlier ones are in the same block, which is where ops are put one after the other. Since 0.5.
+    """
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        if len(op.operands) != 1 or len(op.results) != 1:
+            continue
+        twins = (one for one in readers(op.operands) if one != op and _is_earlier_twin(one, op))
+        if (twin := next(twins, None)) is not None:
+            todo += readers(op.results)
+            op.results[0].replace_all_uses_with(twin.results[0])
+            op.erase()
+
+
+def _is_earlier_twin(one: mlir.ir.Operation, other: mlir.ir.Operation) -> bool:
+    def computed(op: mlir.ir.Operation) -> tuple[object, ...]:
+        types = [value.type for value in op.results]
+        return op.name, types, {name: op.attributes[name] for name in op.attributes}
+
+    if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
+        return False
+    return bool(computed(one) == computed(other))
+
+
+def lower_in_place(belongs: Callable[[core.ClosedJaxpr], bool]) -> None:
+    """Lower some jitted functions into the program that calls them, in place of a call.
+
+    On several devices alone, and none that asks for shardings or layouts of its own, or has
+    effects. All others are lowered by jax's own rule, `_pjit_lowering`. Since jax 0.4.
+    """
+
+    def rule(
+        ctx: mlir.LoweringRuleContext, *args: "mlir.ir.Value[Any]", **params: Any
+    ) -> "Sequence[mlir.ir.Value[Any]]":
+        jaxpr = params["jaxpr"]
+        asked = {x for key in _ASKED for x in params[key]} - {_named_sharding.UNSPECIFIED, None}
+        several = _devices(ctx.module_context.axis_context) > 1
+        if not several or asked or jaxpr.effects or not belongs(jaxpr):
+            own: Sequence[mlir.ir.Value[Any]] = _pjit._pjit_lowering(ctx, *args, **params)
+            return own
+        stack = ctx.name_stack.extend(f"jit({params['name']})")
+        lower = mlir.lower_fun(core.jaxpr_as_fun(jaxpr))
+        outs: Sequence[mlir.ir.Value[Any]] = lower(ctx.replace(name_stack=stack), *args)
+        return outs
+
+    mlir.register_lowering(_pjit.jit_p, rule, cacheable=False)
+
+
+_ASKED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+
+
+def _devices(context: object) -> int:
+    """How many devices a program is for, that is lowered in a context."""
+    if isinstance(context, _sharding.ShardingContext):
+        return context.num_devices
+    return context.mesh.size if isinstance(context, _sharding.SPMDAxisContext) else 1
+
+
+# `lax.dynamic_update_slice` of a low buffer by float32 values, in an autocast function's trace.
+#
+# An autocast function is traced in the dtypes as written. There, a cache that is stored in
+# bfloat16 meets keys that autocast makes bfloat16 only afterwards, and jax refuses to write them
+# into it. Here the values are cast to the buffer's dtype; where autocast makes them low, that
+# cast is nothing.
+#
+# The float dtypes of a buffer that values in float32 follow.
+_LOW = frozenset({"bfloat16", "float16"})
+
+
+def follow_buffers(inside: Callable[[], bool]) -> None:
+    """Let updates of low buffers by float32 values follow the buffer.
+
+    `jax.extend.core.primitives` is public; that `lax.dynamic_update_slice` calls `bind` as an
+    attribute of the primitive, which an object may have of its own, is not documented. Since 0.2.
+    """
+    primitive = primitives.dynamic_update_slice_p
+    if "bind" in vars(primitive):
+        return
+    own = primitive.bind
+
+    def bind(buffer: jax.Array, update: jax.Array, *start: jax.Array, **params: object) -> object:
+        name = getattr(getattr(buffer, "dtype", None), "name", "")
+        if name in _LOW and getattr(update, "dtype", None) == np.float32 and inside():
+            update = lax.convert_element_type(update, name)
+        return own(buffer, update, *start, **params)
+
+    primitive.bind = bind

@@ -6,25 +6,29 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
                 let `locate` look at it
 """
 
+import math
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from polymp import code_origin
+from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.diagnostics import locate as finder
-from polymp.backends.jax.diagnostics.finite_arguments import name_of, not_finite
-from polymp.backends.jax.diagnostics.loss_checks import LossChecks, Means
-from polymp.backends.jax.diagnostics.recorded_calls import Leaves, Made, RecordedCalls, donated
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
 
 P = ParamSpec("P")
+
+
 R = TypeVar("R")
 
 
@@ -94,6 +98,16 @@ def catch(
     if step is None:
         return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump)
     return Catch(step, every, on_bad == "raise", jump)
+
+
+# Calls of a training step, recorded so that they can be repeated.
+#
+# Of a call's arguments, those that an earlier call returned are the training's state, and are
+# made again when the calls are repeated; all others, such as the batch, are kept. A step may
+# also change its arguments in place, as flax nnx does: they count as returned, too.
+
+
+Leaves = list[Any]
 
 
 class Catch(CaughtStep, Generic[P, R]):
@@ -262,15 +276,22 @@ class Catch(CaughtStep, Generic[P, R]):
 
 
 _JITTED = type(jax.jit(lambda: None))
+
+
 _SOMETHING = "a value is not finite"
+
+
 _DONATED = (
     "The steps cannot be repeated: the step donates arguments that no call of it returned, such as "
     "the batch, or a state that other code changes between the calls. Donate what it returns alone."
 )
+
+
 _UNREPEATED = (
     "Repeating the steps did not give that value again: the step reads its batch itself, or other "
     "code changed an argument in place. Give the step all that it reads as arguments."
 )
+
 
 _CLOSURE = (
     "locate could not trace the step: it changes a flax nnx object, such as the random stream of "
@@ -289,3 +310,248 @@ def _located(
     except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
         line = str(error).strip().splitlines()[0]
         return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
+
+
+class Made(NamedTuple):
+    """Stands for an argument that the call before returned.
+
+    Attributes:
+        at: its place in the results of that call.
+    """
+
+    at: int
+
+
+class Call(NamedTuple):
+    """A call of the step.
+
+    Attributes:
+        tree: of its arguments, `(args, kwargs)`.
+        leaves: of these; what the call before returned is a `Made`.
+    """
+
+    tree: jax.tree_util.PyTreeDef
+    leaves: Leaves
+
+    @property
+    def fed(self) -> dict[int, int]:
+        """For each place in the results before that came back, its place in the arguments."""
+        return {leaf.at: i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Made)}
+
+
+class Run(NamedTuple):
+    """A repeated call.
+
+    Attributes:
+        at: its number; 0 is the first that was recorded.
+        before: leaves of its arguments, in memory of their own.
+        result: what it returned.
+        state: of the next call's arguments, by place, those that this call returned.
+    """
+
+    at: int
+    before: Leaves
+    result: object
+    state: dict[int, Any]
+
+
+class RecordedCalls:
+    """The calls of a step since a copy of its arguments.
+
+    Attributes:
+        calls: likewise.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._start: Leaves = []
+        self._results: dict[int, tuple[Made, weakref.ref[Any]]] = {}
+        self._places: list[Made] = []
+
+    def restart(self, leaves: Leaves) -> None:
+        """Forget the calls, and copy the arguments of the next one."""
+        self.calls = []
+        self._start = copied(leaves)
+
+    def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
+        """Record a call that is about to be made, with its arguments as `linked` returns them."""
+        self.calls.append(Call(tree, linked))
+
+    def linked(self, leaves: Leaves) -> Leaves:
+        """Return the arguments, with a `Made` for each that the last call returned."""
+        found = [self._results.get(id(leaf)) for leaf in leaves]
+        pairs = zip(leaves, found, strict=True)
+        return [leaf if it is None or it[1]() is not leaf else it[0] for leaf, it in pairs]
+
+    def returned(self, leaves: Leaves) -> None:
+        """Note the leaves that the call returned, and those that it may have changed in place."""
+        self._places += map(Made, range(len(self._places), len(leaves)))
+        arrays = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
+        self._results = {
+            id(leaf): (place, weakref.ref(leaf))
+            for place, leaf in zip(self._places, leaves, strict=False)
+            if type(leaf) in arrays
+        }
+
+    def alive(self) -> dict[int, jax.Array]:
+        """Return the results of the last call that somebody still has, by place."""
+        found = {made.at: reference() for made, reference in self._results.values()}
+        return {at: x for at, x in found.items() if x is not None and not x.is_deleted()}
+
+    def repeated(self, step: Callable[..., object], last: Leaves | None = None) -> Iterator[Run]:
+        """Repeat the calls, one at a time."""
+        leaves = copied(self._start)
+        following = [*(call.leaves for call in self.calls[1:]), last]
+        for at, (call, after) in enumerate(zip(self.calls, following, strict=True)):
+            before = copied(leaves)
+            given, named = jax.tree.unflatten(call.tree, leaves)
+            try:
+                result = step(*given, **named)
+            except StopIteration:  # the iterator that the step reads has ended
+                return
+            made = jax.tree.leaves((result, (given, named)))
+            state = {i: made[x.at] for i, x in enumerate(after or ()) if isinstance(x, Made)}
+            leaves = [state.get(i, x) for i, x in enumerate(after or ())]
+            yield Run(at, before, result, state)
+
+
+def copied(leaves: Sequence[Any]) -> Leaves:
+    """Return leaves with the arrays among them copied, since a step may donate or change them."""
+    return [x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves]
+
+
+def donated(leaves: Sequence[Any]) -> bool:
+    """Return whether one of some leaves is gone, because a call has taken its memory."""
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+
+# Whether the losses of a training are finite, and have not jumped; found out on the device.
+#
+# Of the mean loss, the share that stays at each step; a loss is compared with it from this many on.
+_STAYS, _WARM_UP = 0.9, 10
+
+
+class _Mean(NamedTuple):
+    """The mean of the last values of a loss, in which older ones count less.
+
+    Attributes:
+        value: float32 []; NaN before the first.
+        seen: how many it is of.
+    """
+
+    value: Any = math.nan
+    seen: int = 0
+
+
+Means = Mapping[int, _Mean]
+
+
+class LossChecks:
+    """The findings on the losses since the last `now`; some are still on their way to the host.
+
+    Args:
+        jump: the factor by which a loss may be above the mean of its last values; None for any.
+        means: of the losses so far, by the place of the loss in the step's results.
+
+    Attributes:
+        means: likewise.
+    """
+
+    def __init__(self, jump: float | None, means: Means | None = None) -> None:
+        self.means: Means = means or {}
+        self._jump = math.inf if jump is None else jump
+        self._arriving: deque[jax.Array] = deque()
+
+    def add(self, losses: Mapping[int, Any]) -> bool:
+        """Check the losses of a call; return whether a loss of any call so far is known to be bad.
+
+        Several processes learn of it in `now` alone, so that all of them stop at the same step.
+        """
+        for at, loss in losses.items():
+            self._arriving.append(self._is_bad(at, loss))
+        return jax.process_count() == 1 and self._arrived(wait=False)
+
+    def now(self) -> bool:
+        """Wait for what is on its way, and return whether a loss was bad."""
+        return self._arrived(wait=True)
+
+    def described(self, losses: Mapping[int, Any]) -> str:
+        """Check the losses of a call, and say which is bad; "" if none. Waits for the device."""
+        for at, loss in losses.items():
+            mean = self.means.get(at, _Mean())
+            if bool(self._is_bad(at, loss)):
+                number = float(loss)
+                if math.isfinite(number):
+                    mean_now = float(mean.value)
+                    return f"the loss is {number:.4g}; the mean of the last ones is {mean_now:.4g}"
+                sign = "-" if number == -math.inf else ""
+                return f"the loss is {'NaN' if math.isnan(number) else f'{sign}Inf'}"
+        return ""
+
+    def _is_bad(self, at: int, loss: Any) -> jax.Array:
+        bad: jax.Array
+        if self._jump == math.inf:
+            bad = _not_finite(loss)
+            return bad
+        mean = self.means.get(at, _Mean())
+        jump = self._jump if mean.seen >= _WARM_UP else math.inf
+        bad, value = _checked(loss, mean.value, jump)
+        self.means = {**self.means, at: _Mean(value, mean.seen + 1)}
+        return bad
+
+    def _arrived(self, *, wait: bool) -> bool:
+        found = False
+        while self._arriving and (wait or compat.is_ready(self._arriving[0])):
+            found = bool(np.asarray(self._arriving.popleft())) or found  # faster than jax's bool
+        return found
+
+
+@jax.jit
+def _not_finite(loss: Any) -> jax.Array:
+    """Return whether a loss is Inf or NaN, bool []."""
+    return ~jnp.isfinite(loss).reshape(())
+
+
+@jax.jit
+def _checked(loss: Any, mean: Any, jump: Any) -> tuple[jax.Array, jax.Array]:
+    """Return whether a loss is bad, bool [], and the mean with it, float32 []."""
+    loss = jnp.asarray(loss).reshape(()).astype(jnp.float32)
+    is_first = jnp.isnan(mean)
+    bad = ~jnp.isfinite(loss) | (loss > mean + (jump - 1) * jnp.abs(mean))
+    return bad, jnp.where(is_first, loss, mean * _STAYS + loss * (1 - _STAYS))
+
+
+# Which arguments of a call are not finite, and their names as the caller would write them.
+
+
+@jax.jit
+def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether each array is finite: bool [2, n], whether it has no NaN, and no Inf."""
+    return jnp.stack([jnp.array([~jnp.isnan(x).any(), ~jnp.isinf(x).any()]) for x in arrays], 1)
+
+
+def not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
+    """Return the places of floats that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
+    by_devices: dict[frozenset[jax.Device], list[int]] = {}
+    for at, leaf in leaves.items():
+        if is_float(leaf) and np.size(leaf):
+            devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+            by_devices.setdefault(frozenset(devices), []).append(at)
+    found = {}
+    for places in by_devices.values():
+        no_nan, no_inf = np.asarray(_finite([leaves[at] for at in places]))
+        for at, numbers, bounded in zip(places, no_nan, no_inf, strict=True):
+            if not (numbers and bounded):
+                found[at] = "NaN" if not numbers else "Inf"
+    return dict(sorted(found.items()))
+
+
+def name_of(tree: jax.tree_util.PyTreeDef, at: int) -> str:
+    """Return the name of an argument, as the caller would write it."""
+    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+    (args, kwargs) = numbered
+    for kind in (args, kwargs):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(kind):
+            if leaf == at:
+                return f"argument {jax.tree_util.keystr(path)}"
+    return "an argument"

@@ -4,18 +4,32 @@ What is reported is what is in the program that runs, forward and backward, with
 decided it.
 """
 
+import itertools
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import jax
+import numpy as np
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_symbol
+from polymp.backends.jax.arrays import count_of, is_symbol
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
-from polymp.backends.jax.diagnostics.program_calls import with_sites
-from polymp.backends.jax.diagnostics.traced_call import parameters, traced
+from polymp.backends.jax.autocast.fp8_operands import IN_8_BITS, In8Bits
+from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
+from polymp.backends.jax.diagnostics.call_site import Scope, Scopes, Site, equations, source
+from polymp.backends.jax.diagnostics.traced_call import (
+    Followed,
+    Record,
+    op_named,
+    parameters,
+    traced,
+)
+from polymp.backends.jax.jaxprs import inside
 from polymp.backends.jax.modules import nnx
+from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.report import Report
+from polymp.dtypes import FORMATS, widest
 
 
 def explain(
@@ -73,3 +87,287 @@ def explain(
     low = next((f.low for f in record.calls.values() if f.low), "")
     rows = lambda: (call for call, _ in with_sites(closed, record))  # noqa: E731
     return Report(rows, title, low, record.policy)
+
+
+# The calls of a traced program: the equations that became of each, read as one row of a report.
+#
+# traced program and its record -> equations, each with the name of its call -> calls
+
+
+def with_sites(closed: ClosedProgram, record: Record) -> Iterator[tuple[Call, list[Site]]]:
+    """The calls of a program, in its order, each with its equations."""
+    groups: list[list[Site]] = []
+    known: dict[tuple[str, str], list[list[Site]]] = {}
+    for site in equations(closed):
+        if site.scope.call not in record.calls:
+            if _counts(site.eqn):
+                groups.append([site])
+            continue
+        alike = known.setdefault((site.scope.call, site.scope.direction), [])
+        group = next((sites for sites in alike if _together(sites[0].parent, site.parent)), None)
+        if group is None:
+            group = []
+            alike.append(group)
+            groups.append(group)
+        group.append(site)
+    kept = kept_bytes(closed), kept_bytes(closed, IN_8_BITS)
+    seen: set[str] = set()
+    for sites in groups:
+        name, direction = sites[0].scope.call, sites[0].scope.direction
+        followed = record.calls.get(name)
+        counts = any(_counts(site.eqn) for site in sites)
+        if followed is None or counts or followed.saved or followed.fallback:
+            saved = () if name in seen or followed is None else tuple(followed.saved.items())
+            seen.add(name)
+            yield _call(sites, followed, direction, saved, kept), sites
+
+
+def _together(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """True if one place is inside of the other, or the same: a function's casts are outside it."""
+    return all(a == b for a, b in zip(one, other, strict=False))
+
+
+def _call(
+    sites: Sequence[Site],
+    followed: Followed | None,
+    direction: str,
+    saved: tuple[tuple[str, int], ...],
+    kept: Sequence[dict[tuple[tuple[int, ...], Atom], int]],
+) -> Call:
+    first = sites[0]
+    made = {id(v) for site in sites for v in site.eqn.outvars}
+    outside = min((site.parent for site in sites), key=len)
+    given = [str(site.eqn.outvars[0].aval) for site in sites
+             if site.parent == outside and _is_cast(site.eqn)]  # fmt: skip
+    casts = cast_bytes = work = 0
+    hoisted = 0
+    inputs: dict[Atom, str] = {}
+    run: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    spelled = ""
+    for site in sites:
+        eqn = site.eqn
+        for v in _operands(eqn):
+            if not hasattr(v, "val") and id(v) not in made and (f := float_dtype(v)):
+                if v not in inputs and len(site.parent) > len(outside) and str(v.aval) in given:
+                    given.remove(str(v.aval))  # a cast's result, by its name in the function
+                    made.add(id(v))
+                else:
+                    inputs.setdefault(v, f)
+        if eqn.primitive.name == "polymp_fp8_quantise":
+            casts += site.times
+            cast_bytes += site.times * (bytes_of(eqn.invars[0]) + bytes_of(eqn.outvars[0]))
+            continue
+        outputs = _dtypes(eqn.outvars) or outputs
+        if _is_cast(eqn):
+            times = 1 if eqn.invars[0] in site.fixed else site.times
+            hoisted += site.times - times
+            casts += times
+            cast_bytes += times * (bytes_of(eqn.invars[0]) + bytes_of(eqn.outvars[0]))
+            continue
+        for v, dtype in _cast_inside(eqn):
+            times = 1 if v in site.fixed else site.times
+            hoisted += site.times - times
+            casts += times
+            size = np.dtype(dtype).itemsize
+            cast_bytes += times * (bytes_of(v) + count_of(v.aval.shape) * size)
+        own = flops(eqn)
+        if _counts(eqn) and (not run or (own and not work)):
+            run = _run(eqn)
+            spelled = spelling(eqn)
+        work += own * site.times
+    if hoisted:
+        saved = (*saved, ("hoisted", hoisted))
+    if not spelled:
+        spelled = spelling(first.eqn)
+    op = followed.op if followed else op_named(spelled)
+    entry = followed.entry if followed else None
+    kept_here, kept_fp8 = (
+        sum(one.get((site.parent, v), 0) for site in sites for v in site.eqn.outvars)
+        for one in kept
+    )
+    return Call(
+        "jax",
+        op,
+        followed.spelling if followed else f"jax:{spelled}",
+        _module(sites),
+        source(first.written),
+        direction,
+        followed.low if followed else "",
+        entry.row if entry else None,
+        tuple(inputs.values()),
+        widest(run) if run else "",
+        outputs,
+        casts,
+        cast_bytes,
+        saved,
+        work,
+        kept_here,
+        first.times,
+        followed.recipe if followed else "",
+        followed.fallback if followed else "",
+        kept_fp8,
+    )
+
+
+def _operands(eqn: Equation) -> Sequence[Atom]:
+    """The operands of an equation; of a product in 8 bits, the two that are multiplied."""
+    if eqn.primitive.name not in OURS or "how" not in eqn.params:
+        return eqn.invars
+    return eqn.invars[:2]
+
+
+def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
+    """The operands that a contraction casts, each with the dtype that it casts to."""
+    if eqn.primitive.name not in OURS:
+        return
+    for v, dtype, ready in zip(eqn.invars, *_taken(eqn), strict=False):
+        if not ready and float_dtype(v) != dtype:
+            yield v, dtype
+
+
+def _taken(eqn: Equation) -> tuple[Sequence[str], Sequence[bool]]:
+    """The dtypes in which a contraction takes its operands, and which come in them as well."""
+    how = _how(eqn)
+    if how is None:
+        return [eqn.params["run"]] * 2, [False] * 2
+    return [how.rules.format_of(part.role) for part in how.both], [part.shared for part in how.both]
+
+
+def _how(eqn: Equation) -> In8Bits | None:
+    """How a contraction runs in 8 bits; None if it does not."""
+    how: In8Bits | None = eqn.params.get("how")
+    return None if how is None or how.trial else how
+
+
+def _module(sites: Sequence[Site]) -> str:
+    """The innermost module that all of a call is in; casts for a function stand outside of it."""
+    named = [s.scope for s in sites if not _is_cast(s.eqn)] or [s.scope for s in sites]
+    levels = zip(*(scope.names for scope in named), strict=False)
+    same = itertools.takewhile(lambda names: len({*names}) == 1, levels)
+    return Scope(tuple(names[0] for names in same)).module
+
+
+def _dtypes(variables: Sequence[Atom]) -> tuple[str, ...]:
+    return tuple(filter(None, map(float_dtype, variables)))
+
+
+def _run(eqn: Equation) -> tuple[str, ...]:
+    if eqn.primitive.name in OURS:
+        how = _how(eqn)
+        return (eqn.params["run"] if how is None else how.format,)
+    return _dtypes([v for v in eqn.invars if not hasattr(v, "val")]) or _dtypes(eqn.outvars)
+
+
+def _is_cast(eqn: Equation) -> bool:
+    """True for a cast from one float dtype to another."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = float_dtype(eqn.invars[0]), float_dtype(eqn.outvars[0])
+    return bool(old and new and old != new) and not hasattr(eqn.invars[0], "val")
+
+
+# What only arranges numbers, or says something of a value, is no call of its own.
+_SILENT = LAYOUT | {"name", "stop_gradient", "pvary", "optimization_barrier", "iota", "copy"}
+
+
+def _counts(eqn: Equation) -> bool:
+    """True for an equation that computes with floats, or casts them."""
+    if _is_cast(eqn):
+        return True
+    name = eqn.primitive.name
+    if name in _SILENT or name in ("convert_element_type", "polymp_fp8_quantise"):
+        return False
+    return any(float_dtype(v) for v in eqn.invars if not hasattr(v, "val"))
+
+
+# How many bytes of float32, or 8-bit, values a program keeps for its backward equations.
+
+
+def float_dtype(v: Atom) -> str:
+    """The dtype of a variable; "" if it holds no floats."""
+    name = getattr(getattr(v.aval, "dtype", None), "name", "")
+    return name if name in FORMATS else ""
+
+
+def bytes_of(v: Atom) -> int:
+    """The bytes of a variable's values."""
+    return count_of(v.aval.shape) * int(v.aval.dtype.itemsize)
+
+
+def kept_bytes(
+    closed: ClosedProgram, dtypes: Container[str] = frozenset({"float32"})
+) -> dict[tuple[tuple[int, ...], Atom], int]:
+    """Bytes of values of some dtypes that forward equations make and others read.
+
+    By place and name.
+
+    A place is that of the program that a variable is in, as `Site.parent`. A value that a call
+    or a loop returns counts for the equation in it that makes it.
+    """
+    kept: dict[tuple[tuple[int, ...], Atom], int] = {}
+    scopes = Scopes()
+
+    def put_down(program: OpenProgram, variable: Atom, size: int, place: tuple[int, ...]) -> None:
+        for at, eqn in enumerate(program.eqns):
+            if variable not in eqn.outvars:
+                continue
+            which = eqn.outvars.index(variable)
+            for branch, part in enumerate(inside(eqn)):
+                inner, given = compat.opened(part.closed)[0], [*compat.binders(part.closed)[1]]
+                carries = part.carries if eqn.primitive.name == "scan" else 0
+                if which >= len(inner.outvars) or hasattr(inner.outvars[which], "val"):
+                    continue
+                if (same := inner.outvars[which]) not in given:
+                    put_down(inner, same, size, (*place, at, branch))
+                elif 0 <= (turn := given.index(same) - part.fixed) < carries:
+                    put_down(inner, inner.outvars[turn], size, (*place, at, branch))
+                elif not hasattr(outer := eqn.invars[part.takes[given.index(same)]], "val"):
+                    put_down(program, outer, size, place)
+                return
+            kept[place, variable] = size
+            return
+
+    def look(program: OpenProgram, outer: Scope, place: tuple[int, ...]) -> None:
+        made: set[Atom] = set()
+        read: dict[Atom, None] = {}
+        for at, eqn in enumerate(program.eqns):
+            scope = scopes.inside(outer, eqn.source_info.name_stack)
+            if scope.direction == FORWARD:
+                made.update(v for v in eqn.outvars if float_dtype(v) in dtypes)
+            else:
+                found = (v for v in eqn.invars if not hasattr(v, "val") and v in made)
+                read.update(dict.fromkeys(found))
+            for branch, part in enumerate(inside(eqn)):
+                look(compat.opened(part.closed)[0], scope, (*place, at, branch))
+        for variable in read:
+            put_down(program, variable, bytes_of(variable), place)
+
+    look(compat.opened(closed)[0], Scope(), ())
+    return kept
+
+
+# FLOPs of products and convolutions, from their shapes; a multiply-add is two.
+
+
+def flops(eqn: Equation) -> int:
+    """FLOPs of an equation; 0 of any but a product or a convolution."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in OURS:
+        name, params = params["of"].name, dict(params["params"])
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = eqn.invars[0].aval.shape
+        return 2 * count_of(eqn.outvars[0].aval.shape) * count_of([shape[d] for d in contracted])
+    if name == "conv_general_dilated":
+        numbers, kernel = params["dimension_numbers"], eqn.invars[1].aval.shape
+        window = count_of(kernel) // kernel[numbers.rhs_spec[0]]
+        if any(d != 1 for d in params["lhs_dilation"]):
+            # A transposed one, as for the gradient of the input: each number of the input meets
+            # one weight for each channel it goes to and place of the window.
+            places = count_of(kernel) // count_of([kernel[d] for d in numbers.rhs_spec[:2]])
+            channels = kernel[numbers.rhs_spec[0]] // params["feature_group_count"]
+            return int(2 * count_of(eqn.invars[0].aval.shape) * places * channels)
+        # Each result is made of one weight for each input channel and place of the window.
+        return int(2 * count_of(eqn.outvars[0].aval.shape) * window)
+    return 0

@@ -10,10 +10,12 @@ What other equations read and make is followed, for the events around them. Loop
 out what was measured inside.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,34 +24,71 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.op_facts import CONTRACTIONS, LAYOUT, OURS
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.diagnostics import fp8_losses, measures
-from polymp.backends.jax.diagnostics.call_site import Scope, Scopes
-from polymp.backends.jax.diagnostics.events import (
-    NOWHERE,
-    Event,
-    Origin,
-    Tracked,
-    of_number,
-    origins_of,
-    tracked,
-    values_of,
+from polymp.backends.jax.autocast.fp8_operands import VERBS, In8Bits, product_of
+from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OURS
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.diagnostics import measures
+from polymp.backends.jax.diagnostics.call_site import (
+    Scope,
+    Scopes,
+    Site,
+    equations,
+    is_update,
+    source,
 )
-from polymp.backends.jax.diagnostics.measures import Facts, is_measured
-from polymp.backends.jax.diagnostics.sites import Site
+from polymp.backends.jax.diagnostics.explain import with_sites
+from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
+from polymp.backends.jax.diagnostics.traced_call import Traced, traced
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
+from polymp.diagnostics.fp8_loss import Measurement
+from polymp.fp8 import loss
+from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
+
+
+class Origin(NamedTuple):
+    """Where a value of the program comes from: events, inputs, and what loops carry around."""
+
+    events: frozenset[int] = frozenset()
+    outside: frozenset[int] = frozenset()
+    given: bool = False
+    carried: frozenset[tuple[tuple[int, ...], int]] = frozenset()
+
+    @classmethod
+    def of_all(cls, many: "Iterable[Origin]") -> "Origin":
+        """Where what is made of several values comes from."""
+        events, outside, given, carried = zip(*many, strict=True)
+        return cls(
+            frozenset().union(*events),
+            frozenset().union(*outside),
+            any(given),
+            frozenset().union(*carried),
+        )
+
+
+class Tracked(NamedTuple):
+    """A value of the twin, and where it comes from."""
+
+    value: jax.Array
+    origin: Origin
+
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
 _Made = tuple[Sequence[Tracked], list[Facts]]
+
+
 # What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
 _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 
+
 # What was not measured.
 _NOTHING: Any = np.empty(0, np.float32)
+
+
 _NO_BINS: Any = np.empty(0, np.int32)
+
+
 _NO_OPERANDS: Any = np.empty((0, 6), np.float32)
 
 
@@ -179,7 +218,7 @@ class Twin:
             back = (n for n in through.events if events[n].site.scope.direction == BACKWARD)
             self.handed.update(back)
         some = any(is_measured(x) for x in args)
-        tried = fp8_losses.is_tried(eqn)
+        tried = is_tried(eqn)
         tells = some and not made and not _is_layout(eqn)
         if site is None or not some or not (group is not None or alone or tells or apart or tried):
             return [Tracked(x, through) for x in outs], []
@@ -203,7 +242,7 @@ class Twin:
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
             measures.operands(values_of(given)) if number == self.ask and given else _NO_OPERANDS,
             _NO_BINS,
-            fp8_losses.loss_of(eqn, args) if tried and not self.wide else _NOTHING,
+            loss_of(eqn, args) if tried and not self.wide else _NOTHING,
             measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
             measures.values(made[0]) if ends and (self.rounding or self.wide) else _NOTHING,
         )  # fmt: skip
@@ -357,9 +396,293 @@ def _carrying(body: Inner, read: Sequence[Tracked], place: tuple[int, ...]) -> l
 # Equations that are events wherever they make float16, though a call may go on after them.
 _ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
 
+
 # Equations with a program in them that are run as one.
 _WHOLE = OURS | {"shard_map"}
 
 
 def _is_layout(eqn: Equation) -> bool:
     return eqn.primitive.name in LAYOUT
+
+
+# `Packed`: a compiled function whose results leave the device as one array for each dtype.
+#
+# A program that measures has hundreds of results of a few numbers each. To make an array of its
+# own of each takes the host longer than the device needs to compute it.
+
+
+class Packed:
+    """A function of arrays, compiled; `run` returns its results packed, `read` takes them apart.
+
+    Args:
+        fn: the function; it is traced once.
+        options: of XLA's compiler.
+    """
+
+    def __init__(
+        self, fn: Callable[..., object], options: Mapping[str, bool | int] | None = None
+    ) -> None:
+        self._fn = fn
+        self._kinds: list[tuple[str, tuple[int, ...]]] = []  # dtype and shape of each result
+        self.run: Callable[..., dict[str, jax.Array]] = jax.jit(
+            self._packed, compiler_options=None if options is None else dict(options)
+        )
+
+    def _packed(self, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        leaves, self._structure = jax.tree.flatten(self._fn(arrays))
+        self._kinds = [(x.dtype.name, tuple(x.shape)) for x in leaves]
+        rows: dict[str, list[jax.Array]] = {}
+        for x in leaves:
+            if x.size:
+                rows.setdefault(x.dtype.name, []).append(lax.reshape(x, (x.size,)))
+        return {dtype: lax.concatenate(many, 0) for dtype, many in rows.items()}
+
+    def read(self, packed: Mapping[str, jax.Array]) -> Any:
+        """Return the results of a call of `run` as numpy arrays. Waits for the device."""
+        rows: dict[str, np.ndarray[Any, Any]] = jax.device_get(dict(packed))
+        done: dict[str, int] = {}
+        leaves = []
+        for dtype, shape in self._kinds:
+            start = done.setdefault(dtype, 0)
+            done[dtype] += math.prod(shape)
+            row = rows.get(dtype, np.empty(0, dtype))  # none if there are no values of it
+            leaves.append(row[start : done[dtype]].reshape(shape))
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+# A call with a twin that measures it: the traced program, its calls, and what is compiled.
+
+
+class MeasuredCall(NamedTuple):
+    """A call as it was traced, with its twin.
+
+    Attributes:
+        traced: the program.
+        calls: its calls; by their numbers.
+        of_event: the number of the call that an equation is part of, by (parent, id).
+        twin: what is run, once it was traced.
+        packed: the twin, compiled; its results are those of `Twin.run`.
+    """
+
+    traced: Traced
+    calls: list[Call]
+    of_event: dict[tuple[tuple[int, ...], int], int]
+    twin: Twin
+    packed: Packed
+
+
+def inputs(program: MeasuredCall) -> Sequence[Atom]:
+    """The variables of a program's inputs, and after them those of its constants."""
+    constvars, invars = compat.binders(program.traced.closed)
+    return *invars, *constvars
+
+
+# Measured equations, and where the values that they read come from.
+
+
+class Event(NamedTuple):
+    """Facts about a measured equation before it runs.
+
+    Attributes:
+        site: the equation, where it stands.
+        inputs: events whose results it reads.
+        outside: inputs of the program that it reads, by their places.
+        later: events of the same loop whose results it reads one round later.
+        loops: around it, the outermost first: where each stands, and whether it is a `while`.
+        dtype: of its results; "" if they are no floats.
+        given: True if it reads an infinite number of the program.
+        group: of the call that it ends; None of any other.
+    """
+
+    site: Site
+    inputs: tuple[int, ...]
+    outside: tuple[int, ...]
+    later: tuple[int, ...]
+    loops: tuple[tuple[tuple[int, ...], bool], ...]
+    dtype: str
+    given: bool
+    group: int | None
+
+
+NOWHERE = Origin()
+
+
+def tracked(values: Iterable[jax.Array], origins: Iterable[Origin]) -> list[Tracked]:
+    """Values with where they come from."""
+    return list(map(Tracked, values, origins))
+
+
+def values_of(many: Iterable[Tracked]) -> list[jax.Array]:
+    """The values alone."""
+    return [x.value for x in many]
+
+
+def origins_of(many: Iterable[Tracked]) -> list[Origin]:
+    """Where they come from alone."""
+    return [x.origin for x in many]
+
+
+def of_number(x: jax.Array) -> Tracked:
+    """A number of the program."""
+    number = np.asarray(x)
+    infinite = number.dtype.kind == "f" and not np.isfinite(number).all()
+    return Tracked(x, Origin(given=infinite))
+
+
+# The losses of products, were they in 8 bits, measured in the twin of a program in bfloat16.
+#
+# A policy that is tried leaves on each product what its operands would be in 8 bits: their
+# roles, and the axes of their scales. The products of the backward pass have them by the
+# derivative rules of the contraction in 8 bits.
+
+
+def is_tried(eqn: Equation) -> bool:
+    """True for a product that runs low, and that a policy which is tried would run in 8 bits."""
+    how: In8Bits | None = eqn.params.get("how")
+    return eqn.primitive.name == "polymp_fp8_contraction" and how is not None and how.trial
+
+
+def loss_of(eqn: Equation, args: Sequence[jax.Array]) -> jax.Array:
+    """Measure what a product would lose in 8 bits."""
+    how, params = eqn.params["how"], dict(eqn.params["params"])
+    summed = params["dimension_numbers"][0]
+    operands = [
+        loss.Operand(x, part.role, how.axes(at, x.ndim, summed[at]), tuple(summed[at]))
+        for at, (x, part) in enumerate(zip(args, how.both, strict=True))
+    ]
+    product = partial(
+        lax.dot_general,
+        dimension_numbers=params["dimension_numbers"],
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=np.dtype("float32"),
+        out_sharding=params["out_sharding"],
+    )
+    return jnp.stack(loss.product_loss(VERBS, how.rules, operands, product))
+
+
+def measurements(
+    events: Sequence[Event], facts: Sequence[Facts], call_of: Callable[[Site], Call | None]
+) -> Iterator[Measurement]:
+    """Read what the products of a program would lose."""
+    for event, fact in zip(events, facts, strict=True):
+        call = call_of(event.site) if is_tried(event.site.eqn) else None
+        if call is None or not np.any((fact.peak >= 0) | np.isnan(fact.peak)):  # not taken
+            continue
+        how: In8Bits = event.site.eqn.params["how"]
+        roles = how.lhs.role, how.rhs.role
+        for numbers in fact.fp8.reshape(-1, 5).tolist():
+            site = call.op, call.module, call.source
+            yield Measurement(site, product_of(roles), roles, numbers)
+
+
+def measured(
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    once: bool = False,
+    tried: Policy | None = None,
+    rounding: bool = False,
+) -> MeasuredCall:
+    """A call, traced, with a twin that is not run yet."""
+    found = traced(fn, args, kwargs, tried)
+    calls: list[Call] = []
+    of_event: dict[tuple[tuple[int, ...], int], int] = {}
+    ends: dict[tuple[tuple[int, ...], int], int] = {}
+    readers = _readers(found.closed, {})
+    for call, sites in with_sites(found.closed, found.record):
+        of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
+        floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
+        if floats and not _updates(floats[-1]):
+            last = _leaving(floats, sites, readers)
+            ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
+        calls.append(call)
+    places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
+    twin = Twin(found.closed, ends, places, samples=not once, rounding=rounding)
+    wide = Twin(found.closed, ends, places, wide=True)
+
+    def compared(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
+        facts, peaks = twin.run(arrays)
+        pairs = zip(facts, wide.run(arrays)[0], strict=True)
+        return [
+            one._replace(drift=difference(one.drift, other.drift)) if one.drift.size else one
+            for one, other in pairs
+        ], peaks
+
+    options = quick_options(found.arrays) if once else None
+    if rounding:  # else XLA leaves out roundings that the program has
+        options = {"xla_allow_excess_precision": False}
+    packed = Packed(compared if rounding else twin.run, options)
+    return MeasuredCall(found, calls, of_event, twin, packed)
+
+
+def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
+    """Options of XLA with which a twin that runs once takes less time in all, on CPUs.
+
+    A twin has several times the ops of its program, and nearly all of the first call is compiling.
+    With these its loops over elements are not optimised, and take two to three times as long.
+    Products are calls of kernels that are compiled already. The options are of XLA on CPUs alone.
+    """
+    devices = (device for x in arrays if isinstance(x, jax.Array) for device in x.devices())
+    platforms = {device.platform for device in devices} or {jax.default_backend()}
+    if platforms != {"cpu"}:
+        return None
+    options: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
+    if jax.__version_info__ < (0, 11):  # a newer XLA has no such option
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
+
+
+def _updates(site: Site) -> bool:
+    """True for what an optimizer or a loss scaler does, also in a branch of theirs."""
+    return is_update(site.written) or is_update(site.eqn.source_info.traceback)
+
+
+def _leaving(
+    floats: Sequence[Site], sites: Sequence[Site], readers: Mapping[Atom, set[int]]
+) -> list[Site]:
+    """The equations of a call whose results are read outside of it, or by nothing.
+
+    Its result, what the backward pass reads beside that, or one for each gradient; a cast that the
+    call reads itself is of its input.
+    """
+    own = {id(s.eqn) for s in sites}
+    left = []
+    for s in floats:
+        by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
+        taken = s.eqn.primitive.name == "convert_element_type" and by & own
+        if not by or (by - own and not taken):
+            left.append(s)
+    return left
+
+
+def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, set[int]]:
+    """By variable, the equations that read it in a program and those inside; 0 for its results."""
+    jaxpr, _ = compat.opened(closed)
+    reads = [(0, jaxpr.outvars), *((id(eqn), eqn.invars) for eqn in jaxpr.eqns)]
+    for by, atoms in reads:
+        for v in atoms:
+            if not hasattr(v, "val"):
+                found.setdefault(v, set()).add(by)
+    for program in (program for eqn in jaxpr.eqns for program in inside(eqn)):
+        _readers(program.closed, found)
+    return found
+
+
+def call_of(program: MeasuredCall, site: Site) -> Call | None:
+    """The call that an equation is part of."""
+    number = program.of_event.get((site.parent, id(site.eqn)))
+    if number is not None:
+        return program.calls[number]
+    if site.eqn.primitive.name != "shard_map":
+        return None
+    direction, at = site.scope.direction, source(site.written)
+    return Call(
+        "jax", "shard_map", "jax:shard_map", site.scope.module, at, direction, "", None, (), "", ()
+    )
+
+
+def names(program: MeasuredCall) -> list[str]:
+    """Names of the inputs, as the caller would write them, and words for the constants."""
+    constvars, _ = compat.binders(program.traced.closed)
+    captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
+    return [*program.traced.names, *captured]

@@ -14,10 +14,10 @@ import numpy as np
 
 from polymp import progress
 from polymp.backends.jax.diagnostics.call_site import function_of
-from polymp.backends.jax.diagnostics.events import Event
-from polymp.backends.jax.diagnostics.instrument import Twin
-from polymp.backends.jax.diagnostics.measured_call import (
+from polymp.backends.jax.diagnostics.instrument import (
+    Event,
     MeasuredCall,
+    Twin,
     call_of,
     inputs,
     measured,

@@ -17,7 +17,7 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import largest_magnitude
 from polymp.backends.jax.autocast.evaluate import update_in
-from polymp.backends.jax.autocast.op_facts import FREE
+from polymp.backends.jax.autocast.known_functions import FREE
 from polymp.backends.jax.compat.programs import Equation
 from polymp.diagnostics.magnitudes import BINS, SHIFT
 from polymp.dtypes import FORMATS

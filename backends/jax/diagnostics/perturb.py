@@ -18,15 +18,13 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
-from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.autocast.op_facts import INDEPENDENT, LAYOUT, OURS
+from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.diagnostics.flops import flops
-from polymp.backends.jax.diagnostics.program_calls import with_sites
-from polymp.backends.jax.diagnostics.sites import Site
+from polymp.backends.jax.diagnostics.call_site import Site
+from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.traced_call import Record, traced
 from polymp.backends.jax.jaxprs import inside, interpreted, scanned
-from polymp.diagnostics import trees
+from polymp.diagnostics import rounding
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.rounding import EXACT, Run, Step, movement
 from polymp.dtypes import FORMATS
@@ -83,7 +81,7 @@ class Program:
         cotangent: Callable[[str, tuple[int, ...]], jax.typing.ArrayLike] | None,
     ) -> None:
         tree = tuple(args), dict(kwargs)
-        self._given = {path: jnp.asarray(x) for path, x in trees.arrays(tree).items()}
+        self._given = {path: jnp.asarray(x) for path, x in rounding.arrays(tree).items()}
         floats = [p for p, x in self._given.items() if is_float(x)]
         self._graded = floats if cotangent is not None else []
         if dtype is None:  # regions inside need a function around them that is autocast
@@ -95,8 +93,8 @@ class Program:
         def program(arrays: _Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
             def called(own: _Arrays) -> tuple[_Arrays, _Arrays]:
                 whole = {path: own.get(path, x) for path, x in arrays.items()}
-                args, kwargs = trees.rebuilt(tree, iter(whole.values()))
-                results = trees.results(transformed(*args, **kwargs), "jax")
+                args, kwargs = rounding.rebuilt(tree, iter(whole.values()))
+                results = rounding.results(transformed(*args, **kwargs), "jax")
                 low = {path: x for path, x in results.items() if is_float(x)}
                 return low, {path: x for path, x in results.items() if path not in low}
 

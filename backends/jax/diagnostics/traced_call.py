@@ -16,9 +16,9 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.frame import Step
 from polymp.backends.jax.autocast.function_calls import Section
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.autocast.plan import Step
 from polymp.backends.jax.compat.programs import ClosedProgram
 from polymp.backends.jax.modules import nnx
 from polymp.rules import decision_log

@@ -19,7 +19,7 @@ from jax import lax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
-from polymp.backends.jax.autocast.values import LOW
+from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.measures import few
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.low_weights import LowWeightsState
@@ -108,7 +108,7 @@ class UpdateWatch:
                 "watch runs on the host: call it after the jitted step, with the parameters that "
                 "the step returned. Traced code has no values to look at."
             )
-        at = [i for i, (_, x) in enumerate(paths) if is_float(x) and x.dtype.name in LOW]
+        at = [i for i, (_, x) in enumerate(paths) if is_float(x) and x.dtype.name in LOW_DTYPES]
         low = [paths[i][1] for i in at]
         if since == 0 and self._before is not None and low:
             names = tuple((leaf_path(paths[i][0]), paths[i][1].dtype.name) for i in at)

@@ -5,27 +5,29 @@ in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_r
 `jax.numpy.where`; the dictionaries are torch.amp's.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from polymp.backends.jax.arrays import float_dtype
-from polymp.backends.jax.scaler import (
-    flax_checkpoints,
-    gradient_stats,
-    no_effect,
-    optimizer_step,
-    scale_update,
-    tree_math,
-)
-from polymp.backends.jax.scaler import value_and_grad as differentiating
+from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.scaler import gradient_stats, optimizer_step, tree_math
+from polymp.backends.jax.scaler.optimizer_step import Axes, factor, look, update
+from polymp.backends.jax.scaler.tree_math import shown_dtype
+from polymp.code_origin import outside
+from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import GradientReport
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
-from polymp.scaling.state_dict import from_state_dict, to_state_dict
+from polymp.scaling.gradient_report import NO_EFFECT, GradientReport
+from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict, to_state_dict
 
 T = TypeVar("T")
 
@@ -108,8 +110,8 @@ class GradScaler:
             init_scale = scale_rule.checked_first_scale("init_scale", init_scale, rule)
         else:
             rule, init_scale = ScaleRule(), 1.0
-        _set(self, scale_update.on_device(ScaleState(init_scale)), rule, bool(enabled))
-        flax_checkpoints.register(GradScaler, GradScaler._with)
+        _set(self, optimizer_step.on_device(ScaleState(init_scale)), rule, bool(enabled))
+        register(GradScaler, GradScaler._with)
 
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every float of a pytree, by the scale.
@@ -139,8 +141,8 @@ class GradScaler:
             )
         if not self.enabled:
             return tree
-        no_effect.warn_in_bfloat16(self.rule)
-        return tree_math.multiplied(tree, scale_update.factor(self.state))
+        warn_in_bfloat16(self.rule)
+        return tree_math.multiplied(tree, optimizer_step.factor(self.state))
 
     def unscale(
         self, grads: T, *, axis_names: str | Sequence[str] | None = None
@@ -158,12 +160,12 @@ class GradScaler:
         """
         if not self.enabled:
             return grads, jnp.asarray(True)
-        scale, grads = scale_update.factor(self.state), tree_math.settled(grads)
+        scale, grads = optimizer_step.factor(self.state), tree_math.settled(grads)
         return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
 
     def update(
         self, finite: jax.typing.ArrayLike, *, loss_finite: jax.typing.ArrayLike = True
-    ) -> "GradScaler":
+    ) -> GradScaler:
         """Return the next scaler: grown after a good streak, lowered after an overflow.
 
         Args:
@@ -178,7 +180,7 @@ class GradScaler:
         """
         if not self.enabled:
             return self
-        return self._with(scale_update.update(self.rule, self.state, finite, loss_finite))
+        return self._with(optimizer_step.update(self.rule, self.state, finite, loss_finite))
 
     def loss_finite(
         self, loss: object, *, axis_names: str | Sequence[str] | None = None
@@ -201,7 +203,7 @@ class GradScaler:
         *state: object,
         loss: object = None,
         axis_names: str | Sequence[str] | None = None,
-    ) -> tuple[Any, "GradScaler", jax.Array]:
+    ) -> tuple[Any, GradScaler, jax.Array]:
         """Unscale and check gradients, update or skip, and return the scaler for the next step.
 
         A skipped step leaves every bit of the state as it was.
@@ -241,7 +243,7 @@ class GradScaler:
         *,
         axis_names: str | Sequence[str] | None = None,
         allow_int: bool = False,
-    ) -> Callable[..., tuple[tuple[Any, Any], "GradScaler", jax.Array]]:
+    ) -> Callable[..., tuple[tuple[Any, Any], GradScaler, jax.Array]]:
         """`jax.value_and_grad` with the loss scaled on the way, and checked.
 
             (loss, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, batch)
@@ -266,7 +268,7 @@ class GradScaler:
         Raises:
             TypeError: `fun` is no function; when called, it returned something else.
         """
-        return differentiating.value_and_grad(
+        return value_and_grad(
             self.rule if self.enabled else None,
             self.state,
             self.scale,
@@ -313,14 +315,14 @@ class GradScaler:
         """
         if not self.enabled:
             return {}
-        if isinstance(scale_update.factor(self.state), jax.core.Tracer):
+        if isinstance(optimizer_step.factor(self.state), jax.core.Tracer):
             raise TypeError(
                 "state_dict() gives Python numbers, which traced code does not have: return the "
                 "scaler from the function, and call state_dict() outside."
             )
         return to_state_dict(self.rule, self.state)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> "GradScaler":
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> GradScaler:
         """Return the scaler that goes on from a saved state.
 
         Args:
@@ -343,7 +345,7 @@ class GradScaler:
                 "from a disabled instance of GradScaler."
             )
         rule, state = from_state_dict(state_dict, self.rule)
-        return _make(scale_update.on_device(state), rule, self.enabled)
+        return _make(optimizer_step.on_device(state), rule, self.enabled)
 
     def __repr__(self) -> str:
         # The state is something else in trees of shardings, of markers and the like.
@@ -352,7 +354,7 @@ class GradScaler:
         shown |= self.rule._asdict() | {"enabled": self.enabled}
         return f"GradScaler({', '.join(f'{k}={tree_math.shown(v)}' for k, v in shown.items())})"
 
-    def _with(self, state: ScaleState) -> "GradScaler":
+    def _with(self, state: ScaleState) -> GradScaler:
         return self if state is self.state else _make(state, self.rule, self.enabled)
 
 
@@ -386,3 +388,133 @@ def _flatten_with_keys(
 jax.tree_util.register_pytree_with_keys(
     GradScaler, _flatten_with_keys, lambda rest, first: _make(*first, *rest), _flatten
 )
+
+
+# Gradients of a scaled loss: the function that scales it, and `value_and_grad` of that.
+#
+# A function of parameters in, one that also scales and checks out. The loss itself comes back
+# beside the scaled one, in its own dtype: the scaled loss divided by the scale may differ in its
+# last bits.
+
+
+S = TypeVar("S")
+
+
+def _with_scale(
+    scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
+    """Wrap a loss function so that it returns the scaled loss to differentiate."""
+    if not callable(fun):
+        raise TypeError(f"value_and_grad needs the function that computes the loss, got {fun!r}.")
+
+    def scaled_fun(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[jax.Array, object]]:
+        out: Any
+        aux: object
+        out, aux = fun(*args, **kwargs), None
+        if has_aux:
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise TypeError(
+                    "with has_aux=True, the function given to value_and_grad must return (loss, "
+                    f"aux), got {_shown(out)}."
+                )
+            out, aux = out
+        if _shown(out) not in _LOSSES:
+            hint = " Or pass has_aux=True, if it returns (loss, aux)." if not has_aux else ""
+            raise TypeError(
+                f"the function given to value_and_grad must return a loss that is one float, got "
+                f"{_shown(out)}. Reduce it to one, by .mean() for instance.{hint}"
+            )
+        loss = jnp.asarray(out)
+        return scale(loss), (loss, aux)
+
+    return scaled_fun
+
+
+_LOSSES = ("float16[]", "bfloat16[]", "float32[]", "float64[]")
+
+
+def _shown(x: object) -> str:
+    return shown_dtype(x) if tree_math.is_carried(x) else f"{type(x)}"
+
+
+def value_and_grad(
+    rule: ScaleRule | None,
+    state: ScaleState,
+    scale: Callable[[jax.Array], jax.Array],
+    fun: Callable[..., object],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    after: Callable[[ScaleState], S],
+    *,
+    axis_names: Axes,
+    **options: Any,
+) -> Callable[..., tuple[tuple[Any, Any], S, jax.Array]]:
+    """`GradScaler.value_and_grad` for a rule and a state."""
+    given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
+        raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")
+    scaled_loss = _with_scale(scale, fun, has_aux)
+    differentiated = jax.value_and_grad(scaled_loss, argnums, has_aux=True, **options)
+
+    def call(*args: object, **kwargs: object) -> tuple[tuple[Any, Any], S, jax.Array]:
+        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+        value = (loss, aux) if has_aux else loss
+        if rule is None:
+            return (value, grads), after(state), jnp.asarray(True)
+        grads = tree_math.settled(grads)
+        finite, loss_finite = look(state, grads, loss, axis_names)
+        new = update(rule, state, finite, loss_finite)
+        return (value, tree_math.divided(grads, factor(state))), after(new), finite
+
+    return call
+
+
+# The warning that a loss scaler has no effect on a loss from a bfloat16 region.
+
+
+class _Told(threading.local):
+    """The rules of the scalers that this thread was warned of: each step makes another scaler."""
+
+    def __init__(self) -> None:
+        self.rules: set[ScaleRule] = set()
+
+
+_TOLD = _Told()
+
+
+def warn_in_bfloat16(rule: ScaleRule) -> None:
+    """Warn if a loss that is scaled here comes from a bfloat16 region; once for each rule."""
+    if regions.latest_low() == "bfloat16" and rule not in _TOLD.rules:
+        _TOLD.rules.add(rule)
+        warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=outside())
+
+
+# Flax's checkpoints of scalers: flax asks for a conversion of a class, and not for its leaves.
+
+
+class _Stateful(Protocol):
+    @property
+    def state(self) -> object: ...
+
+
+State = TypeVar("State", bound=_Stateful)
+
+
+def register(kind: type[State], with_state: Callable[[State, Any], State]) -> None:
+    """Let flax save and restore objects of a class by their state, where flax is loaded."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        _register(serialization, kind, with_state)
+
+
+@cache
+def _register(
+    serialization: Any, kind: type[State], with_state: Callable[[State, Any], State]
+) -> None:
+    def to_state_dict(one: State) -> dict[str, object]:
+        return {"state": serialization.to_state_dict(one.state)}
+
+    def from_state_dict(one: State, saved: Mapping[str, object]) -> State:
+        return with_state(one, serialization.from_state_dict(one.state, saved["state"]))
+
+    serialization.register_serialization_state(kind, to_state_dict, from_state_dict)

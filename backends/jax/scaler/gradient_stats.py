@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polymp.backends.jax.scaler.scale_update import factor
+from polymp.backends.jax.scaler.optimizer_step import factor
 from polymp.backends.jax.scaler.tree_math import is_scalable
 from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient, GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState

@@ -4,27 +4,31 @@ If the policy of that region agrees with torch for the op, the kernel passes the
 compiled kernel that it replaced. torch.compile traces through it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.library import get_kernel
 
 from polymp.backends.torch.autocast import (
+    dtype_names,
     fp8_ops,
     op_facts,
     region_casts,
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.run_op import Function, Ruling, Rulings, dtypes, runner
-from polymp.backends.torch.compat import dispatcher, dynamo
+from polymp.backends.torch.autocast.torch_table import APPENDED, dtype_at
+from polymp.backends.torch.compat import dispatcher, dynamo, modes, optimizers
+from polymp.errors import ForbiddenOpError
 from polymp.fp8.recipes import RECIPES
 from polymp.rules import decision_log
-from polymp.rules.answers import Decision
-from polymp.rules.row import Rule
+from polymp.rules.policy import Decision, Policy
+from polymp.rules.region import Region
+from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 
@@ -45,6 +49,15 @@ def compiled_unused() -> Iterator[None]:
         yield
     finally:
         _compiled.used = True
+
+
+# One op, run by its row: the decision of the policy, and the casts that follow from it.
+#
+# A `Ruling` is the decision for an op in a region, worked out once; `runner` makes the function
+# that casts and calls. The kernels in `autocast_kernel` and `front_kernel` call both.
+
+
+Function = Callable[..., Any]
 
 
 def make(name: str, device: str, key: str) -> Function | None:
@@ -107,6 +120,39 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
     return dynamo.no_frame(kernel, inside=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The decision for one op in one region.
+
+    Attributes:
+        region: the region.
+        policy: its own, or torch's table of the device.
+        row: the row that won; None if the policy has no row for the op.
+        agrees: True if torch's compiled kernel does the same.
+        how: how the op is made to run in float32 under rule fp32.
+        decision: the decision, if it does not depend on the dtypes of the inputs; else None.
+        mul: the row for calls in which a product adds nothing up; None if `row` holds for all.
+    """
+
+    region: Region
+    policy: Policy
+    row: Row | None
+    agrees: bool
+    how: Apply
+    decision: Decision | None
+    mul: Row | None = None
+
+    def decided(self, op: torch._ops.OpOverload, name: str, device: str, args: Any) -> Decision:
+        """Return the decision for a call."""
+        if self.mul is not None and not op_facts.adds_up(name, args):
+            asked = dtypes(op, device, args)
+            return self.policy.apply(self.mul, asked, self.region.dtype)._replace(rule=Rule.LOWER)
+        if self.decision is not None:
+            return self.decision
+        assert self.row is not None, "an op without a row is not run by one"
+        return self.policy.apply(self.row, dtypes(op, device, args), self.region.dtype)
+
+
 def entry_of(
     op: torch._ops.OpOverload,
     name: str,
@@ -127,3 +173,320 @@ def entry_of(
     recipe = RECIPES[ruling.policy.fp8]
     why = fp8_ops.why_not(name, region, recipe, args, kwargs)
     return entry._replace(recipe="" if why else recipe.name, fallback=why)
+
+
+Cast = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
+
+
+class Rulings:
+    """The rulings of one op on one device, by region: a kernel asks at every call.
+
+    Regions that are in force are kept for the life of the process, so each is known by its
+    identity.
+    """
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name = name
+        self.device = device
+        self.known: dict[int, Ruling] = {}
+
+    def of(self, region: Region) -> Ruling:
+        """The ruling in a region."""
+        found = self.known.get(id(region))
+        if found is None or found.region is not region:
+            found = self.known[id(region)] = self._made(region)
+        return found
+
+    def _made(self, region: Region) -> Ruling:
+        name, device, dtype = self.name, self.device, region.dtype
+        if region.policy is None:
+            policy, row = torch_table.policy(device), torch_table.row(device, name, dtype)
+            agrees = "::" not in name
+        else:
+            policy, row = region.policy, torch_table.table(region.policy, dtype, device).get(name)
+            agrees = torch_table.agrees(device, policy, name, dtype)
+        how, decision, mul = Apply.CAST, None, None
+        if row is not None:
+            how = _way(row, device, name, dtype)
+            if row.rule in (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP):
+                decision = policy.apply(row, (), dtype)
+            if region.policy is not None:
+                mul = torch_table.as_mul(device, policy, name, dtype)
+        return Ruling(region, policy, row, agrees, how, decision, mul)
+
+
+def _way(row: Row, device: str, name: str, dtype: str) -> Apply:
+    """Return how fp32 is applied: as the row says, as the device's table does, or by a cast."""
+    if row.rule is not Rule.FP32:
+        return Apply.CAST
+    own = torch_table.row(device, name, dtype)
+    if own is not None and own.rule is Rule.FP32:
+        return row.apply or own.apply or Apply.CAST
+    op = vocabulary().ops.get(vocabulary().of_aten(name))
+    return row.apply or Apply(op.fp32 if op and op.fp32 else "cast")
+
+
+@cache
+def _consulted(op: torch._ops.OpOverload) -> tuple[bool, ...]:
+    """Return for each argument whether its dtype counts for a rule, as in torch's `prioritize`.
+
+    Tensors count that may not be left out.
+    """
+    return tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in op._schema.arguments)
+
+
+def dtypes(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
+    """Return the dtypes of the inputs that count for a rule, in order."""
+    return [
+        dtype_names.NAMES[t.dtype]
+        for arg, ask in zip(args, _consulted(op), strict=False)
+        if ask
+        for t in (arg if isinstance(arg, (list, tuple)) else (arg,))
+        if isinstance(t, torch.Tensor) and t.device.type == device and t.is_floating_point()
+    ]
+
+
+@cache
+def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
+    """Make a function that runs an op by a ruling, on the device, with autocast excluded.
+
+    It takes the ruling, a cast, the function to call, and the arguments.
+    """
+    schema = op._schema.arguments
+    in_float32, words = op_facts.in_float32(name), vocabulary()
+    own_kernel = torch_table.kernel(name, device)
+    picks = words.picks(words.of_aten(name))
+    # Batch norm writes its running statistics, though its schema does not say so: what is
+    # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
+    written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
+    with_low_input = set(range(1, len(schema))) if written else set()
+    prepare = recurrent_arguments(name, device)
+
+    def run(ruling: Ruling, cast: Cast, call: Function, args: Any, kwargs: Any) -> Any:
+        if ruling.how is not Apply.CAST:
+            return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
+        decision = ruling.decided(op, name, device, args)
+        if ruling.decision is None:
+            if decision.rule is Rule.FORBID:
+                assert ruling.row is not None, "it decided"
+                forbid(ruling.policy, ruling.row, name, dtypes(op, device, args))
+            if in_float32 and decision.out in LOW:
+                if own_kernel is not None:
+                    return own_kernel(*args, **kwargs)
+                decision = Decision(decision.rule, decision.out)
+        if decision.run == "float32" and kwargs.get("dtype") is not None:
+            decision = Decision(decision.rule)  # the caller's own dtype wins, as in torch
+        if decision.rule is Rule.FP8:
+            recipe = RECIPES[ruling.policy.fp8]
+            if not fp8_ops.why_not(name, ruling.region, recipe, args, kwargs):
+                return fp8_ops.run(name, recipe, args, kwargs)
+        if picks and decision.run is not None and decision.rule is not Rule.FP32:
+            dtype = dtype_names.DTYPES[decision.out or decision.run]
+            if device == "cpu" and torch.is_grad_enabled() and args[0].requires_grad:
+                # Kernels of backward there add up in the dtype of the input.
+                args = [_cast(args[0], device, torch.float32, dtype, plain), *args[1:]]
+            return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
+        if decision.run is not None:
+            dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
+            uncast = () if dtype is torch.float32 else with_low_input
+            if prepare is not None:
+                args = prepare(args, dtype)
+            # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
+            # the order in which the casts were made.
+            if kwargs:
+                pairs = reversed(kwargs.items())
+                kwargs = {key: _cast(value, device, dtype, low, cast) for key, value in pairs}
+            made = None
+            for at in range(len(args) - 1, -1, -1):
+                value = args[at]
+                if isinstance(value, torch.Tensor):
+                    if value.dtype is dtype:
+                        continue
+                elif not isinstance(value, (list, tuple)):
+                    continue
+                if at not in uncast:
+                    made = made or list(args)
+                    made[at] = _cast(value, device, dtype, low, cast)
+            given, args = args, made or args
+            result = call(*args, **kwargs)
+            for at in written:
+                if args[at] is not given[at] and args[max(written) + 1]:  # whether it trains
+                    given[at].copy_(args[at])
+        else:
+            result = call(*args, **kwargs)
+        return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])
+
+    return run
+
+
+def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
+    """Cast without keeping the result."""
+    return t.to(dtype)
+
+
+def _cast(value: Any, device: str, dtype: torch.dtype, low: torch.dtype, cast: Cast) -> Any:
+    """Cast the eligible tensors of an argument."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not _eligible(value, device):
+            return value
+        return cast(value, dtype, low)
+    if isinstance(value, (list, tuple)):
+        return [_cast(inner, device, dtype, low, cast) for inner in value]
+    return value
+
+
+def _eligible(t: torch.Tensor, device: str) -> bool:
+    return t.is_floating_point() and t.dtype is not torch.float64 and t.device.type == device
+
+
+def _by_dtype(
+    op: torch._ops.OpOverload,
+    name: str,
+    device: str,
+    how: Apply,
+    call: Function,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Run an op in float32 by its dtype argument, or by the overload that has such an argument."""
+    schema = op._schema.arguments
+    ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], device)
+    if how is Apply.APPEND_DTYPE:
+        longer = dispatcher.overload(APPENDED[name])
+        dtype = torch.float32 if ok else args[0].dtype
+        rest = schema[len(args) :]  # defaults are left out of a call; this one has none
+        filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}
+        return longer(*args, **filled, dtype=dtype)  # type: ignore[misc]
+    at = dtype_at(op)
+    assert at is not None, "a policy is checked for it"
+    given = kwargs.get("dtype") if at >= len(args) else args[at]
+    if ok and given is None:
+        args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
+    return call(*args, **kwargs)
+
+
+def _back(result: Any, dtype: torch.dtype) -> Any:
+    if isinstance(result, (list, tuple)):
+        return type(result)(_back(r, dtype) for r in result)
+    if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+        return result.to(dtype)
+    return result
+
+
+def forbid(policy: Policy, row: Row, name: str, asked: Sequence[str]) -> NoReturn:
+    """Raise the error of a forbidden op."""
+    if row.rule is Rule.WIDEST:  # torch's message, from its own check
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    use = f"Use {row.instead}, or give it" if row.instead else "Give it"
+    raise ForbiddenOpError(
+        f"policy {policy.name!r} forbids {name!r}, called here with ({', '.join(asked)}). "
+        f"{use} another rule in the policy."
+    )
+
+
+# The weights of recurrent layers on CUDA, cast into the one buffer that cuDNN reads.
+#
+# cuDNN wants all weights of a layer in one buffer, in an order of its own. A model's parameters
+# lie in such a buffer. Casts that are made one by one do not: torch warns, and puts them
+# together at every call.
+
+
+Prepare = Callable[[Sequence[Any], torch.dtype], Sequence[Any]]
+
+
+# By op: cuDNN's number for the kind of cell (torch v2.13 torch/backends/cudnn/rnn.py), and how many
+# gates it has.
+_CELLS = {"rnn_relu": (0, 1), "rnn_tanh": (1, 1), "lstm": (2, 4), "gru": (3, 3)}
+
+
+@cache
+def recurrent_arguments(name: str, device: str) -> Prepare | None:
+    """Return a function that changes an op's arguments before they are cast; None without one."""
+    if device != "cuda":
+        return None
+    if name == "_cudnn_rnn":
+        return _without_buffer
+    base, _, variant = name.partition(".")
+    if base not in _CELLS or variant not in ("input", "data"):
+        return None
+    return lambda args, dtype: _together(base, variant, args, dtype)
+
+
+def _without_buffer(args: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+    """Take the buffer of weights out of the arguments of `_cudnn_rnn`, if weights will be cast.
+
+    The kernel then makes the buffer from the weights.
+    """
+    _, weights, _, buffer, *_ = args
+    if buffer is None or not _changes(weights, dtype):
+        return args
+    return (*args[:3], None, *args[4:])
+
+
+def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+    """Cast the weights among the arguments of a recurrent layer into one buffer."""
+    at = 2 if variant == "input" else 3  # sequences of several lengths have their sizes in between
+    weights = args[at]
+    if len(args) <= at + 5 or not weights or not _changes(weights, dtype) or modes.is_recorded():
+        return args
+    first = weights[0]
+    with torch.inference_mode(False), torch.no_grad():
+        lows = [w.detach().to(dtype) for w in weights]
+        if not torch.cudnn_is_acceptable(lows[0]):
+            return args  # torch will not run cuDNN on it either
+        has_biases, layers, *_ = args[at + 1 :]
+        both = bool(args[at + 5])
+        mode, gates = _CELLS[base]
+        per_layer = len(weights) // (layers * (2 if both else 1))
+        projects = per_layer == (5 if has_biases else 3)
+        with torch.cuda.device_of(first):
+            optimizers.flatten_rnn_weights(
+                lows,
+                per_layer,
+                first.size(1),
+                mode,
+                first.size(0) // gates,
+                lows[per_layer - 1].size(0) if projects else 0,
+                layers,
+                variant == "input" and bool(args[at + 6]),
+                both,
+            )
+    wants = torch.is_grad_enabled()
+    cast = [
+        _as_cast(w, low) if wants and w.requires_grad else low
+        for w, low in zip(weights, lows, strict=True)
+    ]
+    return (*args[:at], cast, *args[at + 1 :])
+
+
+def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """Return whether all weights are of one dtype, another one, that a region casts."""
+    dtypes = {w.dtype for w in weights}
+    wide = torch.float64 in dtypes or not all(d.is_floating_point for d in dtypes)
+    return dtypes != {dtype} and len(dtypes) == 1 and not wide
+
+
+def _as_cast(t: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `low` as a cast of `t`, which autograd can differentiate."""
+    node: torch.Tensor = _Cast.apply(t, _Box(low))  # type: ignore[no-untyped-call]
+    return node
+
+
+class _Box(NamedTuple):
+    """A tensor that autograd does not see, for it looks for tensors in arguments alone."""
+
+    tensor: torch.Tensor
+
+
+class _Cast(torch.autograd.Function):
+    """A cast: forward returns the numbers that are in the buffer, backward casts the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, low: _Box) -> torch.Tensor:
+        ctx.dtype = t.dtype
+        return low.tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        return grad.to(ctx.dtype), None

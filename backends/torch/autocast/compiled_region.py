@@ -6,7 +6,10 @@ made. Regions that a graph has entered and not left when it raises, or is given 
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import (
@@ -20,9 +23,9 @@ from torch import (
     set_autocast_enabled,
 )
 
-from polymp.backends.torch.autocast import policy_code, region_casts, regions
-from polymp.backends.torch.autocast.policy_code import Code
-from polymp.backends.torch.compat import dynamo, export
+from polymp.backends.torch.autocast import region_casts, regions
+from polymp.backends.torch.autocast.regions import NONE, Code
+from polymp.backends.torch.compat import dispatcher, dynamo, export
 from polymp.errors import PolicyError
 
 
@@ -43,7 +46,7 @@ class CompiledRegion:
         self.ticket = ticket
 
     def __enter__(self) -> None:
-        device, code = self.device, policy_code.in_force()
+        device, code = self.device, regions.code_in_force()
         self.outside: tuple[bool, torch.dtype, bool] = (
             is_autocast_enabled(device),
             get_autocast_dtype(device),
@@ -86,7 +89,7 @@ def _give_up(entries: list[Callable[[], None]], leave: Callable[[], None]) -> No
 open_regions: OpenInGraphs = OpenInGraphs()
 
 
-def entered() -> bool:
+def in_region() -> bool:
     """Return whether this thread is in a region of polymp's, running or being traced."""
     return bool(regions.stack.frames or open_regions.leaving)
 
@@ -106,7 +109,7 @@ def _put(
             open_regions.leaving.clear()
         autocast_decrement_nesting()
         state = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
-        before = functools.partial(_set, device, -1, *state, *policy_code.in_force())
+        before = functools.partial(_set, device, -1, *state, *regions.code_in_force())
         open_regions.enter(before)
     else:
         open_regions.leave()
@@ -121,13 +124,13 @@ def _set(
         if enabled:
             regions.note(device, dtype)
         else:
-            dynamo.compile_by(policy_code.codes.digest)
+            dynamo.compile_by(regions.codes.digest)
     elif autocast_decrement_nesting() == 0:
         region_casts.forget_mine()
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
-    policy_code.write(code)
+    regions.write_code(code)
 
 
 def tell_export(ticket: str | None) -> None:
@@ -155,4 +158,56 @@ def _allow() -> None:
 @dynamo.at_trace_time
 def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
     """`policy_code.inside`, for code that torch.compile traces: plain arguments only."""
-    return policy_code.inside(regions.prepared.by_ticket[ticket][0], outer)
+    return regions.code_inside(regions.prepared.by_ticket[ticket][0], outer)
+
+
+# Activation checkpointing: recomputation runs under the policies of the forward pass.
+#
+# torch.utils.checkpoint recomputes under a torch.autocast that it builds from the enabled flag,
+# the dtype and the cache flag, so a policy would be lost. `keep_policies` changes torch's own
+# classes, so that libraries which imported torch's function before keep their policies, too.
+
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+
+
+@cache
+def keep_policies() -> None:
+    """Have torch's checkpoints recompute under the policies of their forward pass; once."""
+    dispatcher.carry_into_recomputation(_carry)
+
+
+def _carry(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that each call of it runs under the policies in force here and now."""
+    code, entered = regions.code_in_force(), in_region()
+
+    @functools.wraps(function)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _resumed(code, entered):
+            return function(*args, **kwargs)
+
+    return carried
+
+
+@contextmanager
+def _resumed(code: Code, entered: bool) -> Iterator[None]:
+    """Put policies in force once more, for code that runs again; torch restores the rest."""
+    outer = regions.code_in_force()
+    regions.write_code(code)
+    if entered:
+        open_regions.leaving.append(_nothing)
+    try:
+        yield
+    finally:
+        if entered and _nothing in open_regions.leaving:
+            open_regions.leaving.remove(_nothing)
+        regions.write_code(outer)
+        if code != NONE or outer != NONE:
+            region_casts.drop_unknown()  # made in a region of torch's: its end is not seen
+
+
+def _nothing() -> None:
+    """Do nothing: leaving an entry that needs no undoing."""

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.autocast.fp8_product import product, sum_of
-from polymp.backends.torch.autocast.fp8_weight import WeightInBits
+from polymp.backends.torch.autocast.fp8_product import WeightInBits, product, sum_of
 from polymp.backends.torch.compat import modes
-from polymp.fp8 import fallback
+from polymp.fp8 import recipes
 from polymp.fp8.recipes import Recipe
 from polymp.rules.region import Region
 from polymp.rules.vocabulary import vocabulary
@@ -102,7 +101,7 @@ def _of_product(
     m, k = (a.shape[:-1].numel(), a.shape[-1]) if a.dim() else (1, 1)
     batch = 1 if b.dim() <= 2 else b.shape[:-2].numel()
     n = 1 if b.dim() < 2 else b.shape[-2 if transposed else -1]
-    asked = fallback.Product(
+    asked = recipes.Product(
         op,
         m // batch if batch > 1 else m,
         k,
@@ -114,7 +113,7 @@ def _of_product(
         a.layout is not torch.strided or b.layout is not torch.strided,
         _capability(a.device),
     )
-    return fallback.why_not(asked, recipe)
+    return recipes.why_not(asked, recipe)
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:

@@ -9,23 +9,34 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
 
 import torch
+from torch.library import get_kernel
+from torch.utils._pytree import tree_map_only
 
 from polymp.backends.torch.autocast import (
     autocast_kernel,
-    checkpoint,
-    front_kernel,
+    compiled_region,
     region_casts,
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.validate import check
-from polymp.backends.torch.compat import accelerators, dispatcher, modes
+from polymp.backends.torch.autocast.autocast_kernel import (
+    Function,
+    Rulings,
+    entry_of,
+    plain,
+    runner,
+)
+from polymp.backends.torch.autocast.torch_table import check
+from polymp.backends.torch.compat import accelerators, dispatcher, dynamo, modes
 from polymp.errors import PolicyError
+from polymp.rules import decision_log
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
-from polymp.rules.row import LOW
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 
 
@@ -46,19 +57,37 @@ class Installed:
         self.lock: threading.RLock = threading.RLock()
 
 
+# While a record of decisions is made: torch's compiled kernels record nothing.
+
+
+class Everywhere:
+    """Kernels of ours on every op of a device, for all records that are made at the time.
+
+    Attributes:
+        library: of the kernels.
+        ops: the ops that have been gone through.
+        records: those that need the kernels.
+    """
+
+    def __init__(self) -> None:
+        self.library: torch.library.Library = torch.library.Library("aten", "IMPL")
+        self.ops: set[str] = set()
+        self.records: set[object] = set()
+
+
 now: Installed = Installed()
 
 
 def prepare(region: Region) -> None:
     """Do what a region needs once, before it can be entered: install kernels, watch writes."""
     with now.lock:
-        checkpoint.keep_policies()  # also before there is one: backward may run under the first
+        compiled_region.keep_policies()  # before the first, too: backward may run under it
         if region.policy is not None:
             install(region.policy, region.device, region.dtype if region.enabled else "")
         if region.enabled:
             region_casts.watch(region.device)
-            for name in front_kernel.TAKE_NUMBERS:
-                front_kernel.put(name)
+            for name in TAKE_NUMBERS:
+                put_in_front(name)
             for call in now.on_prepare:
                 call(region.device)
 
@@ -71,7 +100,7 @@ def installed(device: str) -> tuple[str, ...]:
 def install(policy: Policy, device: str, dtype: str = "") -> None:
     """Put kernels on the ops in which a policy differs from torch's kernels on a device."""
     check(policy, device, dtype)
-    checkpoint.keep_policies()
+    compiled_region.keep_policies()
     put(device, sorted(differing(policy, device)))
 
 
@@ -114,27 +143,9 @@ def _put_in(library: torch.library.Library, device: str, name: str) -> bool:
     key = str(dispatcher.autocast_key(device))
     kernel = autocast_kernel.make(name, device, key)
     if kernel is not None:
-        front_kernel.put(name)
+        put_in_front(name)
         dispatcher.put(library, name, kernel, key)
     return kernel is not None
-
-
-# While a record of decisions is made: torch's compiled kernels record nothing.
-
-
-class Everywhere:
-    """Kernels of ours on every op of a device, for all records that are made at the time.
-
-    Attributes:
-        library: of the kernels.
-        ops: the ops that have been gone through.
-        records: those that need the kernels.
-    """
-
-    def __init__(self) -> None:
-        self.library: torch.library.Library = torch.library.Library("aten", "IMPL")
-        self.ops: set[str] = set()
-        self.records: set[object] = set()
 
 
 def put_everywhere(stack: ExitStack) -> None:
@@ -197,3 +208,82 @@ def _is_alone() -> bool:
         thread == mine or frame.f_globals.get("__name__") in _WAITING
         for thread, frame in sys._current_frames().items()
     )
+
+
+# Kernels in front of torch.func's transforms.
+#
+# vmap and grad take composite ops such as linear apart before autocast sees them. Where a policy
+# has another rule for such an op than torch, the op is cast as a whole first, here. Where it has
+# the same rule, as without a policy, the transform does what it does under torch.autocast, bit
+# for bit.
+#
+# What `region_casts` watches and Python passes numbers to, which no kernel behind a transform can
+# read. Source: torch v2.13 torch/csrc/utils/python_arg_parser.cpp, numbers as tensors.
+TAKE_NUMBERS = "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor div_.Tensor_mode copy_".split()
+
+
+@cache
+def put_in_front(name: str) -> None:
+    """Put one for an op, once, if torch has the op."""
+    op = dispatcher.overload(name)
+    if op is not None:
+        front = get_kernel(op, dispatcher.FUNC_FRONT)
+        kernel = _kernel(op, name, front)
+        dispatcher.put(dispatcher.library_of(name), name, kernel, dispatcher.FUNC_FRONT)
+
+
+def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
+    """Replace numbers in the places of tensors by tensors, as torch wraps them."""
+    if all(at >= len(args) or isinstance(args[at], torch.Tensor) for at in places):
+        return args
+    made, tensors = list(args), [args[at] for at in places if isinstance(args[at], torch.Tensor)]
+    for at in places:
+        if at < len(args) and isinstance(args[at], (bool, int, float, complex)):
+            wide = {float: torch.float64, complex: torch.complex128}.get(type(args[at]))
+            if tensors and all(t.dim() == 0 for t in tensors):  # then dtypes count alike
+                wide = torch.result_type(tensors[0], args[at])
+            made[at] = torch.tensor(args[at], dtype=wide)
+    return made
+
+
+def _kernel(op: torch._ops.OpOverload, name: str, front: Any) -> Function:
+    rulings = {device: Rulings(name, device) for device in torch_table.DEVICES}
+    places = dispatcher.tensors_of(op)
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
+            return front.call_boxed(keys, *args, **kwargs)
+
+        device = _device(args)
+        args = tuple(_wrapped(places, args))
+        if (
+            device not in rulings
+            or not torch.is_autocast_enabled(device)
+            or not compiled_region.in_region()
+        ):
+            return call(*args, **kwargs)
+        ruling = rulings[device].of(regions.in_force(device))
+        row = ruling.row
+        if row is None or ruling.agrees:
+            return call(*args, **kwargs)
+        key = dispatcher.autocast_key(device)
+        if key is None or row.rule is Rule.FORBID:
+            return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises
+        with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
+            args = tree_map_only(torch.Tensor, modes.matched_tangent, args)
+            run = runner(op, name, device)
+            if (found := decision_log.current()) is not None:
+                entry = entry_of(op, name, device, ruling, args, kwargs)
+                return found.around(entry, run, ruling, plain, call, args, kwargs)
+            return run(ruling, plain, call, args, kwargs)
+
+    return dynamo.no_frame(kernel, inside=True)
+
+
+def _device(args: Sequence[Any]) -> str | None:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device.type
+        if isinstance(arg, (list, tuple)) and (found := _device(arg)):
+            return found
+    return None

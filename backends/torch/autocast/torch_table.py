@@ -5,24 +5,29 @@ kernels: the rows of all supported versions, of which those count whose op the i
 An op runs on its compiled kernel wherever a policy agrees with that table.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
 from polymp import versions
-from polymp.backends.torch.autocast import layer_norm, op_facts
-from polymp.backends.torch.compat import dispatcher
+from polymp.backends.torch.autocast import op_facts
+from polymp.backends.torch.compat import dispatcher, modes
+from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
-from polymp.rules.row import Row, Rule
+from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 # So many tables are kept, those used last; kernels keep what they have read in them.
 POLICIES = 32
 
+
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+
 
 # Ops that torch registers in builds for one vendor's GPUs alone: whether this is such a build.
 # Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
@@ -30,6 +35,7 @@ BUILDS = {
     "_cudnn_rnn": torch.version.cuda is not None,
     "miopen_rnn": torch.version.hip is not None,
 }
+
 
 # Ops that torch has and did not register yet in its first supported versions: the version that did.
 # Source: torch v2.12 aten/src/ATen/autocast_mode.h.
@@ -115,7 +121,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
         if vocabulary().picks(vocabulary().of_aten(op)):
             return device != "cpu"  # see `run_op`
-        return op_facts.in_float32(op) and layer_norm.kernel(op, device) is None
+        return op_facts.in_float32(op) and kernel(op, device) is None
     if ours is None or theirs is None:
         return ours is theirs
     if "::" in op or ours.rule is not theirs.rule:
@@ -133,3 +139,177 @@ def drift(device: str) -> tuple[list[str], list[str]]:
     ours = table(policy(device), "float16")
     known = {op for op in ours if "::" not in op and BUILDS.get(op, True)}
     return sorted(kernels(device) - known), sorted(known - kernels(device))
+
+
+# `layer_norm` of a low input on CPUs: computed in float32, with the low input saved for
+# backward.
+#
+# torch's backward kernel there adds up the gradients of the weights in the dtype of the input:
+# with 65,536 rows in bfloat16 nothing of such a sum is right. A cast before would save a float32
+# input; so it is done where no kernel can have a backward pass of its own: under transforms of
+# torch.func. Source: torch v2.13 aten/src/ATen/native/cpu/layer_norm_kernel.cpp, whose buffers
+# have X's dtype.
+
+
+Optional = torch.Tensor | None
+
+
+def kernel(name: str, device: str) -> Callable[..., torch.Tensor] | None:
+    """Return the kernel of an op's overload on a device, for low inputs, if it has one here."""
+    return _layer_norm if (name, device) == ("layer_norm", "cpu") else None
+
+
+def _layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: Optional = None,
+    bias: Optional = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> torch.Tensor:
+    if modes.is_transformed():
+        wide = x.float(), normalized_shape, _wide(weight), _wide(bias), eps
+        return torch.layer_norm(*wide).to(x.dtype)
+    found = _LayerNorm.apply(x, normalized_shape, weight, bias, eps)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = found[0]
+    return result
+
+
+def _wide(t: Optional) -> Optional:
+    return None if t is None else t.float()
+
+
+class _LayerNorm(torch.autograd.Function):
+    """Forward and backward in float32; the result and the gradient have the input's dtype."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, shape: Sequence[int], weight: Optional, bias: Optional, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y, mean, rstd = torch.native_layer_norm(x.float(), shape, _wide(weight), _wide(bias), eps)
+        return y.to(x.dtype), mean, rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        x, ctx.shape, weight, bias, _ = inputs
+        _, mean, rstd = output
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Optional, None, Optional, Optional, None]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[at] for at in (0, 2, 3)]
+        found = torch.ops.aten.native_layer_norm_backward(
+            grads[0].float(), x.float(), ctx.shape, mean, rstd, _wide(weight), _wide(bias), wanted
+        )
+        dx, dweight, dbias = (
+            g.to(t.dtype) if want else None
+            for g, t, want in zip(found, (x, weight, bias), wanted, strict=True)
+        )
+        return dx, None, dweight, dbias, None
+
+
+# Checks of policies against torch: rows that it cannot follow are found before anything runs.
+
+
+def check(policy: Policy, device: str, dtype: str = "") -> None:
+    """Refuse a policy with a row that torch cannot follow."""
+    for why in refusals(policy).values():
+        raise PolicyError(why)
+    for name, row in table(policy, dtype, device).items() if dtype else ():
+        if row.rule in (Rule.LOWER, Rule.WIDEST) and not op_facts.has_low(name, device, dtype):
+            raise PolicyError(
+                f"policy {policy.name!r}: torch has no {dtype} kernel of {name!r} on {device}, "
+                f"which the row {row.of} = {row.rule} asks for. Leave the row out, or write fp32."
+            )
+
+
+@lru_cache(maxsize=POLICIES)
+def refusals(policy: Policy) -> Mapping[Row, str]:
+    """Return the rows that torch cannot follow on any device, each with the reason."""
+    refused: dict[Row, str] = {}
+    words, shipped = vocabulary(), policy_files.shipped_rows()
+    for row in policy.rows:
+        spelled = row.of.removeprefix("aten:")
+        if spelled != row.of and dispatcher.overload(spelled) is None:
+            why = f"has a rule for {spelled!r}, which is no op of torch{_hint(spelled)}."
+            refused[row] = f"policy {policy.name!r} {why}"
+        if spelled in op_facts.UNTOUCHED:
+            refused[row] = (
+                f"policy {policy.name!r} has a rule for {spelled!r}, which can have none: torch "
+                "makes parameters of its result. Leave the row out."
+            )
+        op = words.ops.get(row.of)
+        if op is not None and not op.aten and not op.rule and replace(row, dtype="") not in shipped:
+            why = f"has a rule for {row.of!r}, which torch lacks. {op.note}"
+            refused[row] = f"policy {policy.name!r} {why}"
+    patterns = {row.scope for row in policy.rows}
+    for scope in patterns:
+        rows = {replace(row, scope=""): row for row in policy.rows if row.scope == scope}
+        scoped = patterns != {""}
+        alone = Policy(policy.name, tuple(rows), policy.halves) if scoped else policy
+        for low in LOW:
+            for name, row in table(alone, low).items():
+                for why in _faults(row, name):
+                    refused.setdefault(rows.get(row, row), f"policy {policy.name!r} {why}")
+    return refused
+
+
+def _faults(row: Row, name: str) -> Iterator[str]:
+    op = dispatcher.overload(name)
+    assert op is not None, "a table holds what torch has"
+    fault = schema_fault(op, name, row.rule)
+    if fault:
+        yield f"has a rule for {name!r}, {fault}"
+    if row.apply is Apply.DTYPE_ARGUMENT and dtype_at(op) is None:
+        schema = op._schema
+        yield f"applies fp32 to {name!r} by its dtype argument, which it does not have: {schema}"
+    if row.apply is Apply.APPEND_DTYPE and name not in APPENDED:
+        only = ", ".join(APPENDED)
+        yield f"applies fp32 to {name!r} by an appended dtype, which only {only} can have."
+
+
+def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
+    """Return why no policy may have a row for an op: the end of a sentence, or nothing."""
+    if op._schema.is_mutable and not (rule == Rule.FIRST and _writes_its_first(op)):
+        return (
+            "which writes into an argument: the dtype of its result is given. Give the rule to "
+            "the op without '_' or out=."
+        )
+    if not any("Tensor" in str(a.type) for a in op._schema.arguments):
+        return f"which takes no tensor{_hint(name)}."
+    return ""
+
+
+def _writes_its_first(op: torch._ops.OpOverload) -> bool:
+    """Return whether an op writes into its first argument, a tensor, and into no other."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    return written[0] and not any(written[1:]) and str(op._schema.arguments[0].type) == "Tensor"
+
+
+def _hint(name: str) -> str:
+    """Return the names that may have been meant by an op's name, as the end of a sentence."""
+    base = name.partition(".")[0]
+    packet = getattr(torch.ops.aten, base, None)
+    if packet is not None:
+        names = [base if o == "default" else f"{base}.{o}" for o in packet.overloads()]
+        return f"; its overloads are {', '.join(names)}"
+    known = (o for op in vocabulary().ops.values() for o in op.aten if "::" not in o)
+    close = difflib.get_close_matches(base.removeprefix("aten::"), sorted(known), n=3)
+    return f"; did you mean {', '.join(close)}" if close else ""
+
+
+# Overloads with the same meaning and a dtype at the end, for Apply.APPEND_DTYPE.
+APPENDED = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+
+
+def dtype_at(op: torch._ops.OpOverload) -> int | None:
+    """Return the place of an op's dtype argument, None if it has none."""
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.name == "dtype":
+            return at
+    return None

@@ -1,4 +1,4 @@
-"""Dispatch modes, transforms of torch.func and tensor classes, which see or change ops."""
+"""Dispatch modes, transforms of torch.func, tensor classes, storages and FLOPs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,16 +6,24 @@ from typing import Any
 
 import torch
 from torch._C import _is_torch_function_mode_enabled as are_functions_watched
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.compat.dynamo import no_frame
 
 __all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
 
+
 # The arguments of `OpMode.op`.
 Op = torch._ops.OpOverload
+
+
 Types = Sequence[type]
+
+
 Args = Sequence[Any]
+
+
 Kwargs = dict[str, Any]
 
 
@@ -144,3 +152,105 @@ def matched_tangent(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     cast: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=tensor.dtype)
     return cast
+
+
+# The memory that a tensor is on, by a number that its views share.
+
+
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number for the memory of a tensor, the same for all views of it; 0 without memory.
+
+    Unique among the storages that are alive, or kept by `storage_reference`. `_cdata` since
+    torch 2.0.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and those that wrap others
+        return 0
+
+
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """Return an object that keeps a storage's key from being used again, but frees its memory.
+
+    `StorageWeakRef` since torch 1.0.
+    """
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+class KeptKeys:
+    """Storages whose keys are not used again while this object is there; their memory is freed.
+
+    It holds a number for each: `StorageWeakRef`, which does the same for one storage, is two
+    objects that Python's garbage collector goes through again and again. `_weak_ref` and
+    `_free_weak_ref`, by which torch writes that class, since torch 1.0.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[Any] = []  # numbers
+        self._free: Any = torch.UntypedStorage._free_weak_ref  # torch may be gone when Python ends
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the key of a tensor's storage."""
+        self._references.append(tensor.untyped_storage()._weak_ref())
+
+    def __del__(self) -> None:
+        for reference in self._references:
+            self._free(reference)
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the numbers in a tensor; of a sparse one, of those that it stores.
+
+    `_values` since torch 0.4.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes
+    return tensor.values().nbytes if tensor.layout in _COMPRESSED else tensor.nbytes
+
+
+# FLOPs of an op, by torch's formulas where these are correct.
+
+
+def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the FLOPs of a product, convolution or attention kernel; 0 for any other op.
+
+    By torch.utils.flop_counter's formulas, which are documented; its table of them,
+    `flop_registry`, is not. It counts too many in convolutions with groups, lacks the attention
+    kernel of CPUs, and before torch 2.13 raises where queries share keys. Since torch 2.2.
+    """
+    from torch.utils import flop_counter
+
+    if op is torch.ops.aten.convolution.default:
+        return _convolution(args[6], args[0], args[1], result)
+    if op is torch.ops.aten.convolution_backward.default:
+        made, given, weight = args[:3]  # one convolution for each gradient of these two
+        wanted = int(args[10][0]) + int(args[10][1])
+        return wanted * _convolution(args[7], given, weight, made)
+    name = op.overloadpacket.__name__
+    if name.startswith("_scaled_dot_product_"):
+        if name.endswith("_backward"):
+            return _attention(args[1:4], (3, 2))
+        return _attention(args[:3], (1, 1))
+    formula = flop_counter.flop_registry.get(op.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _attention(inputs: Sequence[torch.Tensor], products: tuple[int, int]) -> int:
+    """Count two FLOPs for each product of a number of a query, or of a value, with a key.
+
+    Forward computes the scores and the result; backward the scores again, and then the gradients
+    of scores, values, queries and keys.
+    """
+    query, key, value = inputs
+    width = products[0] * query.shape[3] + products[1] * value.shape[3]
+    return 2 * query.shape[:3].numel() * key.shape[2] * width
+
+
+def _convolution(
+    transposed: bool, given: torch.Tensor, weight: torch.Tensor, made: torch.Tensor
+) -> int:
+    """Count two FLOPs for each product of a weight with a number of the input or the result."""
+    return 2 * (given if transposed else made).numel() * (weight.numel() // len(weight))

@@ -7,22 +7,28 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from contextlib import contextmanager
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
+from torch import distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from polymp import code_origin
+from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.diagnostics import locate as replay
-from polymp.backends.torch.diagnostics import step_checks
-from polymp.backends.torch.diagnostics.recorded_calls import Call, StateCopy, versions_of
-from polymp.backends.torch.diagnostics.step_checks import MeanLoss, StepChecks
-from polymp.backends.torch.diagnostics.training_objects import TrainingObjects, training_objects
 from polymp.backends.torch.diagnostics.training_state import (
+    Settings,
+    TrainingObjects,
     TrainingState,
+    named_tensors,
     put_settings,
     settings,
+    training_objects,
     weights,
 )
 from polymp.diagnostics.audit_records import Fault
@@ -30,6 +36,8 @@ from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, 
 from polymp.errors import BadStepError, CatchWarning
 
 P = ParamSpec("P")
+
+
 R = TypeVar("R")
 
 
@@ -104,6 +112,101 @@ def catch(
     return Catch(step, every, on_bad == "raise", jump, of)
 
 
+def losses(result: object) -> list[torch.Tensor]:
+    """Return the floats with one element among a step's results, each as a tensor []."""
+    found = []
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, float):
+            found.append(torch.tensor(leaf))
+        elif isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() == 1:
+            found.append(distributed.local(leaf.detach()).reshape(()))
+    return found
+
+
+# The calls of a training step since its state was copied, to be repeated from there.
+
+
+class Call(NamedTuple):
+    """A call of the step, to be repeated.
+
+    Attributes:
+        args: positional.
+        kwargs: by name.
+        versions: of the tensors among them, when it was made.
+        settings: of the optimizers, such as the learning rate, which code outside may change.
+        losses: of the call, on their devices.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: tuple[int, ...]
+    settings: Settings
+    losses: list[torch.Tensor]
+
+
+class MeanLoss(NamedTuple):
+    """The mean of the last losses, in which older ones count less.
+
+    Attributes:
+        value: float32 [], on the loss's device; None before the first.
+        seen: how many losses it is of.
+    """
+
+    value: torch.Tensor | None = None
+    seen: int = 0
+
+    def jumped(self, loss: torch.Tensor, factor: float) -> torch.Tensor | None:
+        """Return whether a loss is more than `factor` above it, bool []; None if it is too new."""
+        if self.value is None or self.seen < _WARM_UP:
+            return None
+        return loss.float() > self.value.to(loss.device) + (factor - 1) * self.value.abs()
+
+    def and_also(self, loss: torch.Tensor) -> "MeanLoss":
+        """Return the mean with one more loss, float [], in it."""
+        loss = loss.float()
+        value = loss if self.value is None else self.value * _STAYS + loss * (1 - _STAYS)
+        return MeanLoss(value, self.seen + 1)
+
+
+class StateCopy:
+    """The state of the training before a step, and the calls since.
+
+    Args:
+        objects: of the training.
+        mean: of the losses so far.
+
+    Attributes:
+        objects: likewise.
+        mean: likewise.
+        state: of the objects.
+        named: their tensors by name.
+        calls: since then.
+        left: `versions` when the last call ended.
+    """
+
+    def __init__(self, objects: TrainingObjects, mean: MeanLoss) -> None:
+        self.objects: TrainingObjects = objects
+        self.mean: MeanLoss = mean
+        self.state: TrainingState = TrainingState(objects)
+        self.named: dict[str, torch.Tensor] = named_tensors(objects)
+        self.calls: list[Call] = []
+        self._versioned = [t for t in self.named.values() if not t.is_inference()]
+        self.left: list[int] = self.versions()
+
+    def versions(self) -> list[int]:
+        """Return the versions of the tensors, which every write to a tensor changes."""
+        return [t._version for t in self._versioned]
+
+    def written(self) -> str:
+        """Return the name of a tensor that was written since the last call ended; "" if none."""
+        now = self.versions()
+        if now == self.left:
+            return ""
+        triples = zip(self._versioned, self.left, now, strict=True)
+        written = next(t for t, was, version in triples if was != version)
+        return next(name for name, t in self.named.items() if t is written)
+
+
 class Catch(CaughtStep, Generic[P, R]):
     """A `CaughtStep` of torch; `of` is as in `catch`."""
 
@@ -145,13 +248,13 @@ class Catch(CaughtStep, Generic[P, R]):
         def look(optimizer: torch.optim.Optimizer) -> None:
             steps.append(optimizer)
             if not scaled:
-                bad.extend(step_checks.bad(_gradients(step_checks.with_gradients(optimizer))))
+                bad.extend(bad_by_device(_gradients(with_gradients(optimizer))))
 
-        with step_checks.stepping(look):
+        with stepping(look):
             result = self._fn(*args, **kwargs)
-        call.losses.extend(loss.clone() for loss in step_checks.losses(result))
+        call.losses.extend(loss.clone() for loss in losses(result))
         if not (steps or scaled):  # other code steps, after this call
-            bad.extend(step_checks.bad(_gradients(copy.named.values())))
+            bad.extend(bad_by_device(_gradients(copy.named.values())))
         self._meet(copy, steps, call)
         copy.left = copy.versions()
         if self._checks.add(result, bad):
@@ -184,9 +287,9 @@ class Catch(CaughtStep, Generic[P, R]):
             CatchWarning: as a call does.
         """
         if self._copy is not None:
-            bad_weights = step_checks.bad(weights(self._copy.objects).values())
+            bad_weights = bad_by_device(weights(self._copy.objects).values())
             found = self._checks.now() or any(map(bool, bad_weights))
-            if step_checks.any_rank(found):
+            if any_rank(found):
                 self._stop(self._copy)
 
     def _current(self, args: Sequence[object], kwargs: Mapping[str, object]) -> StateCopy:
@@ -236,33 +339,31 @@ class Catch(CaughtStep, Generic[P, R]):
             before, gradients = TrainingState(objects), dict[str, str]()
 
             def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:
-                grads = {
-                    names.get(id(p), "of no model"): p.grad for p in step_checks.with_gradients(it)
-                }
-                found |= step_checks.not_finite({n: g for n, g in grads.items() if g is not None})
+                grads = {names.get(id(p), "of no model"): p.grad for p in with_gradients(it)}
+                found |= not_finite({n: g for n, g in grads.items() if g is not None})
 
             try:
-                with step_checks.stepping(look):
+                with stepping(look):
                     result = self._fn(*call.args, **call.kwargs)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
                 return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED)
-            if step_checks.any_rank(bool(differs := step_checks.differing(call.losses, result))):
+            if any_rank(bool(differs := differing(call.losses, result))):
                 broken.put_back()
                 return self._differing(calls, at, differs)
             if objects.scaled:
                 gradients.clear()
             elif not gradients:
                 grads = {name: t.grad for name, t in copy.named.items() if t.grad is not None}
-                gradients |= step_checks.not_finite(grads)
+                gradients |= not_finite(grads)
             found = (
-                step_checks.described_losses(result, mean, self._jump)
-                or step_checks.described("the gradient of", gradients)
-                or step_checks.described("the weight", step_checks.not_finite(weights(objects)))
+                described_losses(result, mean, self._jump)
+                or described("the gradient of", gradients)
+                or described("the weight", not_finite(weights(objects)))
             )
-            if not step_checks.any_rank(bool(found)):
-                losses += step_checks.values(result)
-                mean = step_checks.mean_after(result, mean)
+            if not any_rank(bool(found)):
+                losses += values(result)
+                mean = mean_after(result, mean)
                 continue
             before.put_back()
             first, undone = self.step - len(calls) + at, len(calls) - at
@@ -271,8 +372,8 @@ class Catch(CaughtStep, Generic[P, R]):
             before.put_back()  # locate leaves what it does not know, such as schedulers
             eps = ""
             stepped = fault is None and found.startswith("the weight")
-            lost = step_checks.lost_eps(objects.optimizers) if stepped else {}
-            if step_checks.any_rank(bool(lost)):
+            lost = lost_eps(objects.optimizers) if stepped else {}
+            if any_rank(bool(lost)):
                 eps = self._with_eps(call, objects, lost)
                 before.put_back()
             return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note, eps)
@@ -291,7 +392,7 @@ class Catch(CaughtStep, Generic[P, R]):
             for group, _ in groups:
                 group["eps"] = _EPS
             self._fn(*call.args, **call.kwargs)
-            helps = not step_checks.not_finite(weights(objects))
+            helps = not not_finite(weights(objects))
         finally:
             for group, eps in groups:
                 group["eps"] = eps
@@ -300,7 +401,7 @@ class Catch(CaughtStep, Generic[P, R]):
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
         first = self.step - len(calls)
-        found = [step_checks.described_losses(c.losses, MeanLoss(), None) for c in calls]
+        found = [described_losses(c.losses, MeanLoss(), None) for c in calls]
         last = next((i for i, words in enumerate(found) if words), len(calls) - 1)
         losses = [float(loss) for c in calls[:last] for loss in c.losses]
         note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")
@@ -314,20 +415,33 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # After so many calls in a row that found the training written by other code, say so.
 _OFTEN = 3
 
+
 # An eps that float16 holds, with digits to spare.
 _EPS = 1e-4
+
+
 _LOST_EPS = (
     "{whose}, so that it divides by zero. Give it eps={eps:g}, with which this step was tried and "
     "is finite, or keep the weights in float32 and lower the ops, as polymp.torch.autocast does."
 )
+
+
 _ELSEWHERE = "another rank found a value that is not finite"
+
+
 _SOMETHING = "a value is not finite"
+
+
 _WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
+
+
 _DIFFERS = (
     "Repeating step {step} gave the loss {losses}. So not all of the training was put back, such "
     "as an optimizer that only a library reaches, and no op was looked for. Name what is missing: "
     "catch(step, of=[...]). The training is as the last step left it."
 )
+
+
 _UNREPEATED = (
     "Repeating the steps did not give that value again, and the training is now in the state after "
     "them. The step reads its batch itself, or other code changed the training in a way that does "
@@ -341,3 +455,216 @@ def _located(fn: Callable[..., Any], call: Call, objects: TrainingObjects) -> Fa
     if "model" in kwargs:  # the step's own, and not locate's
         fn = functools.partial(fn, model=kwargs.pop("model"))
     return replay.locate(fn, *call.args, model=model, **kwargs)
+
+
+def versions_of(given: object) -> tuple[int, ...]:
+    """Return the version of each tensor in a tree, which every write to the tensor changes."""
+    tensors = (t for t in tree_leaves(given) if isinstance(t, torch.Tensor))
+    return tuple(t._version for t in tensors if not t.is_inference())
+
+
+# Whether the numbers of a training step are finite: its losses, gradients and weights.
+#
+# `StepChecks` finds out on the device, for which the host does not wait. `Described` waits, and
+# says in words what is not finite.
+#
+# Of the mean loss, the share that stays at each step; a loss is compared with it from this many on.
+_STAYS, _WARM_UP = 0.9, 10
+
+
+Optimizer = torch.optim.Optimizer
+
+
+class StepChecks:
+    """The findings of the steps since the last `now`; some are still on their way to the host.
+
+    Args:
+        jump: the factor by which a loss may be above the mean; None for any.
+        mean: of the losses so far.
+
+    Attributes:
+        mean: likewise.
+    """
+
+    def __init__(self, jump: float | None, mean: MeanLoss | None = None) -> None:
+        self.mean: MeanLoss = mean or MeanLoss()
+        self._jump = jump
+        self._arriving: list[tuple[torch.Tensor, torch.Event]] = []
+
+    def add(self, result: object, bad_gradients: Sequence[torch.Tensor]) -> bool:
+        """Check the results of a step; return whether something is not finite, if that is known.
+
+        On a CPU it is known at once, on other devices some steps later. Several ranks with other
+        devices learn of it in `now` alone, so that all of them stop at the same step.
+        """
+        bad = list(bad_gradients)
+        for loss in losses(result):
+            bad.append(~loss.isfinite())
+            if self._jump is not None:
+                jumped = self.mean.jumped(loss, self._jump)
+                bad += [] if jumped is None else [jumped]
+                self.mean = self.mean.and_also(loss)
+        ranks = _ranks()
+        if not bad and ranks == 1:
+            return False
+        device = max((b.device for b in bad), key=lambda d: d.type != "cpu", default=_device())
+        found = torch.stack([b.to(device, non_blocking=True) for b in bad]).any() if bad else None
+        found = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
+        if ranks > 1:
+            found = over_ranks(found)
+        if device.type == "cpu":
+            return bool(found)
+        copy, event = found.to("cpu", non_blocking=True), torch.Event(device)
+        event.record()
+        self._arriving.append((copy, event))
+        return ranks == 1 and self._arrived(wait=False)
+
+    def now(self) -> bool:
+        """Wait for what is on its way, and return whether something is not finite."""
+        return self._arrived(wait=True)
+
+    def _arrived(self, *, wait: bool) -> bool:
+        found = False
+        while self._arriving and (wait or self._arriving[0][1].query()):
+            copy, event = self._arriving.pop(0)
+            event.synchronize()
+            found = found or bool(copy)
+        return found
+
+
+@contextmanager
+def stepping(look: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Show `look` every optimizer that is about to step, in a `with` block."""
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        look(optimizer)
+
+    hook = register_optimizer_step_pre_hook(before)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def with_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer that have a gradient."""
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
+def lost_eps(optimizers: Iterable[Optimizer]) -> dict[str, list[dict[str, Any]]]:
+    """Return the groups of parameters whose eps is zero in their dtype, by a clause on it."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            for dtype in {p.dtype for p in group["params"]} if isinstance(eps, float) else ():
+                if eps and not float(torch.tensor(eps, dtype=dtype)):
+                    said = f"{type(optimizer).__name__}'s eps={eps:g} is zero in {dtype}"
+                    found.setdefault(said, []).append(group)
+    return found
+
+
+def differing(recorded: Sequence[torch.Tensor], result: object) -> str:
+    """Say which finite loss of a step was another when it was repeated; "" if none.
+
+    On a CPU within a few roundings of the loss; other devices may add up in another order.
+    """
+    for loss, now in zip(recorded, values(result), strict=False):
+        was, eps = float(loss), max(4 * torch.finfo(loss.dtype).eps, 1e-5)
+        close = math.isclose(was, now, rel_tol=eps if loss.device.type == "cpu" else 0.1)
+        if math.isfinite(was) and not close:
+            return f"{now:.4g}, where it was {was:.4g}"
+    return ""
+
+
+def bad_by_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return, for each device, whether one of its tensors has Inf or NaN: bool []."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for t in tensors:
+        values = _values(t)
+        if values.numel():
+            by_device.setdefault(values.device, []).append(values)
+    with torch.no_grad():
+        found = [torch.stack(_extremes(many)) for many in by_device.values()]
+        return [~extremes.isfinite().all() for extremes in found]
+
+
+def _extremes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return numbers, each [], that are finite if all values of some tensors of a device are."""
+    if tensors[0].device.type == "cpu" and not any(t.is_complex() for t in tensors):
+        # torch 2.13 takes 11 times as long for these norms on CPUs, which it does not vectorise.
+        return [extreme for t in tensors for extreme in t.aminmax()]
+    return list(torch._foreach_norm(tensors, math.inf))
+
+
+def not_finite(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the tensors that have Inf or NaN, by name: "Inf" or "NaN". Waits for the device."""
+    found = {}
+    for name, t in named.items():
+        values = _values(t)
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            found[name] = "NaN" if bool(values.isnan().any()) else "Inf"
+    return found
+
+
+def _values(t: torch.Tensor) -> torch.Tensor:
+    local = distributed.local(t.detach())
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def any_rank(found: bool) -> bool:
+    """Return whether any rank found something; all ranks have to ask."""
+    if _ranks() == 1:
+        return found
+    return bool(over_ranks(torch.tensor(found, device=_device())))
+
+
+def over_ranks(found: torch.Tensor) -> torch.Tensor:
+    """Return whether any rank found something, bool []; all ranks have to ask."""
+    most = found.to(_device(), torch.float32)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.bool()
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _device() -> torch.device:
+    """Return a device on which ranks can talk."""
+    nccl = _ranks() > 1 and "nccl" in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def described(kind: str, found: Mapping[str, str]) -> str:
+    """Say which tensors of a kind are not finite; "" if none."""
+    if not found:
+        return ""
+    (name, what), *others = found.items()
+    more = f", and {len(others)} more" if others else ""
+    return f"{kind} {name} is {what}{more}"
+
+
+def described_losses(result: object, mean: MeanLoss, jump: float | None) -> str:
+    """Say which loss is not finite, or has jumped; "" if none."""
+    for loss in losses(result):
+        value = float(loss)
+        if not math.isfinite(value):
+            return f"the loss is {'NaN' if math.isnan(value) else 'Inf' if value > 0 else '-Inf'}"
+        jumped = None if jump is None else mean.jumped(loss, jump)
+        if jumped is not None and bool(jumped) and mean.value is not None:
+            return f"the loss is {value:.4g}; the mean of the last ones is {float(mean.value):.4g}"
+    return ""
+
+
+def mean_after(result: object, mean: MeanLoss) -> MeanLoss:
+    """Return the mean with a step's losses in it."""
+    for loss in losses(result):
+        mean = mean.and_also(loss)
+    return mean
+
+
+def values(result: Any) -> list[float]:
+    """Return a step's losses as numbers. Waits for the device."""
+    return [float(loss) for loss in losses(result)]

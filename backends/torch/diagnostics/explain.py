@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import accelerators, autograd, storage
+from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
 from polymp.backends.torch.modules.scoped import scoped_anew
@@ -41,22 +41,22 @@ class _Calls(OpTracer):
     def before(self, ran: Ran) -> None:
         for t in ran.reads:
             if t.is_leaf and t.requires_grad:
-                self._leaves.add(storage.storage_key(t))
+                self._leaves.add(modes.storage_key(t))
 
     def begin(self) -> None:
         super().begin()
-        autograd.saved_tensors_shown(self, self._save)
+        dispatcher.saved_tensors_shown(self, self._save)
 
     def _save(self, t: torch.Tensor) -> None:
         base = t if t._base is None else t._base
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return
-        key = storage.storage_key(t)
+        key = modes.storage_key(t)
         in_8_bits = t.is_floating_point() and t.itemsize == 1
         if (t.dtype is torch.float32 or in_8_bits) and key and key not in self._saved:
-            reference = storage.storage_reference(t)  # so that the key is not another's meanwhile
+            reference = modes.storage_reference(t)  # so that the key is not another's meanwhile
             size = t.untyped_storage().nbytes()
-            self._saved[key] = reference, autograd.latest_node(), size, in_8_bits
+            self._saved[key] = reference, dispatcher.latest_node(), size, in_8_bits
 
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""

@@ -5,7 +5,8 @@ tensors that it wrote get their old values back, so that training can go on.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,12 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from polymp import progress
-from polymp.backends.torch.compat import dispatcher, distributed, modes, storage
-from polymp.backends.torch.diagnostics import own_ops
-from polymp.backends.torch.diagnostics.op_kinds import facts_of, tensors
-from polymp.backends.torch.diagnostics.operand_tracer import OperandTracer
-from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.scaler.properties import PARTS
+from polymp.backends.torch.compat import dispatcher, distributed, modes
+from polymp.backends.torch.compat.modes import storage_key
+from polymp.backends.torch.diagnostics import op_call
+from polymp.backends.torch.diagnostics.fault import NOTHING, Event, operand
+from polymp.backends.torch.diagnostics.measure import Range, measurable, sample
+from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, tensors
+from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
+from polymp.backends.torch.scaler.grad_scaler import PARTS, GradScaler
 from polymp.diagnostics.audit_records import Fault
 
 
@@ -107,7 +110,7 @@ class _Undo(modes.OpMode):
                 self.grads.setdefault(id(t), (t, t.grad))
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
-        if not isinstance(func, torch._ops.OpOverload) or own_ops.running():
+        if not isinstance(func, torch._ops.OpOverload) or op_call.running():
             return func(*args, **kwargs)
         given = tensors(*args, *kwargs.values())
         self.keep_grads(given)
@@ -118,14 +121,14 @@ class _Undo(modes.OpMode):
             self.meeting.wait(func.name())
         if facts.writes:
             for t in dispatcher.written(func, args, kwargs):
-                key = storage.storage_key(t)
+                key = modes.storage_key(t)
                 if key and key not in self.made and key not in self.written:
                     memory = t.untyped_storage()
                     self.written[key] = memory, _bytes(memory).clone()
         result = func(*args, **kwargs)
         if facts.kind != "view":
-            made = map(storage.storage_key, tensors(result))
-            self.made.update({*made}.difference(map(storage.storage_key, given)))
+            made = map(modes.storage_key, tensors(result))
+            self.made.update({*made}.difference(map(modes.storage_key, given)))
         return result
 
     def put_back(self) -> None:
@@ -250,3 +253,48 @@ def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
             optimizer.state.update(states)
             for group, was in zip(optimizer.param_groups, groups, strict=True):
                 group.update(was)
+
+
+# The tracer of `locate`: it measures the inputs of the ops that may be at fault.
+#
+# The host reads the range of each result as soon as it is there. Most ops are not at fault, and
+# their inputs need no measurement.
+
+
+class OperandTracer(ValueTracer):
+    """A tracer that measures the inputs of ops that may be at fault.
+
+    An op may be at fault if its result is not finite, or if its dtype made a value or a number
+    zero: see `polymp.diagnostics.blame`.
+    """
+
+    title = "locate"
+
+    def inputs(self, ran: Ran) -> list[torch.Tensor]:
+        if not ran.facts.writes:
+            return ran.reads
+        written = {*map(storage_key, dispatcher.written(ran.func, ran.args, ran.kwargs))}
+        with Own(self.off):  # afterwards they have other values
+            return [t.clone() if storage_key(t) in written else t for t in ran.reads]
+
+    def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
+        # Else float16 has made no value Inf, and none of those that are compared zero or 1.
+        few = [sample(t) for t in results[:1]]
+        return not _finite(ranges) or any(bool(((t == 0) | (t == 1)).any()) for t in few)
+
+    def noted(
+        self,
+        event: Event,
+        results: list[torch.Tensor],
+        ranges: Sequence[Range],
+        inputs: list[torch.Tensor],
+    ) -> Event:
+        lost = event.lost is not None and bool(event.lost.both.any())
+        if not (lost or event.numbers) and _finite(ranges):
+            return event
+        measured = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
+        return event._replace(operands=measured)
+
+
+def _finite(ranges: Sequence[Range]) -> bool:
+    return all(math.isfinite(x) for found in ranges for x in found)

@@ -11,7 +11,7 @@ import torch
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
-from polymp.backends.torch.diagnostics.op_kinds import float_tensors
+from polymp.backends.torch.diagnostics.op_call import float_tensors
 from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
 from polymp.dtypes import FORMATS
 

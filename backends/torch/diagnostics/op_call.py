@@ -1,20 +1,55 @@
-"""`OpCall`: a call of an op of the vocabulary, or the backward of one, that a tracer follows."""
+"""`OpCall`: a call of an op, or its backward, that a tracer follows; its kind and source."""
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn as nn
 
-from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import flop_count, storage
-from polymp.backends.torch.diagnostics.call_site import CallSite
-from polymp.backends.torch.diagnostics.op_kinds import OpFacts, dtypes, float_tensors
+from polymp import code_origin
+from polymp.backends.torch.autocast import dtype_names, op_facts
+from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers
+from polymp.backends.torch.scaler import device_state, grad_scaler, optimizer_step, unscale
 from polymp.rules.row import Row
+from polymp.rules.vocabulary import vocabulary
 
 # Of most calls: one object for all of them.
 _NONE: frozenset[int] = frozenset()
+
+
 _NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+_SCALING = frozenset(
+    module.__file__ for module in (optimizer_step, grad_scaler, grad_scaler, device_state, unscale)
+)
+
+
+# Call sites: the module whose call runs, and the line of the user's code.
+#
+# Both are read from the Python stack, so that no hook is set and no module changed.
+
+
+class CallSite(NamedTuple):
+    """The place where an op was called.
+
+    Attributes:
+        module: path of the innermost module whose call runs; "" outside of all.
+        source: "file.py:12", of the innermost code outside of libraries; "" in backward code of
+            torch's own.
+        recomputed: True inside the recomputation of a checkpoint.
+        updating: True inside an optimizer's step or a loss scaler.
+    """
+
+    module: str
+    source: str
+    recomputed: bool
+    updating: bool = False
 
 
 class OpCall:
@@ -82,8 +117,8 @@ class OpCall:
         if self.inputs is None:
             self.inputs, self.outputs = dtypes([source]), dtypes([result])
         self.casts += 1
-        self.cast_bytes += storage.stored_bytes(source) + storage.stored_bytes(result)
-        self.cast_storages |= {storage.storage_key(source)}
+        self.cast_bytes += modes.stored_bytes(source) + modes.stored_bytes(result)
+        self.cast_storages |= {modes.storage_key(source)}
 
     def computed(
         self,
@@ -97,7 +132,7 @@ class OpCall:
         """Note an op that is part of it, with the dtypes that the op read and made."""
         if self.inputs is None:
             self.inputs = read
-        flops = flop_count.flops(func, args, kwargs, result)
+        flops = modes.flops(func, args, kwargs, result)
         if flops and not self.flops:
             self.run = read[:1]  # attention's statistics are float32 in any case
         elif not self.run:
@@ -125,9 +160,32 @@ class OpCall:
             return
         for t in float_tensors(given):
             if t.is_leaf and t.dtype is torch.float32 is not low:
-                key = storage.storage_key(t)  # 0 of what torch.func wraps
+                key = modes.storage_key(t)  # 0 of what torch.func wraps
                 if key and key not in self.cast_storages:
                     self.saved = {**self.saved, "cached": self.saved.get("cached", 0) + 1}
+
+
+# Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.
+
+
+class OpFacts(NamedTuple):
+    """The facts of an op that tracers ask for at each of its calls.
+
+    Attributes:
+        kind: "view", "makes" for results that read no float, or "computes".
+        copies: True for `_to_copy`, which casts.
+        writes: True if it writes into its arguments.
+        receives: True if other ranks write its results.
+        keeps: 0, or 0, 1 and -1, if a number that it is given keeps its result away from these.
+        copies_as: its name if it copies numbers as they are, else "".
+    """
+
+    kind: str
+    copies: bool
+    writes: bool
+    receives: bool
+    keeps: frozenset[float]
+    copies_as: str
 
 
 class Ran(NamedTuple):
@@ -148,3 +206,232 @@ class Ran(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     reads: list[torch.Tensor]
+
+
+@cache
+def facts_of(func: torch._ops.OpOverload) -> OpFacts:
+    """Return the facts of an op."""
+    name = func.overloadpacket.__name__
+    return OpFacts(
+        _kind_of(func, name),
+        func is torch.ops.aten._to_copy.default,
+        dispatcher.writes(func),
+        distributed.receives(func),
+        op_facts.KEEPS.get(name, frozenset()),
+        name if name in op_facts.COPIES else "",
+    )
+
+
+def _kind_of(func: torch._ops.OpOverload, name: str) -> str:
+    aliases = [r.alias_info for r in func._schema.returns]
+    if name in op_facts.FACTORIES:
+        return "makes"
+    view = any(alias is not None and not alias.is_write for alias in aliases)
+    if view or func.namespace in ("prim", "profiler") or name in op_facts.SILENT_VIEWS:
+        return "view"
+    return "computes"
+
+
+def is_cast(source: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a copy is from one float dtype to another, on one device."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    return (
+        isinstance(dtype, torch.dtype)
+        and dtype.is_floating_point
+        and source.is_floating_point()
+        and dtype is not source.dtype
+        and (device is None or torch.device(device).type == source.device.type)
+    )
+
+
+def name_of(overload: str, name: str) -> str:
+    """Return the name of an op that is called past the kernels, such as in place: "relu_"."""
+    if name == "_to_copy":
+        return "to"
+    op = vocabulary().of_aten(overload) or vocabulary().of_kernel(name)
+    if not op and name.endswith("_"):
+        op = vocabulary().of_aten(overload.replace(name, name[:-1], 1))
+    return op or name
+
+
+def float_tensors(*trees: object) -> list[torch.Tensor]:
+    """Return the float tensors in an op's arguments or results, in order."""
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            if tree.is_floating_point():
+                found.append(tree)
+        elif isinstance(tree, (tuple, list, dict)):
+            found += [t for t in tensors(tree) if t.is_floating_point()]
+    return found
+
+
+def numbers_in(*trees: object) -> list[torch.Tensor]:
+    """Return the float and complex tensors in an op's arguments or results, in order."""
+    return [t for t in tensors(*trees) if t.is_floating_point() or t.is_complex()]
+
+
+def tensors(*trees: object) -> list[torch.Tensor]:
+    """Return the tensors in an op's arguments or results, in order."""
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, (tuple, list)):
+            found += tensors(*tree)
+        elif isinstance(tree, dict):
+            found += tensors(*tree.values())
+    return found
+
+
+def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of the dtypes of tensors."""
+    return tuple([dtype_names.NAMES[t.dtype] for t in tensors])
+
+
+# `Own`: a context for ops that a tracer runs for itself.
+
+
+class _Busy(threading.local):
+    """The number of measurements that run in this thread: their ops belong to no program."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+_busy = _Busy()
+
+
+def running() -> bool:
+    """Return whether a tracer runs ops of its own in this thread."""
+    return _busy.depth > 0
+
+
+class Own:
+    """A context whose ops no tracer sees and no region casts: `with Own(keys): ...`.
+
+    Args:
+        keys: autocast's dispatch keys.
+    """
+
+    def __init__(self, keys: torch._C.DispatchKeySet) -> None:
+        self._keys = keys
+
+    def __enter__(self) -> None:
+        _busy.depth += 1
+        self._guard = dispatcher.ExcludeKeys(self._keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+        _busy.depth -= 1
+
+
+class CallSites:
+    """Finds call sites, and remembers the paths of modules.
+
+    Args:
+        model: its modules are called by their paths in it; None to call each by its path in the
+            outermost module that ran when it was met first.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._paths: dict[int, str] = {}
+        self._roots: list[nn.Module] = []  # kept alive, for paths go by identity
+        if model is not None:
+            self._learn(model)
+        self._settled = model is not None
+
+    def _learn(self, root: nn.Module) -> None:
+        self._roots.append(root)
+        for name, module in root.named_modules():
+            self._paths.setdefault(id(module), name)
+
+    def here(self, frame: FrameType | None) -> CallSite:
+        """Return the call site of a frame, from it and the frames that called it."""
+        path: str | None = None
+        module: nn.Module | None = None
+        source, recomputed, updating, start = "", False, False, frame
+        while frame is not None:
+            code = frame.f_code
+            if code is optimizers.MODULE_CALL:
+                if path is None:
+                    module = frame.f_locals["self"]  # makes a dict: costly
+                    path = self._paths.get(id(module))
+            elif (kind := _kind(code.co_filename)) != "library":
+                if kind == "user":
+                    source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
+                elif kind == "checkpoint":
+                    recomputed |= code.co_name in _RECOMPUTES
+                elif kind == "update":
+                    updating |= not source  # with a source, it calls a closure of the user's
+                elif kind == "engine":
+                    break  # ops of a backward pass are not at the line that called backward()
+            frame = frame.f_back
+        if path is None and module is not None and not self._settled:
+            self._learn(module)  # the outermost one that runs
+            return self.here(start)
+        return CallSite(path or "", source, recomputed, updating)
+
+
+def exchange(frame: FrameType | None) -> str:
+    """Return what FSDP2 sends while a frame runs: "all_gather", "reduce_scatter", or "".
+
+    Casts that FSDP makes to send parameters and gradients run in its own functions, from hooks.
+    """
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "fsdp" and frame.f_code.co_name in _SENDS:
+            return _SENDS[frame.f_code.co_name]
+        if kind not in ("library", "fsdp"):
+            break
+        frame = frame.f_back
+    return ""
+
+
+# The functions of FSDP2 that gather parameters, and the one that adds up gradients.
+_SENDS = {
+    "unshard": "all_gather",
+    "wait_for_unshard": "all_gather",
+    "foreach_reduce": "reduce_scatter",
+}
+
+
+# The functions of torch.utils.checkpoint that run a forward again.
+_RECOMPUTES = frozenset({"recompute_fn", "unpack_hook", "backward"})
+
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+
+
+@cache
+def _name(filename: str) -> str:
+    return Path(filename).name
+
+
+@cache
+def _kind(filename: str) -> str:
+    """Return the kind of a file: "user", "engine", "checkpoint", "update", "fsdp", "library"."""
+    if filename.startswith(_TORCH):
+        end = filename.removeprefix(_TORCH)
+        if end.startswith(_OPTIM):
+            return "update"
+        if end.startswith(_FSDP):
+            return "fsdp"
+        return _TORCH_S.get(end, "library")
+    if filename in _SCALING:
+        return "update"
+    return "library" if code_origin.is_library(filename) else "user"
+
+
+_TORCH_S = {
+    str(Path("autograd", "graph.py")): "engine",
+    str(Path("utils", "checkpoint.py")): "checkpoint",
+    str(Path("amp", "grad_scaler.py")): "update",
+}
+
+
+_OPTIM = "optim" + os.sep
+
+
+_FSDP = str(Path("distributed", "fsdp", "_fully_shard")) + os.sep

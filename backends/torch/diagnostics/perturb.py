@@ -6,22 +6,83 @@ are moved below autograd, so that the backward pass is that of the moved run, an
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import cache
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import modes, storage
+from polymp.backends.torch.compat import modes
 from polymp.backends.torch.diagnostics.explain import call_of
-from polymp.backends.torch.diagnostics.moved_numbers import Chance
-from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
-from polymp.backends.torch.diagnostics.op_kinds import facts_of, float_tensors, is_cast
+from polymp.backends.torch.diagnostics.op_call import (
+    OpCall,
+    Ran,
+    facts_of,
+    float_tensors,
+    is_cast,
+    name_of,
+)
 from polymp.backends.torch.diagnostics.op_tracer import OpTracer
-from polymp.diagnostics import trees
-from polymp.diagnostics.rounding import Run, Step
+from polymp.diagnostics import rounding
+from polymp.diagnostics.rounding import Run, Step, movement
+from polymp.rules.vocabulary import vocabulary
+
+# The results of ops moved by a share of their rounding, for the probes of `perturb`.
+#
+# `polymp.diagnostics.rounding` explains by how much, and why.
+
+
+class Chance:
+    """Moves numbers by a share of their rounding.
+
+    A share is a hash of the number, the op and the seed. So equal numbers in one result go the same
+    way, as they round the same way, and opposite numbers go opposite ways.
+
+    Args:
+        seed: of the shares.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._moves = 0
+
+    def op(
+        self,
+        func: torch._ops.OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        reads: Sequence[torch.Tensor],
+        result: object,
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        """Move the float tensors in the result of an op."""
+        for t in made:
+            self._move(t, _movement(func, args, kwargs, reads, result, t))
+
+    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Move the result of a cast."""
+        if result.element_size() < source.element_size():
+            self._move(result, torch.finfo(result.dtype).eps / 2 * result.double().abs())
+
+    def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
+        self._moves += 1
+        # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
+        if t.numel() and t.itemsize > 1:
+            # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN.
+            exact = t.double()
+            t.copy_(torch.where(t.isfinite(), exact + self._shares(exact) * by, exact))
+
+    def _shares(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return an even share in [-1, 1) for each number: murmur3's finalizer of its bits."""
+        key = (self._seed << 40) + self._moves * 0x9E3779B97F
+        bits = numbers.abs().view(torch.int64) + key
+        for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
+            bits = (bits ^ (bits >> 33)) * factor
+        share = ((bits >> 32) & 0xFFFFFFFF).double() * 2.0**-31 - 1.0
+        return torch.where(numbers < 0, -share, share)
 
 
 class _Probe(modes.OpMode):
@@ -74,7 +135,7 @@ class Moved(OpTracer):
         reads = self._reads.setdefault(id(op_call), set())
         for t in tree_leaves(tree):
             if isinstance(t, torch.Tensor):
-                maker = self._maker.get(storage.storage_key(t))
+                maker = self._maker.get(modes.storage_key(t))
                 if maker not in (None, id(op_call)):
                     reads.add(maker)
 
@@ -91,12 +152,12 @@ class Moved(OpTracer):
             self._chance.cast(source, result)
         if self._keep:
             self._note_reads(op_call, source)
-            maker = self._maker.get(storage.storage_key(source))
+            maker = self._maker.get(modes.storage_key(source))
             self._made(result, id(op_call) if maker is None else maker)
 
     def _made(self, t: torch.Tensor, maker: int) -> None:
-        self._maker[storage.storage_key(t)] = maker
-        self._alive.append(storage.storage_reference(t))
+        self._maker[modes.storage_key(t)] = maker
+        self._alive.append(modes.storage_reference(t))
 
     def steps(self) -> tuple[Step, ...]:
         """Return the calls of the run, in order."""
@@ -112,7 +173,7 @@ class Moved(OpTracer):
 
     def maker(self, t: torch.Tensor) -> int | None:
         """Return the place of the call that made a tensor; None if none did or nothing is kept."""
-        return self._places().get(self._maker.get(storage.storage_key(t), -1))
+        return self._places().get(self._maker.get(modes.storage_key(t), -1))
 
     def _places(self) -> dict[int, int]:
         return {id(op_call): number for number, op_call in enumerate(self.calls)}
@@ -166,17 +227,17 @@ class Program:
 
     def _ran(self, follower: "Moved | _Probe") -> Run:
         follower.looks_away = True
-        made = {path: tensor(x) for path, x in trees.arrays(self._tree).items()}
+        made = {path: tensor(x) for path, x in rounding.arrays(self._tree).items()}
         inputs: dict[str, torch.Tensor] = {}
         if self._cotangent is not None:
             inputs = {p: t.requires_grad_() for p, t in made.items() if t.is_floating_point()}
-        args, kwargs = trees.rebuilt(self._tree, iter(made.values()))
+        args, kwargs = rounding.rebuilt(self._tree, iter(made.values()))
         follower.looks_away = False
         with ExitStack() as region:
             if self._dtype is not None:
                 dtype = dtype_names.DTYPES[self._dtype]
                 region.enter_context(autocast("cpu", dtype, policy=self._policy))
-            results = trees.results(self._fn(*args, **kwargs), "torch")
+            results = rounding.results(self._fn(*args, **kwargs), "torch")
         gradients = self._gradients(results, inputs, follower) if inputs else {}
         follower.looks_away = True
         self._made = {f"results{path}": t for path, t in results.items()}
@@ -215,3 +276,55 @@ def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 def _array(t: torch.Tensor) -> Any:
     t = t.detach()
     return (t.double() if t.is_floating_point() else t).numpy()
+
+
+def _is_float(t: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout is torch.strided
+
+
+@cache
+def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
+    """Return an op's name in the vocabulary, or torch's own, and its class there."""
+    words, name = vocabulary(), func.overloadpacket.__name__
+    op = name_of(func.name().removeprefix("aten::"), name)
+    return op, words.ops[op].kind if op in words.ops else ""
+
+
+def _movement(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    reads: Sequence[torch.Tensor],
+    result: object,
+    t: torch.Tensor,
+) -> torch.Tensor:
+    """Return how far one result of an op may be from the exact one, number by number."""
+    (of, kind), name = _op(func), func.overloadpacket.__name__
+    flops = modes.flops(func, args, kwargs, result)
+    terms = 1.0
+    if flops:
+        terms = flops / (2 * max(t.numel(), 1))
+    elif name == "cumsum":
+        terms = t.shape[args[1]] if t.ndim else 1
+    elif name in op_facts.SUMS or kind in vocabulary().traits["sums"]:
+        terms = max(x.numel() for x in reads) / max(t.numel(), 1)
+    own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[t.dtype], terms)
+    magnitude = t.double().abs()
+    if name in op_facts.SUMS:
+        return own * magnitude + summed * (magnitude**2 + _added(func, args, kwargs)).sqrt()
+    if kind in vocabulary().traits["sums"] and magnitude.numel():
+        # Each number is made of the others: some are differences, smaller than what was subtracted.
+        magnitude = magnitude.maximum(magnitude.max() if terms > 1 else magnitude.mean())
+    return (own + summed) * magnitude
+
+
+def _added(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]
+) -> torch.Tensor:
+    """Return the sum of the squares of the terms of a sum."""
+    squares: Any = [x.double() ** 2 if _is_float(x) else x for x in args]
+    kwargs = {k: torch.float64 if v in dtype_names.NAMES else v for k, v in kwargs.items()}
+    found: torch.Tensor = func(*squares, **kwargs).double().abs()
+    if func.overloadpacket is torch.ops.aten.mean:
+        found = found * (found.numel() / max(squares[0].numel(), 1))  # of terms that are divided
+    return found

@@ -7,20 +7,45 @@ random numbers                    of torch, of Python, and of numpy's global gen
 """
 
 import copy
+import functools
 import random
 import sys
+import types
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn as nn
+from torch.utils.data import DataLoader
 
 from polymp import code_origin
-from polymp.backends.torch.compat import dtensor
-from polymp.backends.torch.diagnostics.training_objects import TrainingObjects
+from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.errors import CatchWarning
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class TrainingObjects(NamedTuple):
+    """The models, optimizers and other objects of a training step, each once.
+
+    Attributes:
+        models: modules that are not part of another one here.
+        optimizers: those of torch, or derived from torch's class.
+        others: schedulers, loss scalers and other objects with `state_dict` and `load_state_dict`.
+    """
+
+    models: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    others: list[Any]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a loss scaler is among them, which skips steps with bad gradients."""
+        scalers = (torch.amp.GradScaler, GradScaler)
+        own = [*self.others, *(getattr(it, "scaler", None) for it in self.others)]  # of a plugin
+        return any(isinstance(it, scalers) and it.is_enabled() for it in own)
 
 
 class TrainingState:
@@ -49,7 +74,7 @@ class TrainingState:
             _write_back(self._tensors)
             for t, grad, values in self._grads:
                 if grad is not None and values is not None:
-                    dtensor.local(grad).copy_(values)
+                    distributed.local(grad).copy_(values)
                 t.grad = grad
             for it, states in zip(self._objects.optimizers, self._states, strict=True):
                 it.state.clear()
@@ -131,7 +156,7 @@ def weights(objects: TrainingObjects) -> dict[str, torch.Tensor]:
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
-    return dtensor.local(t.detach()).clone()
+    return distributed.local(t.detach()).clone()
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> _Pairs:
@@ -141,7 +166,7 @@ def _copies(tensors: Iterable[torch.Tensor]) -> _Pairs:
 
 def _write_back(pairs: _Pairs) -> None:
     for t, values in pairs:
-        local = dtensor.local(t)
+        local = distributed.local(t)
         if local.untyped_storage().nbytes() or not values.numel():  # else FSDP has freed it
             local.copy_(values)
 
@@ -153,7 +178,7 @@ class _Tensor:
         self.tensor, self.values = tensor, _copy(tensor)
 
     def restored(self) -> torch.Tensor:
-        dtensor.local(self.tensor).copy_(self.values)
+        distributed.local(self.tensor).copy_(self.values)
         return self.tensor
 
 
@@ -184,3 +209,102 @@ def _set_random_state(states: list[Any]) -> None:
     random.setstate(python)
     if numpy is not None:
         sys.modules["numpy"].random.set_state(numpy)
+
+
+# The models, optimizers, schedulers and loss scalers that a training step works with.
+#
+# They are found where Python finds them when the step runs: among its arguments, in its closure
+# and defaults, as globals that its code names, as attributes of the object whose method it is,
+# and the same for the user's functions that it calls.
+#
+# Of a container, as many values are looked at: lists of losses may be long, of models not.
+_MOST = 64
+
+
+def training_objects(step: Callable[..., Any], given: Iterable[object]) -> TrainingObjects:
+    """Find what a step works with."""
+    modules: dict[int, nn.Module] = {}
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+    others: dict[int, Any] = {}
+    for it in _reachable([step, *given]):
+        if isinstance(it, nn.Module):
+            modules[id(it)] = it
+        elif isinstance(it, torch.optim.Optimizer):
+            optimizers[id(it)] = it
+        elif _has_state(it):
+            others[id(it)] = it
+    inner = {id(part) for it in modules.values() for part in it.modules() if part is not it}
+    models = [it for key, it in modules.items() if key not in inner]
+    return TrainingObjects(models, [*optimizers.values()], [*others.values()])
+
+
+def _has_state(it: object) -> bool:
+    kind = type(it)
+    if isinstance(it, DataLoader):  # a place in the data, which is not gone back to
+        return False
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
+
+
+def _reachable(start: Iterable[object]) -> Iterator[object]:
+    """Yield the objects of a training that the user's code can reach from some, each once."""
+    seen: set[int] = set()
+    waiting = list(start)
+    kept = []  # alive as long as their ids are in `seen`
+    while waiting:
+        it = waiting.pop()
+        if id(it) in seen:
+            continue
+        seen.add(id(it))
+        kept.append(it)
+        if isinstance(it, (nn.Module, torch.optim.Optimizer)) or _has_state(it):
+            yield it
+        else:
+            waiting += _inside(it)
+
+
+def _inside(it: object) -> Iterable[object]:
+    match it:
+        case functools.partial():
+            return [it.func, *it.args, *it.keywords.values()]
+        case types.MethodType():
+            return [it.__self__, it.__func__]
+        case types.FunctionType():
+            return _of_function(it)
+        case dict():
+            return [*it.values()][:_MOST]
+        case list() | tuple() | set():
+            return [*it][:_MOST]
+    if isinstance(it, (type, types.ModuleType)) or not hasattr(it, "__dict__"):
+        return ()
+    file = getattr(sys.modules.get(type(it).__module__), "__file__", None)
+    if file is None or code_origin.is_library(file, "torch"):
+        return ()
+    return [*vars(it).values()][:_MOST]
+
+
+def _of_function(function: types.FunctionType) -> list[object]:
+    original = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
+        function, "__wrapped__", None
+    )
+    if original is not None:
+        return [original]
+    if code_origin.is_library(function.__code__.co_filename, "torch"):
+        return []
+    names: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names |= set(code.co_names)
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    found = [value for name, value in function.__globals__.items() if name in names]
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    return [it for it in found if not isinstance(it, types.ModuleType)] + [
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ]

@@ -4,16 +4,28 @@ The call of a module puts `policy.at(path)` in force for as long as it runs. Reg
 of ops are in `autocast`.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.nn as nn
+from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.autocast import kernel_registry, module_policy, policy_code, torch_table
-from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.autocast import (
+    dtype_names,
+    kernel_registry,
+    region_casts,
+    regions,
+    torch_table,
+)
+from polymp.backends.torch.autocast.api import PolicyLike, autocast
+from polymp.backends.torch.autocast.compiled_region import OpenInGraphs
+from polymp.backends.torch.autocast.regions import NONE, SCOPE, Code, codes
+from polymp.backends.torch.compat import dynamo, export, modes
 from polymp.backends.torch.modules import subclass
 from polymp.code_origin import outside
 from polymp.errors import PolicyError, PolicyWarning
@@ -36,7 +48,7 @@ class ModuleScope:
         for device in torch_table.DEVICES:
             kernel_registry.install(policy, device)
         self.policy = policy
-        self.code: policy_code.Code = policy_code.of_scope(policy)
+        self.code: regions.Code = regions.of_scope(policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _module_scope, (self.policy,)  # codes are of one process
@@ -58,14 +70,14 @@ class Scoped(subclass.Extension):
         if module_scope is None:
             above: Any = super() if isinstance(self, Scoped) else self  # bound, and then removed
             return above._call_impl(*args, **kwargs)
-        code, outer = module_scope.code, policy_code.in_force()
+        code, outer = module_scope.code, regions.code_in_force()
         if code == outer:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         try:
-            module_policy.enter(code)
+            enter(code)
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
-            module_policy.leave(outer)
+            leave(outer)
 
 
 class Scoping(subclass.Handle):
@@ -188,3 +200,119 @@ def _said_of(scoping: Scoping, model: nn.Module) -> str:
 
 
 _NAMES = "[name for name, _ in model.named_modules()] lists the paths."
+
+
+# A module whose calls open a region: for trainers that call the model and open none.
+
+
+class RegionOptions(NamedTuple):
+    """The arguments of the region of a module's calls.
+
+    Attributes:
+        device: its type.
+        dtype: the name of the low dtype.
+        policy: of the region; None for torch's own table, and for a policy that `scoped` has put on
+            the modules inside.
+    """
+
+    device: str
+    dtype: str
+    policy: Policy | None
+
+
+class InRegion(subclass.Extension):
+    """The class of a module whose calls open a region."""
+
+    KEY: ClassVar[str] = "_polymp_region"
+
+    def _call_impl(self, *args: object, **kwargs: object) -> Any:
+        """Call the module in its region. Since torch 1.8."""
+        options = self.__dict__.get(InRegion.KEY)
+        if options is None:
+            above: Any = super() if isinstance(self, InRegion) else self
+            return above._call_impl(*args, **kwargs)
+        dtype = dtype_names.DTYPES[options.dtype]
+        with autocast(options.device, dtype, policy=options.policy):
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def opens_region(model: nn.Module) -> bool:
+    """Return whether the calls of a model open a region."""
+    return InRegion.KEY in model.__dict__
+
+
+def open_region(model: nn.Module, policy: Policy | None, dtype: torch.dtype, device: str) -> None:
+    """Have every call of a model open a region, in place."""
+    subclass.check(model, "", "use")
+    if policy is not None and policy.scopes:
+        scoped(model, policy)
+        policy = None
+    options = RegionOptions(device, dtype_names.NAMES[dtype], policy)
+    subclass.extend(model, InRegion, options)
+
+
+# The scope of a module: its policy in force while it runs, whatever the device.
+
+
+_open = OpenInGraphs()
+
+
+@dynamo.no_frame
+def enter(code: Code) -> None:
+    """Put a module's policy in force in this thread, whatever the device.
+
+    It holds in every enabled region, the one around and those entered inside that have no policy of
+    their own. Region, dtype and cache stay as they are.
+
+    Args:
+        code: of the policy, from `policy_code.of_scope`.
+
+    Raises:
+        PolicyError: the call is being exported.
+    """
+    if is_dynamo_compiling():
+        _allow()
+        _put(True, *code)
+        return
+    if modes.are_functions_watched():
+        _refuse_export(code)
+    regions.write_code(code)
+
+
+@dynamo.no_frame
+def leave(outer: Code) -> None:
+    """Put the policies of a code back in force: those from before a scope was entered."""
+    if is_dynamo_compiling():
+        _put(False, *outer)
+        return
+    regions.write_code(outer)
+    if outer == NONE and not regions.stack.frames:
+        region_casts.end()  # the end of a region of torch's own is not seen
+
+
+def _put(entering: bool, *code: torch.dtype) -> None:
+    """Enter or leave a scope, as a call in a graph."""
+    if entering:
+        _refuse_export(code)
+        before = regions.code_in_force()
+        if before == NONE:  # nothing is open: these are of a graph that raised
+            _open.leaving.clear()
+        _open.enter(functools.partial(regions.write_code, before))
+    else:
+        _open.leave()
+    regions.write_code(code)
+
+
+def _refuse_export(code: Code) -> None:
+    if export.export_modes():
+        name = codes.policies[code][SCOPE].name
+        raise PolicyError(
+            f"torch.export cannot record the scopes of policy {name!r}. Export with "
+            "polymp.torch.bake(model, inputs), which writes the casts out; or without the scopes, "
+            "after remove() of the handle that scoped() returned."
+        )
+
+
+@dynamo.at_trace_time
+def _allow() -> None:
+    dynamo.in_graph(_put)

@@ -6,17 +6,17 @@ as the versions stay, the state can be read without waiting for the device.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple, Self, cast
+from weakref import WeakMethod
 
 import torch
 
 from polymp.backends.torch.compat import dynamo
-from polymp.backends.torch.scaler import scale_update, unscale
-from polymp.backends.torch.scaler.async_read import AsyncRead
+from polymp.backends.torch.scaler import unscale
 from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
-from polymp.scaling.state_dict import from_state_dict
+from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict
 
 
 class _Known(NamedTuple):
@@ -56,7 +56,7 @@ class DeviceState:
         self._notes_losses = notes_losses
         self._bars: torch.Tensor | None = None  # of `scale_update.new_bars`
         self._known: _Known | None = None
-        self._regular = scale_update.regular(rule, first)
+        self._regular = regular(rule, first)
         # The scale that a CUDA graph updates, whose replays write without a new version.
         self._captured: torch.Tensor | None = None
 
@@ -87,10 +87,10 @@ class DeviceState:
     def _make_counts(self, device: torch.device) -> None:
         """Without a copy from the host, which a CUDA graph cannot capture."""
         counts = torch.zeros(3, dtype=torch.float32, device=device)
-        for at, count in enumerate(scale_update.counted(self.first)):
-            if count:
-                counts.select(0, at).fill_(count)
-        self.counts, (self._bars, self.loss) = counts, scale_update.new_bars(device)
+        for at, number in enumerate(counted(self.first)):
+            if number:
+                counts.select(0, at).fill_(number)
+        self.counts, (self._bars, self.loss) = counts, new_bars(device)
 
     def _stay(self) -> None:
         """Let compiled code write to the state where it is."""
@@ -118,7 +118,7 @@ class DeviceState:
 
     def remember(self, state: ScaleState) -> None:
         """Note that the tensors hold this state now."""
-        self._regular = scale_update.regular(self.rule, state)
+        self._regular = regular(self.rule, state)
         if torch.compiler.is_compiling():
             return
         tensors = self.tensors()
@@ -159,7 +159,7 @@ class DeviceState:
         state = self.recall()
         if state is None:
             scale, tracker, counts = self.tensors()
-            state = scale_update.state_of(scale.item(), tracker.item(), *counts.tolist())
+            state = state_of(scale.item(), tracker.item(), *counts.tolist())
             self.remember(state)
         return state
 
@@ -211,7 +211,7 @@ class DeviceState:
             scale.fill_(after.scale)
         if after.tracker != before.tracker:
             tracker.fill_(after.tracker)
-        numbers = zip(scale_update.counted(before), scale_update.counted(after), strict=True)
+        numbers = zip(counted(before), counted(after), strict=True)
         for at, (old, new) in enumerate(numbers):
             if new != old:
                 counts[at].fill_(new)
@@ -235,7 +235,7 @@ class DeviceState:
         elif loss is None and self._notes_losses:
             self.noted_loss().zero_()
         moved = (scale.clone(), tracker.clone()) if given else (scale, tracker)
-        scale_update.update(self.rule, *moved, counts, found, loss, bars)
+        update(self.rule, *moved, counts, found, loss, bars)
         if loss is not None:
             self.noted_loss().zero_()
         self._known = None
@@ -247,7 +247,7 @@ class DeviceState:
         self.rule, self.first = from_state_dict(state_dict, self.rule)
         self.arriving = AsyncRead()
         if self.scale is not None:
-            values = (*self.first[:2], scale_update.counted(self.first))
+            values = (*self.first[:2], counted(self.first))
             for tensor, value in zip(self.tensors(), values, strict=True):
                 tensor.copy_(torch.tensor(value, dtype=tensor.dtype))
             self.remember(self.first)
@@ -281,3 +281,220 @@ def _check_new_scale(new_scale: torch.Tensor, device: str) -> None:
         raise AssertionError(reason)
     if new_scale.requires_grad is not False:
         raise AssertionError(reason)
+
+
+# `scale_rule.step` on a device: state and findings are tensors, and the host does not wait.
+#
+# A scale of at most 2**126 that grows by no more than this is finite, or was at its bound already:
+# then torch's kernel, which drops an infinite scale, and a clamp do what the rule says.
+_TAME = 4.0
+
+
+def counted(state: ScaleState) -> tuple[Any, Any, Any]:
+    """Return the counts as tensors hold them: skips in a row, overflows among them, all skips."""
+    return state.skips, state.skips - state.spoiled, state.skipped
+
+
+def state_of(scale: Any, tracker: Any, skips: Any, overflows: Any, skipped: Any) -> ScaleState:
+    """Return the state as Python numbers, from a scale, a tracker and counts of `counted`."""
+    counts = map(int, (tracker, skips, skips - overflows, skipped))
+    return ScaleState(scale, *counts)
+
+
+def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the thresholds of a finding, float32 [6], and a view of the second one, float32 [].
+
+    A finding above the first three adds 1 to the three counts; one above the last three keeps a
+    count. The second threshold is 0, and NaN or 1 if a loss was not finite: no finding is above it
+    then, and no overflow is counted.
+    """
+    bars = torch.zeros(6, dtype=torch.float32, device=device)
+    bars.select(0, 5).fill_(-1.0)
+    return bars, bars.select(0, 1)
+
+
+def regular(rule: ScaleRule, state: ScaleState) -> bool:
+    """Return whether the rule can lead to a state: within the bounds and the growth interval."""
+    inside = rule.min_scale <= scale_rule.as_float32(state.scale) <= rule.max_scale
+    return bool(inside and state.tracker < rule.interval)
+
+
+def update(
+    rule: ScaleRule,
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    counts: torch.Tensor,
+    found: torch.Tensor,
+    loss: torch.Tensor | None,
+    bars: torch.Tensor | None = None,
+) -> None:
+    """Bring the tensors to the state after one optimizer step, in place."""
+    wild = rule.hysteresis or rule.growth > _TAME
+    if bars is None or wild or torch.compiler.is_compiling():
+        _by_rule(rule, scale, tracker, counts, found, loss)
+    else:
+        _by_kernel(rule, scale, tracker, counts, found, bars)
+
+
+def _by_rule(
+    rule: ScaleRule,
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    counts: torch.Tensor,
+    found: torch.Tensor,
+    loss: torch.Tensor | None,
+) -> None:
+    # The factors act in float64, as in torch's kernel, and the scale is rounded when it is stored.
+    wide = scale if scale.device.type == "mps" else scale.double()
+    skips, overflows, skipped = counts.unbind()
+    state = ScaleState(wide, tracker, skips, skips - overflows, skipped)
+    fine = None if loss is None else loss == 0
+    after = scale_rule.step(rule, state, found == 0, torch.where, loss_finite=fine)
+    scale.copy_(after.scale)
+    tracker.copy_(after.tracker)
+    counts.copy_(torch.stack(counted(after)))
+
+
+def _by_kernel(
+    rule: ScaleRule,
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    counts: torch.Tensor,
+    found: torch.Tensor,
+    bars: torch.Tensor,
+) -> None:
+    """Do the same in a quarter of the launches, by the kernel that torch.amp uses."""
+    above = torch.gt(found, bars, out=torch.empty_like(bars))  # 1 or 0, float32
+    more, goes_on = above.view(2, 3).unbind()
+    torch.addcmul(more, goes_on, counts, out=counts)
+    skip = more.select(0, 0)
+    torch._amp_update_scale_(scale, tracker, skip, rule.growth, rule.backoff, rule.interval)
+    scale.clamp_(rule.min_scale, rule.max_scale)
+
+
+# Copies of a scaler's state to the host, for which the host does not wait.
+#
+# Updates between two copies. A copy costs the host some microseconds.
+_EVERY = 4
+
+
+class AsyncRead:
+    """Copies the state to the host every few updates, and keeps the last copy that has arrived.
+
+    Attributes:
+        seen: the state of that copy; None before the first.
+        age: the number of updates since that state.
+    """
+
+    def __init__(self) -> None:
+        self.seen: ScaleState | None = None
+        self.age: int = 0
+        self._on_its_way: tuple[torch.Tensor, torch.Event | None, int] | None = None
+        self._given = 0  # how often the user has set the scale
+        self._seen_of = 0  # `_given` when the copy in `seen` was started
+        self._sent = 0  # updates since the copy on its way was started
+        self._left: tuple[torch.Tensor, int] | None = None  # the scale and its version
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    def updated(self, *state: torch.Tensor) -> bool:
+        """Note an update; read a copy that has arrived, and start another."""
+        self.age += 1
+        self._sent += 1
+        new = False
+        if self._on_its_way is not None:
+            copy, event, given = self._on_its_way
+            if event is None or event.query():
+                (tracker,), numbers = copy[:1].tolist(), copy[1:].view(torch.float32).tolist()
+                self.seen = state_of(numbers[0], tracker, *numbers[1:])
+                self.age = self._sent
+                self._on_its_way, self._seen_of, new = None, given, True
+        device = state[0].device
+        if self._on_its_way is None and self._sent >= _EVERY:
+            # One copy for all, as bits, so that no number is converted or rounded.
+            together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
+            event = None
+            copy = together.to("cpu", non_blocking=True)
+            if device.type != "cpu":
+                event = torch.Event(device)
+                event.record()
+            self._on_its_way, self._sent = (copy, event, self._given), 0
+        return new
+
+    def given(self) -> None:
+        """Note that the user has set the scale: copies from before say nothing about it."""
+        self._given += 1
+
+    def wrote(self, scale: torch.Tensor) -> None:
+        """Note that an update has just written the scale, float32 []."""
+        self._left = scale, scale._version
+
+    def follows(self, scale: torch.Tensor) -> bool:
+        """Return False if other code than an update may have written the scale, float32 []."""
+        return self._left is not None and (
+            self._left[0] is scale and self._left[1] == scale._version
+        )
+
+    def at_least(self, backoff: float, min_scale: float) -> float:
+        """Return a lower bound of the scale, which holds as long as only updates write it."""
+        if self.seen is None or self._seen_of != self._given:
+            return min_scale
+        lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
+        return float(max(min_scale, self.seen.scale * lowest**self.age))
+
+
+# In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
+Listener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Listeners:
+    """The listeners of this process.
+
+    Attributes:
+        methods: weak references to them by name; one goes when its object does.
+        numbers: for the next name.
+    """
+
+    def __init__(self) -> None:
+        self.methods: dict[str, WeakMethod[Listener]] = {}
+        self.numbers: count[int] = count()
+
+
+listeners: Listeners = Listeners()
+
+
+def listen(listener: Listener) -> str:
+    """Register a method to be called by `tell`, as long as its object lives."""
+    name = f"scaler {next(listeners.numbers)}"
+    listeners.methods[name] = WeakMethod(listener, lambda _: listeners.methods.pop(name, None))
+    return name
+
+
+def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
+    """Call the listener of that name whenever the code that is being traced runs."""
+    torch.ops.polymp.updated(counts, scale, tracker, name)
+
+
+def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
+    reference = listeners.methods.get(name)
+    listener = None if reference is None else reference()
+    if listener is not None:
+        listener(scale, tracker, counts)
+
+
+_library = torch.library.Library("polymp", "DEF")
+
+
+# Its schema has a write, so that no compiler leaves the op out. Its tag keeps it out of CUDA
+# graphs, whose replays would not call it: compilers cut the graph there.
+_library.define(
+    "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+
+
+_library.impl("updated", _updated, "CompositeExplicitAutograd")
+
+
+_library.impl("updated", lambda *_: None, "Meta")

@@ -7,21 +7,32 @@ were multiplied; `skipped`, where the host knows it; and `mixed`, in trainers: w
 pass added scaled gradients to unscaled ones.
 """
 
+import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch.autocast import regions
-from polymp.backends.torch.scaler import distributed, gradient_stats, unscale
+from polymp.backends.torch.autocast import dtype_names, regions
+from polymp.backends.torch.compat import accelerators, distributed
+from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
-from polymp.backends.torch.scaler.options import Options
-from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling import scale_rule
+from polymp.scaling.gradient_report import (
+    SMALLEST_NORMAL,
+    Gradient,
+    GradientReport,
+    OnStuck,
+    checked_on_stuck,
+)
+from polymp.scaling.scale_rule import ScaleRule
 
 Entry = dict[str, Any]
+
+
 Unscale = Callable[
     [torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor]
 ]
@@ -34,6 +45,89 @@ def _refresh_per_optimizer_state() -> Entry:
 def _fresh_entries() -> dict[int, Entry]:
     make: Callable[[], Entry] = _refresh_per_optimizer_state
     return defaultdict(make)
+
+
+# Counts of Inf, NaN, zeros and subnormal numbers in gradients, and names of parameters.
+
+
+Named = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
+
+
+class Names:
+    """Names of parameters, by the tensor; keeps neither a module nor a tensor alive.
+
+    Args:
+        named: a module, or pairs of a name and a parameter; None for no names.
+
+    Raises:
+        TypeError: `named` is something else.
+    """
+
+    def __init__(self, named: Named | None = None) -> None:
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        self._pairs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+        if isinstance(named, torch.nn.Module):
+            self._module = weakref.ref(named)
+        elif named is not None:
+            try:
+                pairs = [(name, param) for name, param in named]
+                good = all(isinstance(n, str) and isinstance(p, torch.Tensor) for n, p in pairs)
+            except (TypeError, ValueError):
+                good = False
+            if not good:
+                raise TypeError(
+                    "named must be a module or pairs of a name and a parameter, such as "
+                    f"model.named_parameters(); got {named!r}."
+                )
+            self._pairs = [(name, weakref.ref(param)) for name, param in pairs]
+
+    def __reduce__(self) -> tuple[type["Names"], tuple[()]]:
+        return Names, ()  # the parameters of a copied model are other tensors
+
+    def of(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+        """Return a name for every parameter of the optimizer, by its id.
+
+        Parameters without a name get the optimizer's own name, or their place in it.
+        """
+        names: dict[int, str] = {}
+        for at, group in enumerate(optimizer.param_groups):
+            own = group.get("param_names") or [
+                f"group {at}, parameter {i}" for i in range(len(group["params"]))
+            ]
+            names |= {id(p): n for p, n in zip(group["params"], own, strict=True)}
+        module = None if self._module is None else self._module()
+        if module is not None:
+            names |= {id(p): name for name, p in module.named_parameters()}
+        return names | {id(p): name for name, ref in self._pairs if (p := ref()) is not None}
+
+
+# Checks of the arguments of a loss scaler; `Options` holds those that are not of the rule.
+
+
+SkipOn = Literal["auto", "host", "device"]
+
+
+class Options(NamedTuple):
+    """Arguments of `GradScaler` by their names."""
+
+    on_stuck: OnStuck
+    stuck_after: int
+    strict: bool
+    allow_fp16: bool
+    check_loss: bool
+    skip_on: SkipOn
+    process_group: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Options":
+        return self  # a process group cannot be copied
+
+    def __reduce__(self) -> Any:
+        if self.process_group is not None:
+            raise TypeError(
+                "a scaler with a process_group cannot be pickled. Save its state_dict() and load "
+                "it into one that was made with the group."
+            )
+        return Options, tuple(self)
 
 
 class Findings:
@@ -120,10 +214,10 @@ class Findings:
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self.state.tensors()[0]
         entry = self.entries[id(optimizer)]
-        circle = distributed.ALONE
-        if distributed.has_peers():
+        circle = unscale.ALONE
+        if unscale.has_peers():
             params = unscale.parameters(optimizer)
-            circle = distributed.circle(params, self.options.process_group)
+            circle = unscale.circle(params, self.options.process_group)
         loss = self.state.loss if circle.everybody and self.options.check_loss else None
         start = torch.zeros_like(scale)
         by = torch.ones_like(scale) if inverse is None else inverse
@@ -142,7 +236,7 @@ class Findings:
             # A rank may have no loss, or no gradient, where others have: stages of a pipeline.
             bad = start.clone() if loss is None else (loss != 0).float()
             any_gradient = torch.full_like(scale, bool(found))
-            distributed.agree([together, bad, any_gradient], circle.groups)
+            unscale.agree([together, bad, any_gradient], circle.groups)
             if not found and any_gradient.item():
                 found = {scale.device: together}
             for finding in found.values():
@@ -207,7 +301,7 @@ class Findings:
 
     # All of them.
 
-    def report(self, names: gradient_stats.Names, *, last: bool) -> GradientReport:
+    def report(self, names: Names, *, last: bool) -> GradientReport:
         """Report on the gradients; if asked for, with optimizers of the `last` iteration."""
         rows = []
         for entry in {**(self._before if last else {}), **self.entries}.values():
@@ -219,6 +313,79 @@ class Findings:
                 if inverse is None and "grad_scale" in entry and entry["found_inf_per_device"]:
                     # torch's fused optimizers leave true gradients, if they have stepped.
                     factor = torch.where(self.found(entry) != 0, one, entry["grad_scale"])
-                rows += gradient_stats.gradients(optimizer, names.of(optimizer), factor)
+                rows += gradients(optimizer, names.of(optimizer), factor)
         state = self.state.read()
         return GradientReport(self.state.rule, state, tuple(rows))
+
+
+def gradients(
+    optimizer: torch.optim.Optimizer, names: dict[int, str], factor: torch.Tensor
+) -> list[Gradient]:
+    """Count the values of each gradient of the optimizer. Waits for the device, once."""
+    rows, counts = [], []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                grad = distributed.local(param.grad)
+                rows.append((names[id(param)], tuple(distributed.local(param).shape)))
+                counts.append(unscale.moved(_counts(grad, factor), factor.device))
+    if not counts:
+        return []
+    table = torch.stack(counts).tolist()
+    return [Gradient(*row, *numbers) for row, numbers in zip(rows, table, strict=True)]
+
+
+@torch.no_grad()
+def _counts(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Count Inf, NaN, zero and subnormal values; int64 [4]."""
+    absent = 0
+    if grad.layout is not torch.strided:  # absent elements are zeros
+        values = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad.values()
+        absent, grad = grad.numel() - values.numel(), values
+    size = grad.abs()  # of a complex number, its distance from 0
+    wide = size if size.dtype is torch.float64 else size.float()
+    tiny = wide * unscale.moved(factor, wide.device) < SMALLEST_NORMAL
+    zero = wide == 0
+    kinds = (wide.isinf(), wide.isnan(), zero, tiny & ~zero)
+    return torch.stack([k.sum() for k in kinds]) + torch.tensor(
+        [0, 0, absent, 0], device=wide.device
+    )
+
+
+def acts_on(device: object, dtype: object, enabled: bool) -> bool:
+    """Return whether a scaler with these arguments is enabled."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(
+            f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
+            "is GradScaler(device, init_scale)."
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        dtype = dtype_names.of(dtype, "GradScaler(): dtype")
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be the region's low dtype, a float dtype, got {dtype}.")
+    acts = enabled and dtype in (None, torch.float16)
+    if acts and device == "cuda" and accelerators.cuda_missing():
+        warnings.warn(
+            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+            stacklevel=3,
+        )
+        return False
+    return acts
+
+
+def checked_rule(rule: ScaleRule) -> ScaleRule:
+    """Check the constants of a rule; the errors are torch.amp's where torch.amp has one."""
+    if scale_rule.number("growth_factor", rule.growth) <= 1.0:
+        raise AssertionError("The growth factor must be > 1.0.")
+    if scale_rule.number("backoff_factor", rule.backoff) >= 1.0:
+        raise AssertionError("The backoff factor must be < 1.0.")
+    return scale_rule.checked(rule)
+
+
+def checked(options: Options) -> Options:
+    """Check the options."""
+    if options.skip_on not in ("auto", "host", "device"):
+        raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {options.skip_on!r}.")
+    checked_on_stuck(options.on_stuck, options.stuck_after)
+    unscale.check_group(options.process_group)
+    return options

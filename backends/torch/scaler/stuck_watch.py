@@ -2,8 +2,8 @@
 
 import torch
 
-from polymp.backends.torch.scaler import async_read, gradient_stats
-from polymp.backends.torch.scaler.findings import Findings
+from polymp.backends.torch.scaler import device_state as device_state_module
+from polymp.backends.torch.scaler.findings import Findings, Names
 from polymp.scaling.gradient_report import tell
 from polymp.scaling.scale_rule import ScaleState
 
@@ -17,19 +17,17 @@ class StuckWatch:
         told: the row of skips that was reported, by the number of skips before it; None if none.
     """
 
-    def __init__(
-        self, findings: Findings, names: gradient_stats.Names, told: int | None = None
-    ) -> None:
+    def __init__(self, findings: Findings, names: Names, told: int | None = None) -> None:
         self.findings = findings
         self.names = names
         self.told = told
-        self._name = async_read.listen(self._updated)
+        self._name = device_state_module.listen(self._updated)
 
     def updated(self) -> None:
         """Note an update of the state on the device, in compiled code, too."""
         state = self.findings.state.tensors()
         if torch.compiler.is_compiling():
-            async_read.tell(self._name, *state)
+            device_state_module.tell(self._name, *state)
         else:
             self._updated(*state)
 

@@ -9,17 +9,20 @@ import contextlib
 import copy
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, region_casts
-from polymp.backends.torch.compat import storage
-from polymp.backends.torch.weights import compare_bits, freeze_usage
-from polymp.backends.torch.weights.dtype_reads import DtypeReads
+from polymp.backends.torch.compat import modes
+from polymp.backends.torch.weights import freeze_usage
+from polymp.backends.torch.weights.freeze_usage import Group, module_path
 from polymp.backends.torch.weights.originals import Original
 from polymp.errors import PolicyError
 
@@ -30,6 +33,30 @@ class Case(NamedTuple):
     example: tuple[Any, ...]
     grad: bool
     at: int
+
+
+class DtypeReads(TorchFunctionMode):
+    """Notes tensors whose dtype the program reads: what depends on it cannot be seen."""
+
+    def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.groups: dict[int, Group] = {modes.storage_key(t): g for g in groups for t in g.each()}
+        self.paths = paths
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked: Sequence[Any] = ()
+        if func in _ASKS:
+            asked = args
+        elif func is torch.Tensor.to:
+            told = (*args[1:], *kwargs.values())
+            asked = args if torch.float32 in told else told
+        tensors = [t for t in asked if isinstance(t, torch.Tensor)]
+        if tensors and not _harmless(sys._getframe(1)):
+            for group in filter(None, (self.groups.get(modes.storage_key(t)) for t in tensors)):
+                path = module_path(self.paths)
+                group.stays(f"its dtype is read in {path}" if path else "its dtype is read")
+        return func(*args, **kwargs)
 
 
 class Trial:
@@ -89,13 +116,13 @@ class Trial:
     def verify(self, originals: Sequence[Original]) -> dict[int, str]:
         """Run the examples with the weights stored low, and compare with the results before."""
         found: dict[int, str] = {}
-        places = {storage.storage_key(o.held[0]): at for at, o in enumerate(originals)}
+        places = {modes.storage_key(o.held[0]): at for at, o in enumerate(originals)}
         before = [o.held[0] for o in originals]
         differing = None
         for case, (results, ops) in zip(self._cases, self._plain, strict=True):
             low = self._uses(before)
             try:
-                ran_same = compare_bits.same(self._run(case), results)
+                ran_same = freeze_usage.same(self._run(case), results)
                 self._run(case, watch=low)
             except Exception as error:
                 self._refuse(case, originals, error)
@@ -135,9 +162,9 @@ class Trial:
                 with region or contextlib.nullcontext():
                     returned = self._model(*args, **kwargs)
                 if watch is not None:
-                    watch.returned(list(compare_bits.leaves(returned)))
+                    watch.returned(list(freeze_usage.leaves(returned)))
                 gradients = self._gradients(returned, (args, kwargs))
-            parts = [*compare_bits.leaves(returned), *gradients]
+            parts = [*freeze_usage.leaves(returned), *gradients]
             return [p.detach().clone() if isinstance(p, torch.Tensor) else p for p in parts]
 
     def _gradients(self, returned: Any, inputs: Any) -> Sequence[Any]:
@@ -145,7 +172,7 @@ class Trial:
         wanted = [t for t in (*self._model.parameters(), *given) if t.requires_grad]
         made = [
             t
-            for t in compare_bits.leaves(returned)
+            for t in freeze_usage.leaves(returned)
             if isinstance(t, torch.Tensor) and t.requires_grad
         ]
         if not wanted or not made:
@@ -167,7 +194,7 @@ class Trial:
         pairs = zip(plain.ops, again.ops, strict=False)
         steady = [a if a == b else a._replace(digests=()) for a, b in pairs]
         what = f"freeze(): {self._name}, called with example {case.at},"
-        if not compare_bits.same(*runs):
+        if not freeze_usage.same(*runs):
             op = freeze_usage.first_difference(plain.ops, again.ops)
             raise PolicyError(
                 f"{what} gives other bits each time, first in {op and op[0]}, so that nothing can "
@@ -241,3 +268,27 @@ def same_random(device: str) -> Iterator[None]:
         random.setstate(python)
         if numpy:
             numpy.random.set_state(drawn)
+
+
+# The places in which a program reads the dtype of a tensor: what depends on it cannot be seen.
+#
+# `freeze` runs the examples under `DtypeReads` once; the tensors that are read stay as they are.
+#
+# Attributes and functions that read the dtype of a tensor, or its values where no op is seen.
+_ASKS = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "itemsize", "nbytes")),
+    *(
+        getattr(torch.Tensor, name)
+        for name in "element_size type type_as numpy tolist __array__ __dlpack__ data_ptr storage "
+        "untyped_storage float double __deepcopy__ __reduce_ex__".split()
+    ),
+    torch.result_type,
+}
+
+
+# Functions in which the dtype changes nothing in a region: they raise errors outside of regions.
+_HARMLESS = {nn.RNNBase.check_input.__code__}
+
+
+def _harmless(frame: FrameType) -> bool:
+    return code_origin.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS

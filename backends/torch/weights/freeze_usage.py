@@ -5,15 +5,16 @@ a use shows it. Ops are watched below autocast and autograd, where a cast is an 
 `dtype_reads` has what no op shows.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import dtype_names, fp8_weight
-from polymp.backends.torch.compat import modes, nn_modules, storage
-from polymp.backends.torch.weights import compare_bits
+from polymp.backends.torch.autocast import dtype_names, fp8_product
+from polymp.backends.torch.compat import modes, optimizers
 
 
 class Group:
@@ -35,7 +36,7 @@ class Group:
         self.tensors = tensors
         self.why: str = why
         self.cast = False
-        self.forms: fp8_weight.Forms = {}
+        self.forms: fp8_product.Forms = {}
         self.saved: list[torch.Tensor] = []
 
     def each(self) -> list[torch.Tensor]:
@@ -54,7 +55,7 @@ class Group:
     def put_back(self) -> None:
         """Give the tensors the values back that they had when they were saved."""
         for t, saved in zip(self.tensors.values(), self.saved, strict=False):
-            if not compare_bits.same_bits(t.detach(), saved):
+            if not same_bits(t.detach(), saved):
                 t.data.copy_(saved)
                 self.forms.clear()
 
@@ -107,20 +108,18 @@ class Uses(modes.OpMode):
         digests: bool = False,
     ) -> None:
         super().__init__()
-        self.groups: dict[int, Group] = {
-            storage.storage_key(t): g for g in groups for t in g.each()
-        }
+        self.groups: dict[int, Group] = {modes.storage_key(t): g for g in groups for t in g.each()}
         self.low = low
         self.paths = paths
         self.digests = digests
         self.ops: list[Op] = []
         self.touched: dict[int, str] = {}
-        self._elsewhere = {storage.storage_key(t) for t in elsewhere}
+        self._elsewhere = {modes.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         # The ops of prim read a tensor's device or layout.
-        if func.namespace == "prim" or fp8_weight.noted.quantising:
+        if func.namespace == "prim" or fp8_product.noted.quantising:
             return func(*args, **kwargs)
         where = module_path(self.paths)
         ways = list(_ways(func, args, kwargs))
@@ -134,14 +133,14 @@ class Uses(modes.OpMode):
         at = len(self.ops) - 1
         result = func(*args, **kwargs)
         if shown:
-            done = tuple(map(compare_bits.digest, _tensors(result))) if self.digests else ()
+            done = tuple(map(digest, _tensors(result))) if self.digests else ()
             self.ops[at] = self.ops[at]._replace(outputs=_dtypes(result), digests=done)
         return result
 
     def returned(self, tree: object) -> None:
         """Note returned tensors: the caller may write one that is a cast of a watched tensor."""
         for t in _tensors(tree):
-            if found := self._casts.get(storage.storage_key(t)):
+            if found := self._casts.get(modes.storage_key(t)):
                 found[1].stays("its cast is returned")
 
     def _cast_of(
@@ -157,7 +156,7 @@ class Uses(modes.OpMode):
         plain = kwargs.get("memory_format") in (None, torch.preserve_format)
         here = device is None or torch.device(device).type == t.device.type
         low = kwargs.get("dtype") is self.low
-        return self.groups.get(storage.storage_key(t)) if plain and here and low else None
+        return self.groups.get(modes.storage_key(t)) if plain and here and low else None
 
     def _cast(
         self,
@@ -171,12 +170,12 @@ class Uses(modes.OpMode):
         if made.stride() != args[0].stride():
             group.stays(f"cast into another layout by {func}{_in(where)}")
         group.cast = True
-        self._casts[storage.storage_key(made)] = storage.storage_reference(made), group
+        self._casts[modes.storage_key(made)] = modes.storage_reference(made), group
         return made
 
     def _only_views(self, ways: Sequence[tuple[torch.Tensor, str]]) -> bool:
         """Return whether an op only views watched tensors or casts of them."""
-        keys = [storage.storage_key(t) for t, way in ways if way == "view"]
+        keys = [modes.storage_key(t) for t, way in ways if way == "view"]
         known = all(key in self.groups or key in self._casts for key in keys)
         return bool(keys) and len(keys) == len(ways) and known
 
@@ -185,7 +184,7 @@ class Uses(modes.OpMode):
     ) -> None:
         """Note the uses of watched storages by an op, before it runs."""
         for t, way in ways:
-            key = storage.storage_key(t)
+            key = modes.storage_key(t)
             if key in self._elsewhere:
                 self.touched.setdefault(key, f"{func}{_in(where)}")
             if way == "write" and (cast := self._casts.get(key)):
@@ -202,7 +201,7 @@ class Uses(modes.OpMode):
 
 def module_path(paths: Mapping[int, str]) -> str:
     """Return the path of the innermost of these modules whose call runs; "" outside of all."""
-    return next((paths[id(m)] for m in nn_modules.running_modules() if id(m) in paths), "")
+    return next((paths[id(m)] for m in optimizers.running_modules() if id(m) in paths), "")
 
 
 def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
@@ -251,3 +250,63 @@ def _dtypes(tree: object) -> tuple[str, ...]:
 
 def _in(path: str) -> str:
     return f" in {path}" if path else ""
+
+
+# Bit-for-bit comparison of the results of two runs, in any containers and objects.
+
+
+def same(one: object, other: object) -> bool:
+    """Return whether two results are the same, tensors bit for bit, in any containers."""
+    parts, others = list(leaves(one)), list(leaves(other))
+    if len(parts) != len(others):
+        return False
+    return all(
+        same_bits(a, b)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        else type(a) is type(b) and (not isinstance(a, _PLAIN) or repr(a) == repr(b))
+        for a, b in zip(parts, others, strict=True)
+    )
+
+
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def leaves(tree: object, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Yield tensors and plain values in a result: in containers, and in attributes of objects."""
+    for leaf in tree_leaves(tree):
+        inside = None if isinstance(leaf, torch.Tensor | type | nn.Module) else _attributes(leaf)
+        if inside and id(leaf) not in seen:
+            yield from leaves(inside, seen | {id(leaf)})
+        else:
+            yield leaf
+
+
+def _attributes(value: object) -> dict[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return getattr(value, "__dict__", None)
+
+
+def digest(t: torch.Tensor) -> str:
+    """Return a hash of the bits of a tensor; "" if it has none that can be read."""
+    if not _has_bits(t):
+        return ""
+    return hashlib.blake2b(_bits(t).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape, device and bits."""
+    if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    if not (_has_bits(a) and _has_bits(b)):
+        return a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _has_bits(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
+
+
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)

@@ -1,17 +1,25 @@
 """`low_weights`: the parameters of any optimizer kept in 16 bits, so that they still learn."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn as nn
+from torch.optim import Optimizer
 
-from polymp.backends.torch.weights import low_parameters, needs_float32
-from polymp.backends.torch.weights.low_optimizer import LowOptimizer, low_class
-from polymp.backends.torch.weights.low_parameters import LowWeights
-from polymp.weights import modes
+from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.weights import low_parameters, low_step, needs_float32
+from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights
+from polymp.weights import store
+from polymp.weights.store import summary
 
 Forward = Callable[[], object]
+
+
 Keep = torch.Tensor | nn.Module | Forward
 
 
@@ -103,8 +111,8 @@ def low_weights(
             f"low_weights(): the step of this {kind.__name__} was replaced, as a learning-rate "
             "scheduler does. Call low_weights() first, and make the scheduler with what it returns."
         )
-    chosen = modes.mode(mode)
-    name = modes.low_dtype(chosen, dtype)
+    chosen = store.mode(mode)
+    name = store.low_dtype(chosen, dtype)
     kept = _kept(optimizer, keep, name)
     weights = LowWeights(chosen, name, seed, {}, kept, {}, {}, {})
     every = [p for group in optimizer.param_groups for p in group["params"]]
@@ -148,3 +156,333 @@ def _kept(
                 "or keep=[model.head, model.embedding.weight]."
             )
     return found
+
+
+def _kind(value: Any) -> str:
+    """Return the dtype and shape of a tensor, as messages show them."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+# `LowOptimizer`: what is added to the class of an optimizer whose parameters are kept low.
+
+
+class LowOptimizer(Optimizer):
+    """An optimizer that keeps its parameters low; made by `low_weights`.
+
+    It is an instance of its own class, too, and is used like one. Added are `low` and `kept`, which
+    say what is stored low, and `float32_state_dict` and `load_float32_state_dict` for weights in
+    float32.
+    """
+
+    _low: LowWeights
+    _kind: type[Optimizer]
+    _compiled: dict[str, Any]
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise TypeError(
+            f"{type(self).__name__} is made by polymp.torch.low_weights(optimizer), from an "
+            f"optimizer of class {self._kind.__name__}."
+        )
+
+    @property
+    def low(self) -> list[torch.Tensor]:
+        """The parameters that are stored low."""
+        return list(self._low.places)
+
+    @property
+    def kept(self) -> dict[torch.Tensor, str]:
+        """The other parameters, and why each stays as it is."""
+        return dict(self._low.kept)
+
+    def __repr__(self) -> str:
+        """Show the groups, which parameters are not stored low, and why.
+
+        A parameter without a name, which an optimizer has if it was made of
+        `model.named_parameters()`, is shown by its place: "0.3" is number 3 of group 0.
+        """
+        kept = {}
+        for at, group in enumerate(self.param_groups):
+            places = [f"{at}.{number}" for number in range(len(group["params"]))]
+            names = group.get("param_names", places)
+            for name, p in zip(names, group["params"], strict=True):
+                if p in self._low.kept:
+                    kept[f"{name} {list(p.shape)}"] = self._low.kept[p]
+        mode, low = self._low.mode.name, len(self._low.places)
+        return f"{super().__repr__()}\n{summary(mode, self._low.dtype, kept, low)}"
+
+    def _init_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the class's own; here, so that it is called in a step alone, on float32 values."""
+        own: Any = self._kind
+        return own._init_group(self, *args, **kwargs)
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if torch.compiler.is_compiling():
+            return low_step.compiled_step(self, self._low, self._kind, self._compiled, closure)
+        with torch.no_grad():
+            return low_step.step(self, self._low, self._kind, closure)
+
+    _step.__name__ = "step"
+    step: Any = Optimizer.profile_hook_step(_step)
+    step.hooked = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, and store its parameters low.
+
+        Args:
+            param_group: as for any optimizer.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        first = sum(len(g["params"]) for g in self.param_groups[:-1])
+        low_parameters.take(self._low, self.state, group, first)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with what stands beside each weight and the mode.
+
+        The remainders of `split` are in it as bfloat16 of the same bits, because NCCL and gloo,
+        which gather a state, have no int16.
+        """
+        return shown(self._low, self, super().state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that this method's counterpart, or a plain float32 optimizer, has saved.
+
+        What stands beside a weight belongs to the low weight: load the model's checkpoint as well,
+        before or after, and before the next step.
+
+        Args:
+            state_dict: of an optimizer in the same mode, or of one with float32 parameters, whose
+                weights are then taken as the model has them.
+
+        Raises:
+            ValueError: the mode or the parameters that are low are others; nothing was changed.
+        """
+        saved = checked(self._low, self, state_dict)
+        hooks = self._optimizer_load_state_dict_post_hooks
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        try:
+            with float32_stand_ins(self._low, self):
+                super().load_state_dict(saved.plain)
+        finally:
+            self._optimizer_load_state_dict_post_hooks = hooks
+        load_beside(self._low, self, saved)
+        for hook in hooks.values():
+            hook(self)
+
+    def complete_state(self) -> None:
+        """Put into the state what belongs there before a step; for what copies and restores it."""
+        low_parameters.complete(self._low, self)
+
+    def float32_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state_dict of a model with its low weights as float32.
+
+        A model without low weights loads it, and a copy of this run in any mode goes on from it.
+
+        Args:
+            model: whose parameters this optimizer has.
+
+        Returns:
+            The state_dict; low weights in it are copies, the others share memory as usual.
+        """
+        found = model.state_dict()
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if name in found and p in self._low.places:
+                piece = low_parameters.read(self._low, self.state, [p])
+                ((_, full),) = low_parameters.values(piece)
+                found[name] = full.clone()
+        return found
+
+    def load_float32_state_dict(
+        self, model: nn.Module, state_dict: Mapping[str, Any], **options: Any
+    ) -> Any:
+        """Load a float32 state_dict into a model, and into what stands beside its low weights.
+
+        `model.load_state_dict` alone rounds to the low dtype.
+
+        Args:
+            model: whose parameters this optimizer has.
+            state_dict: with float32 weights.
+            options: of `model.load_state_dict`.
+
+        Returns:
+            What `model.load_state_dict` returns.
+        """
+        result = model.load_state_dict(state_dict, **options)
+        for name, p in model.named_parameters(remove_duplicate=False):
+            if name in state_dict and p in self._low.places:
+                full = state_dict[name].to(torch.float32)
+                low_parameters.begin(self._low, self.state, p, distributed.local(full))
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_low": self._low, "_compiled": {}}
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return _rebuilt, (self._kind, self.__getstate__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made: Self = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made._low.versions.clear()
+        return made
+
+
+def _rebuilt(kind: Any, state: dict[str, Any]) -> Optimizer:
+    made: Any = object.__new__(low_class(kind))
+    made.__setstate__(state)
+    made._low.versions.clear()
+    return made  # type: ignore[no-any-return]
+
+
+@cache
+def low_class(kind: Any) -> type[Optimizer]:
+    """Return the class of optimizers of a kind that keep their parameters low."""
+    return type(f"Low{kind.__name__}", (LowOptimizer, kind), {"_kind": kind})
+
+
+# The state_dict of an optimizer whose parameters are kept low.
+
+
+class Saved(NamedTuple):
+    """A state_dict that may be loaded.
+
+    Attributes:
+        plain: it, without what stands beside weights.
+        beside: that, by parameter.
+    """
+
+    plain: dict[str, Any]
+    beside: dict[torch.Tensor, dict[str, Any]]
+
+
+def shown(
+    weights: LowWeights, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a state_dict with what stands beside every low weight."""
+    state = dict(state_dict["state"])
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in zip(numbers, params, strict=False):
+        if p in weights.places:
+            with torch.no_grad():  # of a weight that other code wrote, what was written is saved
+                low_parameters.prepare(weights, optimizer.state, p)
+            if p in weights.versions:
+                low_parameters.note_versions(weights, optimizer.state, p)
+            own = {**low_parameters.ours(weights, optimizer.state, p), **state.get(number, {})}
+            state[number] = {k: _viewed(v, torch.int16, torch.bfloat16) for k, v in own.items()}
+    return {**state_dict, "state": state}
+
+
+def _viewed(value: Any, dtype: torch.dtype, other: torch.dtype) -> Any:
+    """Return a tensor of one dtype as the other one, on the same memory; all else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dtype is not dtype:
+        return value
+    return distributed.like(distributed.local(value).view(other), value)
+
+
+def checked(
+    weights: LowWeights, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> Saved:
+    """Return a state_dict in two parts, if it fits how the parameters are kept."""
+    groups = state_dict["param_groups"]
+    modes = {group.get(GROUP) for group in groups}
+    mine = weights.mode.name
+    if modes - {None, mine}:
+        other = ", ".join(sorted(repr(mode) for mode in modes - {None, mine}))
+        raise ValueError(
+            f"load_state_dict(): the state was saved with mode {other}, and this optimizer keeps "
+            f"its weights with mode {mine!r}. Make it with low_weights(optimizer, mode={other}). "
+            "To change the mode, load both there, take float32_state_dict(model), and load that "
+            "with load_float32_state_dict(model, ...) here."
+        )
+    state = state_dict["state"]
+    numbers = [number for group in groups for number in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    beside = {
+        p: {key: state[number][key] for key in OURS if key in state[number]}
+        for number, p in zip(numbers, params, strict=False)
+        if number in state
+    }
+    if mine in modes:
+        for at, p in enumerate(params):
+            was_low = bool(beside.get(p))
+            if was_low != (p in weights.places):
+                there, here = ("low", "kept") if was_low else ("kept", "low")
+                raise ValueError(
+                    f"load_state_dict(): parameter {at}, of shape {tuple(p.shape)}, was {there} "
+                    f"in the run that saved the state, and is {here} here. Call low_weights() with "
+                    "the same keep= as there."
+                )
+    for at, p in enumerate(params):
+        own = low_parameters.ours(weights, optimizer.state, p) if p in weights.places else {}
+        for key, value in beside.get(p, {}).items() if own else ():
+            wanted = _viewed(own.get(key), torch.int16, torch.bfloat16)
+            if _kind(_viewed(value, torch.int16, torch.bfloat16)) != _kind(wanted):
+                raise ValueError(
+                    f"load_state_dict(): {key!r} of parameter {at} is {_kind(value)}, and has to "
+                    f"be {_kind(wanted)}. Load it as it was saved: a cast loses bits of the weight."
+                )
+    plain = {
+        number: {key: value for key, value in entry.items() if key not in OURS}
+        for number, entry in state.items()
+    }
+    kept = {number: entry for number, entry in plain.items() if entry or not state[number]}
+    return Saved({**state_dict, "state": kept}, {p: found for p, found in beside.items() if found})
+
+
+@contextmanager
+def float32_stand_ins(weights: LowWeights, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put float32 tensors in the place of low parameters: their state is cast to their dtype."""
+    stand_ins = {
+        p: torch.empty(0, dtype=torch.float32, device=distributed.local(p).device)
+        for p in weights.places
+    }
+    back = {stand_in: p for p, stand_in in stand_ins.items()}
+    own = {p: optimizer.state.pop(p) for p in stand_ins if p in optimizer.state}
+    before = dict(optimizer.state)
+    ours = {p: {k: v for k, v in entries.items() if k in OURS} for p, entries in own.items()}
+    lists = [(group, list(group["params"])) for group in optimizer.param_groups]
+    done = False
+    try:
+        for group, params in lists:
+            group["params"] = [stand_ins.get(p, p) for p in params]
+        yield
+        done = True
+    finally:
+        for group in (*optimizer.param_groups, *(group for group, _ in lists)):
+            group["params"] = [back.get(p, p) for p in group["params"]]
+        if done:
+            loaded = [(back.get(p, p), entries) for p, entries in optimizer.state.items()]
+            optimizer.state.clear()
+            optimizer.state.update(loaded)
+            for p, entries in ours.items():
+                optimizer.state[p].update(entries)
+        else:
+            optimizer.state.clear()
+            optimizer.state.update({**before, **own})
+
+
+def load_beside(weights: LowWeights, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+    """Load what stands beside weights.
+
+    Where the weights were loaded before, they belong together from now on. Otherwise a parameter
+    is expected to be loaded yet: whatever is written to it before the next step belongs to what was
+    loaded here.
+    """
+    for group in optimizer.param_groups:
+        group[GROUP] = weights.mode.name
+    for p, entries in saved.beside.items():
+        own = low_parameters.ours(weights, optimizer.state, p)
+        loaded = low_parameters.has_new_version(weights, p)
+        with torch.no_grad():
+            for key, value in entries.items():
+                if own[key].dtype is torch.int16:
+                    value = _viewed(value, torch.bfloat16, torch.int16)
+                own[key].copy_(value)
+        if loaded:
+            low_parameters.note_versions(weights, optimizer.state, p)
+        else:
+            weights.versions.pop(p, None)

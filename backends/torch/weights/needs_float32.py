@@ -9,9 +9,10 @@ import torch
 
 from polymp.backends.torch.autocast import dtype_names, region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
-from polymp.backends.torch.compat import dtensor, storage
+from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.weights import freeze_usage
-from polymp.weights import modes
+from polymp.weights import store
 
 
 def needs_float32(
@@ -50,7 +51,7 @@ def needs_float32(
             f"got {type(optimizer).__name__} and {type(forward).__name__}. Write: "
             "needs_float32(optimizer, lambda: loss_of(model, batch))."
         )
-    name = modes.low_name(dtype, "needs_float32(): dtype")
+    name = store.low_name(dtype, "needs_float32(): dtype")
     return reads(optimizer, forward, name, "needs_float32(): forward()")
 
 
@@ -60,7 +61,7 @@ def reads(
     """Return what `needs_float32` does."""
     sharing: dict[int, dict[str, torch.Tensor]] = {}
     for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        key = storage.storage_key(dtensor.local(p)) or id(p)
+        key = storage_key(distributed.local(p)) or id(p)
         sharing.setdefault(key, {})[str(at)] = p
     groups = [freeze_usage.Group(tensors) for tensors in sharing.values()]
     region_casts.drop()  # a cast that a region around this has kept would not be seen

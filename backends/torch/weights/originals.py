@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 
-from polymp.backends.torch.autocast.fp8_weight import WeightInBits
-from polymp.backends.torch.compat import storage
-from polymp.backends.torch.weights import compare_bits
+from polymp.backends.torch.autocast.fp8_product import WeightInBits
+from polymp.backends.torch.compat import modes
+from polymp.backends.torch.weights import freeze_usage
 from polymp.rules.row import LOW
 
 
@@ -22,7 +22,7 @@ def memory(model: nn.Module) -> int:
     tensors: list[torch.Tensor] = []
     for t in names(model).values():
         tensors += t.parts() if isinstance(t, WeightInBits) else [t]
-    pieces = {storage.storage_key(t): t for t in tensors if storage.storage_key(t)}
+    pieces = {modes.storage_key(t): t for t in tensors if modes.storage_key(t)}
     return sum(t.untyped_storage().nbytes() for t in pieces.values())
 
 
@@ -72,14 +72,14 @@ def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
     """
     stored = held.to(low).to(t.device)
     ways = (stored, *(stored.to(getattr(torch, dtype)) for dtype in LOW))
-    return any(compare_bits.same(t.detach(), way.to(t.dtype)) for way in ways)
+    return any(freeze_usage.same(t.detach(), way.to(t.dtype)) for way in ways)
 
 
 def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Cast tensors, so that those which share memory now share memory then."""
     made: dict[int, torch.Tensor] = {}
-    for key in {storage.storage_key(t) for t in tensors}:
-        sharing = [t for t in tensors if storage.storage_key(t) == key]
+    for key in {modes.storage_key(t) for t in tensors}:
+        sharing = [t for t in tensors if modes.storage_key(t) == key]
         first = min(t.storage_offset() for t in sharing)
         last = max(t.storage_offset() + _extent(t) for t in sharing)
         flat = sharing[0].as_strided((last - first,), (1,), first).to(dtype, copy=True)

@@ -13,8 +13,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast.dtype_names import NAMES
-from polymp.backends.torch.compat import dtensor
-from polymp.backends.torch.weights.low_optimizer import LowOptimizer
+from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.errors import LowWeightsWarning
 from polymp.weights import lost_updates
 from polymp.weights.lost_updates import LostUpdates
@@ -67,7 +67,7 @@ class Sample:
                     self._before.append((self._some(p).view(torch.int16).clone(), updated))
 
     def _some(self, t: torch.Tensor) -> torch.Tensor:
-        row = dtensor.local(t).detach().reshape(-1)
+        row = distributed.local(t).detach().reshape(-1)
         return row[:: max(1, row.numel() // self._values)][: self._values]
 
     def counts(self) -> torch.Tensor | None:

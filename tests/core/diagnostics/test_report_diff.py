@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from polymp.diagnostics.call_record import Call
-from polymp.diagnostics.module_paths import matched
 from polymp.diagnostics.report import Report
+from polymp.diagnostics.report_diff import matched
 from tests.support import reports
 from tests.support.reports import BF16, FP16, FP32, call, linear
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from polymp.diagnostics import page as page_module
-from polymp.diagnostics.call_differences import difference_cost
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
+from polymp.diagnostics.report_diff import difference_cost
 from tests.support import reports
 
 VOID = {"meta", "input", "br", "link", "img"}

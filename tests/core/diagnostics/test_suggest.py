@@ -13,8 +13,7 @@ from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.blame import CAST
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
-from polymp.diagnostics.suggest import FIRST, suggest
-from polymp.diagnostics.suggestion import Suggestion
+from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
 from polymp.errors import PolicyError
 from polymp.rules.row import Row, Rule
 from polymp.scaling.scale_rule import LARGEST
@@ -327,11 +326,11 @@ def test_the_backends_take_what_is_suggested(framework: str, base: str) -> None:
     policy = suggest(audit(*rows), base=base).apply(base)
     assert {row.of for row in policy.rows if row.scope == "m"} == set(ops)
     if framework == "torch":
-        from polymp.backends.torch.autocast import validate as torch_checks
+        from polymp.backends.torch.autocast import torch_table as torch_checks
 
         torch_checks.check(policy, "cpu", "float16")
     else:
-        from polymp.backends.jax.autocast import validate as jax_checks
+        from polymp.backends.jax.autocast import api as jax_checks
 
         jax_checks.check(policy)
     for op in ops:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from polymp.fp8.fallback import Product, why_not
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8.recipes import RECIPES, Product, why_not
 
 GOOD = Product("linear", 4096, 4096, 4096, ("bfloat16", "float32"), "cpu")
 GPU = GOOD._replace(device="cuda", capability=(9, 0))

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polymp.dtypes import FORMATS, widest
-from polymp.rules.answers import Decision
-from polymp.rules.policy import Policy
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.policy_files import load
 from polymp.rules.region import Region
 from polymp.rules.row import Row, Rule

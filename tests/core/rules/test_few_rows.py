@@ -8,7 +8,7 @@ import polymp
 from polymp.cli import main
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.few_rows import why_float32
+from polymp.rules.policy import why_float32
 
 
 def test_a_product_of_more_rows_has_no_reason():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from polymp.backends.jax.autocast import op_facts
+from polymp.backends.jax.autocast import known_functions
 from polymp.rules import vocabulary as rules
 from tests.conftest import need
 from tests.support import cases, forks, frameworks
@@ -47,7 +47,7 @@ VARIANTS = (
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 PACKAGES = ("jax", "flax", "optax", "equinox", "haiku", "diffrax", "jaxopt", "lineax", "optimistix")
 # The primitives that a policy may rule; some names are there for other versions of jax.
-RULED = op_facts.FREE - op_facts.INDEPENDENT
+RULED = known_functions.FREE - known_functions.INDEPENDENT
 SINCE = {"log2": (0, 11), "one_minus_square": (0, 11)}
 # Ops of whose overloads torch's tables have some and lack others.
 PARTLY = {"conv1d", "conv2d", "conv3d", "convolution"}

@@ -19,9 +19,10 @@ from polymp.scaling.scale_rule import (
     checked,
     checked_first_scale,
     checked_scale,
+    from_state_dict,
     step,
+    to_state_dict,
 )
-from polymp.scaling.state_dict import from_state_dict, to_state_dict
 from tests.support.scaler_arguments import (
     CONSTANTS,
     FIELDS,

@@ -11,19 +11,13 @@ import pytest
 
 import polymp
 from polymp import testing
-from polymp.diagnostics import rounding, trees
+from polymp.diagnostics import rounding
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.rules.row import Row, Rule
-from polymp.testing import (
-    ParityError,
-    assert_casts,
-    assert_parity,
-    assert_same_dtypes,
-    parity_inputs,
-)
+from polymp.testing import ParityError, assert_casts, assert_parity, assert_same_dtypes
 from polymp.testing import fw as fw
-from polymp.testing.align import first_parted, strictly_parted
+from polymp.testing.parity import checked_dtype, first_parted, strictly_parted
 from tests.conftest import FRAMEWORKS, need
 from tests.support import processes
 from tests.support.decisions import recording
@@ -297,9 +291,9 @@ def test_bad_arguments() -> None:
 
 def test_trees() -> None:
     tree = {"b": [X, None, 2], "a": (W,)}
-    found = trees.arrays(tree)
+    found = rounding.arrays(tree)
     assert list(found) == ["['a'][0]", "['b'][0]"]
-    again = trees.rebuilt(tree, iter([X, W]))
+    again = rounding.rebuilt(tree, iter([X, W]))
     assert again["a"][0] is X
     assert again["b"][0] is W
     assert again["b"][1:] == [None, 2]
@@ -433,8 +427,8 @@ def test_every_verb_takes_every_spelling_of_a_dtype(fw: Any, low: str) -> None:
         assert_casts(fw.np.matmul, 2, x, x, dtype=spelling)
         assert [c.run for c in fw.explain(fw.np.matmul, x, x, dtype=spelling)] == [low]
         assert [c.run for c in polymp.explain(fw.np.matmul, x, x, dtype=spelling)] == [low]
-        assert parity_inputs.checked_dtype(spelling) == low
-    assert {parity_inputs.checked_dtype(f) for f in (None, *spellings("float32"))} == {None}
+        assert checked_dtype(spelling) == low
+    assert {checked_dtype(f) for f in (None, *spellings("float32"))} == {None}
     with pytest.raises(ValueError, match=r"^explain\(\): dtype 'fp17' is not a float dtype that"):
         polymp.explain(fw.np.matmul, x, x, dtype="fp17")
 

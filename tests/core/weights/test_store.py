@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from polymp.weights import lost_updates, modes, random_bits, store
+from polymp.weights import lost_updates, random_bits, store
 from polymp.weights.lost_updates import LostUpdates
 from tests.support.low_weights import BF16, NUMPY, edges, spread
 
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encount
 FULL = np.concatenate([edges(), spread(2**12)])
 
 
-@pytest.mark.parametrize("name", modes.MODES)
+@pytest.mark.parametrize("name", store.MODES)
 def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
-    mode = modes.MODES[name]
+    mode = store.MODES[name]
     full = FULL[~np.isnan(FULL)] if name == "split" else FULL
     low, beside = store.first(NUMPY, mode, "bfloat16", full)
     read = store.load(NUMPY, mode, low, beside)
@@ -35,7 +35,7 @@ def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
     [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")],
 )
 def test_a_weight_that_was_written_is_what_was_written(name: str, dtype: str) -> None:
-    mode = modes.MODES[name]
+    mode = store.MODES[name]
     full = np.linspace(-3, 3, 101, dtype=np.float32)
     low, beside = store.first(NUMPY, mode, dtype, full)
     low = low.copy()
@@ -50,7 +50,7 @@ def test_a_weight_that_was_written_is_what_was_written(name: str, dtype: str) ->
 
 @pytest.mark.parametrize("value", [0.0, -0.0, np.inf, -np.inf])
 def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
-    mode, remainders = modes.MODES["split"], np.arange(-(2**15), 2**15).astype(np.int16)
+    mode, remainders = store.MODES["split"], np.arange(-(2**15), 2**15).astype(np.int16)
     low = np.full(2**16, value, np.float32).astype(BF16)
     beside = store.beside_written(NUMPY, mode, "bfloat16", low, remainders)
     read = store.load(NUMPY, mode, low, beside)
@@ -60,31 +60,31 @@ def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
 
 
 def test_bytes_a_weight() -> None:
-    assert {name: mode.bytes_a_weight() for name, mode in modes.MODES.items()} == {
+    assert {name: mode.bytes_a_weight() for name, mode in store.MODES.items()} == {
         "master": 6, "split": 4, "stochastic": 2,
     }  # fmt: skip
 
 
 def test_another_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="low_weights") as error:
-        modes.mode("spilt")
+        store.mode("spilt")
     assert str(error.value) == (
         "low_weights(): mode 'spilt' is not one of 'master', 'split', 'stochastic'."
     )
     with pytest.raises(ValueError, match=r"mode None is not one of"):
-        modes.mode(None)
+        store.mode(None)
 
 
 def test_float16_is_for_master_alone() -> None:
-    assert modes.low_dtype(modes.mode("master"), "fp16") == "float16"
+    assert store.low_dtype(store.mode("master"), "fp16") == "float16"
     with pytest.raises(ValueError, match="low_weights") as error:
-        modes.low_dtype(modes.mode("split"), "fp16")
+        store.low_dtype(store.mode("split"), "fp16")
     assert str(error.value) == (
         "low_weights(): mode 'split' keeps weights in bfloat16, not in float16, because it works "
         "on the upper 16 bits of float32. Write mode='master' to keep float16 weights."
     )
     with pytest.raises(ValueError, match=r"low_weights\(\): dtype 'float32' is not accepted here"):
-        modes.low_dtype(modes.mode("split"), "float32")
+        store.low_dtype(store.mode("split"), "float32")
 
 
 def test_the_warning_about_lost_updates() -> None:
@@ -107,10 +107,10 @@ def test_naive_training_loses_what_every_mode_keeps() -> None:
     """Fifty updates of 2**-10 on weights near 1, whose last place is 2**-7."""
     start = np.linspace(1, 1.9, 4096, dtype=np.float32).astype(BF16).astype(np.float32)
     naive = start.astype(BF16)
-    kept = {n: store.first(NUMPY, m, "bfloat16", start) for n, m in modes.MODES.items()}
+    kept = {n: store.first(NUMPY, m, "bfloat16", start) for n, m in store.MODES.items()}
     for step in range(50):
         naive = (naive.astype(np.float32) + np.float32(2**-10)).astype(BF16)
-        for name, mode in modes.MODES.items():
+        for name, mode in store.MODES.items():
             new = store.load(NUMPY, mode, *kept[name]) + np.float32(2**-10)
             key = random_bits.key(0, step, 0)
             random = random_bits.random16(key, np.arange(4096, dtype=np.int32))

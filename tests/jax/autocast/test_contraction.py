@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from polymp.backends.jax.autocast import contraction_forms
+from polymp.backends.jax.autocast import contraction
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.dtypes import FORMATS
 from polymp.jax import autocast, explain
@@ -348,10 +348,10 @@ def test_convolutions_have_one_dtype_on_gpus(name, run):
 
 @pytest.fixture
 def as_on_gpus():
-    contraction_forms.lower_as(contraction_forms.convolutions_low, "cpu")
+    contraction.lower_as(contraction.convolutions_low, "cpu")
     jax.clear_caches()
     yield
-    contraction_forms.lower_as(contraction_forms.FORMS["cpu"], "cpu")
+    contraction.lower_as(contraction.FORMS["cpu"], "cpu")
     jax.clear_caches()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polymp.backends.jax.autocast import fp8_contraction
-from polymp.backends.jax.diagnostics.sites import equations
+from polymp.backends.jax.diagnostics.call_site import equations
 from polymp.dtypes import FORMATS
 from polymp.fp8.recipes import RECIPES
 from polymp.jax import autocast

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from polymp.backends.jax.autocast.fp8_quantise import VERBS, dequantised, quantised, scale_axes
+from polymp.backends.jax.autocast.fp8_operands import VERBS, dequantised, quantised, scale_axes
 from polymp.backends.jax.diagnostics.measures import peak
 from polymp.fp8 import quantise
 from polymp.fp8.recipes import RECIPES

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.backends.jax.autocast import jitted_calls, transform
+from polymp.backends.jax.autocast import transform
 from polymp.jax import autocast, explain
 
 
@@ -98,7 +98,7 @@ def test_under_a_transformation_nothing_is_kept():
     grad = jax.grad(lambda w: fn(w, X)["y"].astype(jnp.float32).sum())(W)
     assert grad.dtype == jnp.float32
     assert jax.vmap(fn, (None, 0))(W, X[None])["y"].shape == (1, 2, 3)
-    assert jitted_calls.key(fn, (), ()) is None  # that is no jitted function
+    assert transform.call_key(fn, (), ()) is None  # that is no jitted function
 
 
 def test_policies_and_marks_inside_hold():

@@ -15,9 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax.autocast.frame import Frame
-from polymp.backends.jax.autocast.plan import Cast
-from polymp.backends.jax.autocast.values import Known
+from polymp.backends.jax.autocast.frame import Cast, Frame, Known
 from polymp.jax import autocast
 from tests.support.jax.corpus_runs import QUICK
 

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax.autocast import pass_switches
-from polymp.backends.jax.autocast.pass_switches import Pass, without
-from polymp.backends.jax.autocast.passes import NARROWED
+from polymp.backends.jax.autocast import frame
+from polymp.backends.jax.autocast.frame import Pass, without
+from polymp.backends.jax.autocast.planner import NARROWED
 from polymp.jax import autocast
 from tests.support.jax import hlo, transformer
 from tests.support.jax.corpus import corpus
@@ -453,13 +453,13 @@ def test_a_trace_with_a_pass_is_not_used_without_it():
 
 
 def test_what_is_switched_off_nests_and_ends():
-    assert pass_switches.off() == frozenset()
+    assert frame.off() == frozenset()
     with without("sharing"):
         with pytest.raises(ZeroDivisionError), without("pull_up", "sharing"):
-            _ = len(pass_switches.off()) / (len(pass_switches.off()) - 2)
-        assert in_thread(pass_switches.off) == frozenset(), "another thread is told"
-        assert pass_switches.off() == {"sharing"}
-    assert pass_switches.off() == frozenset()
+            _ = len(frame.off()) / (len(frame.off()) - 2)
+        assert in_thread(frame.off) == frozenset(), "another thread is told"
+        assert frame.off() == {"sharing"}
+    assert frame.off() == frozenset()
 
 
 def test_a_pass_that_there_is_not():
@@ -469,7 +469,7 @@ def test_a_pass_that_there_is_not():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"), without("pull_down", "fold"):
         pass
-    assert pass_switches.off() == frozenset()
+    assert frame.off() == frozenset()
 
 
 def test_a_rule_that_is_planned_later_has_the_passes_of_its_call():

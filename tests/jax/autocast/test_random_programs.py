@@ -33,8 +33,8 @@ from polymp.backends.jax.autocast import (
     control_flow,
     custom_derivatives,
     evaluate,
-    passes,
-    promotion,
+    op_handlers,
+    planner,
     regions,
 )
 from tests.support import processes
@@ -552,9 +552,9 @@ WRONG = {
         "gradients",
         LAYER,
     ),
-    "nothing is pulled up": (passes, "improve", lambda program: None, "results", LARGE),
-    "a bias promotes": (promotion, "_is_bias", lambda hard: False, "results", LAYER),
-    "a number promotes": (promotion, "_soft", lambda *of: False, "results", NUMBER),
+    "nothing is pulled up": (planner, "improve", lambda program: None, "results", LARGE),
+    "a bias promotes": (op_handlers, "_is_bias", lambda hard: False, "results", LAYER),
+    "a number promotes": (op_handlers, "_soft", lambda *of: False, "results", NUMBER),
     "regions are not seen": (
         regions,
         "innermost",

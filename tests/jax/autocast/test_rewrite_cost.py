@@ -19,8 +19,7 @@ import pytest
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import evaluate
-from polymp.backends.jax.autocast.frame import given
-from polymp.backends.jax.autocast.plan import Plan
+from polymp.backends.jax.autocast.frame import Plan, given
 from polymp.backends.jax.autocast.planner import planner
 from polymp.jax import autocast
 from polymp.rules.region import Region

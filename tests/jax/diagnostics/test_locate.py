@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from polymp.backends.jax.diagnostics import measured_call
+from polymp.backends.jax.diagnostics import instrument
 from polymp.diagnostics.audit_records import Operand
 from polymp.diagnostics.call_record import FORWARD
 from polymp.jax import GradScaler, audit, autocast, locate
@@ -306,10 +306,10 @@ def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
 
     w, x = jax.device_put((jnp.eye(16) / 2, jnp.ones((8, 16))), jax.devices("cpu")[0])
     step = jax.jit(jax.grad(loss))
-    plain, small = (measured_call.measured(step, (w, x), {}, once=once) for once in (False, True))
+    plain, small = (instrument.measured(step, (w, x), {}, once=once) for once in (False, True))
     equations = [len(jax.make_jaxpr(p.twin.run)([w, x]).eqns) for p in (plain, small)]
     assert equations[1] < 0.7 * equations[0]
-    options = measured_call.quick_options([w, x])
+    options = instrument.quick_options([w, x])
     assert options is not None
     assert options["xla_backend_optimization_level"] == 0
     quick, full = (jax.jit(small.twin.run, compiler_options=o)([w, x]) for o in (options, None))

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
-from polymp.scaling.state_dict import to_state_dict
+from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState, to_state_dict
 from tests.conftest import need
 from tests.support.jax.scaler_tools import KINDS, kinds, numbers, values
 

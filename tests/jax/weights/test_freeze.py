@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax.weights import lower_inputs
+from polymp.backends.jax.weights import freeze as freeze_module
 from polymp.jax import autocast, freeze, lower, upper
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -318,7 +318,7 @@ def test_why_a_parameter_is_kept(name):
 def test_a_checker_that_misses_a_wide_read_is_noticed(monkeypatch):
     fn = autocast(read_low_and_wide)
     assert faults(fn, {"w": W}, X, eager=True) == []
-    monkeypatch.setattr(lower_inputs._LowInputs, "refuse", lambda *_: None)
+    monkeypatch.setattr(freeze_module._LowInputs, "refuse", lambda *_: None)
     assert faults(fn, {"w": W}, X, eager=True) == ["result 1"]
 
 
@@ -327,7 +327,7 @@ def test_a_checker_that_takes_sums_for_moves_is_noticed(monkeypatch):
         return x @ (p["w"] + p["v"])
 
     assert faults(autocast(fn), {"w": W, "v": V}, X) == []
-    monkeypatch.setattr(lower_inputs, "_MOVES", lower_inputs._MOVES | {"add"})
+    monkeypatch.setattr(freeze_module, "_MOVES", freeze_module._MOVES | {"add"})
     assert faults(autocast(fn), {"w": W, "v": V}, X) == ["result 0"]
 
 

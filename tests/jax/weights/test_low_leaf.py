@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from polymp.backends.jax.weights.low_leaf import VERBS, LowLeaf, flat_index
-from polymp.weights import modes, store
+from polymp.backends.jax.weights.low_weights import VERBS, LowLeaf, flat_index
+from polymp.weights import store
 from polymp.weights.random_bits import key, random16
 from tests.support.sizes import size
 
@@ -22,7 +22,7 @@ STEP = jnp.int32(3)
 
 
 def leaf_of(kind: tuple[str, str]) -> LowLeaf:
-    return LowLeaf(modes.mode(kind[0]), kind[1], 0)
+    return LowLeaf(store.mode(kind[0]), kind[1], 0)
 
 
 def bits(x: Any) -> np.ndarray:

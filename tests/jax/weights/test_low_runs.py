@@ -18,12 +18,12 @@ import optax
 import pytest
 
 from polymp.jax import low_weights
-from polymp.weights import modes
+from polymp.weights import store
 from tests.support.jax import eight_devices, low_weights_run
 from tests.support.jax.low_weights_run import CUT, STEPS, gradients, seen, start, trained
 from tests.support.jax.scaler_tools import bits
 
-MODES = tuple(modes.MODES)
+MODES = tuple(store.MODES)
 ROOT = Path(__file__).parents[3]
 
 

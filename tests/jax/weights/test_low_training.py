@@ -23,13 +23,13 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from polymp.jax import GradScaler, autocast, low_weights, needs_float32
-from polymp.weights import modes
+from polymp.weights import store
 from tests.support.jax import transformer
 from tests.support.jax.hlo import AS_FOR_USERS
 from tests.support.jax.scaler_tools import bits
 from tests.support.sizes import size
 
-MODES = tuple(modes.MODES)
+MODES = tuple(store.MODES)
 STEPS = size(30, 1000)
 USERS = {"xla_backend_optimization_level": 3, **AS_FOR_USERS}
 

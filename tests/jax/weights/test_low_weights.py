@@ -15,13 +15,13 @@ import numpy as np
 import optax
 import pytest
 
-from polymp.backends.jax.weights.low_leaf import LowLeaf
+from polymp.backends.jax.weights.low_weights import LowLeaf
 from polymp.errors import PolicyError
 from polymp.jax import GradScaler, LowWeightsState, low_weights
-from polymp.weights import modes
+from polymp.weights import store
 from tests.support.jax.scaler_tools import bits
 
-MODES = tuple(modes.MODES)
+MODES = tuple(store.MODES)
 EXACT = ("master", "split")
 STEPS = 9
 PARAMS = {
@@ -76,8 +76,8 @@ def run(tx: Any, params: Any, steps: int = STEPS) -> Any:
 
 def wide(mode: str, params: Any, state: Any, dtype: str = "bfloat16") -> Any:
     """The float32 weights that low ones stand for."""
-    leaf = LowLeaf(modes.mode(mode), dtype, 0)
-    beside = state.beside if modes.mode(mode).beside else jax.tree.map(lambda _: None, params)
+    leaf = LowLeaf(store.mode(mode), dtype, 0)
+    beside = state.beside if store.mode(mode).beside else jax.tree.map(lambda _: None, params)
     return jax.tree.map(leaf.loaded, params, beside)
 
 

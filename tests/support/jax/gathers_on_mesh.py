@@ -22,8 +22,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import sharded_weights
-from polymp.backends.jax.compat import mlir
+from polymp.backends.jax.autocast import evaluate
+from polymp.backends.jax.compat import recording
 from polymp.jax import autocast
 from tests.support.jax import hlo
 
@@ -173,7 +173,7 @@ def without_merging() -> Iterator[None]:
 
 @contextmanager
 def with_calls() -> Iterator[None]:
-    with mock.patch.object(mlir, "_devices", return_value=1):
+    with mock.patch.object(recording, "_devices", return_value=1):
         jax.clear_caches()
         yield
     jax.clear_caches()
@@ -181,7 +181,7 @@ def with_calls() -> Iterator[None]:
 
 @contextmanager
 def without_rounding() -> Iterator[None]:
-    with mock.patch.object(sharded_weights, "TRAVELS", frozenset()):
+    with mock.patch.object(evaluate, "TRAVELS", frozenset()):
         yield
 
 

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp.jax import low_weights
-from polymp.weights import modes
+from polymp.weights import store
 
 STEPS, CUT = 8, 3
 START = {
@@ -85,7 +85,7 @@ def restored(path: Path, like: Any) -> Any:
 def meshes(folder: Path) -> dict[str, Any]:
     """Each mode alone, over eight devices, and saved on four of them and gone on on eight."""
     found = {}
-    for mode in modes.MODES:
+    for mode in store.MODES:
         ways = {"alone": seen(trained(mode, start(mode), range(STEPS)))}
         for shape in ((8, 1), (2, 4), (4, 2)):
             mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from polymp.backends.torch.compat import dtensor
-from polymp.backends.torch.scaler import distributed
+from polymp.backends.torch.compat import distributed as distributed_module
+from polymp.backends.torch.scaler import unscale
 from polymp.errors import StuckError
 from polymp.torch import GradScaler
 from tests.support.sizes import LONG
@@ -219,12 +219,12 @@ def defect_cases(ranks: int) -> list[tuple[str, str]]:
 @contextmanager
 def without_agreement() -> Iterator[None]:
     """The library as it would be if ranks did not talk."""
-    agree = distributed.agree
-    distributed.agree = lambda findings, groups: None
+    agree = unscale.agree
+    unscale.agree = lambda findings, groups: None
     try:
         yield
     finally:
-        distributed.agree = agree
+        unscale.agree = agree
 
 
 def defects() -> Notes:
@@ -270,14 +270,16 @@ def meshes() -> Notes:
     def on(mesh: DeviceMesh) -> torch.Tensor:
         return distribute_tensor(torch.ones(4), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
 
-    notes: Notes = {"same": (one is other, len(dtensor.meshes([on(one), on(other), on(one)])))}
+    notes: Notes = {
+        "same": (one is other, len(distributed_module.meshes([on(one), on(other), on(one)])))
+    }
     alone = DeviceMesh("cpu", [0])
     circles = {
-        "one": distributed.circle([on(one), torch.ones(2), on(other)]),
-        "of one rank": distributed.circle([on(alone)]),
-        "plain": distributed.circle([torch.ones(2)]),
-        "given": distributed.circle([torch.ones(2)], dist.group.WORLD),
-        "given and one": distributed.circle([on(one)], dist.group.WORLD),
+        "one": unscale.circle([on(one), torch.ones(2), on(other)]),
+        "of one rank": unscale.circle([on(alone)]),
+        "plain": unscale.circle([torch.ones(2)]),
+        "given": unscale.circle([torch.ones(2)], dist.group.WORLD),
+        "given and one": unscale.circle([on(one)], dist.group.WORLD),
     }
     if ranks == 4:
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -285,13 +287,13 @@ def meshes() -> Notes:
         half = dist.new_group([0, 1]), dist.new_group([2, 3])
         mine = half[rank // 2]
         circles |= {
-            "grid": distributed.circle([on(grid)]),
-            "dp, tp": distributed.circle([on(dp), on(tp), on(dp)]),
-            "tp, dp": distributed.circle([on(tp), on(dp)]),
-            "tp, grid": distributed.circle([on(tp), on(grid)]),
-            "dp, given": distributed.circle([on(dp)], mine),
-            "given first": distributed.circle([on(dp)], dp.get_group()),
-            "dp, one": distributed.circle([on(dp), on(one)]),
+            "grid": unscale.circle([on(grid)]),
+            "dp, tp": unscale.circle([on(dp), on(tp), on(dp)]),
+            "tp, dp": unscale.circle([on(tp), on(dp)]),
+            "tp, grid": unscale.circle([on(tp), on(grid)]),
+            "dp, given": unscale.circle([on(dp)], mine),
+            "given first": unscale.circle([on(dp)], dp.get_group()),
+            "dp, one": unscale.circle([on(dp), on(one)]),
         }
     for name, circle in circles.items():
         notes[name] = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch.autocast import policy_code
+from polymp.backends.torch.autocast import regions
 from polymp.torch import (
     GradScaler,
     autocast,
@@ -98,8 +98,8 @@ RIGHT: tuple[Any, ...] = (
 @pytest.mark.parametrize("call", RIGHT, ids=_call)
 def test_right_arguments_give_what_torch_gives(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a process that has used no policy: others refuse maia, see test_leaving_and_keys.
-    for code in set(policy_code.codes.policies) - {policy_code.NONE}:
-        monkeypatch.delitem(policy_code.codes.policies, code)
+    for code in set(regions.codes.policies) - {regions.NONE}:
+        monkeypatch.delitem(regions.codes.policies, code)
     args, kwargs = call
     ours = outcome(autocast, *args, **kwargs)
     assert ours == outcome(torch.autocast, *args, **kwargs)

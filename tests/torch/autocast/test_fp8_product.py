@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import polymp
-from polymp.backends.torch.autocast.fp8_operand import VERBS, Quantisation, of_activation
+from polymp.backends.torch.autocast.fp8_product import VERBS, Quantisation, of_activation
 from polymp.fp8.quantise import quantised, scale_of
 from polymp.fp8.recipes import RECIPES
 from polymp.torch import autocast, explain

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from polymp import PolicyError, policy
-from polymp.backends.torch.autocast import policy_code, region_casts, regions
+from polymp.backends.torch.autocast import region_casts, regions
 from polymp.rules.policy import Policy
 from polymp.rules.row import Row, Rule
 from polymp.torch import GradScaler, autocast
@@ -21,7 +21,7 @@ X = torch.ones(1, 4)
 
 
 def thread_wide() -> tuple[object, ...]:
-    slots = [(torch.is_autocast_enabled(s), torch.get_autocast_dtype(s)) for s in policy_code.SLOTS]
+    slots = [(torch.is_autocast_enabled(s), torch.get_autocast_dtype(s)) for s in regions.SLOTS]
     return torch.is_autocast_cache_enabled(), *slots
 
 
@@ -32,10 +32,10 @@ def test_leaving_out_of_order_across_devices_restores_cache_flag_and_policies() 
     a.__enter__()
     b.__enter__()
     a.__exit__()
-    left = policy_code.policy_of("xpu")
+    left = regions.policy_of("xpu")
     assert left is not None
     assert left.name == "b"
-    assert policy_code.policy_of("cpu") is None
+    assert regions.policy_of("cpu") is None
     assert torch.is_autocast_cache_enabled()
     b.__exit__()
     assert thread_wide() == before
@@ -48,7 +48,7 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise PolicyError("no code left")
 
-    monkeypatch.setattr(policy_code, "inside", full)
+    monkeypatch.setattr(regions, "inside", full)
     with pytest.raises(PolicyError), region:
         pass
     assert (thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.frames)) == before

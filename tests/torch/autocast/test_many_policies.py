@@ -53,8 +53,8 @@ def test_a_policy_takes_less_than_a_hundredth_of_a_megabyte() -> None:
 # Policies without a scope agree with what they did before; of the first codes none is left.
 MANY = f"""{POLICIES}
 import polymp
-from polymp.backends.torch.autocast import policy_code
-from polymp.backends.torch.autocast.policy_code import codes, in_force
+from polymp.backends.torch.autocast import regions as policy_code
+from polymp.backends.torch.autocast.regions import codes, in_force
 
 first = autocast("cpu", torch.bfloat16, policy=policy(5))
 with first:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch.autocast import kernel_registry, recurrent, torch_table
-from polymp.backends.torch.compat import nn_modules
+from polymp.backends.torch.autocast import autocast_kernel, kernel_registry, torch_table
+from polymp.backends.torch.compat import optimizers
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
 from tests.support.torch.inside import inside
@@ -47,7 +47,7 @@ def flattened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             for w, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
                 w.set_(part.view(w.shape))
 
-    monkeypatch.setattr(nn_modules, "flatten_rnn_weights", flatten)
+    monkeypatch.setattr(optimizers, "flatten_rnn_weights", flatten)
     monkeypatch.setattr(torch, "cudnn_is_acceptable", lambda t: True)
     return asked
 
@@ -111,7 +111,7 @@ def test_the_weights_are_cast_into_the_buffer_that_the_layer_would_ask_for(
 ) -> None:
     layer = made(title)
     name, args = as_called(layer, sequences(layer, packed), monkeypatch)
-    prepare = recurrent.prepare(name, "cuda")
+    prepare = autocast_kernel.recurrent_arguments(name, "cuda")
     assert prepare is not None
     prepared = prepare(args, BF16)
     (options,) = flattened
@@ -136,7 +136,7 @@ def test_the_same_numbers_and_gradients_as_with_casts_one_by_one(
 ) -> None:
     layer = made("GRU")
     name, args = as_called(layer, sequences(layer, False), monkeypatch)
-    prepare = recurrent.prepare(name, "cuda")
+    prepare = autocast_kernel.recurrent_arguments(name, "cuda")
     assert prepare is not None
     together = prepare(args, BF16)[2]
     singly = [w.to(BF16) for w in args[2]]
@@ -152,10 +152,10 @@ def test_what_needs_no_buffer_is_left_alone(
 ) -> None:
     layer = made("LSTM")
     name, args = as_called(layer, sequences(layer, False), monkeypatch)
-    prepare = recurrent.prepare(name, "cuda")
+    prepare = autocast_kernel.recurrent_arguments(name, "cuda")
     assert prepare is not None
-    assert recurrent.prepare(name, "cpu") is None
-    assert recurrent.prepare("lstm_cell", "cuda") is None
+    assert autocast_kernel.recurrent_arguments(name, "cpu") is None
+    assert autocast_kernel.recurrent_arguments("lstm_cell", "cuda") is None
     assert prepare(args, FP32) is args
     mixed = (*args[:2], [args[2][0].half(), *args[2][1:]], *args[3:])
     assert prepare(mixed, BF16) is mixed

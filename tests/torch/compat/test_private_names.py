@@ -15,21 +15,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp import versions
-from polymp.backends.torch.autocast import dtype_names, policy_code
+from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.compat import (
     accelerators,
-    autograd,
     dispatcher,
     distributed,
-    dtensor,
     dynamo,
     export,
-    flop_count,
     inductor,
     modes,
-    nn_modules,
     optimizers,
-    storage,
 )
 from tests.support import processes
 from tests.support.threads import in_thread
@@ -135,7 +130,7 @@ def test_the_front_key_is_where_torch_func_looks_first():
 
 def test_slots_are_free_per_thread_and_guarded():
     """No tensor of this build is on the devices whose state holds the policies' code."""
-    slots = (*policy_code.SLOTS, policy_code.THIRD)
+    slots = (*regions.SLOTS, regions.THIRD)
     before = [torch.get_autocast_dtype(slot) for slot in slots]
     for slot in slots:
         with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
@@ -144,7 +139,7 @@ def test_slots_are_free_per_thread_and_guarded():
             torch.set_autocast_dtype(slot, dtype)
             assert torch.get_autocast_dtype(slot) is dtype
     seen = in_thread(lambda: [torch.get_autocast_dtype(slot) for slot in slots])
-    assert seen == [*policy_code.NONE, policy_code.NO_THIRD], "a new thread starts with no policy"
+    assert seen == [*regions.NONE, regions.NO_THIRD], "a new thread starts with no policy"
     for slot, dtype in zip(slots, before, strict=True):
         torch.set_autocast_dtype(slot, dtype)
 
@@ -283,27 +278,27 @@ def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_r
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_a_storage_has_one_key_and_keeps_it_while_it_is_referred_to():
     t = torch.ones(4, 4)
-    key, reference = storage.storage_key(t), storage.storage_reference(t)
-    assert key == storage.storage_key(t[1:].t()) == storage.storage_key(t.detach()) != 0
-    assert key != storage.storage_key(t.clone())
-    assert storage.storage_key(t.to_sparse()) == 0
+    key, reference = modes.storage_key(t), modes.storage_reference(t)
+    assert key == modes.storage_key(t[1:].t()) == modes.storage_key(t.detach()) != 0
+    assert key != modes.storage_key(t.clone())
+    assert modes.storage_key(t.to_sparse()) == 0
     sparse = torch.eye(4)
-    stored = {storage.stored_bytes(t) for t in (sparse.to_sparse(), sparse.to_sparse_csr())}
-    assert (storage.stored_bytes(sparse), stored) == (64, {16})
+    stored = {modes.stored_bytes(t) for t in (sparse.to_sparse(), sparse.to_sparse_csr())}
+    assert (modes.stored_bytes(sparse), stored) == (64, {16})
     assert not reference.expired()
     del t
     assert reference.expired()
-    assert key not in {storage.storage_key(torch.ones(4, 4)) for _ in range(100)}
+    assert key not in {modes.storage_key(torch.ones(4, 4)) for _ in range(100)}
 
 
 def test_keys_of_freed_storages_are_not_used_again_while_they_are_kept():
-    kept, keys = storage.KeptKeys(), []
+    kept, keys = modes.KeptKeys(), []
     for _ in range(100):
         t = torch.ones(4, 4)
-        keys.append(storage.storage_key(t))
+        keys.append(modes.storage_key(t))
         kept.keep(t)
     assert len({*keys}) == 100
-    reference = storage.storage_reference(t)
+    reference = modes.storage_reference(t)
     del t
     assert reference.expired()
 
@@ -311,14 +306,14 @@ def test_keys_of_freed_storages_are_not_used_again_while_they_are_kept():
 def test_modules_whose_calls_run_are_read_off_the_stack():
     class Inner(torch.nn.Module):
         def forward(self):
-            return [*nn_modules.running_modules()]
+            return [*optimizers.running_modules()]
 
     inner = Inner()
     outer = torch.nn.Sequential(inner)
     inner.register_forward_hook(lambda *_: None)
     outer.forward = lambda: inner()
     assert outer() == [inner, outer]
-    assert [*nn_modules.running_modules()] == []
+    assert [*optimizers.running_modules()] == []
 
 
 def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
@@ -394,28 +389,28 @@ def test_local_shares_the_memory_of_a_dtensor(alone):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     whole = distribute_tensor(torch.ones(4), alone, [Shard(0)]).requires_grad_()
-    part = dtensor.local(whole)
+    part = distributed.local(whole)
     assert type(part) is torch.Tensor
     assert not part.requires_grad
     part.mul_(2)
     assert whole.full_tensor().tolist() == [2.0] * 4
     plain = torch.ones(2)
-    assert dtensor.local(plain) is plain
+    assert distributed.local(plain) is plain
 
 
 def test_the_place_of_a_part_and_a_tensor_laid_out_alike(alone):
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     whole = distribute_tensor(torch.ones(4, 3), alone, [Shard(0)])
-    assert dtensor.offset(whole) == (0, 0)
-    assert dtensor.offset(torch.ones(2, 2, 2)) == (0, 0, 0)
+    assert distributed.offset(whole) == (0, 0)
+    assert distributed.offset(torch.ones(2, 2, 2)) == (0, 0, 0)
     part = torch.zeros(4, 3, dtype=torch.int16)
-    made = dtensor.like(part, whole)
+    made = distributed.like(part, whole)
     assert isinstance(made, DTensor)
     assert (made.placements, made.shape, made.dtype) == ((Shard(0),), whole.shape, torch.int16)
-    dtensor.local(made).add_(1)
+    distributed.local(made).add_(1)
     assert part.sum() == 12
-    assert dtensor.like(part, torch.ones(4, 3)) is part
+    assert distributed.like(part, torch.ones(4, 3)) is part
 
 
 def test_meshes_are_named_once_in_the_order_of_their_use(alone):
@@ -433,8 +428,8 @@ def test_meshes_are_named_once_in_the_order_of_their_use(alone):
             (other, [Shard(0), Replicate()]),
         )
     ]
-    assert dtensor.meshes([torch.ones(1), *made]) == [other, alone]
-    assert dtensor.meshes([torch.ones(1)]) == []
+    assert distributed.meshes([torch.ones(1), *made]) == [other, alone]
+    assert distributed.meshes([torch.ones(1)]) == []
     assert [other.get_group(axis).size() for axis in range(other.ndim)] == [1, 1]
 
 
@@ -443,11 +438,11 @@ def test_a_sum_that_is_not_made_yet_is_partial(alone):
 
     for placement in (Partial(), Replicate(), Shard(0)):
         tensor = DTensor.from_local(torch.ones(2), alone, [placement])
-        assert dtensor.is_partial(tensor) is isinstance(placement, Partial)
-        made = dtensor.added_up(tensor)
-        assert not dtensor.is_partial(made)
-        assert dtensor.local(made).tolist() == [1.0, 1.0]
-    assert not dtensor.is_partial(torch.ones(2))
+        assert distributed.is_partial(tensor) is isinstance(placement, Partial)
+        made = distributed.added_up(tensor)
+        assert not distributed.is_partial(made)
+        assert distributed.local(made).tolist() == [1.0, 1.0]
+    assert not distributed.is_partial(torch.ones(2))
 
 
 @pytest.mark.parametrize("original", [True, False])
@@ -647,18 +642,18 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
 
     def look(func, *_):
         if func is not torch.ops.aten.detach.default:
-            below.append(autograd.latest_node())
-            behind.append(autograd.backward_node())
+            below.append(dispatcher.latest_node())
+            behind.append(dispatcher.backward_node())
 
     x = torch.ones(2, requires_grad=True)
     with EachOp(look):
         y = x.exp().sin()
     assert behind == [None, None]
     assert below == [y.grad_fn.next_functions[0][0]._sequence_nr(), y.grad_fn._sequence_nr()]
-    assert autograd.latest_node() == below[-1]
+    assert dispatcher.latest_node() == below[-1]
     with torch.no_grad():
         x.exp()
-    assert autograd.latest_node() == below[-1], "no node, no number"
+    assert dispatcher.latest_node() == below[-1], "no node, no number"
     exponential, sine = below
     below.clear()
     behind.clear()
@@ -666,7 +661,7 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     with EachOp(look):
         y.backward(given)
     assert set(behind) == {sine, exponential, -1}, "-1 where a gradient is accumulated"
-    assert autograd.backward_node() is None
+    assert dispatcher.backward_node() is None
 
 
 def test_what_a_recording_mode_asks_first() -> None:
@@ -688,31 +683,29 @@ def test_a_module_is_called_by_the_code_that_is_named() -> None:
 
     module = Seen()
     module()
-    assert seen[0].f_code is nn_modules.MODULE_CALL
+    assert seen[0].f_code is optimizers.MODULE_CALL
     assert seen[0].f_locals["self"] is module
 
 
 def test_flops_are_known_of_the_kernels_that_have_some() -> None:
     aten = torch.ops.aten
     a, b = torch.ones(2, 3), torch.ones(3, 5)
-    assert flop_count.flops(aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
-    assert flop_count.flops(aten.addmm.default, (torch.ones(5), a, b), {}, a @ b) == 2 * 2 * 3 * 5
-    assert flop_count.flops(aten.exp.default, (a,), {}, a.exp()) == 0
+    assert modes.flops(aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert modes.flops(aten.addmm.default, (torch.ones(5), a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert modes.flops(aten.exp.default, (a,), {}, a.exp()) == 0
     q = torch.ones(1, 2, 3, 4)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
     out, logsumexp = kernel(q, q, q)
-    assert flop_count.flops(kernel.default, (q, q, q), {}, (out, logsumexp)) == 2 * 2 * (
-        2 * 3 * 3 * 4
-    )
+    assert modes.flops(kernel.default, (q, q, q), {}, (out, logsumexp)) == 2 * 2 * (2 * 3 * 3 * 4)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = out, q, q, q, out, logsumexp, 0.0, False
     made = backward(*given)
-    assert flop_count.flops(backward.default, given, {}, made) == 5 * 2 * (2 * 3 * 3 * 4)
+    assert modes.flops(backward.default, given, {}, made) == 5 * 2 * (2 * 3 * 3 * 4)
     k, v = torch.ones(1, 1, 7, 4), torch.ones(1, 1, 7, 5)  # both heads of queries share them
     scores, results = 2 * (2 * 3 * 7 * 4), 2 * (2 * 3 * 7 * 5)
-    assert flop_count.flops(kernel.default, (q, k, v), {}, None) == scores + results
+    assert modes.flops(kernel.default, (q, k, v), {}, None) == scores + results
     given = torch.ones(1, 2, 3, 5), q, k, v
-    assert flop_count.flops(backward.default, given, {}, None) == 3 * scores + 2 * results
+    assert modes.flops(backward.default, given, {}, None) == 3 * scores + 2 * results
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -728,12 +721,12 @@ def test_flops_of_convolutions_and_their_gradients(transposed: bool, groups: int
     out = aten.convolution(x, w, None, *rest)
     places = 3 * (8 if transposed else 4)  # each of the windows' places, in all examples
     flops = 2 * places * 4 * 6 * 3 // groups
-    assert flop_count.flops(aten.convolution.default, (x, w, None, *rest), {}, out) == flops
+    assert modes.flops(aten.convolution.default, (x, w, None, *rest), {}, out) == flops
     given = out, x, w, [0], *rest, [True, True, False]
     made = aten.convolution_backward(*given)
-    assert flop_count.flops(aten.convolution_backward.default, given, {}, made) == 2 * flops
+    assert modes.flops(aten.convolution_backward.default, given, {}, made) == 2 * flops
     one = *given[:-1], [False, True, False]
-    assert flop_count.flops(aten.convolution_backward.default, one, {}, made) == flops
+    assert modes.flops(aten.convolution_backward.default, one, {}, made) == flops
 
 
 def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
@@ -741,7 +734,7 @@ def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
     x = torch.ones(2, requires_grad=True)
     with ExitStack() as stack:
         for _ in range(2):
-            autograd.saved_tensors_shown(stack, seen.append)
+            dispatcher.saved_tensors_shown(stack, seen.append)
         refuses = torch.autograd.graph.disable_saved_tensors_hooks("refuses")
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             with pytest.raises(RuntimeError, match="refuses"):
@@ -751,8 +744,8 @@ def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
         y = x.exp()
         assert len(seen) == 1, "the inner one sees it, as of any hooks"
         assert seen[0].data_ptr() == y.data_ptr()
-    assert torch.autograd.graph.disable_saved_tensors_hooks is autograd._DISABLE
-    assert autograd.showing.hooks == {}
+    assert torch.autograd.graph.disable_saved_tensors_hooks is dispatcher._DISABLE
+    assert dispatcher.showing.hooks == {}
 
 
 def test_standing_in_for_cuda(monkeypatch) -> None:
@@ -810,13 +803,13 @@ def test_the_innermost_mode_and_whether_one_sees_this_thread() -> None:
 def test_backward_passes_have_numbers() -> None:
     x = torch.ones(2, requires_grad=True)
     seen: list[int | None] = []
-    x.register_hook(lambda g: seen.append(autograd.backward_task()))
-    assert autograd.backward_task() is None
+    x.register_hook(lambda g: seen.append(dispatcher.backward_task()))
+    assert dispatcher.backward_task() is None
     x.exp().sum().backward()
     (x * x).sum().backward()
     assert None not in seen
     assert len({*seen}) == 2
-    assert autograd.backward_task() is None
+    assert dispatcher.backward_task() is None
 
 
 def test_what_an_op_writes() -> None:
@@ -917,7 +910,8 @@ def test_what_is_asked_in_a_process_of_its_own() -> None:
     script = """
 import sys, torch, polymp.torch
 from torch.utils.checkpoint import checkpoint
-from polymp.backends.torch.compat import autograd, dtensor
+from polymp.backends.torch.compat import dispatcher as autograd
+from polymp.backends.torch.compat import distributed as dtensor
 x = torch.ones(2)
 assert 'torch.distributed.tensor' not in sys.modules
 assert dtensor._dtensor() is None

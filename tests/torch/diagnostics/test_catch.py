@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from polymp.backends.torch.diagnostics import step_checks
+from polymp.backends.torch.diagnostics.catch import bad_by_device
 from polymp.backends.torch.diagnostics.training_state import TrainingState
 from polymp.errors import BadStepError, CatchWarning
 from polymp.torch import autocast, catch
@@ -144,12 +144,12 @@ def test_one_number_that_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> 
     tensors = [torch.zeros((), dtype=torch.bfloat16), torch.full((100_003,), -largest, dtype=dtype)]
     tensors[1][::2] = largest
     tensors[1][7::11] = 0
-    assert [bool(found) for found in step_checks.bad(tensors)] == [False]
+    assert [bool(found) for found in bad_by_device(tensors)] == [False]
     for value in (math.nan, math.inf, -math.inf):
         for at in (0, 6, 31, 50_001, 99_998, 100_002):
             broken = tensors[1].clone()
             broken[at] = value
-            assert [bool(found) for found in step_checks.bad([tensors[0], broken])] == [True]
+            assert [bool(found) for found in bad_by_device([tensors[0], broken])] == [True]
 
 
 def test_a_bad_gradient_under_a_finite_loss() -> None:

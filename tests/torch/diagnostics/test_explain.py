@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import polymp
 from polymp.backends.torch.autocast import kernel_registry
-from polymp.backends.torch.compat import autograd, modes
+from polymp.backends.torch.compat import dispatcher, modes
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
 from polymp.errors import PolicyError
@@ -512,7 +512,7 @@ def all_that_a_record_changes() -> tuple[Any, ...]:
         set(torch.library._impls),
         decision_log.current(),
         modes.innermost_mode(),
-        dict(autograd.showing.hooks),
+        dict(dispatcher.showing.hooks),
         graph.disable_saved_tensors_hooks,
         torch._C._autograd._top_saved_tensors_default_hooks(True),
         torch.is_inference_mode_enabled(),

@@ -112,13 +112,13 @@ def test_without_a_fault_none_is_seen():
 
 def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
     """The checks above can fail: a scale of 0 makes finite numbers of a -Inf behind a relu."""
-    from polymp.backends.torch.autocast import fp8_operand
+    from polymp.backends.torch.autocast import fp8_product
 
     def bare(verbs, array, recipe, role, axis):
         amax = verbs.amax(array, axis).nan_to_num(posinf=1e30)
         return recipe.largest(role) / amax.clamp(1e-12)
 
-    monkeypatch.setattr(fp8_operand.quantise, "scale_of", bare)
+    monkeypatch.setattr(fp8_product.quantise, "scale_of", bare)
     model, _, step = run("weight", -float("inf"), "rowwise")
     before = model.last.weight.detach().clone()
     step()

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp import PolicyError
-from polymp.backends.torch.autocast import policy_code, region_casts, regions
+from polymp.backends.torch.autocast import region_casts, regions
 from polymp.errors import PolicyWarning
 from polymp.torch import autocast, bake, scoped
 from tests.support import forks
@@ -185,10 +185,10 @@ def test_an_error_leaves_the_scopes(x: torch.Tensor, kind: str, error: Any) -> N
     model.lm_head = Raises()
     scoped(model, HEAD.override(fp32=["class:matmul", "linear"]))
     with REGIONS[kind]("cpu", BF16):
-        before = policy_code.in_force()
+        before = regions.code_in_force()
         with pytest.raises(error, match="stop"):
             model(x)
-        assert policy_code.in_force() == before
+        assert regions.code_in_force() == before
         assert bystander(x).dtype is BF16
 
 
@@ -200,10 +200,10 @@ def test_a_hook_that_raises_before_the_module_runs(x: torch.Tensor) -> None:
     scoped(model, HEAD)
     model.lm_head.register_forward_pre_hook(refuse)
     with torch.autocast("cpu", BF16):
-        before = policy_code.in_force()
+        before = regions.code_in_force()
         with pytest.raises(ValueError, match="refused"):
             model(x)
-        assert policy_code.in_force() == before
+        assert regions.code_in_force() == before
 
 
 class Keeps(nn.Module):
@@ -645,11 +645,11 @@ def test_a_trace_that_fails_leaves_the_scopes(x: torch.Tensor, count: Count) -> 
 
     model = nn.Sequential(Fails())
     scoped(model, {"rules": {"exp": "lower"}})
-    before = policy_code.in_force()
+    before = regions.code_in_force()
     compiled = torch.compile(lambda x: model(x), backend=count, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(x)
-    assert policy_code.in_force() == before
+    assert regions.code_in_force() == before
 
 
 def test_compiled_checkpoints(x: torch.Tensor, count: Count) -> None:

@@ -222,15 +222,15 @@ def test_rules(options: dict[str, Any]) -> None:
 
 
 def test_a_scaler_that_backs_off_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polymp.backends.torch.scaler import scale_update
+    from polymp.backends.torch.scaler import device_state
 
     eager = run(OPTIMIZERS["SGD"])
-    update = scale_update.update
+    update = device_state.update
 
     def twice(rule: Any, *state: Any) -> None:
         update(rule._replace(backoff=rule.backoff**2), *state)
 
-    monkeypatch.setattr(scale_update, "update", twice)
+    monkeypatch.setattr(device_state, "update", twice)
     assert run(OPTIMIZERS["SGD"], "eager").states != eager.states
 
 

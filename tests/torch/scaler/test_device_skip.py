@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import optim
 
-from polymp.backends.torch.scaler import device_skip
+from polymp.backends.torch.scaler import optimizer_step
 from polymp.torch import GradScaler
 from tests.support.torch.each_op import EachOp
 
@@ -123,7 +123,7 @@ def first_difference(name: str, history: str, step: Any) -> int | None:
 @pytest.mark.parametrize("history", HISTORIES)
 @every
 def test_a_step_is_the_plain_one_or_none(name: str, history: str) -> None:
-    assert first_difference(name, history, device_skip.step) is None
+    assert first_difference(name, history, optimizer_step.step_or_undo) is None
 
 
 # --- steps that are wrong ------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def never_skips(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
 
 
 def always_skips(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
-    device_skip.step(optimizer, torch.ones(()))
+    optimizer_step.step_or_undo(optimizer, torch.ones(()))
 
 
 def keeps_the_state(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
@@ -183,7 +183,9 @@ def test_the_first_step_waits_and_later_ones_as_listed(name: str) -> None:
         for params in (ours, theirs):
             give(name, params, at, bad=False)
         found = torch.zeros(())
-        waits.append(reads(lambda f=found: device_skip.step(mine, f)) - reads(plain.step))
+        waits.append(
+            reads(lambda f=found: optimizer_step.step_or_undo(mine, f)) - reads(plain.step)
+        )
     first = name not in ("SGD", "Adagrad")  # which make no state in a step
     later = OPTIMIZERS[name][1] == ALWAYS
     assert waits == [int(first)] + [int(later)] * 4
@@ -209,7 +211,7 @@ def test_what_is_kept_where_and_as_what_says_who_waits(name: str) -> None:
     on_cpu = any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values)
     assert (ALWAYS if numbers else ELSEWHERE if on_cpu else NEVER) == OPTIMIZERS[name][1]
     kind = type(optimizer).__name__
-    rows = (device_skip.__doc__ or "").split("\n\n")[3]
+    rows = inspect.getsource(optimizer_step)
     assert kind in rows
 
 
@@ -244,7 +246,7 @@ def test_a_finding_goes_to_the_cpu_only_by_waiting() -> None:
         for device in ("cuda:0", "cpu"):
             optimizer.state[w]["step"] = torch.zeros((), device=device)
             with mode:
-                device_skip.step(optimizer, torch.zeros((), device="cuda:0"))
+                optimizer_step.step_or_undo(optimizer, torch.zeros((), device="cuda:0"))
     assert mode.seen == [("cpu", False)]
 
 
@@ -268,9 +270,9 @@ def test_an_optimizer_with_a_list_in_its_state_is_not_stepped_before_the_host_kn
     w.grad = torch.ones(2)
     optimizer = KeepsLists([w], {})
     optimizer.state[w]["history"] = []
-    assert device_skip.step(optimizer, torch.ones(())) is None
+    assert optimizer_step.step_or_undo(optimizer, torch.ones(())) is None
     assert (optimizer.steps, optimizer.state[w]["history"]) == (0, [])
-    assert device_skip.step(optimizer, torch.zeros(())) == "stepped"
+    assert optimizer_step.step_or_undo(optimizer, torch.zeros(())) == "stepped"
     assert len(optimizer.state[w]["history"]) == 1
 
 
@@ -286,7 +288,7 @@ def test_numbers_of_a_group_are_put_back() -> None:
     w.grad = torch.ones(2)
     optimizer = CountsInItsGroup([w], {"k": 0, "d": 1.0})
     for found in (0.0, 1.0, 0.0, 1.0):
-        assert reads(lambda f=found: device_skip.step(optimizer, torch.tensor(f))) == 1
+        assert reads(lambda f=found: optimizer_step.step_or_undo(optimizer, torch.tensor(f))) == 1
     assert (optimizer.param_groups[0]["k"], optimizer.param_groups[0]["d"]) == (2, 4.0)
 
 
@@ -295,9 +297,9 @@ def test_a_state_that_says_none_is_put_back() -> None:
     w.grad = torch.ones(2)
     optimizer = optim.SGD([w], lr=0.5, momentum=0.9)
     optimizer.state[w]["momentum_buffer"] = None
-    device_skip.step(optimizer, torch.ones(()))
+    optimizer_step.step_or_undo(optimizer, torch.ones(()))
     assert (w.tolist(), optimizer.state[w]) == ([1.0, 1.0], {"momentum_buffer": None})
-    device_skip.step(optimizer, torch.zeros(()))
+    optimizer_step.step_or_undo(optimizer, torch.zeros(()))
     assert (w.tolist(), optimizer.state[w]["momentum_buffer"].tolist()) == ([0.5, 0.5], [1.0, 1.0])
 
 
@@ -315,7 +317,7 @@ def test_it_copies_parameters_with_gradients_and_their_state_once() -> None:
     optimizer.step()
     params[1].grad = None
     with EachOp(copied) as mode:
-        device_skip.step(optimizer, torch.ones(()))
+        optimizer_step.step_or_undo(optimizer, torch.ones(()))
     assert sum(mode.seen) == 3 * 7 + 1  # the parameter, two moments, the count of steps
 
 
@@ -334,7 +336,7 @@ def test_a_few_launches_take_and_put_back_all_tensors(count: int) -> None:
         optimizer.step()
     found = torch.ones(())
     with EachOp(launched) as ours:
-        device_skip.step(optimizer, found)
+        optimizer_step.step_or_undo(optimizer, found)
     # What was found, and not; for each of two dtypes both of them, copies, and two to put back.
     assert len(ours.seen) - len(plain.seen) == 2 + 2 * 5
     assert all(p.tolist() == [-0.25] * 3 for p in params)
@@ -365,7 +367,7 @@ def test_every_bit_is_put_back_or_kept(dtype: torch.dtype, found: float) -> None
     w.grad = torch.ones(1)
     optimizer = Replaces([w], {})
     optimizer.state[w]["kept"] = old.clone()
-    device_skip.step(optimizer, torch.tensor(found))
+    optimizer_step.step_or_undo(optimizer, torch.tensor(found))
     assert same(optimizer.state[w]["kept"], old if found else new)
 
 
@@ -384,7 +386,7 @@ def test_dtensors(alone: Any, foreach: bool) -> None:
         for w in (ours, theirs):
             grad = torch.full((3, 2), float("nan") if bad == "1" else at + 1.0)
             w.grad = distribute_tensor(grad, alone, [Shard(0)])
-        device_skip.step(mine, torch.tensor(float(bad)))
+        optimizer_step.step_or_undo(mine, torch.tensor(float(bad)))
         if bad == "0":
             plain.step()
         assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
@@ -430,7 +432,7 @@ def test_a_step_that_raises_is_undone_where_it_was_to_be_skipped(steps: int, fou
     optimizer.register_step_post_hook(lambda *_: 1 // 0)
     w.grad = torch.full((2,), float("nan") if found else 1.0)
     with pytest.raises(ZeroDivisionError):
-        device_skip.step(optimizer, torch.tensor(found))
+        optimizer_step.step_or_undo(optimizer, torch.tensor(found))
     assert w.isfinite().all()
     assert (w.tolist() == before) == bool(found)
     if found:

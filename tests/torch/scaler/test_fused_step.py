@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch.scaler import fused_step
+from polymp.backends.torch.scaler import optimizer_step
 from polymp.torch import GradScaler
 
 # What the gradients are, before they are scaled: the first two steps are skipped.
@@ -69,7 +69,7 @@ def test_torch_reads_what_the_memory_held() -> None:
 
 
 def test_that_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_step, "may_step", lambda optimizer, found: True)
+    monkeypatch.setattr(optimizer_step, "may_step", lambda optimizer, found: True)
     seen, _ = train(GradScaler, fused=True, momentum=0.5)
     assert str(seen[-1]) == "[nan, nan]"
 
@@ -80,12 +80,12 @@ def test_nothing_waits_without_dampening() -> None:
     p.grad = torch.ones(2)
     found = torch.zeros((), device="meta")
     plain = torch.optim.SGD([p], lr=0.1, momentum=0.5, fused=True)
-    assert fused_step.may_step(plain, found)
+    assert optimizer_step.may_step(plain, found)
     assert plain.state[p]["momentum_buffer"].tolist() == [0.0, 0.0]
     damped = torch.optim.SGD([p], lr=0.1, momentum=0.5, dampening=0.1, fused=True)
     with pytest.raises(RuntimeError, match="meta"):
-        fused_step.may_step(damped, found)
-    assert fused_step.may_step(torch.optim.AdamW([p], fused=True), found)
+        optimizer_step.may_step(damped, found)
+    assert optimizer_step.may_step(torch.optim.AdamW([p], fused=True), found)
 
 
 KINDS = {

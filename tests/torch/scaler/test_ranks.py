@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
-from polymp.scaling.state_dict import to_state_dict
+from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 from tests.support.torch import rank_cases, rank_checkpoints
 from tests.support.torch.ranks import bits, launch
 from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch.scaler import fused_step
+from polymp.backends.torch.scaler import optimizer_step
 from polymp.torch import GradScaler
 from tests.torch.scaler.test_torch_amp_interface import outcome, ready, sgd, weight
 
@@ -188,4 +188,4 @@ def test_a_step_s_signature_is_read_once() -> None:
     w = torch.ones(1, requires_grad=True)
     for kind, asks in ((torch.optim.SGD, False), (Asks, True)):
         for _ in range(2):
-            assert fused_step.takes_scaler(kind([w], lr=1.0)) is asks
+            assert optimizer_step.takes_scaler(kind([w], lr=1.0)) is asks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch.scaler import clipping
+from polymp.backends.torch.scaler import grad_scaler
 from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import GradientReport
@@ -566,7 +566,7 @@ def test_clipping_of_gradients_that_are_still_scaled_is_told_once(how: str) -> N
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             CLIPS[how](w)
-        assert [str(warning.message) for warning in seen] == [clipping.TOO_EARLY] * told
+        assert [str(warning.message) for warning in seen] == [grad_scaler.TOO_EARLY] * told
         assert all(warning.filename == __file__ for warning in seen)
         scaler.step(optimizer)
         scaler.update()

@@ -14,8 +14,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from polymp.backends.torch.scaler import async_read, scale_update
-from polymp.backends.torch.scaler.async_read import AsyncRead
+from polymp.backends.torch.scaler import device_state
+from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 
@@ -55,19 +55,19 @@ def on_device(
     way: Any, rule: ScaleRule, state: ScaleState, history: list[tuple[int, int | None]]
 ) -> list[ScaleState]:
     scale, tracker = torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32)
-    counts = torch.tensor(scale_update.counted(state), dtype=torch.float32)
-    bars, bad = scale_update.new_bars(torch.device("cpu"))
+    counts = torch.tensor(device_state.counted(state), dtype=torch.float32)
+    bars, bad = device_state.new_bars(torch.device("cpu"))
     seen = []
     for at, (found, loss) in enumerate(history):
         if loss is not None:
             bad.fill_((1.0, math.nan)[at % 2] if loss else 0.0)
-        given = [] if way is scale_update._by_kernel else [None if loss is None else bad]
-        if way is not scale_update._by_rule:
-            by_kernel = way is not scale_update.update or scale_update.regular(rule, state)
+        given = [] if way is device_state._by_kernel else [None if loss is None else bad]
+        if way is not device_state._by_rule:
+            by_kernel = way is not device_state.update or device_state.regular(rule, state)
             given.append(bars if by_kernel else None)
         way(rule, scale, tracker, counts, torch.tensor(float(found)), *given)
         bad.zero_()
-        seen.append(scale_update.state_of(scale.item(), tracker.item(), *counts.tolist()))
+        seen.append(device_state.state_of(scale.item(), tracker.item(), *counts.tolist()))
     assert (scale.dtype, tracker.dtype, counts.dtype) == (
         torch.float32, torch.int32, torch.float32,
     )  # fmt: skip
@@ -94,10 +94,10 @@ def test_the_kernel_the_rule_on_tensors_and_python_numbers_agree(data: Any, hist
     rule = data.draw(rules(TAME, 0))
     state = data.draw(states(rule))
     expected = on_host(rule, state, history)
-    assert on_device(scale_update._by_rule, rule, state, history) == expected
-    if scale_update.regular(rule, state):
-        assert on_device(scale_update._by_kernel, rule, state, history) == expected
-    assert on_device(scale_update.update, rule, state, history) == expected
+    assert on_device(device_state._by_rule, rule, state, history) == expected
+    if device_state.regular(rule, state):
+        assert on_device(device_state._by_kernel, rule, state, history) == expected
+    assert on_device(device_state.update, rule, state, history) == expected
 
 
 @given(st.data(), histories)
@@ -105,27 +105,27 @@ def test_with_hysteresis_and_wild_growth(data: Any, history: Any) -> None:
     rule = data.draw(rules(TAME + WILD, 4))
     state = data.draw(states(rule))
     expected = on_host(rule, state, history)
-    assert on_device(scale_update._by_rule, rule, state, history) == expected
-    assert on_device(scale_update.update, rule, state, history) == expected
+    assert on_device(device_state._by_rule, rule, state, history) == expected
+    assert on_device(device_state.update, rule, state, history) == expected
 
 
 def test_the_kernel_is_kept_from_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("_by_rule", "_by_kernel"):
-        monkeypatch.setattr(scale_update, name, lambda *_, name=name: calls.append(name))
+        monkeypatch.setattr(device_state, name, lambda *_, name=name: calls.append(name))
     for rule in (ScaleRule(), ScaleRule(growth=4.0), ScaleRule(hysteresis=1), ScaleRule(growth=5)):
-        scale_update.update(rule, *[torch.zeros(())] * 4, None, torch.zeros(6))
-    scale_update.update(ScaleRule(), *[torch.zeros(())] * 4, None)
+        device_state.update(rule, *[torch.zeros(())] * 4, None, torch.zeros(6))
+    device_state.update(ScaleRule(), *[torch.zeros(())] * 4, None)
     assert calls == ["_by_kernel", "_by_kernel", "_by_rule", "_by_rule", "_by_rule"]
 
 
 def forgets_the_loss(rule: Any, *state: Any) -> None:
-    scale_update._by_kernel(rule, *state[:-2], scale_update.new_bars(torch.device("cpu"))[0])
+    device_state._by_kernel(rule, *state[:-2], device_state.new_bars(torch.device("cpu"))[0])
 
 
 def forgets_the_bounds(rule: ScaleRule, *state: Any) -> None:
     rule = rule._replace(min_scale=SMALLEST, max_scale=LARGEST)
-    scale_update._by_kernel(rule, *state[:-2], state[-1])
+    device_state._by_kernel(rule, *state[:-2], state[-1])
 
 
 def by_equality(
@@ -140,7 +140,7 @@ def in_float32(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: An
     after = scale_rule.step(rule, state, found == 0, torch.where)
     scale.copy_(after.scale)
     tracker.copy_(after.tracker)
-    counts.copy_(torch.stack(scale_update.counted(after)))
+    counts.copy_(torch.stack(device_state.counted(after)))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def in_float32(rule: ScaleRule, scale: Any, tracker: Any, counts: Any, found: An
 )
 def test_a_wrong_update_is_seen(wrong: Any, rule: Any, state: ScaleState, found: Any) -> None:
     expected = on_host(rule, state, [found])
-    assert on_device(scale_update.update, rule, state, [found]) == expected
+    assert on_device(device_state.update, rule, state, [found]) == expected
     assert on_device(wrong, rule, state, [found]) != expected
 
 
@@ -195,7 +195,7 @@ class FarAway(torch.Tensor):
 def tensors(state: ScaleState, kind: type[torch.Tensor]) -> list[torch.Tensor]:
     made = (
         torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32),
-        torch.tensor(scale_update.counted(state), dtype=torch.float32),
+        torch.tensor(device_state.counted(state), dtype=torch.float32),
     )  # fmt: skip
     return [t.as_subclass(kind) for t in made]
 
@@ -268,16 +268,16 @@ def test_an_op_in_compiled_code_reaches_the_method_while_its_object_lives() -> N
             self.heard.append([t.tolist() for t in state])
 
     one, two = Hears(), Hears()
-    names = [async_read.listen(h.hears) for h in (one, two)]
+    names = [device_state.listen(h.hears) for h in (one, two)]
     state = tensors(ScaleState(8.0, 1, 2, 1, 5), torch.Tensor)
     for name in (names[0], names[1], names[1]):
-        async_read.tell(name, *state)
+        device_state.tell(name, *state)
     assert (len(one.heard), len(two.heard)) == (1, 2)
     assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
     del two
-    async_read.tell(names[1], *state)
-    assert names[1] not in async_read.listeners.methods
-    assert names[0] in async_read.listeners.methods
+    device_state.tell(names[1], *state)
+    assert names[1] not in device_state.listeners.methods
+    assert names[0] in device_state.listeners.methods
 
 
 def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
-from polymp.scaling.state_dict import from_state_dict, to_state_dict
+from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict, to_state_dict
 from polymp.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from polymp import PolicyError
-from polymp.backends.torch.compat import storage
-from polymp.backends.torch.weights import compare_bits, originals
+from polymp.backends.torch.compat import modes
+from polymp.backends.torch.weights import freeze_usage, originals
 from polymp.torch import autocast, freeze
 from tests.support.torch.freezable_models import Mixed, Uses, bits, frozen_weights, held, plainly
 
@@ -60,11 +60,11 @@ def test_memory_is_that_of_the_storages(x: torch.Tensor) -> None:
 
 def test_dropped_originals_are_gone(x: torch.Tensor) -> None:
     model = frozen_weights(nn.Linear(8, 8))
-    originals = [storage.storage_reference(p) for p in model.parameters()]
+    originals = [modes.storage_reference(p) for p in model.parameters()]
     kept = freeze(copy.deepcopy(model), (x,))
     handle = freeze(model, (x,), drop=True)
     assert all(o.expired() for o in originals)
-    assert not any(storage.storage_reference(o.held[0]).expired() for o in kept._originals)
+    assert not any(modes.storage_reference(o.held[0]).expired() for o in kept._originals)
     message = (
         "freeze(): the float32 weights of Linear are gone, because it was frozen with drop=True. "
         "Its 2 tensors in bfloat16 are rounded. Load a checkpoint into a new model."
@@ -187,7 +187,7 @@ def test_uses_for_which_a_weight_stays(use: str, x: torch.Tensor) -> None:
     assert handle.kept == {"weight": why}
     assert model.weight.dtype is FP32
     assert bits(model.weight) == bits(other.weight), "the examples wrote it"
-    assert compare_bits.same(model(x), plainly(other, x))
+    assert freeze_usage.same(model(x), plainly(other, x))
 
 
 def test_a_tensor_on_the_memory_of_a_weight_that_is_neither_keeps_it(x: torch.Tensor) -> None:

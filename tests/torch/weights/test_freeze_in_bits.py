@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from polymp import PolicyError
-from polymp.backends.torch.autocast import fp8_weight
-from polymp.backends.torch.autocast.fp8_operand import InBits
-from polymp.backends.torch.autocast.fp8_weight import WeightInBits
+from polymp.backends.torch.autocast import fp8_product
+from polymp.backends.torch.autocast.fp8_product import InBits, WeightInBits
 from polymp.torch import autocast, freeze
 from tests.support.torch.fp8_models import RECIPES, LowRank, Net, differing, policy, step
 
@@ -202,4 +201,4 @@ def test_a_weight_that_an_example_writes_stays(net: Net, x: torch.Tensor) -> Non
     assert handle.kept == {"a.weight": "written by aten.mul_.Tensor"}
     assert torch.equal(model.a.weight, plain.a.weight)
     assert torch.equal(result(model, x), result(plain, x))
-    assert not fp8_weight.noted.by_id
+    assert not fp8_product.noted.by_id

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp import PolicyError
-from polymp.backends.torch.autocast.fp8_weight import WeightInBits
-from polymp.backends.torch.weights import compare_bits, originals
-from polymp.fp8 import fallback
+from polymp.backends.torch.autocast.fp8_product import WeightInBits
+from polymp.backends.torch.weights import freeze_usage, originals
+from polymp.fp8 import recipes
 from polymp.torch import autocast, freeze
 from tests.support.sizes import size
 from tests.support.torch.compiled import Count
@@ -39,7 +39,7 @@ POLICIES = (None, "amp", "lean", "matmul")
 def any_size() -> Iterator[None]:
     """Products in 8 bits may have any sizes here, so that those of small models have them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fallback, "MULTIPLE", 1)
+        patch.setattr(recipes, "MULTIPLE", 1)
         yield
 
 
@@ -219,8 +219,8 @@ def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train
             with grad(), around():
                 y = fresh(inputs)
             results.append([y, *(b for n, b in fresh.named_buffers() if n not in handle.stored)])
-        assert compare_bits.same(results[0], results[2])
-        assert compare_bits.same(results[1], results[2])
+        assert freeze_usage.same(results[0], results[2])
+        assert freeze_usage.same(results[1], results[2])
 
 
 EXPECTED = {
@@ -307,10 +307,10 @@ def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: Any, again: str) ->
         return autocast("cpu", policy=policy)
 
     ours, theirs = steps(frozen, region, torch.optim.AdamW), steps(plain, region, torch.optim.AdamW)
-    assert compare_bits.same(ours, theirs)
-    moved = compare_bits.same(ours[-1], [p for p in LM(lora=True).parameters() if p.requires_grad])
+    assert freeze_usage.same(ours, theirs)
+    moved = freeze_usage.same(ours[-1], [p for p in LM(lora=True).parameters() if p.requires_grad])
     assert not moved, "nothing was trained"
-    assert compare_bits.same(frozen(IDS), plain_call(plain, policy))
+    assert freeze_usage.same(frozen(IDS), plain_call(plain, policy))
 
 
 def plain_call(model: nn.Module, policy: Any) -> torch.Tensor:
@@ -356,9 +356,9 @@ def test_compiled_whole(count: Count) -> None:
 
     expected = learned(other, inside(other))
     for _ in range(2):
-        assert compare_bits.same(learned(model, functools.partial(compiled, X)), expected)
+        assert freeze_usage.same(learned(model, functools.partial(compiled, X)), expected)
     assert count.graphs == 1, "a graph was made twice"
-    assert compare_bits.same(learned(model, inside(compiled)), expected)
+    assert freeze_usage.same(learned(model, inside(compiled)), expected)
     assert count.graphs == 2, "in a region it is another graph"
     with pytest.raises(Exception, match="was frozen for autocast"), autocast("cpu", FP16):
         compiled(X)
@@ -370,12 +370,12 @@ def test_a_graph_of_before_is_not_used_after(count: Count) -> None:
     with autocast("cpu"):
         expected = compiled(X)
         handle = freeze(model, (X,))
-        assert compare_bits.same(compiled(X), expected)
-    assert compare_bits.same(compiled(X), expected)
+        assert freeze_usage.same(compiled(X), expected)
+    assert freeze_usage.same(compiled(X), expected)
     handle.remove()
     assert compiled(X).dtype is FP32
     with autocast("cpu"):
-        assert compare_bits.same(compiled(X), expected)
+        assert freeze_usage.same(compiled(X), expected)
 
 
 @pytest.mark.long  # it compiles C++ for most of its time
@@ -389,7 +389,7 @@ def test_inductor() -> None:
     with torch.no_grad(), autocast("cpu"):
         expected = plain(X)
     with torch.no_grad():
-        assert compare_bits.same(frozen(X), expected)
+        assert freeze_usage.same(frozen(X), expected)
     torch._dynamo.reset()
 
 
@@ -404,10 +404,10 @@ def test_under_torch_func() -> None:
         called = torch.func.functional_call(other, dict(other.named_parameters()), (rows,))
     # In a region, vmap takes a linear layer apart before autocast; a frozen one has been cast.
     mapped = torch.func.vmap(copy.deepcopy(other).bfloat16())(rows.bfloat16())
-    assert compare_bits.same(torch.func.vmap(net)(rows), mapped)
-    assert compare_bits.same(torch.func.grad(lambda x: net(x).float().sum())(rows), slope)
+    assert freeze_usage.same(torch.func.vmap(net)(rows), mapped)
+    assert freeze_usage.same(torch.func.grad(lambda x: net(x).float().sum())(rows), slope)
     weights = dict(other.named_parameters())
-    assert compare_bits.same(torch.func.functional_call(net, weights, (rows,)), called)
+    assert freeze_usage.same(torch.func.functional_call(net, weights, (rows,)), called)
 
 
 # --- random models --------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: 
         assert any(t.dtype is dtype for t in originals.names(model).values())
     region = autocast("cpu", dtype, policy=policy)
     expected = outcome(other, region)
-    assert compare_bits.same(outcome(model, region), expected)
+    assert freeze_usage.same(outcome(model, region), expected)
     assert not math.isnan(expected[0].float().sum().item())
 
 
@@ -523,4 +523,4 @@ def test_random_models_in_8_bits(ways: list[tuple[str, bool]], recipe: str) -> N
         assert all(isinstance(names[name], WeightInBits) for name in handle.stored_fp8)
         assert handle.stored_fp8 or ("layer", False) not in ways
     region = autocast("cpu", BF16, policy=in_8_bits(recipe))
-    assert compare_bits.same(outcome(model, region), outcome(other, region))
+    assert freeze_usage.same(outcome(model, region), outcome(other, region))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from polymp import PolicyError
-from polymp.backends.torch.weights import compare_bits, freeze_trial, freeze_usage
 from polymp.backends.torch.weights import freeze as freezing
+from polymp.backends.torch.weights import freeze_trial, freeze_usage
 from polymp.torch import freeze
 from tests.support.torch.freezable_models import Uses, bits, frozen_weights, held
 
@@ -81,7 +81,7 @@ def test_results_alone_show_it_too(
     model = Uses(READ_TOO["a sum"][0])
     with pytest.raises(PolicyError, match="does not run with weights in bfloat16"):
         freeze(model, (x,))
-    monkeypatch.setattr(compare_bits, "same", lambda one, other: True)
+    monkeypatch.setattr(freeze_usage, "same", lambda one, other: True)
     assert "weight" in freeze(model, (x,)).stored, "the plant is none"
 
 

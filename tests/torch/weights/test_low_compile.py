@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from polymp.backends.torch.weights import low_arrays, low_traced
+from polymp.backends.torch.weights import low_parameters, low_step
 from polymp.torch import low_weights
-from polymp.weights import modes, store
+from polymp.weights import store
 from tests.support.low_weights import edges, spread
 
 # Inductor imports torch.jit, which warns when it is imported; dynamo, of the profiler.
@@ -82,14 +82,14 @@ def test_the_verbs_of_a_graph_store_the_bits_of_the_core(mode: str) -> None:
     x = torch.cat([torch.from_numpy(edges().copy()), torch.from_numpy(spread(2**16))])
     x = x[~x.isnan()]
     random = torch.randint(0, 2**16, x.shape, dtype=torch.int32)
-    kept = modes.MODES[mode]
-    low, beside = store.store(low_arrays.VERBS, kept, "bfloat16", x, random)
-    wide, rest = low_traced.keep(kept, x, random)
+    kept = store.MODES[mode]
+    low, beside = store.store(low_parameters.VERBS, kept, "bfloat16", x, random)
+    wide, rest = low_step.keep(kept, x, random)
     assert torch.equal(wide.bfloat16().view(torch.int16), low.view(torch.int16))
     if beside is not None:
         made = torch.empty_like(beside)
-        low_traced.put(made, rest)
+        low_step.put(made, rest)
         assert torch.equal(made.view(torch.uint8), beside.view(torch.uint8))
-    read = low_traced.load(kept, low.float(), low_traced.opened(low_traced.viewed(beside)))
-    again = store.load(low_arrays.VERBS, kept, low, beside)
+    read = low_step.load(kept, low.float(), low_step.opened(low_step.viewed(beside)))
+    again = store.load(low_parameters.VERBS, kept, low, beside)
     assert torch.equal(read.view(torch.int32), again.view(torch.int32))

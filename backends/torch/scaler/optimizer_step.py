@@ -1,0 +1,401 @@
+"""The step of an optimizer under a loss scaler: fused, undone on the device, or with a closure.
+
+fused        the optimizer divides by the scale and skips by itself, as torch's fused ones do
+undone       it steps, and what a bad step changed is put back: the host does not wait
+a closure    the loss is evaluated, scaled and unscaled within the step, as for LBFGS
+"""
+
+import copy
+import inspect
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from polymp.backends.torch.compat import distributed, dynamo, optimizers
+from polymp.backends.torch.scaler import unscale
+from polymp.backends.torch.scaler.findings import Entry, Findings, SkipOn
+
+
+class Steps:
+    """The steps of optimizers that this process has seen.
+
+    Attributes:
+        take_scaler: by function, whether it has an argument `grad_scaler`.
+    """
+
+    def __init__(self) -> None:
+        self.take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+
+steps: Steps = Steps()
+
+
+def fused_step(
+    scaler: Any,
+    findings: Findings,
+    optimizer: Any,
+    entry: Entry,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `optimizer.step(*args, **kwargs)`, with scale and finding set on the optimizer."""
+    if takes_scaler(optimizer):
+        warnings.warn(
+            "GradScaler is going to stop passing itself as a keyword argument to the passed "
+            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
+            "directly.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return optimizer.step(*args, **kwargs, grad_scaler=scaler)
+    outer = getattr(optimizer, "grad_scale", None)
+    scale = outer
+    if entry["stage"] is OptState.READY:
+        scale = scaler._get_scale_async() * (1 if outer is None else outer)
+        scaler._check_inf_per_device(optimizer, scale)
+        entry["grad_scale"] = scale
+    if findings.nothing_to_step(entry):
+        return None
+    return _step_under(optimizer, scale, findings.found(entry), args, kwargs)
+
+
+def takes_scaler(optimizer: Any) -> bool:
+    """Return whether the optimizer's step has an argument `grad_scaler`, for the scaler itself.
+
+    The answer is kept: reading a signature takes longer than the rest of the step's overhead.
+    """
+    if torch.compiler.is_compiling():  # dynamo traces signatures, and no such dictionary
+        return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    known = steps.take_scaler.get(step)
+    if known is None:
+        known = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        steps.take_scaler[step] = known
+    return known
+
+
+@dynamo.untraced(
+    "dynamo does not trace fused optimizers; in compiled code make them without fused=True"
+)
+def _step_under(
+    optimizer: Any,
+    scale: torch.Tensor | None,
+    found: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set.
+
+    Dynamo does not trace it: it breaks the graph in a fused step anyway, and would lose attributes
+    that are set before the break and deleted after it.
+    """
+    optimizer.grad_scale = scale
+    optimizer.found_inf = found
+    try:
+        return optimizer.step(*args, **kwargs) if may_step(optimizer, found) else None
+    finally:  # left behind, they would scale the next try twice
+        del optimizer.grad_scale
+        del optimizer.found_inf
+
+
+def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
+    """Prepare the optimizer for a step that `found` may skip.
+
+    The fused step of SGD makes its momentum without a value and lets the first step write it. If
+    that is skipped, the next step reads whatever the memory held (torch 2.13). So the momentum is
+    made of zeros here, from which the first step gets the same result unless `dampening` is set.
+    With `dampening` the host waits for `found` if a parameter has its first gradient.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    wait = False
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for p in group["params"]:
+            made = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+            if p.grad is None or made:
+                continue
+            if group["dampening"]:
+                wait = True
+            else:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+    return not (wait and bool(found))
+
+
+# An optimizer's step that is skipped by a value on the device, for which the host does not wait.
+#
+# The step is taken, and then undone on the device if Inf or NaN was found: parameters that have
+# a gradient, and the tensors of their state, get their old values back. This costs a copy of
+# both while the step runs, and three passes over them, each in a few launches for all. The rest
+# is put back by the host, which waits for the finding: state that the step has made, Python
+# numbers that it has changed, and tensors on the CPU if the finding is elsewhere.
+#
+# torch's optimizers, after the step that made their state:
+#
+#   never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
+#                          RMSprop, Rprop
+#   wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
+#                          a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
+#   always wait            SparseAdam: its count of steps is a number
+#   need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
+#
+# For an optimizer that keeps other objects than tensors and numbers in its state, the host waits
+# for the finding before the step.
+
+
+State = dict[str, Any]
+
+
+# Values that a step can only replace, not change in place.
+_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
+
+
+# Integer dtypes by their size in bytes. There is none of 16, as complex128 has: see `_Copies`.
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def step_or_undo(
+    optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `optimizer.step(*args, **kwargs)`, and undo it if `found` is not 0.
+
+    In code that torch.compile traces nothing can wait: there torch's optimizers make their state
+    before the step, and a first step that is skipped leaves it as made. SGD's momentum is then
+    zeros instead of None, which gives the same next step unless `dampening` is set.
+    """
+    compiling = torch.compiler.is_compiling()
+    optimizers.complete_state(optimizer)
+    if compiling:
+        optimizers.make_state(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    skip = found != 0
+    before = [dict(optimizer.state.get(p, {})) for p in params]
+    if not all(isinstance(v, _PLAIN) for state in before for v in state.values()):
+        return None if bool(skip) else optimizers.optimizer_step(optimizer, *args, **kwargs)
+    settings = [_settings(group) for group in optimizer.param_groups]
+    with torch.no_grad():
+        kept = [distributed.local(p) for p in params]
+        for state in before:
+            kept += [distributed.local(v) for v in state.values() if isinstance(v, torch.Tensor)]
+        copies = _Copies(kept, skip)
+
+    def undo() -> None:
+        skips = unscale.OnDevices(skip, copy=False)
+        with torch.no_grad():
+            copies.put_back(skips)
+        if compiling and isinstance(optimizer, torch.optim.SGD):
+            _momentum_from_zeros(optimizer, dict(zip(params, before, strict=True)), skips)
+        same = settings == [_settings(group) for group in optimizer.param_groups]
+        for p, state in zip(params, before, strict=True):
+            same = same and _same(state, optimizer.state.get(p, {}))
+        if not same and bool(skip):
+            for p, state in zip(params, before, strict=True):
+                if state:
+                    optimizer.state[p] = state
+                else:
+                    optimizer.state.pop(p, None)
+            for group, was in zip(optimizer.param_groups, settings, strict=True):
+                group.update(was)
+
+    if compiling:  # a graph that breaks in a try is given up
+        result = optimizers.optimizer_step(optimizer, *args, **kwargs)
+    else:
+        try:
+            result = optimizers.optimizer_step(optimizer, *args, **kwargs)
+        except BaseException:  # of the step or a hook, with parameters written already
+            undo()
+            raise
+    undo()
+    return result
+
+
+def wanted(skip_on: SkipOn, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the device decides on a step.
+
+    By "auto" it does so in compiled code, and for optimizers whose steps can be captured in a CUDA
+    graph: `capturable`.
+    """
+    if skip_on == "auto":
+        return torch.compiler.is_compiling() or all(
+            group.get("capturable", False) for group in optimizer.param_groups
+        )
+    return skip_on == "device"
+
+
+class _Copies:
+    """Copies of tensors, which are put back if a finding is not 0.
+
+    Tensors on the finding's device are read as integers, many at a time: products with 0 and 1 and
+    sums of integers are exact. A copy is multiplied by 1 if it will be put back and by 0 if not,
+    what the step has written the other way round, and the two are added. Other tensors are put back
+    one by one, for which the host waits after the step; in compiled code all are, because the
+    compiler makes one kernel of many by itself.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
+        self.skip = skip
+        self.together: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+        self.alone: list[tuple[torch.Tensor, torch.Tensor]] = []
+        device, compiling = skip.device, torch.compiler.is_compiling()
+        for tensor in tensors:
+            if compiling or tensor.device != device or tensor.element_size() not in _WHOLE:
+                self.alone.append((tensor, tensor.clone()))
+            else:
+                whole = _WHOLE[tensor.element_size()]
+                self.together[whole].append(tensor.view(whole))
+        self.kept = {
+            dtype: torch._foreach_mul(alike, skip.to(dtype))
+            for dtype, alike in self.together.items()
+        }
+
+    def put_back(self, skips: unscale.OnDevices) -> None:
+        """Give the tensors their old values back if the finding is not 0."""
+        for tensor, old in self.alone:
+            torch.where(skips.get(tensor.device), old, tensor, out=tensor)
+        keep = self.skip.logical_not()
+        for dtype, alike in self.together.items():
+            torch._foreach_mul_(alike, keep.to(dtype))
+            torch._foreach_add_(alike, self.kept.pop(dtype))
+
+
+def _momentum_from_zeros(
+    optimizer: torch.optim.SGD, before: dict[torch.Tensor, State], skips: unscale.OnDevices
+) -> None:
+    """Make momentum that a skipped first step has made zeros, and note it as the old state."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            now = optimizer.state.get(p, {}).get("momentum_buffer")
+            if now is None or before[p].get("momentum_buffer") is not None or group["dampening"]:
+                continue
+            with torch.no_grad():
+                buffer = distributed.local(now)
+                skip = skips.get(buffer.device)
+                torch.where(skip, torch.zeros_like(buffer), buffer, out=buffer)
+            before[p]["momentum_buffer"] = now
+
+
+def _settings(group: State) -> State:
+    """Return the numbers of a group that a step could change."""
+    return {k: v for k, v in group.items() if isinstance(v, (bool, int, float))}
+
+
+def _same(before: State, after: State) -> bool:
+    """Return whether nothing but the values of tensors has changed."""
+    if before.keys() != after.keys():
+        return False
+    for key, was in before.items():
+        now = after[key]
+        if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
+            if now is not was:
+                return False
+        elif now != was:
+            return False
+    return True
+
+
+# An optimizer's step with a closure; every evaluation of the closure is checked.
+#
+# An evaluation with Inf or NaN in its gradients ends the step at once: parameters and the
+# optimizer's state are put back to what they were before the step, so that a search does not go
+# on from there.
+
+
+class _NotFinite(BaseException):
+    """Ends an optimizer's step. No Exception, so that no optimizer catches it and goes on."""
+
+
+def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable[[], object] | None:
+    """Return the closure among the arguments of a step, first or by name; None without one."""
+    given = kwargs.get("closure", args[0] if args else None)
+    return given if callable(given) else None
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer cannot step without a closure, as LBFGS."""
+    return _needs_closure(type(optimizer))  # type: ignore[arg-type]
+
+
+@cache
+def _needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def step_with_closure(
+    unscale: Callable[[torch.optim.Optimizer], None],
+    findings: Findings,
+    optimizer: torch.optim.Optimizer,
+    entry: Entry,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation had Inf or NaN."""
+
+    def spoiled() -> bool:
+        if not findings.has_scaled():
+            raise RuntimeError(
+                "the closure given to step() did not scale its loss: call "
+                "scaler.scale(loss).backward() in it, and return the loss itself."
+            )
+        if entry["stage"] is not OptState.UNSCALED:
+            unscale(optimizer)
+        entry["stage"] = OptState.READY  # for the next evaluation
+        bad = any(f.item() for f in entry["found_inf_per_device"].values())
+        if not bad:
+            findings.note_scaled(False)
+        return bad
+
+    # Gradients that this iteration has made already are for an optimizer that uses them before it
+    # calls the closure (SAM).
+    if findings.has_scaled() and spoiled():
+        result, entry["skipped"] = None, True
+    else:
+        result, entry["skipped"] = _step_or_take_back(optimizer, spoiled, args, kwargs)
+    return result
+
+
+@dynamo.untraced("a step that is taken back when an evaluation fails cannot be traced")
+def _step_or_take_back(
+    optimizer: torch.optim.Optimizer,
+    spoiled: Callable[[], bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, bool]:
+    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation is spoiled."""
+    closure = closure_of(args, kwargs)
+    assert closure is not None
+
+    def evaluate() -> object:
+        loss = closure()
+        if spoiled():
+            raise _NotFinite
+        return loss
+
+    if "closure" in kwargs:
+        kwargs = {**kwargs, "closure": evaluate}
+    else:
+        args = (evaluate, *args[1:])
+    optimizers.complete_state(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [p.detach().clone() for p in params]
+    states = {key: copy.deepcopy(state) for key, state in optimizer.state.items()}
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    try:
+        return optimizer.step(*args, **kwargs), False
+    except _NotFinite:
+        with torch.no_grad():
+            for p, value in zip(params, values, strict=True):
+                p.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for group, was in zip(optimizer.param_groups, settings, strict=True):
+            group.update(was)
+        return None, True

@@ -4,6 +4,7 @@
 the blocks before it, whose names it sees, import.
 """
 
+import importlib
 import itertools
 import json
 import re
@@ -339,3 +340,14 @@ def test_a_dead_link_is_found(tmp_path):
         f"page.md:10: {REPOSITORY}README.md#none",
         "page.md:11: gone.md",
     ]
+
+
+@pytest.mark.parametrize("door", ["polymp", "polymp.torch", "polymp.jax"])
+def test_every_public_name_is_in_the_table_of_names(door: str) -> None:
+    """And the table has no other."""
+    if door != "polymp":
+        need(door.partition(".")[2])
+    section = (ROOT / "docs/names.md").read_text().partition(f"\n## {door}\n")[2]
+    table = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    names = [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(names) == sorted({*importlib.import_module(door).__all__} - {"__version__"})

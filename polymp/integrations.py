@@ -61,8 +61,6 @@ class Integration(NamedTuple):
 
 
 _PRECISION = 'Trainer(plugins=[polymp.lightning.Precision("bf16-mixed", policy="lean")])'
-
-
 _AUTOCAST_LOSS = "jax.value_and_grad(polymp.jax.autocast(loss_fn))"
 
 

@@ -31,21 +31,13 @@ if typing.TYPE_CHECKING:
 
 
 _SUFFIXES = (".png", ".svg", ".pdf")
-
-
 _QUANTILES = (0.05, 0.95)
 
 
 # Inches: of a row, a dtype's bar, the panels, what stands right of a row, and the margins.
 _ROW, _BAR, _PANEL, _GUTTER = 0.2, 0.22, 4.3, 0.75
-
-
 _TOP, _BOTTOM, _EDGE, _GAP, _KEY = 0.62, 0.55, 0.15, 0.06, 0.5
-
-
 _LONGEST = 40  # letters of a row's name
-
-
 _POINTS = 8.5  # of the font
 
 
@@ -70,7 +62,6 @@ _LIGHT = Look(
     "#ffffff", "#1c2024", "#5f656c", "#d9dde2", "#4a5058", "#b34700", "#ffffff",
     dict(zip(NARROW, ("#0072b2", "#007a5a", "#a9640a", "#a8447f"), strict=True)),
 )  # fmt: skip
-
 
 _DARK = Look(
     "#14171a", "#e7e9ec", "#a3aab3", "#343a42", "#c3cad2", "#ff9d5c", "#14171a",
@@ -117,13 +108,6 @@ def audit_figure(
             with replacing(path) as beside:
                 figure.savefig(beside, dpi=150, facecolor=look.page, metadata=undated)
     return figure
-
-
-# The rows of an audit's picture: a module each, with all that was measured in it.
-#
-#     AuditRecord -> results and gradients by module -> Layers, equal ones added up
-#
-# Nothing here draws.
 
 
 class Layer(NamedTuple):
@@ -309,6 +293,13 @@ def _key(axes: "Axes", look: Look) -> None:
     axes.text(0.75, 0.25, "largest", ha="center", va="bottom", fontsize=7.5, color=look.soft)
     axes.set(xlim=(0, 1), ylim=(-0.3, 0.9))
     axes.axis("off")
+
+
+# The rows of an audit's picture: a module each, with all that was measured in it.
+#
+#     AuditRecord -> results and gradients by module -> Layers, equal ones added up
+#
+# Nothing here draws.
 
 
 def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:

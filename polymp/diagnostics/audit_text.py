@@ -37,37 +37,27 @@ SECTIONS = {
     BACKWARD: "backward: gradients that ops made",
 }
 
-
 PARAMETERS = "backward: gradients of parameters"
-
-
 _FIRST, *_OTHERS = NARROW
-
 
 HEADS = (
     "op", "source", "largest |x|", "over", "under", "sub", "rounding", "drift",
     *(f"in {text_table.short(name)}" for name in _OTHERS), "here",
 )  # fmt: skip
 
-
 RIGHT = HEADS[2:-1]
-
 
 _LEGEND = (
     f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
     f"those that {_FIRST} made so in this run"
 )
 
-
 _ERRORS = (
     "rounding: percent by which an op is off from the same op in float32 on the same inputs; "
     "drift: from the same steps in float32"
 )
 
-
 _Rows = list[str | tuple[str, ...]]
-
-
 _WORST = 8  # parameters named of those that lose updates
 
 
@@ -279,15 +269,11 @@ def power(value: float) -> str:
 
 
 _OPERANDS = (ACTIVATION, WEIGHT, GRADIENT)
-
-
 _RESULTS = (RESULT, INPUT_GRADIENT, WEIGHT_GRADIENT)
-
 
 _HEADS = (
     "op", "source", *_OPERANDS, "result", "input grad", "weight grad", "times",
 )  # fmt: skip
-
 
 _RIGHT = _HEADS[2:]
 
@@ -355,14 +341,8 @@ def _short_percent(part: float) -> str:
 
 
 LARGEST = "largest"
-
-
 SORTS = (PROGRAM, COST, LARGEST)
-
-
 R = TypeVar("R")
-
-
 _NARROWEST = NARROW[0]
 
 

@@ -205,6 +205,9 @@ def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
     return tuple(found.values())
 
 
+R = TypeVar("R")
+
+
 # Equal layers folded into one: 24 blocks of a model become `layers.*`, with the sums of all.
 #
 #     rows, each of a module -> modules with their rows -> equal neighbours added up
@@ -217,9 +220,6 @@ def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
 #   the same, with another layers.7.attn    layers.0-6.attn x7, layers.7.attn, layers.8-23.attn x16
 #
 # Nothing here knows what a row is.
-
-
-R = TypeVar("R")
 
 
 class ModuleRows(NamedTuple, Generic[R]):
@@ -279,11 +279,7 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 # Every layer of a model, in a path, as in the patterns of policies.
 ALL = "*"
-
-
 _NUMBERED = re.compile(r"(|.*_)(\d+)")  # flax's linen writes layers_0
-
-
 _FOLDED = re.compile(r"(|.*_)(?:\d[\d,-]*|\*)")  # a number, or what it became
 
 

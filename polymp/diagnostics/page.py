@@ -271,7 +271,6 @@ _HEADS = (
     Head("kept", True, "bytes of float32 kept for the backward pass, parameters aside"),
 )
 
-
 _MODULES = 4  # in the figure of bytes by module
 
 

@@ -292,11 +292,7 @@ def _words(what: str, count: int) -> str:
 
 
 DTYPES = ("inputs", "run", "outputs")
-
-
 RULES = ("rule", "recipe", "fallback")
-
-
 _COMPARED = (*DTYPES, *RULES, "casts", "cast_bytes", "times")
 
 

@@ -61,8 +61,6 @@ FUNCTION = 3.0
 
 # The same of the gamma functions and inverses, whose approximations cancel digits on the way.
 HARD = 32.0
-
-
 HARD_FUNCTIONS = frozenset("lgamma digamma polygamma igamma igammac erfinv".split())
 
 

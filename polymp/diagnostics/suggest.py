@@ -37,8 +37,6 @@ ALIKE = 3
 
 # The scale to try where all gradients are zero: `GradScaler`'s own first one.
 FIRST = 2.0**16
-
-
 _TOP = FORMATS["float16"].max
 
 

@@ -29,10 +29,10 @@ def _float32(number: float) -> float:
     return value
 
 
-# `Verbs`: the functions of a framework that quantisation calls.
-
-
 Verb = Callable[[Any], Any]
+
+
+# `Verbs`: the functions of a framework that quantisation calls.
 
 
 class Verbs(NamedTuple):

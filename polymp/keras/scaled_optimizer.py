@@ -20,8 +20,6 @@ if typing.TYPE_CHECKING:
 
 
 keras = integrations.require("keras")
-
-
 _LossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 
 

@@ -45,9 +45,6 @@ class RowsUsed(Protocol):
 _InForce = Mapping[tuple[str, str], Row]
 
 
-# The answers of a policy: how an op runs, and the row that says so.
-
-
 class Decision(NamedTuple):
     """The answer of `Policy.decide`: the dtypes to cast an op's inputs and results to.
 
@@ -63,6 +60,9 @@ class Decision(NamedTuple):
 
 
 _PARTS = Decision(Rule.PARTS)
+
+
+# The answers of a policy: how an op runs, and the row that says so.
 
 
 class Why(NamedTuple):
@@ -466,8 +466,6 @@ def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | Non
 
 
 _KEEP = Decision(Rule.KEEP)
-
-
 _FORBID = Decision(Rule.FORBID)
 
 

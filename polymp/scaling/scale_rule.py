@@ -16,8 +16,6 @@ Where = Callable[[Any, Any, Any], Any]
 # overflows, and neither is lost where subnormal numbers are flushed to zero. Only a first scale
 # that the caller gave may lie outside, until it first grows or backs off.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-
-
 LONGEST = 2**31 - 1  # counts are int32
 
 
@@ -222,11 +220,7 @@ def as_float32(x: Any) -> Any:
 #
 # The entries that torch.amp.GradScaler saves, and those that polymp's scalers add.
 _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
 _BOUNDS = ("min_scale", "max_scale", "hysteresis")
-
-
 _COUNTS = ("_growth_tracker", "skips", "spoiled", "skipped")
 
 

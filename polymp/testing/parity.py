@@ -28,8 +28,6 @@ from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 _NAMES = ("torch", "jax")
-
-
 _KINDS = ("results", "gradients")  # of the arrays of a run
 
 
@@ -469,8 +467,6 @@ def cotangent(path: str, shape: tuple[int, ...]) -> Any:
 #
 # The frameworks' names of a cast that the program itself makes.
 _CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
-
-
 _ONE_CASTS = "in other dtypes: only one side casts to a low dtype here"
 
 

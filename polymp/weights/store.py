@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from polymp import dtypes
 
-# The three ways to keep a weight in 16 bits, as data.
-
 
 class Mode(NamedTuple):
     """One way to keep weights low.
@@ -38,10 +36,10 @@ class Mode(NamedTuple):
         return 2 + _BYTES[self.beside]
 
 
-# `Verbs`: the functions of a framework that the rules of low weights call.
-
-
 Verb = Callable[[Any], Any]
+
+
+# `Verbs`: the functions of a framework that the rules of low weights call.
 
 
 class Verbs(NamedTuple):
@@ -126,9 +124,10 @@ def as_float32(verbs: Verbs, low: Any, dtype: str) -> Any:
     return verbs.wide(low) if dtype == "bfloat16" else verbs.from_half(low)
 
 
+# The three ways to keep a weight in 16 bits, as data.
+
+
 _BYTES = {"": 0, "int16": 2, "float32": 4}
-
-
 _BF16 = ("bfloat16",)
 
 

@@ -30,11 +30,7 @@ from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import Op, nearest, vocabulary
 
 F = TypeVar("F", bound=Callable[..., object])
-
-
 T = TypeVar("T")
-
-
 PolicyLike = policy_files.Source | None
 
 

@@ -182,11 +182,6 @@ contraction_p.def_impl(eager(contraction_p, ("of", "params", "run", "out")))
 contraction_p.def_abstract_eval(_abstract)
 
 
-# How the contraction is lowered on each platform: forms of one product that XLA runs fast there.
-#
-# A form takes the operands and parameters of a contraction, and binds JAX's own primitive. Low
-# operands, a sum in float32 and one rounding are what all of them compute.
-#
 # What a contraction is lowered as: itself, in the platform's form.
 form_p: core.Primitive = core.Primitive("polymp_contraction_form")
 
@@ -195,19 +190,10 @@ form_p.def_abstract_eval(_abstract)
 
 
 ad.primitive_jvps[contraction_p] = _jvp
-
-
 ad.primitive_transposes[contraction_p] = _transpose
-
-
 batching.primitive_batchers[contraction_p] = _batch
 
 
-# Derivative, batched form and rematerialisation of a product, read off JAX's own primitive.
-#
-# The transpose and the batched form of JAX's primitive are traced at one dtype, and every
-# product in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
-#
 # What remat asks of a rule: the forward and the backward equation, whether the result is unknown
 # and whether the backward pass has it, and the variables to save.
 Halves = tuple[
@@ -215,6 +201,11 @@ Halves = tuple[
 ]
 
 
+# Derivative, batched form and rematerialisation of a product, read off JAX's own primitive.
+#
+# The transpose and the batched form of JAX's primitive are traced at one dtype, and every
+# product in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
+#
 # Makes of an equation of ours the primitive that it stands for, types of its operands, and its
 # parameters.
 StandsFor = Callable[
@@ -263,8 +254,6 @@ def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
 
 
 compat.remat_rules[contraction_p] = remat_rule(_stands_for)
-
-
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
 
 
@@ -273,6 +262,12 @@ mlir.register_lowering(contraction_p, _lower, cacheable=False)
 
 
 compat.lower_in_place(_casts)
+
+
+# How the contraction is lowered on each platform: forms of one product that XLA runs fast there.
+#
+# A form takes the operands and parameters of a contraction, and binds JAX's own primitive. Low
+# operands, a sum in float32 and one rounding are what all of them compute.
 
 
 def result_as_asked(

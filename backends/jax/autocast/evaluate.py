@@ -293,8 +293,6 @@ def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
 #
 # Send the elements of one array to other devices, and change none of them.
 TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reshard"})
-
-
 _WIDE = "float32"
 
 

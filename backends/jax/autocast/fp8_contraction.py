@@ -252,25 +252,9 @@ fp8_contraction_p.def_abstract_eval(_abstract)
 
 
 ad.primitive_jvps[fp8_contraction_p] = _jvp
-
-
 ad.primitive_transposes[fp8_contraction_p] = _transpose
-
-
 batching.primitive_batchers[fp8_contraction_p] = _batch
-
-
 compat.remat_rules[fp8_contraction_p] = programs.remat_rule(_stands_for)
-
-
-# The program of a contraction in 8 bits, as XLA gets it.
-#
-# XLA multiplies the 8-bit operands as they are, and the result is multiplied by the scales. On
-# GPUs that is the direct form of XLA's fp8 gemm: nothing has to be recognised, as where operands
-# are cast up and scaled before a product in a wider dtype. On an H100, jax 0.11.2 ran the direct
-# form in 8 bits, and the other one in 16: benchmarks/results/FIGURES.md, "Products of 8-bit
-# operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param, F8ScaleD;
-# flax #3922.
 
 
 def product(
@@ -306,6 +290,16 @@ def product(
 
 
 mlir.register_lowering(fp8_contraction_p, mlir.lower_fun(product, multiple_results=False))
+
+
+# The program of a contraction in 8 bits, as XLA gets it.
+#
+# XLA multiplies the 8-bit operands as they are, and the result is multiplied by the scales. On
+# GPUs that is the direct form of XLA's fp8 gemm: nothing has to be recognised, as where operands
+# are cast up and scaled before a product in a wider dtype. On an H100, jax 0.11.2 ran the direct
+# form in 8 bits, and the other one in 16: benchmarks/results/FIGURES.md, "Products of 8-bit
+# operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param, F8ScaleD;
+# flax #3922.
 
 
 def _in_8_bits(x: Value, at: int, params: Mapping[str, Any], how: In8Bits) -> Quantised:

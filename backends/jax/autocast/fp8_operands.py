@@ -259,10 +259,7 @@ VERBS = Verbs(
 # An operand in 8 bits as an equation of its own: several products may share it, and it is saved for
 # the backward pass once. It has no derivative: products have one in the operand as it was.
 fp8_quantise_p: core.Primitive = core.Primitive("polymp_fp8_quantise")
-
-
 fp8_quantise_p.multiple_results = True
-
 
 TWICE = (
     "A product in 8 bits has a first derivative only, and a function with such products is "
@@ -332,11 +329,7 @@ fp8_quantise_p.def_abstract_eval(_quantise_abstract)
 
 
 ad.primitive_jvps[fp8_quantise_p] = _quantise_jvp
-
-
 ad.primitive_transposes[fp8_quantise_p] = _quantise_transpose
-
-
 batching.primitive_batchers[fp8_quantise_p] = _quantise_batch
 
 

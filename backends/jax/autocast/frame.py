@@ -44,12 +44,6 @@ _UNKNOWN = (
 _KEPT = 512
 
 
-# The plan of a program: in which dtype every value will be.
-#
-# A `Plan` has one `Step` for each equation of a traced program; emission then follows it. How an
-# equation becomes a step is `planner`'s part. No array is made here.
-
-
 @final
 class Cast(NamedTuple):
     """An operand that is read in another dtype than its own.
@@ -68,6 +62,11 @@ class Cast(NamedTuple):
     value: "np.number[Any] | None" = None
 
 
+# The plan of a program: in which dtype every value will be.
+#
+# A `Plan` has one `Step` for each equation of a traced program; emission then follows it. How an
+# equation becomes a step is `planner`'s part. No array is made here.
+#
 # A variable or literal, read as it is, or a cast of one.
 Operand = Atom | Cast
 
@@ -462,8 +461,6 @@ class Frame:
 
 
 Planned = tuple[Step, list[Known]]
-
-
 Handler = Callable[[Frame, Any, Region], Planned]  # of an equation, or of a section
 
 
@@ -496,11 +493,7 @@ def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -
 #
 # What autocast may touch. float64 and anything else keeps its declared dtype.
 ELIGIBLE = frozenset({"float32", "bfloat16", "float16"})
-
-
 LOW_DTYPES = frozenset({"bfloat16", "float16"})
-
-
 _CHOSEN = frozenset({Origin.LITERAL, Origin.MASK, Origin.INTEGER})
 
 

@@ -234,7 +234,6 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
-
 REDUCTIONS = frozenset(
     """
     argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
@@ -251,7 +250,6 @@ LAYOUT = frozenset(
     reshape reshard rev sharding_constraint slice squeeze stop_gradient tile transpose
     """.split()
 )
-
 
 MOVES = frozenset(
     """
@@ -271,7 +269,6 @@ INDEPENDENT = frozenset(
     unreduced_psum
     """.split()
 )
-
 
 FREE = CONTRACTIONS | ELEMENTWISE | REDUCTIONS | LAYOUT | MOVES | INDEPENDENT
 

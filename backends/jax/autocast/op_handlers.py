@@ -406,11 +406,7 @@ def _is_bias(hard: Sequence[Known]) -> bool:
 
 
 _ONE = "JAX's {} has no form in 8 bits"
-
-
 _UNKNOWN = "its sizes are not known before it runs"
-
-
 _GRADIENT = "it is in the backward rule of a jax.custom_vjp function, whose gradients are not told"
 
 

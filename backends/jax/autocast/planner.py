@@ -295,7 +295,6 @@ NARROWED = frozenset(
     """.split()
 )
 
-
 _MIXED = "mixed"
 
 

@@ -230,8 +230,6 @@ class _Array:
 
 
 ARRAY = _Array()
-
-
 _FUNCTION = type(jax.jit(lambda: None))
 
 

@@ -236,16 +236,6 @@ class Run(NamedTuple):
     scale: jax.Array | float
 
 
-# Low weights that a measured call writes, and the updates that rounding takes away.
-#
-#     a measured program  ->  which input comes back as which result, changed
-#     bits before and after a call, the gradient's sample  ->  `LostUpdates`
-#
-# A weight is a low input that the forward pass reads. A result is its new value if it has its
-# dtype and shape, and is made of it without an op of the model between: optimizers and sums are
-# none.
-
-
 class Written(NamedTuple):
     """A low weight that a program reads and returns changed.
 
@@ -260,6 +250,16 @@ class Written(NamedTuple):
     dtype: str
     before: int
     after: int
+
+
+# Low weights that a measured call writes, and the updates that rounding takes away.
+#
+#     a measured program  ->  which input comes back as which result, changed
+#     bits before and after a call, the gradient's sample  ->  `LostUpdates`
+#
+# A weight is a low input that the forward pass reads. A result is its new value if it has its
+# dtype and shape, and is made of it without an op of the model between: optimizers and sums are
+# none.
 
 
 def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]:

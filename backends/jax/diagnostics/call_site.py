@@ -118,8 +118,6 @@ def _updates(filename: str) -> bool:
 
 
 _SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step, optimizer_step))
-
-
 _NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
 
 

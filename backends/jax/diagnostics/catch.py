@@ -27,8 +27,6 @@ from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, 
 from polymp.errors import BadStepError, CatchWarning
 
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
 
 
@@ -98,13 +96,6 @@ def catch(
     if step is None:
         return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump)
     return Catch(step, every, on_bad == "raise", jump)
-
-
-# Calls of a training step, recorded so that they can be repeated.
-#
-# Of a call's arguments, those that an earlier call returned are the training's state, and are
-# made again when the calls are repeated; all others, such as the batch, are kept. A step may
-# also change its arguments in place, as flax nnx does: they count as returned, too.
 
 
 Leaves = list[Any]
@@ -276,22 +267,17 @@ class Catch(CaughtStep, Generic[P, R]):
 
 
 _JITTED = type(jax.jit(lambda: None))
-
-
 _SOMETHING = "a value is not finite"
-
 
 _DONATED = (
     "The steps cannot be repeated: the step donates arguments that no call of it returned, such as "
     "the batch, or a state that other code changes between the calls. Donate what it returns alone."
 )
 
-
 _UNREPEATED = (
     "Repeating the steps did not give that value again: the step reads its batch itself, or other "
     "code changed an argument in place. Give the step all that it reads as arguments."
 )
-
 
 _CLOSURE = (
     "locate could not trace the step: it changes a flax nnx object, such as the random stream of "
@@ -310,6 +296,13 @@ def _located(
     except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
         line = str(error).strip().splitlines()[0]
         return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
+
+
+# Calls of a training step, recorded so that they can be repeated.
+#
+# Of a call's arguments, those that an earlier call returned are the training's state, and are
+# made again when the calls are repeated; all others, such as the batch, are kept. A step may
+# also change its arguments in place, as flax nnx does: they count as returned, too.
 
 
 class Made(NamedTuple):

@@ -84,11 +84,7 @@ _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 
 # What was not measured.
 _NOTHING: Any = np.empty(0, np.float32)
-
-
 _NO_BINS: Any = np.empty(0, np.int32)
-
-
 _NO_OPERANDS: Any = np.empty((0, 6), np.float32)
 
 
@@ -450,9 +446,6 @@ class Packed:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-# A call with a twin that measures it: the traced program, its calls, and what is compiled.
-
-
 class MeasuredCall(NamedTuple):
     """A call as it was traced, with its twin.
 
@@ -469,6 +462,9 @@ class MeasuredCall(NamedTuple):
     of_event: dict[tuple[tuple[int, ...], int], int]
     twin: Twin
     packed: Packed
+
+
+# A call with a twin that measures it: the traced program, its calls, and what is compiled.
 
 
 def inputs(program: MeasuredCall) -> Sequence[Atom]:

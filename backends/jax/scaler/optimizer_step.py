@@ -33,11 +33,7 @@ from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 G = TypeVar("G")
-
-
 T = TypeVar("T")
-
-
 Axes = str | Sequence[str] | None
 
 

@@ -133,9 +133,6 @@ def freeze(
     )
 
 
-# The parameters of a frozen function: their places among a call's arrays, and their dtypes.
-
-
 class Signature(NamedTuple):
     """A call as it is traced.
 
@@ -182,6 +179,9 @@ class Signature(NamedTuple):
             for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
             if a in ins and b in outs and outvars[outs[b]] is invars[ins[a]]
         ]
+
+
+# The parameters of a frozen function: their places among a call's arrays, and their dtypes.
 
 
 class FrozenParams:
@@ -502,7 +502,6 @@ _EACH = frozenset(
     ppermute pvary
     """.split()
 )
-
 
 Held = list[Low | None]
 

@@ -432,7 +432,6 @@ VERBS = Verbs(
     where=jnp.where,
 )
 
-
 _MAGNITUDE = 0x7FFF
 
 

@@ -36,14 +36,8 @@ from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 
 PolicyLike = policy_files.Source
-
-
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
-
-
 _Entries = tuple[compiled_region.CompiledRegion, "_Entries | None"]
 
 

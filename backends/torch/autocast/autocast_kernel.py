@@ -51,12 +51,6 @@ def compiled_unused() -> Iterator[None]:
         _compiled.used = True
 
 
-# One op, run by its row: the decision of the policy, and the casts that follow from it.
-#
-# A `Ruling` is the decision for an op in a region, worked out once; `runner` makes the function
-# that casts and calls. The kernels in `autocast_kernel` and `front_kernel` call both.
-
-
 Function = Callable[..., Any]
 
 
@@ -118,6 +112,12 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
             return run(ruling, region_casts.cast, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)
+
+
+# One op, run by its row: the decision of the policy, and the casts that follow from it.
+#
+# A `Ruling` is the decision for an op in a region, worked out once; `runner` makes the function
+# that casts and calls. The kernels in `autocast_kernel` and `front_kernel` call both.
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,6 @@ def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
 
 
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
 
 

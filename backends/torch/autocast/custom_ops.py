@@ -197,8 +197,6 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
 
 

@@ -223,8 +223,6 @@ def _scaled(a: InBits, b: InBits, dtype: torch.dtype, *, fast: bool = False) -> 
 
 
 Forms = dict[Quantisation, InBits]
-
-
 _aten = torch.ops.aten
 
 

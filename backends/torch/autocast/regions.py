@@ -35,27 +35,12 @@ from polymp.rules.policy import Policy
 from polymp.rules.region import Region, Stack
 from polymp.versions import __version__
 
-# Policy codes: the policies in force in a thread, as two dtypes in torch's autocast state.
-#
-# torch has no place for a policy. It has an autocast state in each thread, though, which torch
-# restores around backward and checkpoints, by which torch.compile guards its graphs, and which
-# torch's own autocast class restores. So the policies in force are written there: every set of
-# policies by device gets a code, a pair of dtypes, and the code is written as the low dtypes of
-# two devices that no build of torch has tensors on. Pairs are enough for two thousand sets; a
-# process that uses more gets codes of three dtypes, the third of a device that hardly anyone
-# has. When these are gone, too, a policy is refused.
-
-
 Code = tuple[torch.dtype, ...]
 
 
 # A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
 Frame = tuple[Region, bool, torch.dtype, bool, Code]
-
-
 T = TypeVar("T")
-
-
 stack: Stack[Frame] = Stack()
 
 
@@ -189,19 +174,25 @@ class Prepared:
 prepared: Prepared = Prepared()
 
 
+# Policy codes: the policies in force in a thread, as two dtypes in torch's autocast state.
+#
+# torch has no place for a policy. It has an autocast state in each thread, though, which torch
+# restores around backward and checkpoints, by which torch.compile guards its graphs, and which
+# torch's own autocast class restores. So the policies in force are written there: every set of
+# policies by device gets a code, a pair of dtypes, and the code is written as the low dtypes of
+# two devices that no build of torch has tensors on. Pairs are enough for two thousand sets; a
+# process that uses more gets codes of three dtypes, the third of a device that hardly anyone
+# has. When these are gone, too, a policy is refused.
+#
 # Devices whose tensors no torch build has, but whose autocast state every one keeps: a flag and a
 # low dtype, restored and guarded like any other's. Since torch 2.4. Dynamo compares the dtype only
 # where the flag is on, so it is on while a policy is coded here.
 SLOTS = ("ipu", "maia")
-
-
 NONE: Code = (get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1]))
 
 
 # The third slot, of codes that are given out once there is no pair left.
 THIRD = "mtia"
-
-
 NO_THIRD: torch.dtype = get_autocast_dtype(THIRD)
 
 
@@ -304,11 +295,7 @@ def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: C
 
 # How many sets of policies have a pair, and how many have a code.
 PAIRS: int = len(NAMES) ** 2 - 1
-
-
 ALL: int = PAIRS * len(NAMES)
-
-
 _WRITTEN = "polymp writes them into torch's autocast state of that device."
 
 

@@ -24,8 +24,6 @@ from polymp.rules.vocabulary import vocabulary
 
 # So many tables are kept, those used last; kernels keep what they have read in them.
 POLICIES = 32
-
-
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 

@@ -192,8 +192,6 @@ def called_at(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
 
 # Kernels that write running statistics without a mark in their schemas, as of torch 2.13.
 _SILENT = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-
-
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 

@@ -16,14 +16,8 @@ __all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode;
 
 # The arguments of `OpMode.op`.
 Op = torch._ops.OpOverload
-
-
 Types = Sequence[type]
-
-
 Args = Sequence[Any]
-
-
 Kwargs = dict[str, Any]
 
 

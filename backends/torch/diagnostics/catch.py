@@ -36,8 +36,6 @@ from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, 
 from polymp.errors import BadStepError, CatchWarning
 
 P = ParamSpec("P")
-
-
 R = TypeVar("R")
 
 
@@ -123,9 +121,6 @@ def losses(result: object) -> list[torch.Tensor]:
     return found
 
 
-# The calls of a training step since its state was copied, to be repeated from there.
-
-
 class Call(NamedTuple):
     """A call of the step, to be repeated.
 
@@ -166,6 +161,9 @@ class MeanLoss(NamedTuple):
         loss = loss.float()
         value = loss if self.value is None else self.value * _STAYS + loss * (1 - _STAYS)
         return MeanLoss(value, self.seen + 1)
+
+
+# The calls of a training step since its state was copied, to be repeated from there.
 
 
 class StateCopy:
@@ -419,28 +417,20 @@ _OFTEN = 3
 # An eps that float16 holds, with digits to spare.
 _EPS = 1e-4
 
-
 _LOST_EPS = (
     "{whose}, so that it divides by zero. Give it eps={eps:g}, with which this step was tried and "
     "is finite, or keep the weights in float32 and lower the ops, as polymp.torch.autocast does."
 )
 
-
 _ELSEWHERE = "another rank found a value that is not finite"
-
-
 _SOMETHING = "a value is not finite"
-
-
 _WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
-
 
 _DIFFERS = (
     "Repeating step {step} gave the loss {losses}. So not all of the training was put back, such "
     "as an optimizer that only a library reaches, and no op was looked for. Name what is missing: "
     "catch(step, of=[...]). The training is as the last step left it."
 )
-
 
 _UNREPEATED = (
     "Repeating the steps did not give that value again, and the training is now in the state after "
@@ -470,8 +460,6 @@ def versions_of(given: object) -> tuple[int, ...]:
 #
 # Of the mean loss, the share that stays at each step; a loss is compared with it from this many on.
 _STAYS, _WARM_UP = 0.9, 10
-
-
 Optimizer = torch.optim.Optimizer
 
 

@@ -20,19 +20,11 @@ from polymp.rules.vocabulary import vocabulary
 
 # Of most calls: one object for all of them.
 _NONE: frozenset[int] = frozenset()
-
-
 _NOTHING: Mapping[str, int] = MappingProxyType({})
-
 
 _SCALING = frozenset(
     module.__file__ for module in (optimizer_step, grad_scaler, grad_scaler, device_state, unscale)
 )
-
-
-# Call sites: the module whose call runs, and the line of the user's code.
-#
-# Both are read from the Python stack, so that no hook is set and no module changed.
 
 
 class CallSite(NamedTuple):
@@ -165,9 +157,6 @@ class OpCall:
                     self.saved = {**self.saved, "cached": self.saved.get("cached", 0) + 1}
 
 
-# Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.
-
-
 class OpFacts(NamedTuple):
     """The facts of an op that tracers ask for at each of its calls.
 
@@ -206,6 +195,9 @@ class Ran(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     reads: list[torch.Tensor]
+
+
+# Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.
 
 
 @cache
@@ -327,6 +319,11 @@ class Own:
         _busy.depth -= 1
 
 
+# Call sites: the module whose call runs, and the line of the user's code.
+#
+# Both are read from the Python stack, so that no hook is set and no module changed.
+
+
 class CallSites:
     """Finds call sites, and remembers the paths of modules.
 
@@ -399,8 +396,6 @@ _SENDS = {
 
 # The functions of torch.utils.checkpoint that run a forward again.
 _RECOMPUTES = frozenset({"recompute_fn", "unpack_hook", "backward"})
-
-
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
@@ -430,8 +425,5 @@ _TORCH_S = {
     str(Path("amp", "grad_scaler.py")): "update",
 }
 
-
 _OPTIM = "optim" + os.sep
-
-
 _FSDP = str(Path("distributed", "fsdp", "_fully_shard")) + os.sep

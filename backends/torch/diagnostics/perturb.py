@@ -30,10 +30,6 @@ from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, Step, movement
 from polymp.rules.vocabulary import vocabulary
 
-# The results of ops moved by a share of their rounding, for the probes of `perturb`.
-#
-# `polymp.diagnostics.rounding` explains by how much, and why.
-
 
 class Chance:
     """Moves numbers by a share of their rounding.
@@ -276,6 +272,11 @@ def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 def _array(t: torch.Tensor) -> Any:
     t = t.detach()
     return (t.double() if t.is_floating_point() else t).numpy()
+
+
+# The results of ops moved by a share of their rounding, for the probes of `perturb`.
+#
+# `polymp.diagnostics.rounding` explains by how much, and why.
 
 
 def _is_float(t: object) -> TypeGuard[torch.Tensor]:

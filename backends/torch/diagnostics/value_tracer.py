@@ -494,8 +494,6 @@ def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
 
 
 _LOW = (torch.float16, torch.bfloat16)
-
-
 _SWEEP = 512  # tensors after which twins of freed ones are let go
 
 

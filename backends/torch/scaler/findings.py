@@ -32,7 +32,6 @@ from polymp.scaling.scale_rule import ScaleRule
 
 Entry = dict[str, Any]
 
-
 Unscale = Callable[
     [torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor]
 ]
@@ -47,10 +46,10 @@ def _fresh_entries() -> dict[int, Entry]:
     return defaultdict(make)
 
 
-# Counts of Inf, NaN, zeros and subnormal numbers in gradients, and names of parameters.
-
-
 Named = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
+
+
+# Counts of Inf, NaN, zeros and subnormal numbers in gradients, and names of parameters.
 
 
 class Names:
@@ -101,10 +100,10 @@ class Names:
         return names | {id(p): name for name, ref in self._pairs if (p := ref()) is not None}
 
 
-# Checks of the arguments of a loss scaler; `Options` holds those that are not of the rule.
-
-
 SkipOn = Literal["auto", "host", "device"]
+
+
+# Checks of the arguments of a loss scaler; `Options` holds those that are not of the rule.
 
 
 class Options(NamedTuple):

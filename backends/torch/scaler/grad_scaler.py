@@ -50,13 +50,6 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 Outputs = TypeVar("Outputs")
 
 
-# `ScalerProperties`: the getters and setters of a loss scaler, its state, and its reports.
-#
-# Nothing here writes a gradient: each name reads or sets something in a `DeviceState`,
-# `Findings` or a `StuckWatch`. Other libraries use the names with a leading underscore, which
-# are torch.amp's.
-
-
 def _part(part: str, name: str) -> Any:
     """Make a property for an attribute of one of a scaler's parts."""
 
@@ -67,6 +60,13 @@ def _part(part: str, name: str) -> Any:
         setattr(getattr(scaler, part), name, value)
 
     return property(get, put)
+
+
+# `ScalerProperties`: the getters and setters of a loss scaler, its state, and its reports.
+#
+# Nothing here writes a gradient: each name reads or sets something in a `DeviceState`,
+# `Findings` or a `StuckWatch`. Other libraries use the names with a leading underscore, which
+# are torch.amp's.
 
 
 def _constant(name: str) -> Any:
@@ -684,7 +684,6 @@ class Watched:
 
 
 watched: Watched = Watched()
-
 
 TOO_EARLY = (
     "gradients were clipped while they were still multiplied by the loss scale, so what is left of "

@@ -214,9 +214,6 @@ def freeze(
     return Frozen(model, region, groups, before, None if drop else originals)
 
 
-# `FrozenModule`: the class of a frozen model, which enters its region when it is called.
-
-
 class FrozenFor(NamedTuple):
     """The data of a frozen model.
 
@@ -427,6 +424,9 @@ def reasons(kept: Mapping[str, str]) -> list[str]:
         f"{', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}: {why}"
         for why, names in reasons.items()
     ]
+
+
+# `FrozenModule`: the class of a frozen model, which enters its region when it is called.
 
 
 class FrozenModule(subclass.Extension):

@@ -21,11 +21,7 @@ from polymp.weights import random_bits, store
 from polymp.weights.store import Mode, Verbs
 
 BESIDE, STEPS, GROUP = "beside", "low_steps", "low_weights"
-
-
 OURS = (BESIDE, STEPS)
-
-
 OptimizerState = MutableMapping[torch.Tensor, dict[str, Any]]
 
 
@@ -240,11 +236,7 @@ VERBS: Verbs = Verbs(
 # Elements of a piece, by device type: 2**16 of float32 with what is made of them fit into the
 # second cache of a processor.
 _PIECE = {"cpu": 2**16}
-
-
 _PIECE_ELSEWHERE = 2**24
-
-
 Random = Callable[[int, int], torch.Tensor]
 
 

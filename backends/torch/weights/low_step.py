@@ -26,8 +26,6 @@ from polymp.weights.store import Mode, Verbs
 
 # Bytes of float32 parameters that are lent at a time, unless one parameter alone has more.
 LENT = 2**27
-
-
 Closure = Callable[[], Any]
 
 

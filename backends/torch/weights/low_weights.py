@@ -18,8 +18,6 @@ from polymp.weights import store
 from polymp.weights.store import summary
 
 Forward = Callable[[], object]
-
-
 Keep = torch.Tensor | nn.Module | Forward
 
 

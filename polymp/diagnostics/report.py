@@ -5,7 +5,7 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call_record`) that can be drawn (`report_text`, `report_html`) and compared
+It is a list of calls (`call_record`) that can be drawn (`report_text`, `page`) and compared
 with another one (`report_diff`).
 """
 

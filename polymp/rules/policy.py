@@ -3,8 +3,8 @@
     rows -> at(scope) -> winner(op, dtype) -> decide(op, dtypes, region)
 
 Data in, decision out. A row is for an op, a class of ops, or one framework's spelling of an op; the
-most specific row for an op wins. `parse` reads rows, `policy_files` policies; nothing here knows
-what a tensor is.
+most specific row for an op wins. `policy_files` reads policies from where they are; nothing here
+knows what a tensor is.
 """
 
 import tomllib

@@ -4,8 +4,7 @@
         run both -> structure -> dtypes, call by call -> probes -> values and gradients
                                                            -> or the first op that differs
 
-The backends' `perturb` runs the functions and returns numpy arrays; `rounding` has the tolerances,
-and `align` finds the calls that belong together.
+The backends' `perturb` runs the functions and returns numpy arrays; `rounding` has the tolerances.
 """
 
 import math

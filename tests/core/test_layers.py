@@ -20,7 +20,6 @@ LAYERS = """
 errors dtypes code_origin text_table progress
 versions
 integrations
-adapter_checks
 fp8
 rules policies
 scaling

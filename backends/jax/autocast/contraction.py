@@ -5,10 +5,10 @@ its operands to the low dtype, adds the products up in float32 and returns the d
 It is linear in each operand, and each of its transposes is a contraction again: low operands,
 float32 accumulator, rounded once to the dtype of the operand it is the gradient of. So an operand
 that goes in as float32, a parameter, gets a gradient that was never rounded; but for convolutions
-on GPUs, see `contraction_forms`.
+on GPUs, see `result_as_asked`.
 
 Its transposes and batched forms are those of JAX's own primitive, with every contraction in them
-replaced; see `contraction_programs`.
+replaced.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,8 @@
 
 The rule is never read off the equation. The equation is wrapped as a function again, `jax.jvp` or
 `jax.vjp` of it is traced at the declared dtypes, and that program is planned like any other. A
-rule is planned when a derivative is first asked for, in the region of the call. `custom_jvp` and
-`custom_vjp` have the two kinds.
+rule is planned when a derivative is first asked for, in the region of the call. Forward and
+reverse rules have a section each.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -77,7 +77,7 @@ class Kind(StrEnum):
     BIND      its primitive, on operands in the dtypes of the plan
     CAST      not at all: its operand, read in the planned dtype, is its result
     PICK      as BIND, and what it picks more than once has its gradients added up in float32
-    ROUND     as BIND, with an operand that is rounded first; see `sharded_weights`
+    ROUND     as BIND, with an operand that is rounded first; see `evaluate`
     CONTRACT  as a contraction, which takes low operands; see `contraction`, `fp8_contraction`
     INSIDE    its primitive is put back around the plans of the programs inside it
     """
@@ -298,7 +298,7 @@ class Planner:
             warnings.warn(message.format(name), stacklevel=2)
 
 
-# Makes a plan one for inputs that come in low dtypes; see `lower_inputs`. In: the plan, by input
+# Makes a plan one for inputs that come in low dtypes; see `freeze`. In: the plan, by input
 # the low dtype or None, the outputs that may come low, and the name of the function. Out: the
 # plan, and by output the low dtype or None.
 Change = Callable[

@@ -3,7 +3,7 @@
 A call traces the function at the dtypes it was written in, plans a dtype for every value, and
 runs the program again in those dtypes under the caller's own trace. It does so at every call: what
 Python reads from outside, a library's context among it, is read anew. Plans are kept for the
-programs inside whose traces JAX keeps, those of jitted functions; see also `jitted_calls`.
+programs inside whose traces JAX keeps, those of jitted functions.
 """
 
 import functools

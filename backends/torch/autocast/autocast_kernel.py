@@ -117,7 +117,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
 # One op, run by its row: the decision of the policy, and the casts that follow from it.
 #
 # A `Ruling` is the decision for an op in a region, worked out once; `runner` makes the function
-# that casts and calls. The kernels in `autocast_kernel` and `front_kernel` call both.
+# that casts and calls. The kernels here and in `kernel_registry` call both.
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def _allow() -> None:
 
 @dynamo.at_trace_time
 def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
-    """`policy_code.inside`, for code that torch.compile traces: plain arguments only."""
+    """`regions.code_inside`, for code that torch.compile traces: plain arguments only."""
     return regions.code_inside(regions.prepared.by_ticket[ticket][0], outer)
 
 

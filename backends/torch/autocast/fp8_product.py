@@ -412,8 +412,7 @@ def _note(weight: torch.Tensor, how: Quantisation, forms: Forms) -> InBits:
 # Operands of products in 8 bits: how torch quantises, and what is quantised only once.
 #
 # The activation that was quantised last is kept as long as it lives: the queries, keys and
-# values of attention are products of one activation, and save it for backward once. `fp8_weight`
-# has weights.
+# values of attention are products of one activation, and save it for backward once.
 
 
 _EXPONENT = 0x7F800000  # the bits of a float32 that say its power of two

@@ -118,7 +118,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
         if vocabulary().picks(vocabulary().of_aten(op)):
-            return device != "cpu"  # see `run_op`
+            return device != "cpu"  # see `autocast_kernel`
         return op_facts.in_float32(op) and kernel(op, device) is None
     if ours is None or theirs is None:
         return ours is theirs

@@ -1,6 +1,6 @@
 """A run of a function, and runs of it in which the result of every op is moved by its rounding.
 
-`moved_numbers` moves the results; `polymp.diagnostics.rounding` explains by how much, and why. They
+`polymp.diagnostics.rounding` explains by how much, and why. They
 are moved below autograd, so that the backward pass is that of the moved run, and is moved itself.
 """
 

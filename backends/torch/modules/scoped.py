@@ -41,7 +41,7 @@ class ModuleScope:
 
     Attributes:
         policy: likewise.
-        code: the policy's code; see `policy_code`.
+        code: the policy's code; see `regions`.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -265,7 +265,7 @@ def enter(code: Code) -> None:
     their own. Region, dtype and cache stay as they are.
 
     Args:
-        code: of the policy, from `policy_code.of_scope`.
+        code: of the policy, from `regions.of_scope`.
 
     Raises:
         PolicyError: the call is being exported.

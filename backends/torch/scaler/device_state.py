@@ -40,7 +40,7 @@ class DeviceState:
         first: the state that the tensors are made from.
         scale: float32 [], None until it is made. Others may write to it, or put another here.
         tracker: int32 [], likewise.
-        counts: float32 [3], of `scale_update.counted`.
+        counts: float32 [3], of `counted`.
         loss: float32 [], one of the bars of a finding: not 0 if a loss was not finite.
         arriving: copies to the host, for which it does not wait.
     """
@@ -54,7 +54,7 @@ class DeviceState:
         self.loss: torch.Tensor | None = None
         self.arriving: AsyncRead = AsyncRead()
         self._notes_losses = notes_losses
-        self._bars: torch.Tensor | None = None  # of `scale_update.new_bars`
+        self._bars: torch.Tensor | None = None  # of `new_bars`
         self._known: _Known | None = None
         self._regular = regular(rule, first)
         # The scale that a CUDA graph updates, whose replays write without a new version.

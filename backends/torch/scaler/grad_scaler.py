@@ -360,9 +360,9 @@ class GradScaler(ScalerProperties):
         check_loss: True notes whether the losses of a skipped step were finite before they were
             scaled, for reports. The scale does not depend on it.
         skip_on: "host" waits for the finding and then steps or skips; "device" steps, and undoes
-            the step on the device (see `device_skip.step`). "auto" is "device" in compiled code and
-            for optimizers whose groups are all `capturable`, and "host" for others. Fused
-            optimizers skip by themselves.
+            the step on the device (see `step_or_undo` in `optimizer_step`). "auto" is "device" in
+            compiled code and for optimizers whose groups are all `capturable`, and "host" for
+            others. Fused optimizers skip by themselves.
         process_group: ranks to exchange findings with, besides the meshes of DTensors; for models
             that a pipeline cuts in pieces, or under DDP for `check_loss`.
 

@@ -1,6 +1,6 @@
 """`bake`: a model exported with the casts of its region written out as ops.
 
-The program has plain ops and no regions. While torch.export traces, `bake_trace` sees every op
+The program has plain ops and no regions. While torch.export traces, a mode sees every op
 first.
 """
 

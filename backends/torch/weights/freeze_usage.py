@@ -2,7 +2,7 @@
 
 For each group of tensors on one storage, `Uses` notes why it cannot be stored in the low dtype, if
 a use shows it. Ops are watched below autocast and autograd, where a cast is an op like any other;
-`dtype_reads` has what no op shows.
+`freeze_trial` has what no op shows.
 """
 
 import hashlib

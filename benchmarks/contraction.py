@@ -1,7 +1,7 @@
 """The contraction in each form in which polymp could lower it: how fast, and how exact.
 
 Shapes of a transformer: forward, and both gradients, of one operand that is an activation and of
-one that is a parameter where there is one. The forms are those of contraction_forms.py in
+one that is a parameter where there is one. The forms are those of contraction.py in
 backends/jax/autocast, where `FORMS` says which one a platform gets; whether rightly, is what this
 shows. Beside them float32 operands. Programs run in turn; the ratio of the medians is what counts,
 and the middle half of the paired ratios stands beside it.

@@ -179,6 +179,9 @@ def rows_of(policies: Iterable[str], wanted: Callable[[cases.Op, str], bool]) ->
     """The rows of the ops that are wanted under each policy, in both low dtypes."""
     for name in FRAMEWORKS:
         need(name)
+    import jax
+
+    jax.clear_caches()  # a jitted function of jax.numpy that was planned before has its plan
     opened_by = {  # before the record begins, which is of the backends that are imported by then
         (policy, low): [region(name, low, policy) for name in FRAMEWORKS]
         for policy in policies

@@ -112,7 +112,7 @@ def test_every_bar_is_of_a_row_that_is_measured(speed: ModuleType) -> None:
 def test_forms_compute_the_same_and_the_table_is_put_back(forms: ModuleType) -> None:
     import jax
 
-    rules = {p: dict(forms.contraction_forms.FORMS)[p] for p in forms.contraction_forms.FORMS}
+    rules = {p: dict(forms.contraction.FORMS)[p] for p in forms.contraction.FORMS}
     assert next(iter(forms.shapes())) == "up, 4 x 256 x 512 . 512 x 2048"
     shape = forms.shapes(1 / 32)["up, 1 x 8 x 16 . 16 x 64"]
     for part in forms.PARTS:
@@ -122,7 +122,7 @@ def test_forms_compute_the_same_and_the_table_is_put_back(forms: ModuleType) -> 
         for form in (forms.FORMS["row by row"], forms.FORMS["float32 result"]):
             assert forms.error(forms.compiled(shape, part, form)(), right) < bound
         assert forms.error(right * (1 + 2 * bound / 100), right) > bound
-    assert dict(forms.contraction_forms.FORMS) == rules
+    assert dict(forms.contraction.FORMS) == rules
 
     def text() -> str:
         lowered = jax.jit(forms.program(shape, "forward")).lower(*forms.operands(shape))

@@ -117,7 +117,7 @@ def _updates(filename: str) -> bool:
     return filename in _SCALING or f"{os.sep}optax{os.sep}_src{os.sep}" in filename
 
 
-_SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step, optimizer_step))
+_SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step))
 _NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
 
 

@@ -23,7 +23,7 @@ _NONE: frozenset[int] = frozenset()
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 _SCALING = frozenset(
-    module.__file__ for module in (optimizer_step, grad_scaler, grad_scaler, device_state, unscale)
+    module.__file__ for module in (optimizer_step, grad_scaler, device_state, unscale)
 )
 
 

@@ -149,7 +149,7 @@ def test_doctor_draws_libraries(polymp, monkeypatch):
     monkeypatch.setattr(doctor, "gather", lambda: machine)
     _, out, _ = polymp("doctor")
     assert re.search(r"keras +3\.15\.1 +>=3\.15,<3\.16 +polymp\.keras\.use\(model", out)
-    assert re.search(r"optax +0\.2\.8 +>=0\.2\.8,<0\.3 +polymp\.jax\.scaled\(optimizer\)", out)
+    assert re.search(r"optax +0\.2\.8 +>=0\.2\.8,<0\.3 +scaler\.step", out)
 
 
 def test_doctor_sees_this_machine():

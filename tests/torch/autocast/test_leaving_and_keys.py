@@ -48,7 +48,7 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     def full(*_: object) -> None:
         raise PolicyError("no code left")
 
-    monkeypatch.setattr(regions, "inside", full)
+    monkeypatch.setattr(regions, "code_inside", full)
     with pytest.raises(PolicyError), region:
         pass
     assert (thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.frames)) == before

@@ -54,12 +54,12 @@ def test_a_policy_takes_less_than_a_hundredth_of_a_megabyte() -> None:
 MANY = f"""{POLICIES}
 import polymp
 from polymp.backends.torch.autocast import regions as policy_code
-from polymp.backends.torch.autocast.regions import codes, in_force
+from polymp.backends.torch.autocast.regions import code_in_force, codes
 
 first = autocast("cpu", torch.bfloat16, policy=policy(5))
 with first:
     assert dtypes() == wanted(5)
-    assert len(in_force()) == 2
+    assert len(code_in_force()) == 2
 while len(code := next(codes.free)) == 2:
     pass
 assert code not in codes.policies
@@ -68,12 +68,12 @@ outer, inner = (autocast("cpu", torch.bfloat16, policy=policy(n)) for n in (6, 9
 for _ in range(2):
     with first:
         with outer:
-            assert len(in_force()) == 3
+            assert len(code_in_force()) == 3
             with inner:
                 assert dtypes() == wanted(9)
             assert dtypes() == wanted(6)
-        assert (dtypes(), len(in_force())) == (wanted(5), 2)
-assert in_force() == policy_code.NONE
+        assert (dtypes(), len(code_in_force())) == (wanted(5), 2)
+assert code_in_force() == policy_code.NONE
 assert not torch.is_autocast_enabled(policy_code.THIRD)
 
 count = 0

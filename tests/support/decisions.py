@@ -19,7 +19,7 @@ class Decisions(decision_log.Recorder):
         self.entries: list[Entry] = []
 
     def note(self, entry: Entry) -> None:
-        if entry.row is not None:
+        if entry.row is not None and not _planned_again():
             self.entries.append(entry)
 
     def rows(self) -> set[Row]:
@@ -42,3 +42,13 @@ def recording() -> Iterator[Decisions]:
         decisions = Decisions()
         decision_log.recorded_by(stack, decisions)
         yield decisions
+
+
+def _planned_again() -> bool:
+    """Whether a pass of JAX's planner plans a call again, whose decisions were told before."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_qualname.endswith("_Walk.through"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

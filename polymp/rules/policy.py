@@ -533,7 +533,7 @@ def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str)
 # A product reads each number of a weight once for all of its rows. With few rows, reading takes
 # most of its time, and a cast of the weight from float32 reads it once more and writes half as
 # much. A row costs less in a low dtype, so that more rows pay for the cast. How many pay depends
-# on the machine; benchmarks/jax_speed.py measures it. Knows sizes, and no framework.
+# on the machine; benchmarks/jax_speed.py measures it.
 
 
 def check_few_rows(most: object, where: str) -> None:
@@ -557,8 +557,7 @@ def why_float32(most: int, rows: float) -> str:
 #
 #     data -> check keys -> rows, and the other entries of the table
 #
-# Every PolicyError says where the fault is, what it is and what to write instead. Nothing here
-# knows what a policy does with its rows.
+# Every PolicyError says where the fault is, what it is and what to write instead.
 
 
 _KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")

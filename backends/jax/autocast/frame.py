@@ -243,7 +243,7 @@ class Planner:
 
     Args:
         one: plans the program of a frame.
-        off: names of the passes that are switched off; see `passes`.
+        off: names of the passes that are switched off; see `planner`.
         kept: plans of earlier calls; None for none.
         settings: all that a plan depends on besides the arguments of `plan`.
     """
@@ -350,7 +350,7 @@ class Frame:
         steps: of the equations so far.
         stack: the name stack of the equation at hand, without our marks.
         casts: whether there may be any.
-        reads: in which dtype all steps read a variable; of several, none. See `passes`.
+        reads: in which dtype all steps read a variable; of several, none. See `planner`.
     """
 
     def __init__(
@@ -489,7 +489,7 @@ def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -
 # Facts about values before they exist, and about the numbers that a program holds.
 #
 # A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one,
-# that the plan gives it. Nothing here makes an array or knows an equation.
+# that the plan gives it.
 #
 # What autocast may touch. float64 and anything else keeps its declared dtype.
 ELIGIBLE = frozenset({"float32", "bfloat16", "float16"})
@@ -556,7 +556,7 @@ def in_dtype(value: SupportsFloat, dtype: str) -> "np.number[Any]":
 #   pull_up     what float32 ops alone read is computed in float32            backwards, at the end
 #   pull_down   a layout that low ops alone read is made of low numbers       backwards, at the end
 #
-# The first two are parts of `op_handlers` and `frame`, the other two are in `passes`.
+# The first two are parts of `op_handlers` and `frame`, the other two are in `planner`.
 
 
 class Pass(StrEnum):

@@ -298,8 +298,6 @@ def _key(axes: "Axes", look: Look) -> None:
 # The rows of an audit's picture: a module each, with all that was measured in it.
 #
 #     AuditRecord -> results and gradients by module -> Layers, equal ones added up
-#
-# Nothing here draws.
 
 
 def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:

@@ -336,8 +336,6 @@ def _short_percent(part: float) -> str:
 # The orders of an audit's rows, in its table and in its picture.
 #
 #     rows, each with magnitudes -> the same rows, those first that an order asks for
-#
-# Nothing here knows what a row is.
 
 
 LARGEST = "largest"

@@ -218,8 +218,6 @@ R = TypeVar("R")
 #
 #   layers.0.attn ... layers.23.attn        layers.*.attn x24
 #   the same, with another layers.7.attn    layers.0-6.attn x7, layers.7.attn, layers.8-23.attn x16
-#
-# Nothing here knows what a row is.
 
 
 class ModuleRows(NamedTuple, Generic[R]):

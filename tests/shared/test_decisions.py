@@ -1,4 +1,4 @@
-"""What `explain` reports is what the policy decides and what ran, and it leaves nothing behind."""
+"""`explain` reports what the policy decided and what ran, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def _precision_is_default(precision: object) -> bool:
 #     scalar arguments         follow arrays
 #     a bias                   follows the contraction's result that it is added to
 #
-# Everything else decides, and the widest dtype wins. Nothing here makes a step.
+# Everything else decides, and the widest dtype wins.
 
 
 def deciding(eqn: Equation, op: str, known: Sequence[Known]) -> tuple[str, ...]:

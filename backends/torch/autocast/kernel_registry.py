@@ -57,9 +57,6 @@ class Installed:
         self.lock: threading.RLock = threading.RLock()
 
 
-# While a record of decisions is made: torch's compiled kernels record nothing.
-
-
 class Everywhere:
     """Kernels of ours on every op of a device, for all records that are made at the time.
 
@@ -148,6 +145,9 @@ def _put_in(library: torch.library.Library, device: str, name: str) -> bool:
     return kernel is not None
 
 
+# While a record of decisions is made: torch's compiled kernels record nothing.
+
+
 def put_everywhere(stack: ExitStack) -> None:
     """Put our kernels on every op of the vocabulary, until a stack is closed.
 
@@ -172,7 +172,11 @@ class _Record:
         """Put kernels on a device's key, where there are none."""
         if device not in torch_table.DEVICES:
             return
-        kernels = now.everywhere.setdefault(device, Everywhere())
+        kernels = now.everywhere.get(device)
+        if kernels is None:
+            kernels = now.everywhere[device] = Everywhere()
+        elif self in kernels.records:
+            return
         kernels.records.add(self)
         region_casts.watch(device)
         named = {overload for op in vocabulary().ops.values() for overload in op.aten}

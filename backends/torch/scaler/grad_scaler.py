@@ -4,11 +4,11 @@ The drop-in for `torch.amp.GradScaler`: scale the loss, unscale and check the gr
 skip, update the scale. The rule is `polymp.scaling.scale_rule.step`: the host applies it to Python
 numbers where it knows what was found, else it runs on the device's tensors.
 
-    scale      scaled_outputs
-    unscale_   findings: unscale, distributed
-    step       the host decides, or device_skip, fused_step, closure_step
-    update     next_scale: device_state, scale_update, async_read; stuck_watch
-    the rest   properties
+    scale      `scaled`, below
+    unscale_   `findings`, which calls `unscale`
+    step       the host decides, or one of the ways in `optimizer_step`
+    update     `advance`, below: the state in `device_state`; then `StuckWatch`
+    the rest   `ScalerProperties`
 """
 
 import math
@@ -40,11 +40,10 @@ from polymp.backends.torch.scaler.findings import (
 from polymp.backends.torch.scaler.findings import (
     _refresh_per_optimizer_state as _refresh_per_optimizer_state,
 )
-from polymp.backends.torch.scaler.stuck_watch import StuckWatch
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import NO_EFFECT, GradientReport, OnStuck
+from polymp.scaling.gradient_report import NO_EFFECT, GradientReport, OnStuck, tell
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 
 Outputs = TypeVar("Outputs")
@@ -62,9 +61,51 @@ def _part(part: str, name: str) -> Any:
     return property(get, put)
 
 
+class StuckWatch:
+    """The reaction of a scaler to `stuck_after` skips in a row, once in each row.
+
+    Args:
+        findings: the scaler's.
+        names: of parameters, for the report.
+        told: the row of skips that was reported, by the number of skips before it; None if none.
+    """
+
+    def __init__(self, findings: Findings, names: Names, told: int | None = None) -> None:
+        self.findings = findings
+        self.names = names
+        self.told = told
+        self._name = device_state.listen(self._updated)
+
+    def updated(self) -> None:
+        """Note an update of the state on the device, in compiled code, too."""
+        state = self.findings.state.tensors()
+        if torch.compiler.is_compiling():
+            device_state.tell(self._name, *state)
+        else:
+            self._updated(*state)
+
+    def _updated(self, *state: torch.Tensor) -> None:
+        ours = self.findings.state
+        replayed = torch.compiler.is_compiling() or ours.capturing()  # when no Python runs
+        if not replayed and ours.arriving.updated(*state):
+            assert ours.arriving.seen is not None
+            self.look(ours.arriving.seen)
+
+    def look(self, state: ScaleState) -> None:
+        """React if the state has `stuck_after` skips in a row, and this row had no reaction yet."""
+        options = self.findings.options
+        stuck = state.skips >= options.stuck_after
+        row = state.skipped - state.skips if stuck else None  # skips before it
+        if stuck and row != self.told:
+            self.told = row
+            report = self.findings.report(self.names, last=True)._replace(state=state)
+            tell(options.on_stuck, report)
+        self.told = row
+
+
 # `ScalerProperties`: the getters and setters of a loss scaler, its state, and its reports.
 #
-# Nothing here writes a gradient: each name reads or sets something in a `DeviceState`,
+# None of them writes a gradient: each name reads or sets something in a `DeviceState`,
 # `Findings` or a `StuckWatch`. Other libraries use the names with a leading underscore, which
 # are torch.amp's.
 

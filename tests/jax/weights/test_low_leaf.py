@@ -80,7 +80,7 @@ def stepped(leaf: LowLeaf, low: jax.Array, full: jax.Array) -> tuple[Any, Any, A
 @pytest.mark.sized
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_of_trained_weights_optax_gives_the_rounded_ones(kind):
-    """All of them, but where the old weight was rounded up to a power of two: see low_leaf."""
+    """All of them, but where the old weight was rounded up to a power of two: see low_weights."""
     leaf, (low, full, before) = leaf_of(kind), trained_pairs(kind)
     _, beside, after = jax.jit(lambda *pair: stepped(leaf, *pair))(low, full)
     other = bits(after) != bits(rounded(leaf, full))

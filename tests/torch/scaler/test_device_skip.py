@@ -1,4 +1,4 @@
-"""`device_skip.step`: every optimizer of torch, taken or undone on the device, bit for bit."""
+"""`step_or_undo`: every optimizer of torch, taken or undone on the device, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The scale's rule on a device, and what the host hears of it.
 
-`scale_update` against `scale_rule.step` on Python numbers, bit for bit, by the rule's own lines on
+`update` against `scale_rule.step` on Python numbers, bit for bit, by the rule's own lines on
 tensors and by torch's kernel; `AsyncRead` against a device that is late.
 """
 

@@ -435,7 +435,7 @@ def drawn() -> tuple[tuple[list[History], list[States]], ...]:
 
 
 # Torch's own code warns when its compiler is imported.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.sized
 @pytest.mark.parametrize("column", COLUMNS)
 def test_every_implementation_follows_the_rule_bit_for_bit(column: str) -> None:

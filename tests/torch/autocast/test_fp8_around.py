@@ -67,7 +67,7 @@ def test_compiled_code_has_the_bits_of_eager_code(recipe, net, x):
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_inductor_s_code_has_the_bits_of_eager_code(recipe, net, x):
     """The net has no op but products that inductor would round in another place."""

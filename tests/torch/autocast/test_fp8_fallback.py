@@ -136,7 +136,7 @@ def test_a_tensor_of_other_tensors():
         assert torch.equal(y.a, F.linear(X, W))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_derivatives_in_forward_mode():
     with torch.autograd.forward_ad.dual_level():
         x = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))

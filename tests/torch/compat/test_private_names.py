@@ -956,7 +956,7 @@ def test_a_tensor_that_stays_is_as_dynamo_marks_it():
     assert vars(ours) == vars(theirs) == {"_dynamo_static_input_type": "guarded"}
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_inductor_computes_numbers_before_the_loop_over_an_array():
     def decayed(x, step):
         return x * (1 - 0.9**step)

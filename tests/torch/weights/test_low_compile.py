@@ -16,7 +16,7 @@ from tests.support.low_weights import edges, spread
 
 # Inductor imports torch.jit, which warns when it is imported; dynamo, of the profiler.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script:DeprecationWarning", "ignore:.*record_function.*will be ignored"
+    "ignore:`torch.jit.script", "ignore:.*record_function.*will be ignored"
 )
 
 MODES = ("master", "split", "stochastic")

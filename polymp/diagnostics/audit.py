@@ -30,6 +30,7 @@ class Audit(AuditRecord):
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
         rounding: True if rounding errors were measured.
+        loss_effect: the sum of the ops' effects on the loss, None if none was measured.
         fp8: name of the recipe whose losses were measured, "" for none.
         fp8_losses: what each call site of a product would lose in 8 bits by that recipe.
     """
@@ -90,7 +91,8 @@ class Audit(AuditRecord):
             sort: "program" for the order in which modules and ops were first reached; "cost" to put
                 those first of which float16 would lose most: by the share of values that become
                 Inf, of these that become zero, of these that become subnormal; "largest" to put
-                those with the largest magnitudes first.
+                those with the largest magnitudes first; "loss" those whose rounding changes the
+                loss most.
             fold: False to show equal layers one by one.
             limit: how many rows to list: those that come first by `sort`, or by "cost".
 
@@ -98,7 +100,7 @@ class Audit(AuditRecord):
             The text.
 
         Raises:
-            ValueError: `sort` is none of these three, or `limit` no positive number.
+            ValueError: `sort` is none of these four, or `limit` no positive number.
         """
         return audit_text.audit_table(self, width, sort, fold, limit)
 
@@ -116,7 +118,7 @@ class Audit(AuditRecord):
             The page as text.
 
         Raises:
-            ValueError: `sort` is none of the three.
+            ValueError: `sort` is none of the four.
         """
         return page.written(page.html(page.audit_page(self, sort, fold)), path)
 
@@ -171,6 +173,7 @@ class Audit(AuditRecord):
             "steps": self.steps,
             "scale": self.scale,
             "rounding": self.rounding,
+            "loss_effect": self.loss_effect,
             "fitting_scale": self.fitting_scale(),
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from polymp import progress
-from polymp.diagnostics.audit_records import AuditRecord, Measured, split
-from polymp.diagnostics.audit_text import SORTS, ordered
+from polymp.diagnostics.audit_records import AuditRecord, Measured, effect_of, split
+from polymp.diagnostics.audit_text import SORTS, Measures, ordered
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, folded
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.page import replacing
@@ -82,7 +82,7 @@ def audit_figure(
     dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
-    rows = ordered(layers(audit, fold), sort, lambda row: (row.forward, row.gradient))
+    rows = ordered(layers(audit, fold), sort, _measures)
     if not rows:
         raise ValueError("nothing was measured: run a step in the audit's block first.")
     try:
@@ -117,6 +117,7 @@ class Layer(NamedTuple):
         module: its path; of equal layers, as in tables: "layers.*.attn".
         forward: magnitudes of the results of its ops; None if it has none.
         gradient: magnitudes of its gradients; None if it has none.
+        loss_effect: of the rounding of its ops; None if it was not measured.
         modules: how many modules these are.
         ops: names of its ops and parameters; equal layers have the same.
     """
@@ -124,6 +125,7 @@ class Layer(NamedTuple):
     module: str
     forward: Magnitudes | None
     gradient: Magnitudes | None
+    loss_effect: float | None
     modules: int = 1
     ops: tuple[str, ...] = ()
 
@@ -307,11 +309,13 @@ def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
     """
     forward: dict[str, list[Magnitudes]] = {}
     gradient: dict[str, list[Magnitudes]] = {}
+    effects: dict[str, list[float | None]] = {}
     ops: dict[str, list[str]] = {}
     for measured in audit.results:
         side = {FORWARD: forward, BACKWARD: gradient}.get(measured.direction)
         if side is not None:
             side.setdefault(measured.module, []).append(measured.magnitudes)
+            effects.setdefault(measured.module, []).append(measured.loss_effect)
             ops.setdefault(measured.module, []).append(f"{measured.direction} {measured.op}")
     known = {*forward, *gradient}
     for measured in audit.gradients:
@@ -320,13 +324,25 @@ def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
         ops.setdefault(owner, []).append(split(measured.module)[1])
     names = {**forward, **gradient}
     rows = [
-        Layer(m, _union(forward.get(m, ())), _union(gradient.get(m, ())), 1, tuple(sorted(ops[m])))
+        Layer(
+            m,
+            _union(forward.get(m, ())),
+            _union(gradient.get(m, ())),
+            effect_of(effects.get(m, ())),
+            1,
+            tuple(sorted(ops[m])),
+        )
         for m in names
     ]
     modules = folded(rows, lambda row: ("", row.module), _alike, _together, fold)
     return [
         row._replace(module=one.module, modules=one.layers) for one in modules for row in one.rows
     ]
+
+
+def _measures(row: Layer) -> list[Measures]:
+    sides = (row.forward, row.gradient)
+    return [Measures(side, row.loss_effect) for side in sides if side is not None]
 
 
 def _union(found: Iterable[Magnitudes | None]) -> Magnitudes | None:
@@ -341,7 +357,9 @@ def _alike(row: Layer) -> Hashable:
 
 def _together(rows: Sequence[Layer]) -> Layer:
     return rows[0]._replace(
-        forward=_union(row.forward for row in rows), gradient=_union(row.gradient for row in rows)
+        forward=_union(row.forward for row in rows),
+        gradient=_union(row.gradient for row in rows),
+        loss_effect=effect_of(row.loss_effect for row in rows),
     )
 
 

@@ -39,6 +39,10 @@ class Measured(NamedTuple):
             in float32 on the same inputs, the root of the sum of squares relative to that of the
             float32 results; the largest of all calls. None if it was not measured.
         drift: likewise, from the results of the same steps in float32 from their start.
+        loss_effect: by how much its own rounding changes the loss, to first order: the errors of
+            its results times the loss's gradient there, added up with their signs over all values
+            and calls, as a fraction of the loss; the mean of the backward passes. None if it was
+            not measured, as without a backward pass.
         unsummed: True of a product that a row lowered, though it has no dimension to sum over, or
             one of size 1: it is a multiplication, in low precision.
     """
@@ -55,6 +59,7 @@ class Measured(NamedTuple):
     numbers: tuple[float, ...] = ()
     rounding: float | None = None
     drift: float | None = None
+    loss_effect: float | None = None
     unsummed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,7 +93,7 @@ def split(parameter: str) -> tuple[str, str]:
 
 
 def together(many: Sequence[Measured]) -> Measured:
-    """The first of some results, with magnitudes and numbers of all, and the largest errors."""
+    """The first of some results, with what was counted of all of them, and the largest errors."""
     numbers = {number for m in many for number in m.numbers}
     found = joined(m.magnitudes for m in many)
     return many[0]._replace(
@@ -96,12 +101,19 @@ def together(many: Sequence[Measured]) -> Measured:
         numbers=tuple(sorted(numbers)),
         rounding=max((m.rounding for m in many if m.rounding is not None), default=None),
         drift=max((m.drift for m in many if m.drift is not None), default=None),
+        loss_effect=effect_of(m.loss_effect for m in many),
     )
 
 
+def effect_of(effects: Iterable[float | None]) -> float | None:
+    """The sum of effects on the loss that were measured; None if none was."""
+    known = [effect for effect in effects if effect is not None]
+    return math.fsum(known) if known else None
+
+
 def _alike(measured: Measured) -> Hashable:
-    same = measured._replace(module="", magnitudes=_EMPTY, rounding=None, drift=None)
-    return same, *_broken(measured.magnitudes)
+    same = measured._replace(module="", magnitudes=_EMPTY)
+    return same._replace(rounding=None, drift=None, loss_effect=None), *_broken(measured.magnitudes)
 
 
 def _alike_gradient(measured: Measured) -> Hashable:
@@ -226,6 +238,11 @@ class AuditRecord:
         """All gradients: those of parameters, and those that backward ops made."""
         made = [m for m in self.results if m.direction == "backward"]
         return [*self.gradients, *made]
+
+    @property
+    def loss_effect(self) -> float | None:
+        """By how much the rounding of all ops changes the loss: the sum of their effects."""
+        return effect_of(m.loss_effect for m in self.results)
 
     def last_forward(self) -> Measured | None:
         """The last result before the first backward op, which is mostly the loss; None of none."""

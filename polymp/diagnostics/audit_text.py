@@ -41,7 +41,7 @@ PARAMETERS = "backward: gradients of parameters"
 _FIRST, *_OTHERS = NARROW
 
 HEADS = (
-    "op", "source", "largest |x|", "over", "under", "sub", "rounding", "drift",
+    "op", "source", "largest |x|", "over", "under", "sub", "rounding", "drift", "of the loss",
     *(f"in {text_table.short(name)}" for name in _OTHERS), "here",
 )  # fmt: skip
 
@@ -54,7 +54,8 @@ _LEGEND = (
 
 _ERRORS = (
     "rounding: percent by which an op is off from the same op in float32 on the same inputs; "
-    "drift: from the same steps in float32"
+    "drift: from the same steps in float32; of the loss: percent by which the op's own rounding "
+    "changes the loss, to first order"
 )
 
 _Rows = list[str | tuple[str, ...]]
@@ -82,15 +83,17 @@ def listed(
         *((name, [m for m in results if m.section == key]) for key, name in SECTIONS.items()),
         (PARAMETERS, owners),
     ]:
-        for one in ordered(modules, sort, lambda one: (m.magnitudes for m in one.rows)):
-            for m in ordered(one.rows, sort, lambda m: (m.magnitudes,)):
+        for one in ordered(modules, sort, lambda one: map(_measures, one.rows)):
+            for m in ordered(one.rows, sort, lambda m: (_measures(m),)):
                 name = split(m.module)[1] if title == PARAMETERS else m.op
                 rows.append(Listed(title, label(one, OUTSIDE), name, m))
-    first = ordered(rows, COST if sort == PROGRAM else sort, lambda row: (row.measured.magnitudes,))
+    rank = COST if sort == PROGRAM else sort
+    first = ordered(rows, rank, lambda row: (_measures(row.measured),))
     kept = {id(row) for row in first[:limit]}
     notes = [folding([*results, *owners])]
     if hidden := len(rows) - len(kept):
-        notes.append(f"{text_table.plural(hidden, 'row')} of which float16 loses less not listed")
+        less = "that change the loss less" if sort == LOSS else "of which float16 loses less"
+        notes.append(f"{text_table.plural(hidden, 'row')} {less} not listed")
     return [row for row in rows if id(row) in kept], list(filter(None, notes))
 
 
@@ -136,6 +139,13 @@ def head(audit: AuditRecord) -> Iterator[str]:
             error = f"the last result before the backward pass, {at}, is off by "
             error += f"{_error(last.drift or 0.0)} % from the same step in float32"
         yield from (*([] if audit.backward else [""]), error)
+    if audit.rounding:
+        effect = audit.loss_effect
+        yield (
+            "of the loss: not measured, for it needs the backward pass of a loss of one value"
+            if effect is None
+            else f"rounding changes the loss by {_error(effect)} %, to first order"
+        )
     if audit.lost_updates:
         yield from ("", *lost(audit))
     yield from unsummed(audit)
@@ -210,7 +220,7 @@ def unsummed(audit: AuditRecord) -> list[str]:
 def cells(measured: Measured, name: str) -> tuple[str, ...]:
     """The cells of a row."""
     m = measured.magnitudes
-    errors = (measured.rounding, measured.drift)
+    errors = (measured.rounding, measured.drift, measured.loss_effect)
     others = (tuple(map(_percent, m.shares(dtype))) for dtype in _OTHERS)
     return (
         name,
@@ -236,9 +246,11 @@ def _percent(part: float) -> str:
 
 
 def _error(part: float) -> str:
-    """A relative error in percent: "0.2", "150", ">999"."""
+    """A relative error in percent: "0.2", "-0.2", "150", ">999"."""
     percent = 100 * part
-    return ">999" if percent > 999 else f"{percent:.0f}" if percent > 9.95 else f"{percent:.2g}"
+    if abs(percent) > 999:
+        return ">999" if percent > 0 else "<-999"
+    return f"{percent:.0f}" if abs(percent) > 9.95 else f"{percent:.2g}"
 
 
 def _here(measured: Measured) -> Iterator[str]:
@@ -335,31 +347,46 @@ def _short_percent(part: float) -> str:
 
 # The orders of an audit's rows, in its table and in its picture.
 #
-#     rows, each with magnitudes -> the same rows, those first that an order asks for
+#     rows, each with magnitudes and effects -> the same rows, those first that an order asks for
 
 
-LARGEST = "largest"
-SORTS = (PROGRAM, COST, LARGEST)
+LARGEST, LOSS = "largest", "loss"
+SORTS = (PROGRAM, COST, LARGEST, LOSS)
 R = TypeVar("R")
 _NARROWEST = NARROW[0]
 
 
+class Measures(NamedTuple):
+    """The measures by which rows are ordered."""
+
+    magnitudes: Magnitudes
+    loss_effect: float | None
+
+
 def ordered(
-    rows: Sequence[R], sort: str, magnitudes: Callable[[R], Iterable[Magnitudes | None]]
+    rows: Sequence[R], sort: str, measures: Callable[[R], Iterable[Measures]]
 ) -> Sequence[R]:
     """Return rows in one of the `SORTS`.
 
-    A row of several magnitudes stands where the first of them would.
+    A row of several measures stands where the first of them would.
     """
     if sort == PROGRAM:
         return rows
-    key = _lost if sort == COST else _largest
-    return sorted(rows, key=lambda row: min(key(m) for m in magnitudes(row) if m is not None))
+    key = {COST: _lost, LARGEST: _largest, LOSS: _effect}[sort]
+    return sorted(rows, key=lambda row: min(map(key, measures(row))))
 
 
-def _lost(m: Magnitudes) -> tuple[float, ...]:
-    return tuple(-share for share in m.shares(_NARROWEST))
+def _measures(measured: Measured) -> Measures:
+    return Measures(measured.magnitudes, measured.loss_effect)
 
 
-def _largest(m: Magnitudes) -> tuple[float, ...]:
-    return (-m.largest,)
+def _lost(measures: Measures) -> tuple[float, ...]:
+    return tuple(-share for share in measures.magnitudes.shares(_NARROWEST))
+
+
+def _largest(measures: Measures) -> tuple[float, ...]:
+    return (-measures.magnitudes.largest,)
+
+
+def _effect(measures: Measures) -> tuple[float, ...]:
+    return (-abs(measures.loss_effect or 0.0),)

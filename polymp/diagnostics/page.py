@@ -386,5 +386,6 @@ def audit_page(audit: AuditRecord, sort: str = PROGRAM, fold: bool = True) -> Pa
 def _values(measured: Measured) -> tuple[float, ...]:
     """Numbers that the columns are sorted by."""
     m, (low, *others) = measured.magnitudes, NARROW
-    errors = measured.rounding or 0.0, measured.drift or 0.0
+    effect = abs(measured.loss_effect or 0.0)
+    errors = measured.rounding or 0.0, measured.drift or 0.0, effect
     return m.largest, *m.shares(low), *errors, *(sum(m.shares(name)) for name in others)

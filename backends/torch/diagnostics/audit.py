@@ -152,7 +152,7 @@ def _results(
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
             magnitudes, tuple(sorted(site.numbers)),
-            largest(site.bins.rounding), largest(site.bins.drift),
+            largest(site.bins.rounding), largest(site.bins.drift), None,
             site.sums_nothing - {None} == {True},
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)

@@ -1,4 +1,4 @@
-"""The orders of an audit: by the program, by what float16 loses, and by size; table and picture."""
+"""The orders of an audit: by the program, what float16 loses, size, and effect on the loss."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def unequal() -> Any:
     results = [
         measured("linear", "plain", [1.0] * 4),
         measured("exp", "zeros", [2.0**-20] * 4),
-        measured("linear", "zeros", [2.0**-30] * 3 + [4.0]),
+        measured("linear", "zeros", [2.0**-30] * 3 + [4.0], loss_effect=1e-3),
         measured("linear", "wide", [70_000.0, 1.0, 1.0, 1.0], run="bfloat16"),
-        measured("linear", "large", [60_000.0] * 4),
+        measured("linear", "large", [60_000.0] * 4, loss_effect=-0.02),
     ]
     return audits.audit(results, [gradient("large.weight", [2.0**-16] * 4)])
 
@@ -33,6 +33,7 @@ IN_ORDER = {
     "program": ["plain", "zeros", "wide", "large"],
     "cost": ["wide", "zeros", "plain", "large"],  # some Inf, some zero, and two that lose nothing
     "largest": ["wide", "large", "zeros", "plain"],
+    "loss": ["large", "zeros", "plain", "wide"],  # by its size, whatever its sign
 }
 
 
@@ -40,7 +41,8 @@ IN_ORDER = {
 def test_a_table_in_each_order(sort: str) -> None:
     modules, ops = listed(unequal().table(sort=sort))
     assert modules == IN_ORDER[sort]
-    assert ops.index("exp") == (1 if sort == "program" else modules.index("zeros") + 1)
+    first = {"program": 1, "loss": 2}  # else it stands behind the other op of its module
+    assert ops.index("exp") == first.get(sort, modules.index("zeros") + 1)
     assert sort != "program" or unequal().table() == str(unequal()) == unequal().table(sort=sort)
 
 
@@ -60,5 +62,6 @@ def test_an_order_that_there_is_not() -> None:
         with pytest.raises(ValueError, match="sort='price'") as raised:
             call(sort="price")
         assert str(raised.value) == (
-            'sort=\'price\' is no order of these rows: write "program", "cost" or "largest".'
+            "sort='price' is no order of these rows: "
+            'write "program", "cost", "largest" or "loss".'
         )

@@ -438,3 +438,33 @@ def test_an_operand_has_its_shares_in_percent() -> None:
     assert str(Operand("float16", (2,), 0.0, 0.0, zeros=0.0, inf=0.0, nan=1.0)) == (
         "float16[2], all NaN"
     )
+
+
+def test_effects_on_the_loss_are_shown_and_added_up() -> None:
+    results = [
+        measured("linear", f"layers.{i}", [1.0], loss_effect=effect)
+        for i, effect in enumerate((0.02, -0.005, None))
+    ]
+    results.append(measured("sum", "", [1.0], run="float32"))
+    audit = audits.audit(results, [])
+    assert "changes the loss" not in str(audit), "rounding was not asked for"
+    audit.rounding = True
+    assert audit.loss_effect == audit.to_dict()["loss_effect"] == pytest.approx(0.015)
+    assert audit.to_dict()["results"][0]["loss_effect"] == 0.02
+    lines = str(audit).splitlines()
+    assert "rounding changes the loss by 1.5 %, to first order" in lines
+    assert "layers.* x3" in lines
+    assert re.search(r"linear +model.py:1 .* 1\.5$", lines[lines.index("layers.* x3") + 1])
+    assert any(re.search(r"linear .* -0\.5$", line) for line in audit.table(fold=False).split("\n"))
+    assert ">-0.5<" in audit.to_html(fold=False)
+    shown = audit.table(sort="loss", fold=False, limit=1)
+    assert "layers.0" in shown
+    assert "layers.1" not in shown
+    assert "3 rows that change the loss less not listed" in shown
+
+
+def test_without_a_backward_pass_no_effect_on_the_loss_is_said() -> None:
+    audit = audits.audit([measured("linear", "", [1.0])], [])
+    audit.rounding = True
+    assert audit.loss_effect is None
+    assert "of the loss: not measured, for it needs the backward pass" in str(audit)

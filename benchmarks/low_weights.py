@@ -27,7 +27,7 @@ from pairing import ROOT, Row, in_processes, machine, measure, row, save, show, 
 from torch import nn
 
 from polymp.backends.torch.weights import low_step
-from polymp.torch import autocast, low_weights, needs_float32
+from polymp.torch import autocast, low_weights
 
 sys.path.insert(0, str(ROOT / "examples"))
 import job
@@ -121,8 +121,7 @@ def final_loss(weights: str, steps: int, seed: int) -> float:
 
     optimizer: Any = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     if weights in MODES:
-        keep = needs_float32(optimizer, lambda: loss_on(exam[:2]))
-        optimizer = low_weights(optimizer, weights, keep=keep)
+        optimizer = low_weights(optimizer, weights, keep=lambda: loss_on(exam[:2]))
     for step, numbers in enumerate(job.batches(text, args)):
         if step == args.steps:
             break

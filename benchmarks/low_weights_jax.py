@@ -32,7 +32,7 @@ from flax import nnx
 from pairing import ROOT, Row, in_processes, machine, measure, row, save, show
 
 from polymp.backends.jax.weights.low_weights import LowLeaf
-from polymp.jax import autocast, low_weights, needs_float32
+from polymp.jax import autocast, low_weights
 
 sys.path.insert(0, str(ROOT / "examples"))
 import job
@@ -160,7 +160,7 @@ def train(weights: str, steps: int, seed: int) -> tuple[float, list[float]]:
     make: Any = optax.inject_hyperparams(train_jax.optimizer)
     tx = make(rate=0.0)
     if weights in MODES:
-        tx = low_weights(tx, weights, keep=needs_float32(region, params, exam[: args.batch]))
+        tx = low_weights(tx, weights, keep=(region, params, exam[: args.batch]))
         state, params = tx.init(params), tx.weights(params)
     elif weights == "naive":
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)

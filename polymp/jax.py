@@ -12,13 +12,11 @@ from polymp.backends.jax.scaler.expect_scaler import expect_scaler
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.backends.jax.weights.freeze import Frozen, freeze
 from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
-from polymp.backends.jax.weights.needs_float32 import needs_float32
 
 __all__ = [
     "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins",
     "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
-    "freeze", "locate", "low_weights", "lower", "needs_float32",
-    "pin", "scoped", "upper",
+    "freeze", "locate", "low_weights", "lower", "pin", "scoped", "upper",
 ]  # fmt: skip
 
 

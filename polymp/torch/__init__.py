@@ -23,14 +23,12 @@ if typing.TYPE_CHECKING:
     from polymp.backends.torch.weights.bake import bake
     from polymp.backends.torch.weights.freeze import Frozen, freeze
     from polymp.backends.torch.weights.low_weights import low_weights
-    from polymp.backends.torch.weights.needs_float32 import needs_float32
     from polymp.backends.torch.weights.update_watch import UpdateWatch
 
 __all__ = [
     "Frozen", "GradScaler", "UpdateWatch", "audit", "autocast", "bake", "catch", "cpu", "cuda",
     "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze",
-    "is_autocast_available", "locate", "low_weights",
-    "needs_float32", "pin", "scoped",
+    "is_autocast_available", "locate", "low_weights", "pin", "scoped",
 ]  # fmt: skip
 
 
@@ -50,7 +48,6 @@ _LATE = {
     "freeze": "weights.freeze",
     "locate": "diagnostics.locate",
     "low_weights": "weights.low_weights",
-    "needs_float32": "weights.needs_float32",
 }
 
 

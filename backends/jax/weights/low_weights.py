@@ -12,6 +12,7 @@ there. Optax is imported when it is called.
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from jax import lax
 
 from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.pin import leaf_path
+from polymp.backends.jax.weights.freeze import freeze
 from polymp.errors import PolicyError
 from polymp.rules import scopes
 from polymp.weights import store
@@ -37,6 +40,7 @@ if typing.TYPE_CHECKING:
 
 
 P = TypeVar("P")
+Keep = str | tuple[Any, ...]
 
 
 class LowWeightsState(NamedTuple):
@@ -58,19 +62,20 @@ def low_weights(
     optimizer: optax.GradientTransformation,
     mode: str = "split",
     dtype: jax.typing.DTypeLike = "bfloat16",
-    keep: Iterable[str] = (),
+    keep: Keep | Iterable[Keep] = (),
     *,
     seed: int = 0,
 ) -> Any:
     """Keep the weights of an optax optimizer in 16 bits without losing its updates.
 
-        tx = low_weights(optax.adamw(1e-3), mode="split")
+        loss_fn = autocast(loss_fn)
+        tx = low_weights(optax.adamw(1e-3), mode="split", keep=(loss_fn, params, batch))
         opt_state = tx.init(params)
         params = tx.weights(params)
 
         @jax.jit
         def train_step(params, opt_state, batch):
-            grads = jax.grad(autocast(loss_fn))(params, batch)
+            grads = jax.grad(loss_fn)(params, batch)
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
@@ -90,25 +95,31 @@ def low_weights(
         optimizer: any optax optimizer.
         mode: see above.
         dtype: of the weights: "bfloat16", or "float16" in mode "master".
-        keep: paths of parameters that stay as they are: "params.norm.scale", or patterns as those
-            of `pin`. `needs_float32` finds those that the program reads in float32.
+        keep: what stays as it is. An autocast function with its arguments, `(loss_fn, params,
+            batch)`, for the parameters that it reads in float32, or not at all: it is traced, and
+            arrays may be `jax.ShapeDtypeStruct`. Or a list of paths, "params.norm.scale", or
+            patterns as those of `pin`, with such tuples among them. Or paths with a reason each,
+            as the `kept` of another optimizer.
         seed: of the random bits of mode "stochastic". They depend on the seed, the number of steps
             taken, and the place of the weight in the tree, and on nothing else.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with one function more, `weights(params)`: the
-        parameters with each float32 array in the low dtype that is not kept. `init(params)` takes
+        parameters with each float32 array in the low dtype that is not kept; and `kept`: what
+        `keep` has by path, and why. `print` shows it. `init(params)` takes
         the float32 parameters; from low ones, it starts with nothing beside them. `update(grads,
         state, params, **extra)` takes the low parameters, and returns updates in float32 for
-        `optax.apply_updates`. `print` shows what `keep` has, and why.
+        `optax.apply_updates`.
 
     Raises:
-        TypeError: the optimizer is something else, `keep` is one string, or the seed is no whole
-            number. In `update`: the state is another optimizer's, or the parameters are missing or
-            not low.
+        TypeError: the optimizer is something else, `keep` is one string or a function without its
+            arguments, the function in it is no autocast function or holds its parameters itself,
+            or the seed is no whole number. In `update`: the state is another optimizer's, or the
+            parameters are missing or not low.
         ValueError: there is no such mode, or it does not take the dtype. In `update`: the state is
             of another mode or other kept paths.
         PolicyError: a path in `keep` is none; in `weights`: it matches no parameter.
+        RuntimeError: `keep` has a function, and this is called inside an autocast function.
     """
     import optax
 
@@ -136,13 +147,14 @@ def _transformation() -> Callable[..., Any]:
         """An optax optimizer for low weights, with `weights`, which makes them."""
 
         weights: Callable[[Any], Any]
+        kept: Mapping[str, str]
         summary: str
 
         def __new__(cls, functions: _LowWeights) -> Any:
             made = super().__new__(cls, functions.init, functions.update)
             made.weights = functions.weights
-            leaf, kept = functions.leaf, functions.kept.reasons
-            made.summary = summary(leaf.mode.name, leaf.dtype, kept)
+            made.kept = functions.kept.reasons
+            made.summary = summary(functions.leaf.mode.name, functions.leaf.dtype, made.kept)
             return made
 
         def __repr__(self) -> str:
@@ -224,26 +236,24 @@ class LowLeaf:
 
 
 class KeptPaths:
-    """Patterns of paths, as the user gave them.
+    """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
 
-    Args:
-        keep: patterns as those of `pin`, or a mapping from paths to reasons.
-
-    Raises:
-        TypeError: `keep` is one string, or a function.
-        PolicyError: a pattern can match no path.
-    """
-
-    def __init__(self, keep: Iterable[str]) -> None:
+    def __init__(self, keep: Any) -> None:
         if isinstance(keep, str):
             raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
-        if callable(keep):
-            raise TypeError(
-                f"low_weights(): keep={keep!r:.80} is a function. Write "
-                "keep=needs_float32(autocast(loss_fn), params, batch)."
-            )
-        reasons = keep if isinstance(keep, Mapping) else {}
-        self.reasons: dict[str, str] = {each: reasons.get(each, "is in keep=") for each in keep}
+        self.reasons: dict[str, str] = {}
+        one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
+        for each in [keep] if one else keep:
+            fn, *args = each if isinstance(each, tuple) and each else [each]
+            if args:
+                self.reasons.update(_read_in_float32(fn, *args))
+            elif callable(fn):
+                raise TypeError(
+                    f"low_weights(): keep has the function {fn!r:.80} without its arguments. Write "
+                    "keep=(autocast(loss_fn), params, batch)."
+                )
+            else:
+                self.reasons[each] = keep[each] if isinstance(keep, Mapping) else "is in keep="
         self.patterns: tuple[str, ...] = tuple(self.reasons)
         for pattern in self.patterns:
             scopes.check(pattern, "low_weights(): keep")
@@ -262,6 +272,27 @@ class KeptPaths:
                     f"low_weights(): keep has {pattern!r}, which is the path of no float "
                     f"parameter. Paths are, for example, {some}."
                 )
+
+
+def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
+    """By path, the parameters that an autocast function reads in float32 or not at all, and why."""
+    apart = nnx.apart(params)
+    leaves, tree = jax.tree.flatten(apart.parts)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_typed(x) else x for x in leaves]
+    kept = freeze(fn, apart.together(jax.tree.unflatten(tree, shapes)), *args)[0].kept
+    wide = [
+        path
+        for path, x in zip(apart.paths, leaves, strict=True)
+        if is_typed(x) and x.dtype == np.float32
+    ]
+    return {_dotted(path): kept[path] for path in wide if path in kept}
+
+
+def _dotted(path: str) -> str:
+    """A path as jax writes it, "['norm'].scale[0]", with its keys joined by dots: see `pin`."""
+    path = path.removesuffix(".value") or path
+    keys = re.findall(r"\['((?:[^'\\]|\\.)*)'\]|\[(?:<flat index )?(\w+)>?\]|\.(\w+)", path)
+    return ".".join(next(filter(None, key)) for key in keys)
 
 
 @dataclass(frozen=True)

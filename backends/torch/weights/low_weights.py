@@ -11,8 +11,11 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from polymp.backends.torch.autocast import dtype_names, region_casts
+from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
-from polymp.backends.torch.weights import low_parameters, low_step, needs_float32
+from polymp.backends.torch.compat.modes import storage_key
+from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
 from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights
 from polymp.weights import store
 from polymp.weights.store import summary
@@ -72,8 +75,10 @@ def low_weights(
         mode: "master", "split" or "stochastic".
         dtype: bfloat16; with `master` float16, too.
         keep: what stays float32. A function that runs the model in its region, for the parameters
-            that `needs_float32` finds; parameters; modules with parameters; or a list of these. Or
-            parameters with a reason each, as `needs_float32` returns them.
+            that the region does not only cast to the low dtype; parameters; modules with
+            parameters; or a list of these. Or parameters with a reason each, as the `kept` of
+            another optimizer. What the function changes besides, such as running means, stays
+            changed.
         seed: of the random bits of `stochastic`.
 
     Returns:
@@ -145,8 +150,7 @@ def _kept(
             params = each.parameters() if isinstance(each, nn.Module) else [each]
             found.update((p, why) for p in params if p in mine)
         elif callable(each) and not isinstance(each, type):
-            said = "low_weights(keep=...): the function"
-            found.update(needs_float32.reads(optimizer, each, name, said))
+            found.update(_read_in_float32(optimizer, each, name))
         else:
             raise TypeError(
                 "low_weights(keep=...) takes parameters, modules, and a function that runs the "
@@ -154,6 +158,35 @@ def _kept(
                 "or keep=[model.head, model.embedding.weight]."
             )
     return found
+
+
+def _read_in_float32(
+    optimizer: torch.optim.Optimizer, forward: Forward, name: str
+) -> dict[torch.Tensor, str]:
+    """Run the model, and return the parameters with another use than a cast to the low dtype.
+
+    Every use is watched below autocast and autograd, as `freeze` does. Tensors that share memory
+    are in the result together; the reason is the op that reads them, or that none does.
+    """
+    sharing: dict[int, dict[str, torch.Tensor]] = {}
+    for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        key = storage_key(distributed.local(p)) or id(p)
+        sharing.setdefault(key, {})[str(at)] = p
+    groups = [freeze_usage.Group(tensors) for tensors in sharing.values()]
+    region_casts.drop()  # a cast that a region around this has kept would not be seen
+    with freeze_usage.Uses(groups, DTYPES[name], {}):
+        forward()
+    if not any(group.cast for group in groups):
+        low = dtype_names.NAMES[DTYPES[name]]
+        raise ValueError(
+            f"low_weights(keep=...): the function cast no parameter of the optimizer to {low}. It "
+            "has to run the model in its region: with autocast(device, "
+            f"dtype=torch.{low}): model(x)."
+        )
+    for group in groups:
+        if not group.cast:
+            group.stays("is not used in the forward pass")
+    return {p: group.why for group in groups if group.why for p in group.each()}
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import polymp
-from polymp.jax import autocast, low_weights, needs_float32
+from polymp.jax import autocast, low_weights
 
 PARAMS = {
     "gain": jnp.ones(8), "up": jnp.ones((8, 16)), "bias": jnp.ones(16), "down": jnp.ones((16, 2)),
@@ -25,7 +25,7 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def low_params() -> Any:
-    tx = low_weights(optax.sgd(0.1), keep=needs_float32(loss, PARAMS, X))
+    tx = low_weights(optax.sgd(0.1), keep=(loss, PARAMS, X))
     return tx.weights(PARAMS)
 
 

@@ -22,7 +22,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from polymp.jax import GradScaler, autocast, low_weights, needs_float32
+from polymp.jax import GradScaler, autocast, low_weights
 from polymp.weights import store
 from tests.support.jax import transformer
 from tests.support.jax.hlo import AS_FOR_USERS
@@ -117,7 +117,7 @@ def trained(
 def test_master_is_float32_under_autocast_bit_for_bit(name):
     params, loss, batch = MODELS[name]()
     low_loss = autocast(loss)
-    keep = needs_float32(low_loss, params, batch(jax.random.key(0)))
+    keep = low_loss, params, batch(jax.random.key(0))
     tx = low_weights(optax.adamw(1e-3), "master", keep=keep)
     optimizer = optax.adamw(1e-3)
     want, full, inner = trained(optimizer, params, optimizer.init(params), low_loss, batch, STEPS)
@@ -232,7 +232,7 @@ def equinox_loss(model: Any, x: Any) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_train_state_of_flax(mode):
     params = Linen().init(jax.random.key(0), X)
-    tx = low_weights(optax.adamw(1e-2), mode, keep=needs_float32(linen_loss, params, X))
+    tx = low_weights(optax.adamw(1e-2), mode, keep=(linen_loss, params, X))
     state = TrainState.create(apply_fn=Linen().apply, params=params, tx=tx)
     state = state.replace(params=tx.weights(state.params))
 
@@ -255,7 +255,7 @@ def test_a_train_state_of_flax(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_an_optimizer_of_flax_nnx(mode):
     model = Nnx(nnx.Rngs(0))
-    tx = low_weights(optax.adamw(1e-2), mode, keep=needs_float32(module_loss, model, X))
+    tx = low_weights(optax.adamw(1e-2), mode, keep=(module_loss, model, X))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     nnx.update(model, tx.weights(nnx.state(model, nnx.Param)))
 

@@ -17,7 +17,7 @@ import pytest
 
 from polymp.backends.jax.weights.low_weights import LowLeaf
 from polymp.errors import PolicyError
-from polymp.jax import GradScaler, LowWeightsState, low_weights
+from polymp.jax import GradScaler, LowWeightsState, autocast, low_weights
 from polymp.weights import store
 from tests.support.jax.scaler_tools import bits
 
@@ -299,6 +299,18 @@ def test_the_optimizer_shows_what_is_kept_and_why():
     assert repr(low_weights(optax.sgd(0.1))) == "low weights: bfloat16, mode 'split'"
 
 
+def test_a_function_with_its_arguments_keeps_what_it_reads_in_float32():
+    params = {"gain": jnp.ones(4), "w": jnp.ones((4, 4)), "other": jnp.ones(4)}
+    loss = autocast(lambda params, x: jnp.sum((jnp.exp(params["gain"]) * x) @ params["w"]))
+    x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    tx = low_weights(optax.sgd(0.1), keep=(loss, params, x))
+    assert tx.kept["gain"].startswith("'exp' reads it in float32")
+    assert tx.kept == {"gain": tx.kept["gain"], "other": "nothing reads it"}
+    several = low_weights(optax.sgd(0.1), keep=[(loss, params, x), "w"])
+    assert several.kept == {**tx.kept, "w": "is in keep="}
+    assert low_weights(optax.sgd(0.1), keep=tx.kept).kept == tx.kept
+
+
 def test_arrays_that_are_no_weights_are_left_alone():
     params = {
         "w": PARAMS["w"],
@@ -357,8 +369,14 @@ def refusals() -> dict[str, Any]:
         "keep as in torch": (
             lambda: low_weights(optax.adam(1e-2), keep=jax.nn.silu),
             TypeError,
-            f"low_weights(): keep={jax.nn.silu!r:.80} is a function. Write "
-            "keep=needs_float32(autocast(loss_fn), params, batch).",
+            f"low_weights(): keep has the function {jax.nn.silu!r:.80} without its arguments. "
+            "Write keep=(autocast(loss_fn), params, batch).",
+        ),
+        "keep of a function alone": (
+            lambda: low_weights(optax.adam(1e-2), keep=["w", (jax.nn.silu,)]),
+            TypeError,
+            f"low_weights(): keep has the function {jax.nn.silu!r:.80} without its arguments. "
+            "Write keep=(autocast(loss_fn), params, batch).",
         ),
         "path": (
             lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params),

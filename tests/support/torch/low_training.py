@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from polymp.torch import autocast, low_weights, needs_float32
+from polymp.torch import autocast, low_weights
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -76,8 +76,7 @@ def low(name: str, model: nn.Module, optimizer: Any, mode: str | None, **options
     """The optimizer with low weights, as the model's uses of them allow; None: as it is."""
     if mode is None:
         return optimizer
-    keep = needs_float32(optimizer, lambda: loss_of(name, model, 0))
-    return low_weights(optimizer, mode, keep=keep, **options)
+    return low_weights(optimizer, mode, keep=lambda: loss_of(name, model, 0), **options)
 
 
 def train(

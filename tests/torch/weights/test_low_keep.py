@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.torch import autocast, explain, low_weights, needs_float32
+from polymp.torch import autocast, explain, low_weights
 from tests.support.torch.low_training import batch, loss_of, made, same_bits, train, weights
 
 
@@ -23,7 +23,7 @@ def kept(model: nn.Module, found: Any) -> dict[str, str]:
     return {names[p]: why for p, why in found.items()}
 
 
-def test_a_function_keeps_what_needs_float32_finds() -> None:
+def test_a_function_keeps_what_it_reads_in_float32() -> None:
     model = made("tokens")
     runs: list[int] = []
 
@@ -31,12 +31,16 @@ def test_a_function_keeps_what_needs_float32_finds() -> None:
         runs.append(1)
         return loss_of("tokens", model, 0)
 
-    found = kept(model, needs_float32(adamw(model), forward))
     optimizer = low_weights(adamw(model), keep=forward)
-    assert kept(model, optimizer.kept) == found
+    found = kept(model, optimizer.kept)
     assert {"embedding.weight", "norm.weight", "last.bias"} <= set(found)
+    assert found["norm.weight"].startswith("read in float32 by aten.")
     assert len(optimizer.low) == len(list(model.parameters())) - len(found) > 0
-    assert len(runs) == 2
+    assert len(runs) == 1
+    again = made("tokens")
+    twins = dict(zip(model.parameters(), again.parameters(), strict=True))
+    reasons = {twins[p]: why for p, why in optimizer.kept.items()}
+    assert low_weights(adamw(again), keep=reasons).kept == reasons
 
 
 def test_a_run_with_the_function_has_the_bits_of_float32() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from polymp.backends.torch.weights import low_step
-from polymp.torch import GradScaler, explain, low_weights, needs_float32
-from tests.support.torch.low_training import batch, loss_of, low, made, same_bits, train, weights
+from polymp.torch import GradScaler, explain, low_weights
+from tests.support.torch.low_training import loss_of, low, made, same_bits, train, weights
 
 # Scaling has no effect in bfloat16, which the region is.
 pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
@@ -171,8 +171,7 @@ def test_parameters_without_use_are_kept() -> None:
     model = made("mlp")
     extra = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
-    keep = needs_float32(optimizer, lambda: loss_of("mlp", model, 0))
-    optimizer = low_weights(optimizer, keep=keep)
+    optimizer = low_weights(optimizer, keep=lambda: loss_of("mlp", model, 0))
     assert optimizer.kept == {extra: "is not used in the forward pass"}
 
 
@@ -494,22 +493,6 @@ def test_a_scheduler_made_before_is_refused() -> None:
         "Call low_weights() first, and make the scheduler with what it returns."
     )
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_a_forward_pass_outside_of_a_region_is_refused() -> None:
-    model = made("mlp")
-    with pytest.raises(ValueError, match="needs_float32") as error:
-        needs_float32(adamw(model), lambda: model(batch("mlp", 0)[0]))
-    assert text(error) == (
-        "needs_float32(): forward() cast no parameter of the optimizer to bfloat16. It has to run "
-        "the model in its region: with autocast(device, dtype=torch.bfloat16): model(x)."
-    )
-    with pytest.raises(TypeError) as error:
-        needs_float32(adamw(model), model(batch("mlp", 0)[0]))
-    assert text(error) == (
-        "needs_float32() takes an optimizer and a function that runs the model in its region, got "
-        "AdamW and Tensor. Write: needs_float32(optimizer, lambda: loss_of(model, batch))."
-    )
 
 
 def test_nothing_to_store_is_refused() -> None:

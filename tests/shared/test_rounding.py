@@ -193,3 +193,103 @@ def test_what_was_not_measured_is_said(framework: str) -> None:
     assert all(m.rounding is m.drift is None for m in (*audit.results, *audit.gradients))
     assert "rounding errors: not measured, audit(..., rounding=True) does" in str(audit)
     assert measured(framework, "bfloat16", 0).loss == measured(framework, "bfloat16", 0, False).loss
+
+
+class Layers(NamedTuple):
+    """An audit of a net of three products, and by how much rounding changes its loss.
+
+    Attributes:
+        audit: of a step in which all three run low; the loss is in float32.
+        change: of that step's loss, as a fraction of it.
+        each: likewise, by each of the products, with those before it low and those after it not.
+    """
+
+    audit: Audit
+    change: float
+    each: list[float]
+
+
+@functools.cache
+def three_layers(framework: str, dtype: str, scale: float = 1.0) -> Layers:
+    """A step of a net whose loss is multiplied by a loss scale."""
+    need(framework)
+    random = np.random.default_rng(3)
+    arrays = [random.standard_normal(s).astype(np.float32) / s[0] ** 0.5 for s in WEIGHTS]
+    x = random.standard_normal((16, 32)).astype(np.float32)
+    import torch
+
+    import polymp.torch
+
+    a, b, c = (torch.tensor(w, requires_grad=True) for w in arrays)
+
+    def region(low: bool) -> Any:
+        return polymp.torch.autocast("cpu", getattr(torch, dtype), enabled=low)
+
+    def loss(*low: int) -> torch.Tensor:
+        with region(0 in low):  # a product at a line, for each is a row
+            y = torch.tensor(x) @ a
+        y = y.float().tanh()
+        with region(1 in low):
+            y = y @ b
+        y = y.float().tanh()
+        with region(2 in low):
+            y = y @ c
+        return (y.float().tanh() - 0.5).square().mean()
+
+    with polymp.torch.audit(rounding=True) as audit:
+        (loss(0, 1, 2) * scale).backward()
+    with torch.no_grad():
+        losses = [float(loss(*range(low))) for low in range(4)]
+    each = np.diff(losses) / losses[-1]
+    return Layers(audit, float(each.sum()), list(each))
+
+
+def effects(audit: Audit) -> list[float]:
+    """The effects on the loss of the products of a forward pass, in its order."""
+    return [m.loss_effect for m in audit.results if m.loss_effect is not None]
+
+
+@pytest.mark.parametrize("framework", ["torch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_effects_on_the_loss_add_up_to_its_change(framework: str, dtype: str, scale: float) -> None:
+    found = three_layers(framework, dtype, scale)
+    assert abs(found.change) > 1e-6, "there is nothing to measure"
+    assert found.audit.loss_effect == pytest.approx(found.change, rel=0.05)
+
+
+@pytest.mark.parametrize("framework", ["torch"])
+def test_each_effect_on_the_loss_is_that_of_its_op(framework: str) -> None:
+    found = three_layers(framework, "bfloat16")
+    measured = effects(found.audit)
+    assert measured == pytest.approx(found.each, rel=0.1)
+    assert np.roll(measured, 1) != pytest.approx(found.each, rel=0.5), "any others do as well"
+
+
+@pytest.mark.parametrize("framework", ["torch"])
+def test_positions_that_collapse_move_the_loss_most(framework: str) -> None:
+    """They need no gradient; their errors reach the loss where they meet what needs one."""
+    far = measured(framework, "bfloat16", 65536).audit
+    near = measured(framework, "bfloat16", 0).audit
+    worst = max(effects(far), key=abs)
+    assert row(far, "cos").loss_effect == worst
+    assert abs(worst) > 0.05 > 10 * abs(near.loss_effect)
+    table = far.table(sort="loss", width=200).partition("-- forward")[2].splitlines()
+    assert table[2].split()[0] == "cos"
+
+
+@pytest.mark.parametrize("framework", ["torch"])
+def test_a_step_without_a_backward_pass_says_that_effects_were_not_measured(framework: str) -> None:
+    need(framework)
+    import torch
+
+    import polymp.torch
+
+    weight = torch.tensor(W, requires_grad=True)
+    with polymp.torch.audit(rounding=True) as audit, polymp.torch.autocast("cpu", torch.bfloat16):
+        (torch.tensor(X) @ weight).square().mean()
+    assert audit.loss_effect is None
+    assert all(m.loss_effect is None for m in audit.results)
+    assert row(audit, "matmul", "linear").rounding > 0
+    assert "of the loss: not measured, for it needs the backward pass" in str(audit)
+    assert three_layers(framework, "bfloat16").audit.loss_effect is not None

@@ -81,6 +81,9 @@ def audit(
     With `rounding=True`, the audit also measures rounding errors: of each op in a low dtype,
     against the same op in float32 on the same inputs before casts, and of each result, against the
     same step in float32. An op runs up to twice more, and its results are kept in float32 as well.
+    Where a loss of one value is followed by its backward pass, the audit estimates by how much each
+    op's own rounding changes the loss: the errors of low results are kept, in bfloat16, until their
+    gradients are there, which takes as many bytes as these results.
 
     Args:
         model: its modules and parameters are called by their names; without it modules are called
@@ -110,7 +113,7 @@ def audit(
         found.fp8 = recipe_of(fp8, "audit()").name
         tracer = Fp8Tracer(found.fp8, model, scaler)
     found.rounding = rounding
-    tracer.rounding = RoundingErrors() if rounding else None
+    tracer.rounding = RoundingErrors(tracer.off) if rounding else None
     try:
         with tracer:
             yield found
@@ -127,7 +130,8 @@ def _fill(audit: Audit, tracer: MagnitudeTracer) -> None:
     audit.steps = max(len(tracer.passes), bool(tracer.events))
     total = len(tracer.sites) + len(tracer.gradients)
     with progress.line("audit, reading", total, "tensor") as line:
-        audit.results = _results(tracer.sites, scales, line)
+        passes = tracer.rounding.passes() if tracer.rounding is not None else 0
+        audit.results = _results(tracer.sites, scales, passes, line)
         audit.gradients = _gradients(tracer.gradients, scales, line)
     audit.lost_updates = lost_updates.joined(
         record
@@ -140,7 +144,7 @@ def _fill(audit: Audit, tracer: MagnitudeTracer) -> None:
 
 
 def _results(
-    sites: Mapping[tuple[Any, ...], Site], scales: Sequence[float], line: progress.Line
+    sites: Mapping[tuple[Any, ...], Site], scales: Sequence[float], passes: int, line: progress.Line
 ) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
     made = [site.bins.magnitudes() for site in sites.values()]
@@ -152,7 +156,8 @@ def _results(
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
             magnitudes, tuple(sorted(site.numbers)),
-            largest(site.bins.rounding), largest(site.bins.drift), None,
+            largest(site.bins.rounding), largest(site.bins.drift),
+            sum(map(float, site.bins.effects)) / passes if site.bins.effects else None,
             site.sums_nothing - {None} == {True},
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)

@@ -224,6 +224,7 @@ class Bins:
         lost: of those that were compared with float32.
         rounding: errors of the ops that made them; see `value_tracer`.
         drift: errors of all ops up to them.
+        effects: of each call's own rounding on the loss.
     """
 
     def __init__(self, table: BinTable, ranges: RangeTable) -> None:
@@ -233,6 +234,7 @@ class Bins:
         self.lost: list[Lost] = []
         self.rounding: list[torch.Tensor] = []
         self.drift: list[torch.Tensor] = []
+        self.effects: list[torch.Tensor] = []
         self._table = table
         self._ranges = ranges
         self._row = table.new_row()

@@ -187,6 +187,7 @@ class Ran(NamedTuple):
         args: its arguments.
         kwargs: its arguments by name.
         reads: the float tensors among them.
+        node: number of the autograd node that was made for it; None if none was.
     """
 
     op_call: OpCall
@@ -195,6 +196,7 @@ class Ran(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     reads: list[torch.Tensor]
+    node: int | None = None
 
 
 # Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.

@@ -189,10 +189,11 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
             return OpCall(entry.op, spelling, *at, entry.dtypes)
         return OpCall(name_of(overload, name), spelling, place, direction)
 
-    def made_by(self, op_call: OpCall) -> None:
-        """Remember which call the autograd node that was made last belongs to."""
+    def made_by(self, op_call: OpCall) -> int | None:
+        """Remember which call the autograd node that was made last belongs to; return the node."""
         if (node := self._origins.new_node()) is not None:
             self._origins.made(node, op_call)
+        return node
 
     def viewed(
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
@@ -283,8 +284,7 @@ class _Mode(modes.OpMode):
             return result
         tracer.progress.step()
         op_call = tracer.op_call(func, sys._getframe(1))
-        if not op_call.sends:
-            tracer.made_by(op_call)
+        node = None if op_call.sends else tracer.made_by(op_call)
         if reads and op_call.inputs is None and not op_call.region and not op_call.sends:
             op_call.region = regions.low_dtype(reads[0].device.type)
         if casts:
@@ -293,7 +293,7 @@ class _Mode(modes.OpMode):
                 op_call.cast(source, result)
             tracer.after_cast(op_call, source, result)
             return result
-        ran = Ran(op_call, func, facts, args, kwargs, reads)
+        ran = Ran(op_call, func, facts, args, kwargs, reads, node)
         read = dtypes(reads) if tracer.counts else ()  # before an op writes into one
         kept = tracer.before(ran)
         result = func(*args, **kwargs)

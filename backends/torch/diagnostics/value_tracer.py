@@ -6,8 +6,10 @@ program never sees.
 
 import math
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -343,8 +345,9 @@ class MagnitudeTracer(ValueTracer):
     def before(self, ran: Ran) -> Any:
         self._pass()
         if self.rounding is not None:
+            learns = torch.is_grad_enabled()
             with Own(self.off), torch.no_grad():
-                self.rounding.before(ran)
+                self.rounding.before(ran, learns)
         return super().before(ran)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
@@ -360,6 +363,13 @@ class MagnitudeTracer(ValueTracer):
         if self.rounding is not None:
             with Own(self.off), torch.no_grad():
                 self.rounding.cast(source, result)
+
+    def viewed(
+        self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
+    ) -> None:
+        if self.rounding is not None:
+            self.rounding.viewed(args, self._origins.new_node())
+        super().viewed(func, args, frame)
 
     def unwatched(self, result: object) -> None:
         super().unwatched(result)
@@ -446,6 +456,8 @@ class MagnitudeTracer(ValueTracer):
 
     def begin(self) -> None:
         super().begin()
+        if self.rounding is not None:
+            self.callback(self.rounding.clear)
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if p.requires_grad:
                 hook = p.register_post_accumulate_grad_hook(
@@ -488,6 +500,7 @@ def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
 #
 #     an op on the tensors before its casts, in float32     its own error: `rounding`
 #     an op on twins, each made of twins                    the error of all so far: `drift`
+#     its own error times the loss's gradient there         how far it moves the loss: `effects`
 #
 # A twin lies in memory as its tensor does, so that it has the same views. Nothing of the run is
 # written, and nothing is read from the device.
@@ -497,20 +510,41 @@ _LOW = (torch.float16, torch.bfloat16)
 _SWEEP = 512  # tensors after which twins of freed ones are let go
 
 
+class Twin(NamedTuple):
+    """The memory that a tensor is on, in float32.
+
+    Attributes:
+        of: a reference to the memory.
+        size: bytes of a value there.
+        flat: its values.
+        maker: counts of the op that made them.
+    """
+
+    of: Any
+    size: int
+    flat: torch.Tensor
+    maker: Bins | None
+
+
 class Twins:
     """Twins of tensors, by the memory that these are on; they are let go with it."""
 
     def __init__(self) -> None:
-        self._flat: dict[int, tuple[Any, int, torch.Tensor]] = {}
+        self._twins: dict[int, Twin] = {}
 
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
         """Return the twin of a tensor; None if it has none."""
-        _, size, flat = self._flat.get(modes.storage_key(t), (None, 0, None))
-        if flat is None or size != t.element_size():
+        twin = self._twins.get(modes.storage_key(t))
+        if twin is None or twin.size != t.element_size():
             return None
-        return flat.as_strided(t.shape, t.stride(), t.storage_offset())
+        return twin.flat.as_strided(t.shape, t.stride(), t.storage_offset())
 
-    def put(self, t: torch.Tensor, wide: torch.Tensor) -> None:
+    def maker(self, t: torch.Tensor) -> Bins | None:
+        """Return the counts of the op that made a tensor which has a twin."""
+        twin = self._twins.get(modes.storage_key(t))
+        return None if twin is None else twin.maker
+
+    def put(self, t: torch.Tensor, wide: torch.Tensor, maker: Bins | None = None) -> None:
         """Give a tensor a twin, which nothing writes into afterwards."""
         key, size = modes.storage_key(t), t.element_size()
         count = t.untyped_storage().nbytes() // size
@@ -518,38 +552,66 @@ class Twins:
         if whole and wide.storage_offset() == 0 and wide.untyped_storage().nbytes() == count * 4:
             flat = wide.as_strided((count,), (1,))
         else:
-            old = self._flat.get(key, (None, 0, None))[2]
-            flat = t.as_strided((count,), (1,), 0).to(torch.float32) if old is None else old
+            old = self._twins.get(key)
+            flat = t.as_strided((count,), (1,), 0).to(torch.float32) if old is None else old.flat
             flat = flat.clone()
             flat.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
-        if len(self._flat) % _SWEEP == 0:
-            self._flat = {k: it for k, it in self._flat.items() if not it[0].expired()}
-        self._flat[key] = modes.storage_reference(t), size, flat
+        if len(self._twins) % _SWEEP == 0:
+            self._twins = {k: it for k, it in self._twins.items() if not it.of.expired()}
+        self._twins[key] = Twin(modes.storage_reference(t), size, flat, maker)
 
     def forget(self, t: torch.Tensor) -> None:
         """Note that a tensor has other values than its twin."""
-        self._flat.pop(modes.storage_key(t), None)
+        self._twins.pop(modes.storage_key(t), None)
 
     def clear(self) -> None:
         """Let all go."""
-        self._flat.clear()
+        self._twins.clear()
 
 
 class RoundingErrors:
-    """Measures rounding errors, in pairs: squares of the differences and of float32's, added up."""
+    """Measures rounding errors, in pairs: squares of the differences and of float32's, added up.
 
-    def __init__(self) -> None:
+    Args:
+        off: autocast's dispatch keys, for `Own`.
+    """
+
+    def __init__(self, off: torch._C.DispatchKeySet) -> None:
         self._uncast = Twins()  # of casts: what was cast
         self._twins = Twins()
         self._wide: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._effects = LossEffects(off)
+        self._node: int | None = None  # of the op that runs, if its result has a gradient
+        self._entering: list[tuple[Bins, list[torch.Tensor]]] = []
 
-    def before(self, ran: Ran) -> None:
-        """Run an op's twins; it may write into its arguments afterwards."""
-        own = _run(ran, self._uncast) if any(t.dtype in _LOW for t in ran.reads) else []
+    def passes(self) -> int:
+        """Return how many backward passes of a loss there were."""
+        return self._effects.passes
+
+    def before(self, ran: Ran, learns: bool) -> None:
+        """Run an op's twins; it may write into its arguments afterwards.
+
+        `learns` is whether gradients are enabled.
+        """
+        self._effects.backward()
+        own = _run(ran, self._uncast.of) if any(t.dtype in _LOW for t in ran.reads) else []
         whole = own
         if any(self._twins.of(t) is not None for t in ran.reads):
-            whole = _run(ran, self._twins)
+            whole = _run(ran, self._twins.of)
         self._wide = own, whole
+        forward = learns and dispatcher.backward_node() is None
+        graded = forward and any(t.requires_grad for t in ran.reads)
+        self._node = ran.node if graded else None
+        self._entering = []
+        for read in ran.reads if self._node is not None else ():
+            # Ops before it that need no gradient have no node: their errors enter the loss here.
+            maker = None if read.requires_grad else self._twins.maker(read)
+            if maker is not None:
+                self._entering.append((maker, _run(ran, partial(self._mended, read))))
+
+    def _mended(self, of: torch.Tensor, t: torch.Tensor) -> torch.Tensor | None:
+        """Return the twin of an input; of one of them, that without the errors before it."""
+        return (self._twins if t is of else self._uncast).of(t)
 
     def after(self, ran: Ran, made: list[torch.Tensor], bins: Bins | None) -> None:
         """Compare an op's results with its twins', and keep these."""
@@ -559,14 +621,35 @@ class RoundingErrors:
                 bins.rounding.append(_difference(made[0], own[0]))
             if whole:
                 bins.drift.append(_difference(made[0], whole[0]))
+        if self._node is not None and made and measurable(made[0]):
+            self._note_effects(self._node, made[0], own, bins)
         written = _written(ran)
         for t in written:
             self._uncast.forget(t)
             if not whole:
                 self._twins.forget(t)
+        maker = bins or next(filter(None, map(self._twins.maker, ran.reads)), None)
         for t, wide in zip(made or written, whole, strict=False):
             if measurable(t) and t.shape == wide.shape:
-                self._twins.put(t, wide)
+                self._twins.put(t, wide, maker)
+
+    def _note_effects(
+        self, node: int, result: torch.Tensor, own: list[torch.Tensor], bins: Bins | None
+    ) -> None:
+        """Keep the errors of a result until its gradient is there, and it if it may be the loss."""
+        if result.numel() == 1:
+            self._effects.may_be_loss(node, result)
+        if bins is not None and own and result.dtype in _LOW:
+            self._effects.error(node, bins, result, own[0])
+        for maker, wide in self._entering:
+            if wide:
+                self._effects.error(node, maker, own[0] if own else result, wide[0])
+
+    def viewed(self, args: Sequence[Any], node: int | None) -> None:
+        """Note a view before it is made."""
+        self._effects.backward()
+        if node is not None and args and measurable(args[0]) and args[0].numel() == 1:
+            self._effects.may_be_loss(node, args[0])
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Note a cast."""
@@ -575,7 +658,7 @@ class RoundingErrors:
         wide = source.to(torch.float32, copy=True)
         self._uncast.put(result, wide)
         known = self._twins.of(source)
-        self._twins.put(result, wide if known is None else known)
+        self._twins.put(result, wide if known is None else known, self._twins.maker(source))
 
     def gradient(self, t: torch.Tensor, bins: Bins) -> None:
         """Compare a parameter's gradient with its twin."""
@@ -593,9 +676,98 @@ class RoundingErrors:
         """Begin a step anew, with the weights that it finds."""
         self._uncast.clear()
         self._twins.clear()
+        self._effects.clear()
 
 
-def _run(ran: Ran, twins: Twins) -> list[torch.Tensor]:
+class LossEffects:
+    """How far errors of results move the loss, to first order: times the loss's gradient there.
+
+    An error is kept by the number of the autograd node of its result. When a backward pass begins,
+    nodes that have one get a hook, which is called with the gradient. A loss scale is in gradients
+    and in the loss, and cancels out.
+
+    Args:
+        off: autocast's dispatch keys, for `Own`.
+
+    Attributes:
+        passes: the number of backward passes of a loss.
+    """
+
+    def __init__(self, off: torch._C.DispatchKeySet) -> None:
+        self.passes: int = 0
+        self._off = off
+        self._errors: dict[int, list[tuple[Bins, torch.Tensor]]] = {}
+        self._may_be_loss: dict[int, torch.Tensor] = {}
+        self._loss: dict[int, torch.Tensor | None] = {}  # by backward pass
+        self._reached: set[int] = set()  # nodes that have their hooks
+        self._hooks = weakref.WeakSet[Any]()  # they live as long as their graph
+
+    def may_be_loss(self, node: int, result: torch.Tensor) -> None:
+        """Keep a result of one value."""
+        self._may_be_loss[node] = result.detach().clone().reshape(())
+
+    def error(self, node: int, bins: Bins, result: torch.Tensor, wide: torch.Tensor) -> None:
+        """Keep the error of a node's result against the same in float32."""
+        if result.shape == wide.shape and not result.is_complex():
+            error = (result.to(torch.float32) - wide).to(torch.bfloat16)
+            self._errors.setdefault(node, []).append((bins, error))
+
+    def backward(self) -> None:
+        """Give hooks to the nodes that the backward pass that runs here will come to, if one does.
+
+        Called before each op.
+        """
+        node, task = dispatcher.running_node(), dispatcher.backward_task()
+        if node is None or task is None:
+            return
+        if task not in self._loss:  # its first op: the node is the loss's
+            number = dispatcher.node_number(node)
+            loss = self._loss[task] = self._may_be_loss.get(number)
+            self.passes += loss is not None
+            for bins, error in self._errors.get(number, ()):  # for it a hook comes too late
+                self._note(bins, error, torch.ones_like(error), loss)
+        todo = [node]
+        while todo:
+            node = todo.pop()
+            number = dispatcher.node_number(node)
+            if number in self._reached:
+                continue
+            self._reached.add(number)
+            if (errors := self._errors.pop(number, None)) is not None:
+                hook = partial(self._gradient, errors)
+                node.register_prehook(hook)
+                self._hooks.add(hook)
+            todo += [after for after, _ in node.next_functions if after is not None]
+
+    def _gradient(
+        self, errors: list[tuple[Bins, torch.Tensor]], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        task, gradient = dispatcher.backward_task(), gradients[0]
+        if task in self._loss and gradient is not None and measurable(gradient):
+            for bins, error in errors:
+                self._note(bins, error, gradient, self._loss[task])
+
+    def _note(
+        self, bins: Bins, error: torch.Tensor, gradient: torch.Tensor, loss: torch.Tensor | None
+    ) -> None:
+        if loss is None or gradient.shape != error.shape:
+            return
+        with Own(self._off), torch.no_grad():
+            change = gradient.to(torch.float32) * error
+            change = torch.where(change.isfinite(), change, 0.0).sum(dtype=torch.float64)
+            effect = change / loss.to(change.device, torch.float64).abs()
+            bins.effects.append(torch.where(effect.isfinite(), effect, 0.0))
+
+    def clear(self) -> None:
+        """Forget the graphs so far."""
+        for hook in self._hooks:
+            hook.args[0].clear()
+        self._errors.clear()
+        self._may_be_loss.clear()
+        self._reached.clear()
+
+
+def _run(ran: Ran, twin: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
     """Run an op on twins, or in float32 where there are none; [] if it has no such form."""
     if torch.Tag.nondeterministic_seeded in ran.func.tags:
         return []
@@ -603,7 +775,7 @@ def _run(ran: Ran, twins: Twins) -> list[torch.Tensor]:
 
     def wide(tree: object) -> Any:
         if isinstance(tree, torch.Tensor):
-            known = twins.of(tree) if measurable(tree) else None
+            known = twin(tree) if measurable(tree) else None
             low = tree.to(torch.float32) if tree.dtype in _LOW else tree
             found = low if known is None else known
             if any(t is tree for t in written):

@@ -62,9 +62,6 @@ class Decision(NamedTuple):
 _PARTS = Decision(Rule.PARTS)
 
 
-# The answers of a policy: how an op runs, and the row that says so.
-
-
 class Why(NamedTuple):
     """The row that won for an op; as text, a sentence.
 
@@ -96,16 +93,6 @@ class Why(NamedTuple):
             )
         rule = self.row.rule
         return f"{self.op} in {self.dtype}{at}: {rule} ({rule.phrase}), by the row {self.row}"
-
-
-def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
-    """Return the rows of a table: those in "rules", then those in "scopes"."""
-    found = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
-    for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
-        scopes.check(scope, where)
-        key = f"scopes.{scope}"
-        found += _rows(_table(inside, key, where), scope, where)
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -558,6 +545,16 @@ def why_float32(most: int, rows: float) -> str:
 #     data -> check keys -> rows, and the other entries of the table
 #
 # Every PolicyError says where the fault is, what it is and what to write instead.
+
+
+def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
+    """Return the rows of a table: those in "rules", then those in "scopes"."""
+    found = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
+    for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
+        scopes.check(scope, where)
+        key = f"scopes.{scope}"
+        found += _rows(_table(inside, key, where), scope, where)
+    return tuple(found)
 
 
 _KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")

@@ -36,10 +36,46 @@ class Mode(NamedTuple):
         return 2 + _BYTES[self.beside]
 
 
+_BYTES = {"": 0, "int16": 2, "float32": 4}
+_BF16 = ("bfloat16",)
+
+
+def mode(name: object) -> Mode:
+    """Return the mode of a name."""
+    found = MODES.get(name) if isinstance(name, str) else None
+    if found is None:
+        known = ", ".join(repr(each) for each in MODES)
+        raise ValueError(f"low_weights(): mode {name!r} is not one of {known}.")
+    return found
+
+
+MODES: dict[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("master", "float32", True, ("bfloat16", "float16"), "a float32 copy of each weight"),
+        Mode("split", "int16", True, _BF16, "the other 16 bits of the float32 weight"),
+        Mode("stochastic", "", False, _BF16, "nothing; each step rounds up or down at random"),
+    )
+}
+
+
+def low_dtype(mode: Mode, dtype: object) -> str:
+    """Return the name of the dtype that weights are kept in, if the mode allows it."""
+    name = low_name(dtype, "low_weights(): dtype")
+    if name not in mode.accepted:
+        raise ValueError(
+            f"low_weights(): mode {mode.name!r} keeps weights in bfloat16, not in {name}, because "
+            f"it works on the upper 16 bits of float32. Write mode='master' to keep {name} weights."
+        )
+    return name
+
+
+def low_name(dtype: object, what: str) -> str:
+    """Return the name of a low dtype."""
+    return dtypes.name(dtype, ("bfloat16", "float16"), what)
+
+
 Verb = Callable[[Any], Any]
-
-
-# `Verbs`: the functions of a framework that the rules of low weights call.
 
 
 class Verbs(NamedTuple):
@@ -124,48 +160,6 @@ def as_float32(verbs: Verbs, low: Any, dtype: str) -> Any:
     return verbs.wide(low) if dtype == "bfloat16" else verbs.from_half(low)
 
 
-# The three ways to keep a weight in 16 bits, as data.
-
-
-_BYTES = {"": 0, "int16": 2, "float32": 4}
-_BF16 = ("bfloat16",)
-
-
-def mode(name: object) -> Mode:
-    """Return the mode of a name."""
-    found = MODES.get(name) if isinstance(name, str) else None
-    if found is None:
-        known = ", ".join(repr(each) for each in MODES)
-        raise ValueError(f"low_weights(): mode {name!r} is not one of {known}.")
-    return found
-
-
-MODES: dict[str, Mode] = {
-    mode.name: mode
-    for mode in (
-        Mode("master", "float32", True, ("bfloat16", "float16"), "a float32 copy of each weight"),
-        Mode("split", "int16", True, _BF16, "the other 16 bits of the float32 weight"),
-        Mode("stochastic", "", False, _BF16, "nothing; each step rounds up or down at random"),
-    )
-}
-
-
-def low_dtype(mode: Mode, dtype: object) -> str:
-    """Return the name of the dtype that weights are kept in, if the mode allows it."""
-    name = low_name(dtype, "low_weights(): dtype")
-    if name not in mode.accepted:
-        raise ValueError(
-            f"low_weights(): mode {mode.name!r} keeps weights in bfloat16, not in {name}, because "
-            f"it works on the upper 16 bits of float32. Write mode='master' to keep {name} weights."
-        )
-    return name
-
-
-def low_name(dtype: object, what: str) -> str:
-    """Return the name of a low dtype."""
-    return dtypes.name(dtype, ("bfloat16", "float16"), what)
-
-
 # A float32 number as a bfloat16 number and a 16-bit remainder, without any loss.
 #
 #     high      = (bits + 0x8000) >> 16        the nearest bfloat16; ties go away from zero
@@ -185,7 +179,8 @@ def low_name(dtype: object, what: str) -> str:
 #
 # Source: the formula is that of AdamW_BF16-style "split" optimizers (Zamirai et al., "Revisiting
 # BFloat16 Training", arXiv:2010.06192, keep the same 16 bits); the treatment of NaN is our own.
-#
+
+
 # A NaN whose high part could round up beyond the exponent: the exponent and bit 15 are all ones.
 _CARRIES, _UPPER = 0x7F808000, 0x007F0000
 

@@ -13,6 +13,7 @@ import pytest
 
 import polymp
 from polymp import versions
+from polymp.integrations import INTEGRATIONS
 from tests.conftest import need
 from tests.core.test_layers import LEVELS
 from tests.support.blocks import ROOT
@@ -22,10 +23,8 @@ CONTRIBUTING, ARCHITECTURE = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architec
 VERSIONS = ROOT / "docs" / "versions.md"
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {
-    "test-oldest",
-    "test-newest",
-}
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = {*re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE), "test-oldest", "test-newest"}
 PYTHONS = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
 
 
@@ -151,7 +150,7 @@ def test_the_forms_for_issues_can_be_filled_in() -> None:
 def test_the_hooks_run_what_lint_runs() -> None:
     (local,) = loaded(ROOT / ".pre-commit-config.yaml")["repos"]
     entries = [hook["entry"].removeprefix(".venv/bin/python -m ") for hook in local["hooks"]]
-    (lint,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (lint,) = re.findall(r"^lint:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     for entry in entries:
         assert " ".join(entry.split()[:2]) in lint, entry
     assert sum("ruff" in entry for entry in entries) == 3
@@ -162,3 +161,26 @@ def test_links_of_the_other_pages_are_into_the_repository() -> None:
     for name in ("SECURITY.md", "CONTRIBUTING.md"):
         for link in re.findall(r"https?://[^)\s]+", (ROOT / name).read_text(encoding="utf-8")):
             assert link.startswith(URLS["Repository"]), link
+
+
+# --- the Makefile ---------------------------------------------------------------------------------
+
+
+def test_make_bench_runs_every_benchmark_that_saves_a_record() -> None:
+    saves = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if re.search(r"^ +(\w+ = )?save\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert "torch_overhead" in saves
+    (names,) = re.findall(r"^\tfor name in (.*); do", MAKEFILE, re.MULTILINE)
+    assert saves - {*names.split()} == set()
+
+
+@pytest.mark.parametrize("target", ["pytest", "test-long"])
+def test_tests_of_a_framework_that_has_an_adapter_are_not_skipped(target: str) -> None:
+    (adapted,) = re.findall(r"^ADAPTED +:= (.*)", MAKEFILE, re.MULTILINE)
+    (names,) = re.findall(rf"^{target}:.*\n\tPOLYMP_REQUIRE=(\S+)", MAKEFILE, re.MULTILINE)
+    extras = PROJECT["optional-dependencies"]
+    adapters = {row.name for row in INTEGRATIONS if row.adapter and row.name in extras}
+    assert {*names.replace("$(ADAPTED)", adapted).split(",")} == {"torch", "jax", *adapters}

@@ -138,7 +138,7 @@ def test_the_wheel_has_every_file_of_the_package(built: Built) -> None:
 
 
 def test_the_metadata_is_what_a_package_index_shows(built: Built) -> None:
-    """README and addresses; that README's links are absolute and alive, test_readme.py says."""
+    """README and addresses; that README's links are absolute and alive, test_docs.py says."""
     found = metadata(built.wheel)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert found.get_payload(decode=True) == readme.encode()

@@ -5,9 +5,11 @@ the blocks before it, whose names it sees, import.
 """
 
 import importlib
+import inspect
 import itertools
 import json
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from tests.support import forks
 from tests.support.blocks import ROOT, Block, Outcome, read, run
 from tests.support.forks import Call
 from tests.support.links import FILES as REPOSITORY
-from tests.support.links import dead_links
+from tests.support.links import URLS, dead_links, is_absolute, links
 
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 FILES = (*map(ROOT.joinpath, TOP), *sorted(ROOT.glob("docs/**/*.md")))
@@ -351,3 +353,78 @@ def test_every_public_name_is_in_the_table_of_names(door: str) -> None:
     table = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     names = [name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])]
     assert sorted(names) == sorted({*importlib.import_module(door).__all__} - {"__version__"})
+
+
+# --- README.md, as the repository and a package index show it -------------------------------------
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- cost:", "<!-- end of cost -->"
+FIGURE = re.compile(r"\d\s*(?:%|x\b|[mun]?s\b|times\b|[KMG]i?B\b|seconds\b|microseconds\b)")
+
+
+def test_it_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) < 200
+
+
+def test_every_link_is_absolute_and_leads_to_a_file_of_the_repository() -> None:
+    """A package index shows README at an address of its own, where no file stands beside it."""
+    found = [link for _, link in links(README)]
+    assert len(found) > 30
+    assert [link for link in found if not link.startswith(REPOSITORY)] == []
+    assert dead_links(README) == []
+
+
+def test_the_addresses_of_the_project_lead_to_its_repository() -> None:
+    assert {"Repository", "Documentation", "Changelog", "Issues"} <= {*URLS}
+    for name, address in URLS.items():
+        assert is_absolute(address)
+        assert address.startswith(URLS["Repository"])
+        if address.startswith(REPOSITORY):
+            assert (ROOT / address.removeprefix(REPOSITORY)).is_file(), name
+
+
+def test_figures_stand_in_the_table_of_the_records_alone() -> None:
+    """Its rows are made by benchmarks/speed_page.py, so none can differ from docs/speed.md."""
+    text = README.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    cost, end, after = rest.partition(END)
+    assert begin
+    assert end
+    assert FIGURE.findall(before + after) == []
+    assert len(FIGURE.findall(cost)) > 8
+    rows = [line for line in cost.splitlines() if line.startswith("|")]
+    assert 4 <= len(rows) - 2 <= 8
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_versions_are_those_that_can_be_installed(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (requirement,) = (r for r in project["optional-dependencies"][name] if r.startswith(name))
+    first, end = re.fullmatch(r"\w+>=([\d.]+),<([\d.]+)", requirement).groups()  # type: ignore[union-attr]
+    major, minor = end.split(".")
+    called = {"torch": "PyTorch", "jax": "jax"}[name]
+    assert f"{called} {first} to {major}.{int(minor) - 1}" in README.read_text(encoding="utf-8")
+
+
+# --- the pages on the scaler ----------------------------------------------------------------------
+
+TEXT = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+CODE = " ".join(re.findall(r"`([^`\n]+)`", TEXT))
+
+
+def entries(kind: str) -> set[str]:
+    """The public names of a framework's scaler, its arguments, and the helper beside it."""
+    module = importlib.import_module(f"polymp.{kind}")
+    scaler = module.GradScaler
+    names = {name for name in dir(scaler) if not name.startswith("_")}
+    names |= {*inspect.signature(scaler).parameters, "GradScaler", "expect_scaler"}
+    return names | ({"state", "rule", "enabled"} if kind == "jax" else set())
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_the_page_names_every_entry_of_the_scaler(kind: str) -> None:
+    need(kind)
+    assert [name for name in entries(kind) if not re.search(rf"\b{name}\b", CODE)] == []
+    blocks = "\n".join(re.findall(r"^ *```python\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE))
+    for name in ("GradScaler", "expect_scaler"):
+        assert f"polymp.{kind}.{name}" in blocks

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,11 @@ import numpy as np  # noqa: E402
 from jax import numpy as jnp  # noqa: E402
 from matplotlib.image import imread  # noqa: E402
 
+from polymp.testing import ParityError, assert_parity  # noqa: E402
 from tests.support import examples  # noqa: E402
+from tests.support.decisions import recording  # noqa: E402
 from tests.support.examples import TINY, falls  # noqa: E402
+from tests.support.sizes import size  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -293,3 +297,54 @@ def test_a_missing_package_is_named(script: str, package: str, extras: str) -> N
         f"{script}: error: the package '{package}' is missing. Run "
         f"pip install -e '.[{extras}]' at the top of the repository.\n"
     )
+
+
+# --- the worked example of parity: one transformer in torch and in flax ---------------------------
+
+SIZES = argparse.Namespace(
+    batch=1, context=4, width=8, layers=1, heads=2, seed=0, steps=size(3, 10), lr=0.1
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    with (
+        examples.modules("compare_models", "train_torch", "train_jax", "job") as found,
+        recording(),
+    ):
+        yield SimpleNamespace(it=found.compare_models, job=found.job)
+
+
+@pytest.mark.sized
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_the_models_are_the_same_forward_backward_and_in_training(example: Any, name: str) -> None:
+    text = example.job.read(None, SIZES.context)
+    once, trained = example.it.compare(name, text, SIZES)
+    weights = example.job.first_weights(text.alphabet, SIZES)
+    assert [gap.what for gap in once.gaps] == [
+        "result",
+        *(f"gradient of input[0][{weight!r}]" for weight in sorted(weights)),
+    ]
+    low = [gap.tolerance for gap in (once.gaps[0], trained.gaps[0])]
+    print(f"\n{name}: loss within {low[0]:.2g}, {SIZES.steps} steps within {low[1]:.2g}; "
+          f"tolerance / error {once.margin:.1f} and {trained.margin:.1f}")  # fmt: skip
+    assert 1 < once.margin
+    assert 1 < trained.margin
+    assert max(low) < {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}[name]
+
+
+@pytest.mark.long  # tests/shared/test_parity_cases.py plants as much into smaller models
+def test_a_model_that_differs_in_one_weight_is_noticed(example: Any) -> None:
+    text = example.job.read(None, SIZES.context)
+    weights = example.job.first_weights(text.alphabet, SIZES)
+    tokens = next(example.job.batches(text, SIZES))
+    ours = example.it.torch_loss(SIZES, text.alphabet)
+    theirs = example.it.jax_loss(SIZES, text.alphabet)
+
+    def off(weights: Any, tokens: Any) -> Any:
+        return theirs({**weights, "norm.weight": weights["norm.weight"] * 1.1}, tokens)
+
+    with pytest.raises(ParityError) as caught:
+        assert_parity(ours, off, [weights, tokens], dtype="bfloat16", probes=2)
+    assert caught.value.op == "layer_norm"

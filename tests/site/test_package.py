@@ -1,15 +1,10 @@
 """The package itself: what importing it imports, and what an installed copy would hold."""
 
-from pathlib import Path
-
 import pytest
 
 from polymp import backends, errors, versions
 from tests.conftest import need
 from tests.support import processes
-from tests.support.sizes import LONGEST
-
-ROOT = Path(__file__).parents[2]
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -171,7 +166,3 @@ def test_dir_shows_the_api_and_nothing_else(name):
     )
     doors = [] if name == "polymp" else [name.removeprefix("polymp.")]
     processes.run(f"import sys\n{code}", *doors)
-
-
-def test_the_files_that_start_first_are_there():
-    assert [name for name in LONGEST if not (ROOT / "tests" / name).exists()] == []

@@ -6,7 +6,6 @@
 A sweep is marked `one_in(n)`: `make test` runs one in n of its parameters, `make test-long` the
 others. A test of random programs or histories is marked `sized` and takes its count from `size`;
 both runs have it, the second one with the larger count. So is every test of Hypothesis.
-tests/core/test_sizes.py finds tests without the mark.
 """
 
 import os
@@ -46,13 +45,12 @@ LONGEST = (
     "jax/autocast/test_libraries.py",
     "jax/autocast/test_sharded_weights.py",
     "jax/autocast/test_loops.py",
-    "site/test_examples_models.py",
+    "site/test_examples_jax.py",
     "torch/weights/test_freeze_models.py",
     "torch/autocast/test_random_policies.py",
     "jax/autocast/test_hlo.py",
     "jax/autocast/test_known_functions.py",
     "torch/autocast/test_random_programs.py",
-    "site/test_examples_ranks.py",
     "torch/diagnostics/test_locate.py",
     "torch/diagnostics/test_catch.py",
     "jax/autocast/test_lean_policy.py",

@@ -1,7 +1,7 @@
 """Faults that can kill a run: 500 overflows, NaN in the forward pass, Inf on one rank, SIGKILL.
 
 Ours lives, and says why. The programs are those of `kills`, and the other scalers run them too:
-docs/scaling-rivals.md has what became of each, and is held to it here.
+docs/rivals.md has what became of each, and is held to it here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.blocks import ROOT
 from tests.support.kills import GOOD, KILLS, LOST, OVERFLOW, SUBJECTS, Outcome
 
 OURS = [name for name, subject in SUBJECTS.items() if subject.package == "polymp"]
-PAGE = ROOT / "docs" / "scaling-rivals.md"
+PAGE = ROOT / "docs" / "rivals.md"
 
 
 @cache

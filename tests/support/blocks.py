@@ -6,8 +6,9 @@ kernels, once installed, stay.
 
 The blocks of a section, from one level 2 heading to the next, share their names and run in order in
 an empty folder, with warnings as errors. The blocks above the first level 2 heading run first in
-every section. A tab of a page that shows both frameworks, opened by `=== "PyTorch"`, has names of
-its own: its blocks see those of tabs with the same label and those outside of tabs, and no others.
+every section. On a page that shows both frameworks, a line **PyTorch** or **JAX** begins a part for
+one of them, and the next heading ends it. Its blocks see those of parts with the same label and
+those outside of such parts, and no others.
 
 A comment on the line before a block says more about it:
 
@@ -37,7 +38,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
 MARK = re.compile(r" *<!-- (?P<kind>skip|needs|file): (?P<value>.*\S) -->$")
-TAB = re.compile(r'=== "(?P<label>[^"]+)"$')
+LABEL = re.compile(r"\*\*(?P<label>PyTorch|JAX)\*\*$")
 PACKAGES = ("lightning", "accelerate", "transformers", "peft")  # that a block can need
 LIKE_A_MARK = re.compile(r" *<!-- *(skip|needs|file)\b", re.IGNORECASE)
 
@@ -52,7 +53,7 @@ class Block:
         language: the word behind the opening fence.
         code: what is between the fences, without common indentation.
         section: number of level 2 headings above.
-        tab: label of the tab that the block is in, or "".
+        label: "PyTorch" or "JAX" in a part for one framework, or "".
         kind: "skip", "needs", "file", or "" without a mark.
         value: what the mark says.
     """
@@ -62,7 +63,7 @@ class Block:
     language: str
     code: str
     section: int
-    tab: str = ""
+    label: str = ""
     kind: str = ""
     value: str = ""
 
@@ -80,7 +81,7 @@ class Block:
     def sees(self, other: "Block") -> bool:
         """Return True if the other block runs before this one, or is it, with the same names."""
         earlier = other.section in (0, self.section) and other.line <= self.line
-        return earlier and other.tab in ("", self.tab)
+        return earlier and other.label in ("", self.label)
 
 
 class Outcome(NamedTuple):
@@ -99,17 +100,19 @@ def read(path: Path) -> list[Block]:
     lines = path.read_text(encoding="utf-8").splitlines()
     blocks, section, start = [], 0, 0
     fence: re.Match[str] | None = None
-    kind = value = tab = ""
+    kind = value = label = ""
     for number, (above, line) in enumerate(pairwise(["", *lines]), 1):
         if fence is not None:
             if line.rstrip() == fence["indent"] + fence["ticks"]:
                 code = textwrap.dedent("\n".join(lines[start : number - 1])) + "\n"
-                block = Block(path, start + 1, fence["language"], code, section, tab, kind, value)
-                blocks.append(block)
+                place = (path, start + 1, fence["language"], code, section, label)
+                blocks.append(Block(*place, kind, value))
                 fence = None
             continue
-        if line.strip() and not line.startswith("    "):
-            tab = opened["label"] if (opened := TAB.match(line)) is not None else ""
+        if (opened := LABEL.match(line)) is not None:
+            label = opened["label"]
+        elif line.startswith("#"):
+            label = ""
         if (fence := FENCE.match(line)) is not None:
             start = number
             kind, value = _mark(above, f"{path}:{number - 1}")
@@ -136,11 +139,11 @@ def _mark(line: str, place: str) -> tuple[str, str]:
 
 def run(blocks: Sequence[Block]) -> Iterator[tuple[Block, Outcome]]:
     """Run the Python blocks of one file, and say of each how it went."""
-    for section, tab in sorted({(b.section, b.tab) for b in blocks}):
-        last = next(b for b in reversed(blocks) if (b.section, b.tab) == (section, tab))
+    for section, label in sorted({(b.section, b.label) for b in blocks}):
+        last = next(b for b in reversed(blocks) if (b.section, b.label) == (section, label))
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             for block, outcome in _run_section([b for b in blocks if last.sees(b)]):
-                if (block.section, block.tab) == (section, tab):
+                if (block.section, block.label) == (section, label):
                     yield block, outcome
 
 

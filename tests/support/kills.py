@@ -2,7 +2,7 @@
 
 Each program trains the same small regression: good steps, then steps that overflow or have a NaN,
 then good steps. `SUBJECTS` are the scalers, each used as its own documentation shows. `python -m
-tests.support.kills` prints the tables of docs/scaling-rivals.md.
+tests.support.kills` prints the tables of docs/rivals.md.
 
 Nothing here imports a framework before it is asked for one of its scalers.
 """
@@ -375,33 +375,26 @@ def shown(scale: float) -> str:
 
 
 def page(found: Callable[[str, str], Outcome]) -> str:
-    """The tables in Markdown. `found` gives the outcome of a scaler in a program."""
-    parts, said = [], {}
-    for key, kill in KILLS.items():
-        lines = [
-            f"## {kill.what[0].upper()}{kill.what[1:]}",
-            "",
-            f"| scaler | scale before | scale after the {kill.steps} steps | "
-            "parameters at the end | still trains | warns |",
-            "|---|---|---|---|---|---|",
-        ]
-        for name in SUBJECTS:
-            it = found(name, key)
-            cells = (
-                name,
-                shown(it.first),
-                shown(it.scale),
-                "finite" if it.finite else "**NaN**",
-                "yes" if it.trains else "**no**",
-                "never" if not it.said else "once" if len(it.said) == 1 else f"{len(it.said)} x",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-            for text in it.said:
-                said.setdefault(text, []).append(f"{name}, {kill.what}")
-        parts.append("\n".join(lines))
-    parts.append("## The messages")
-    parts += [f"{'; '.join(names)}:\n\n> {text}" for text, names in said.items()]
-    return "\n\n".join(parts) + "\n"
+    """The table in Markdown, and the messages. `found` gives the outcome of a scaler in a program.
+
+    The messages are those of the first scaler: others name the gradients in another order, or come
+    a few steps later.
+    """
+    heads = ["scaler", "scale before"]
+    for kill in KILLS.values():
+        heads += [f"after {kill.what}", "still trains", "warns"]
+    rows, said = [heads, ["---"] * len(heads)], []
+    for name in SUBJECTS:
+        outcomes = [found(name, key) for key in KILLS]
+        cells = [name, shown(outcomes[0].first)]
+        for it in outcomes:
+            trains = "yes" if it.trains else "**no**" if it.finite else "**no: NaN**"
+            times = {0: "never", 1: "once"}.get(len(it.said), f"{len(it.said)} x")
+            cells += [shown(it.scale), trains, times]
+        rows.append(cells)
+        said = said or [text for it in outcomes for text in it.said]
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n\n".join(["\n".join(lines), *(f"> {text}" for text in said)]) + "\n"
 
 
 # Inf on one of two ranks or devices, by how they share the work.
@@ -416,8 +409,6 @@ def ranks_page(found: OnRanks) -> str:
     names = dict.fromkeys(name for scalers in found.values() for name in scalers)
     heads = " | ".join(f"scales of the ranks: {way}" for way in WAYS)
     lines = [
-        "## Inf on one of two ranks",
-        "",
         f"| scaler | {heads} | parameters at the end |",
         "|---|---|---|---|",
     ]

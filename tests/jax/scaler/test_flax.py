@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def linen_step(scaler: GradScaler, state: Any, x: Any) -> Any:
-    """As docs/scaling.md has it."""
+    """As docs/scaling-jax.md has it."""
 
     @autocast(dtype=jnp.float16)
     def loss_fn(params: Any) -> Any:
@@ -88,7 +88,7 @@ def model_loss(model: Any, x: Any) -> Any:
 
 
 def nnx_step(scaler: GradScaler, model: Any, optimizer: Any, x: Any) -> Any:
-    """As docs/scaling.md has it."""
+    """As docs/scaling-jax.md has it."""
     graph, before = nnx.split((model, optimizer))
     before = jax.tree.map(jnp.copy, before)
 

@@ -95,6 +95,7 @@ verifytypes: $(READY)
 	$(PY) tests/support/type_completeness.py
 
 docs: $(READY)
+	$(PY) docs/make_pages.py
 	$(PY) -m mkdocs build --strict
 
 # The wheel is made from the sdist.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -37,11 +39,13 @@ def module(path: Path) -> ModuleType:
     return found
 
 
-def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # with -q nothing is strict
-    return subprocess.run(
-        [*command, "-f", str(config), "-d", str(out)],
-        cwd=ROOT,
+def build(pages: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """The site of a folder of pages, by mkdocs.yml."""
+    config = pages.parent / "mkdocs.yml"
+    ours = {"INHERIT": ROOT / "mkdocs.yml", "docs_dir": pages, "site_dir": out}
+    config.write_text("".join(f"{key}: {value}\n" for key, value in ours.items()))
+    return subprocess.run(  # with -q nothing is strict
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)],
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
@@ -50,18 +54,25 @@ def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    need("mkdocs")
-    out = tmp_path_factory.mktemp("site")
-    child = build(ROOT / "mkdocs.yml", out)
-    assert child.returncode == 0, child.stdout + child.stderr
+def pages() -> ModuleType:
+    return module(DOCS / "make_pages.py")
+
+
+@pytest.fixture(scope="module")
+def written(pages: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pages") / "docs"
+    pages.main(out)
     return out
 
 
 @pytest.fixture(scope="module")
-def pages() -> ModuleType:
+def site(written: Path) -> Path:
     need("mkdocs")
-    return module(DOCS / "hooks" / "pages.py")
+    out = written.parent / "site"
+    child = build(written, out)
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert "excluded" not in child.stderr
+    return out
 
 
 # --- what is built --------------------------------------------------------------------------------
@@ -123,6 +134,7 @@ def test_the_site_stands_alone(site: Path) -> None:
     written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert written <= built
     assert not [path for path in site.rglob("*.py") if "files" not in path.parts]
+    assert (site / "files" / "github" / "workflows" / "ci.yml").is_file()
 
 
 def test_faults_of_a_site_are_found(tmp_path: Path) -> None:
@@ -156,54 +168,50 @@ def test_links_out_of_the_folder_lead_to_pages_and_copies(site: Path) -> None:
     assert "differences.html" in Html(site / "changelog.html").links
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_an_optional_page_is_in_the_navigation_once_it_is_there(
-    written: bool, pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "docs").mkdir()
-    if written:
-        (tmp_path / "docs" / "seeing.md").touch()
-    monkeypatch.setattr(pages, "ROOT", tmp_path)
-    nav = [{"First": "index.md"}, {"Use": ["fast.md", {"Seeing": "seeing.md"}, {"X": "none.md"}]}]
-    pages.on_config(config := SimpleNamespace(nav=nav))
-    seeing = [{"Seeing": "seeing.md"}] if written else []
-    # What is not optional stays, for mkdocs to complain about.
-    assert config.nav == [{"First": "index.md"}, {"Use": ["fast.md", *seeing, {"X": "none.md"}]}]
+def test_search_finds_the_words_of_a_page(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    assert {"scaling-torch.html", "api/torch.html"} <= {
+        entry["location"].partition("#")[0] for entry in index["docs"]
+    }
+
+
+def test_a_picture_has_a_form_for_each_palette(site: Path, written: Path) -> None:
+    html = (site / "architecture.html").read_text(encoding="utf-8")
+    assert set(re.findall(r'data-md-color-scheme="(\w+)"', html)) == {"default", "slate"}
+    page = (written / "architecture.md").read_text(encoding="utf-8")
+    for palette in ("light", "dark"):
+        assert f"(pictures/torch-region-{palette}.svg#only-{palette})" in page
+    assert "<picture>" not in page
 
 
 # --- links ----------------------------------------------------------------------------------------
 
 
-def small_site(folder: Path, text: str, config: str = "") -> subprocess.CompletedProcess[str]:
-    """A site of two pages, with the hook for links, as strict as ours."""
+def test_links_lead_to_pages_and_copies(pages: ModuleType) -> None:
+    text = "[a](../policies/amp.toml) [b](../polymp/jax.py) [c](../benchmarks/policies.py#L3)\n\n"
+    text += "```text\n[d](../benchmarks/none.py)\n```\n[e](jax.md#freeze) [f](../CHANGELOG.md)"
+    files: set[str] = set()
+    assert pages.linked("docs/index.md", text, files) == (
+        "[a](tables/amp.md) [b](api/jax.md) [c](files/benchmarks/policies.py#L3)\n\n"
+        "```text\n[d](../benchmarks/none.py)\n```\n[e](jax.md#freeze) [f](changelog.md)"
+    )
+    assert files == {"benchmarks/policies.py"}
+    assert pages.linked("CHANGELOG.md", "[a](docs/jax.md)", files) == "[a](jax.md)"
+
+
+def test_a_dead_link_out_of_the_folder_is_refused(pages: ModuleType) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^docs/index\.md: no file \.\./none\.py$"):
+        pages.linked("docs/index.md", "[a](../none.py)", set())
+
+
+def test_dead_links_between_pages_fail_the_build(written: Path, tmp_path: Path) -> None:
     need("mkdocs")
-    ours = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    (strict,) = re.findall(r"^validation:\n(?: .*\n)+", ours, re.MULTILINE)
-    (folder / "docs" / "tables").mkdir(parents=True)
-    (folder / "docs" / "index.md").write_text(text)
-    (folder / "docs" / "tables" / "amp.md").write_text("# amp")
-    hook = f"hooks: [{DOCS / 'hooks' / 'links.py'}]\n"
-    config = f"site_name: x\nuse_directory_urls: false\n{hook}{strict}{config}"
-    (folder / "mkdocs.yml").write_text(config)
-    return build(folder / "mkdocs.yml", folder / "site")
-
-
-def test_links_by_the_address_of_the_repository(tmp_path: Path) -> None:
-    text = "[a](../policies/amp.toml) [b](../benchmarks/policies.py#L3)\n\n"
-    text += "```text\n[c](../benchmarks/policies.py)\n```\n"
-    child = small_site(tmp_path, text, "repo_url: https://example.org/polymp\n")
-    assert child.returncode == 0, child.stderr
-    links = Html(tmp_path / "site" / "index.html").links
-    assert "tables/amp.html" in links
-    assert "https://example.org/polymp/blob/HEAD/benchmarks/policies.py#L3" in links
-    assert "[c](../benchmarks/policies.py)" in (tmp_path / "site" / "index.html").read_text()
-    assert not (tmp_path / "site" / "files").exists()
-
-
-def test_a_dead_link_fails_the_build(tmp_path: Path) -> None:
-    child = small_site(tmp_path, "[a](../benchmarks/none.py)")
+    copy = shutil.copytree(written, tmp_path / "docs")
+    (copy / "versions.md").write_text("[a](none.md) [b](tables/amp.md#none)")
+    child = build(copy, tmp_path / "site")
     assert child.returncode == 1
-    assert "a link '../benchmarks/none.py', but" in child.stderr
+    assert "a link 'none.md', but" in child.stderr
+    assert "does not contain an anchor '#none'" in child.stderr
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -286,6 +294,10 @@ def test_every_public_name_has_its_docstring(name: str, site: Path, pages: Modul
     text = letters("".join(html.text))
     for n in pages.public(name):
         assert f"{name}.{n}" in html.names
+        if inspect.isclass(public[n]):
+            own = {m for m in vars(public[n]) if not m.startswith("_")}
+            methods = {m for m in own if callable(getattr(public[n], m))}
+            assert {f"{name}.{n}.{m}" for m in methods} <= html.names
         doc = inspect.getdoc(public[n])
         assert doc, f"{name}.{n} has no docstring"
         last = doc.split("\n\n")[0].split("\n")[-1]

@@ -400,21 +400,22 @@ def public(module: str) -> list[str]:
 
     Else what it imports `X as X`, defines, or sets to what another has.
     """
-    names, listed = [], list[str]()
+    names, marked = [], list[str]()
+    listed: list[str] | None = None
     for node in _statements(module):
         if isinstance(node, ast.ImportFrom):
             names += [a.asname or a.name for a in node.names]
-            listed += [a.name for a in node.names if a.asname == a.name]
+            marked += [a.name for a in node.names if a.asname == a.name]
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             listed = ast.literal_eval(node.value)
-            break
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-            names += [ast.unparse(target) for target in node.targets]
-            listed += [ast.unparse(target) for target in node.targets]
+            names += (bound := _bound(node))
+            marked += bound
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names += [node.name]
-            listed += [node.name]
-    return [n for n in dict.fromkeys(names) if n in listed and not n.startswith("_")]
+            marked += [node.name]
+    chosen = marked if listed is None else listed
+    return [n for n in dict.fromkeys(names) if n in chosen and not n.startswith("_")]
 
 
 def definition(module: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -302,6 +303,20 @@ def test_every_public_name_has_its_docstring(name: str, site: Path, pages: Modul
         assert doc, f"{name}.{n} has no docstring"
         last = doc.split("\n\n")[0].split("\n")[-1]
         assert letters(last) in text, f"{name}.{n}: {last}"
+
+
+def test_every_public_module_has_a_page_with_all_its_names(pages: ModuleType) -> None:
+    for name in pages.MODULES:
+        tree = ast.parse(pages._file(name).read_text(encoding="utf-8"))
+        lists = [n.value for n in tree.body if isinstance(n, ast.Assign) and _is_list(n)]
+        listed = ast.literal_eval(lists[0]) if lists else []
+        assert {n for n in listed if not n.startswith("_")} <= {*pages.public(name)}, name
+        page = pages.api_page(name)
+        assert page.count("\n## ") == len(pages.public(name)) > 0, name
+
+
+def _is_list(node: ast.Assign) -> bool:
+    return ast.unparse(node.targets[0]) == "__all__"
 
 
 def test_a_public_name_without_a_docstring_is_refused(pages: ModuleType, tmp_path: Path) -> None:

@@ -254,6 +254,8 @@ def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
 class Single(NamedTuple):
     """A step that breaks; its name is that of a step in `tests.support.faults.steps_torch`.
 
+    Those of complex numbers are in `steps_jax` as well.
+
     Attributes:
         name: of the step.
         op: what is to be named.
@@ -297,19 +299,28 @@ SINGLE = (
 )
 
 
-@pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
-def test_a_step_that_breaks_is_explained_by_all_tools_alike(case: Single) -> None:
-    """`locate` and `audit` name one op; the rows of `suggest` are tried."""
-    need("torch")
-    import polymp.torch
-    from tests.support.faults.steps_torch import STEPS
+IN_JAX = [case for case in SINGLE if "complex" in case.name or case.name == "transform"] + [
+    Single("complex loop", "mul", "operation", says="input 0: complex64[3], |x| from 1e+30"),
+]
 
-    polymp.torch.autocast("cpu", policy="amp")  # its kernels stay, and name calls as without them
-    one = STEPS[case.name]()
+
+@pytest.mark.parametrize(
+    ("framework", "case"),
+    [*(("torch", case) for case in SINGLE), *(("jax", case) for case in IN_JAX)],
+    ids=lambda part: part.name if isinstance(part, Single) else part,
+)
+def test_a_step_that_breaks_is_explained_by_all_tools_alike(framework: str, case: Single) -> None:
+    """`locate` and `audit` name one op; the rows of `suggest` are tried."""
+    need(framework)
+    if framework == "torch":
+        import polymp.torch
+
+        polymp.torch.autocast("cpu", policy="amp")  # its kernels name calls as without them
+    one = importlib.import_module(f"tests.support.faults.steps_{framework}").STEPS[case.name]()
     assert not one.is_finite()
-    fault = polymp.torch.locate(one.step, *one.batch)
-    with polymp.torch.audit() as audit:
-        one.step(*one.batch)
+    fault, audit = one.located(), one.audited()
+    if framework == "jax":
+        assert fault.source.startswith("steps_jax.py:"), str(fault)
     assert (fault.op, fault.kind) == (case.op, case.kind), str(fault)
     assert case.says in str(fault)
     assert audit.fault[:7] == fault[:7]

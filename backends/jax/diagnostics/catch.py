@@ -19,7 +19,7 @@ import numpy as np
 
 from polymp import code_origin
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.arrays import is_float, is_inexact
 from polymp.backends.jax.diagnostics import locate as finder
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
@@ -524,10 +524,10 @@ def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
-    """Return the places of floats that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
+    """Return the places of arrays that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
     by_devices: dict[frozenset[jax.Device], list[int]] = {}
     for at, leaf in leaves.items():
-        if is_float(leaf) and np.size(leaf):
+        if is_inexact(leaf) and np.size(leaf):
             devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
             by_devices.setdefault(frozenset(devices), []).append(at)
     found = {}

@@ -94,13 +94,19 @@ def explain(
 # traced program and its record -> equations, each with the name of its call -> calls
 
 
-def with_sites(closed: ClosedProgram, record: Record) -> Iterator[tuple[Call, list[Site]]]:
-    """The calls of a program, in its order, each with its equations."""
+def with_sites(
+    closed: ClosedProgram, record: Record, counts: Callable[[Atom], object] | None = None
+) -> Iterator[tuple[Call, list[Site]]]:
+    """The calls of a program, in its order, each with its equations.
+
+    An equation is one if it reads a value that `counts`; None for the floats alone.
+    """
+    of = counts or float_dtype
     groups: list[list[Site]] = []
     known: dict[tuple[str, str], list[list[Site]]] = {}
     for site in equations(closed):
         if site.scope.call not in record.calls:
-            if _counts(site.eqn):
+            if _computes(site.eqn, of):
                 groups.append([site])
             continue
         alike = known.setdefault((site.scope.call, site.scope.direction), [])
@@ -115,8 +121,8 @@ def with_sites(closed: ClosedProgram, record: Record) -> Iterator[tuple[Call, li
     for sites in groups:
         name, direction = sites[0].scope.call, sites[0].scope.direction
         followed = record.calls.get(name)
-        counts = any(_counts(site.eqn) for site in sites)
-        if followed is None or counts or followed.saved or followed.fallback:
+        computes = any(_computes(site.eqn, of) for site in sites)
+        if followed is None or computes or followed.saved or followed.fallback:
             saved = () if name in seen or followed is None else tuple(followed.saved.items())
             seen.add(name)
             yield _call(sites, followed, direction, saved, kept), sites
@@ -172,7 +178,7 @@ def _call(
             size = np.dtype(dtype).itemsize
             cast_bytes += times * (bytes_of(v) + count_of(v.aval.shape) * size)
         own = flops(eqn)
-        if _counts(eqn) and (not run or (own and not work)):
+        if _computes(eqn, float_dtype) and (not run or (own and not work)):
             run = _run(eqn)
             spelled = spelling(eqn)
         work += own * site.times
@@ -268,17 +274,17 @@ def _is_cast(eqn: Equation) -> bool:
 
 
 # What only arranges numbers, or says something of a value, is no call of its own.
-_SILENT = LAYOUT | {"name", "stop_gradient", "pvary", "optimization_barrier", "iota", "copy"}
+_SILENT = LAYOUT | frozenset("pvary optimization_barrier iota real imag".split())
 
 
-def _counts(eqn: Equation) -> bool:
-    """True for an equation that computes with floats, or casts them."""
+def _computes(eqn: Equation, counts: Callable[[Atom], object]) -> bool:
+    """True for an equation that computes with values that count, or casts them."""
     if _is_cast(eqn):
         return True
     name = eqn.primitive.name
     if name in _SILENT or name in ("convert_element_type", "polymp_fp8_quantise"):
         return False
-    return any(float_dtype(v) for v in eqn.invars if not hasattr(v, "val"))
+    return any(counts(v) for v in eqn.invars if not hasattr(v, "val"))
 
 
 # How many bytes of float32, or 8-bit, values a program keeps for its backward equations.

@@ -585,7 +585,7 @@ def measured(
     of_event: dict[tuple[tuple[int, ...], int], int] = {}
     ends: dict[tuple[tuple[int, ...], int], int] = {}
     readers = _readers(found.closed, {})
-    for call, sites in with_sites(found.closed, found.record):
+    for call, sites in with_sites(found.closed, found.record, lambda v: is_measured(v.aval)):
         of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
         floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
         if floats and not _updates(floats[-1]):

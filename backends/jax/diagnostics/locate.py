@@ -28,7 +28,6 @@ from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
-from polymp.dtypes import FORMATS
 
 
 def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault | None:
@@ -208,7 +207,7 @@ def _outside(event: Event, operands: Sequence[Operand]) -> str:
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     taken = eqn.params["slice_sizes"]
     last = [shape[axis] - taken[axis] for axis in numbers.start_index_map]
-    index = max((int(x.largest) for x in operands if x.dtype not in FORMATS), default=0)
+    index = max((int(x.largest) for x in operands if "int" in x.dtype), default=0)
     of = f"0..{last[0]}" if len(last) == 1 else f"shape {list(shape)}"
     which = f"index {index}" if index > max(last) else "an index"
     by = function_of(eqn.source_info.traceback) or "gather"

@@ -58,13 +58,24 @@ class Facts(NamedTuple):
 
 
 def is_measured(x: Any) -> bool:
-    """True for a float array with values."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and dtype.name in FORMATS and math.prod(np.shape(x)) > 0
+    """True for a float or complex array with values."""
+    name = getattr(getattr(x, "dtype", None), "name", "")
+    return (name in FORMATS or name.startswith("complex")) and math.prod(np.shape(x)) > 0
+
+
+def real(x: jax.Array) -> jax.Array:
+    """A complex array's real and imaginary numbers; another array as it is.
+
+    |z| itself may be Inf where both of them are finite.
+    """
+    if not jnp.iscomplexobj(x):
+        return x
+    return lax.concatenate([lax.expand_dims(part, (0,)) for part in (lax.real(x), lax.imag(x))], 0)
 
 
 def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
+    arrays = tuple(map(real, arrays))
     wide = [np.float64 if x.dtype == np.float64 else np.float32 for x in arrays]
     sizes = [lax.convert_element_type(*both) for both in zip(arrays, wide, strict=True)]
     peaks = [largest_magnitude(x, range(x.ndim)) for x in sizes]
@@ -73,6 +84,7 @@ def peak(*arrays: jax.Array) -> jax.Array:
 
 def few(x: jax.Array) -> jax.Array:
     """A sample of an array's values, in one row."""
+    x = real(x)
     flat = lax.reshape(x, (x.size,))
     step = -(-x.size // SAMPLE)
     return flat if step <= 1 else lax.slice(flat, (0,), (x.size,), (step,))
@@ -106,7 +118,7 @@ def rounding(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) ->
 
 def values(x: jax.Array) -> jax.Array:
     """A sample of an array's values, float32."""
-    return few(jnp.asarray(x, jnp.float32))
+    return few(x).astype(jnp.float32)
 
 
 def difference(low: jax.Array, wide: jax.Array) -> jax.Array:
@@ -147,7 +159,7 @@ def operands(values: Sequence[jax.Array]) -> jax.Array:
 
 def _operand(x: jax.Array) -> jax.Array:
     """Smallest, largest finite magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
-    values = jnp.ravel(x).astype(jnp.float32)
+    values = jnp.ravel(real(x)).astype(jnp.float32)
     size = jnp.abs(values)
     finite = jnp.isfinite(size)
     some = jnp.where(finite & (size > 0), size, jnp.inf)

@@ -591,7 +591,7 @@ def not_finite(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
     found = {}
     for name, t in named.items():
         values = _values(t)
-        if values.is_floating_point() and not bool(values.isfinite().all()):
+        if not bool(values.isfinite().all()):
             found[name] = "NaN" if bool(values.isnan().any()) else "Inf"
     return found
 

@@ -188,8 +188,18 @@ def test_float64_beyond_float32_is_finite() -> None:
 def test_float8_empty_and_other_arrays() -> None:
     audited = audit(lambda a, b, c, d: (a.astype(jnp.float8_e5m2), b * 2, c * 2, d + 1))
     audited(X, jnp.ones((0, 2)), jnp.ones(2, jnp.complex64), jnp.ones(2, jnp.int32))
-    (row,) = audited.audit.results
-    assert (row.op, row.run, row.magnitudes.largest) == ("to", "float8_e5m2", 3.0)
+    found = [(row.op, row.run, row.magnitudes.largest) for row in audited.audit.results]
+    assert found == [("to", "float8_e5m2", 3.0), ("mul", "complex64", 2.0)]
+
+
+def test_complex_numbers_are_measured_by_their_parts() -> None:
+    """The magnitude itself would be Inf where both parts are finite."""
+    audited = audit(lambda x: lax.complex(x, -2 * x) * 2)
+    audited(jnp.full(3, 8e37))
+    said = rows(audited)["mul"]
+    assert (said.largest, said.inf, said.counted) == (pytest.approx(3.2e38), False, 6)
+    audited(jnp.full(3, 1e38))
+    assert (audited.audit.fault.op, audited.audit.fault.found) == ("mul", "Inf")
 
 
 # Control flow

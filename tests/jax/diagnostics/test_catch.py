@@ -173,6 +173,20 @@ def test_a_bad_state_under_a_finite_loss() -> None:
     )  # of sqrt's derivative
 
 
+def test_a_complex_state_that_is_not_finite() -> None:
+    def step(z: Any, x: Any) -> Any:
+        z = z * lax.complex(x, x)
+        return z, x.sum()
+
+    caught = catch(jax.jit(step), every=10)
+    z, _ = caught(jnp.ones(3, jnp.complex64), jnp.full(3, 1e30))
+    caught.check()
+    z, _ = caught(z, jnp.full(3, 1e30))
+    with pytest.raises(BadStepError, match=r"step 1: argument \[0\] is (Inf|NaN)") as raised:
+        caught.check()
+    assert raised.value.report.fault.op == "mul"
+
+
 def test_a_bad_gradient_under_finite_losses_is_found_later_and_its_step_named() -> None:
     """A row of a table becomes NaN, and later steps read other rows: no loss shows it."""
 

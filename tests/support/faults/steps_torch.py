@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from polymp.torch import autocast
+from polymp.torch import audit, autocast, locate
 
 
 class Step:
@@ -39,6 +39,14 @@ class Step:
         self.x.grad = None
         finite = bool(self.step(self.x).isfinite())
         return finite and (self.x.grad is None or bool(self.x.grad.isfinite().all()))
+
+    def located(self) -> Any:
+        return locate(self.step, *self.batch)
+
+    def audited(self) -> Any:
+        with audit() as found:
+            self.step(*self.batch)
+        return found
 
 
 class Stale(Step):

@@ -175,6 +175,25 @@ def test_a_bad_weight_shows_in_the_check() -> None:
     assert torch.equal(net.scale, torch.ones(3))
 
 
+def test_a_complex_weight_shows_in_the_check() -> None:
+    net = nn.Module()
+    net.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD(net.parameters(), 3e38)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (net.phase * x).abs().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    caught = catch(step)
+    caught(torch.full((3,), 100.0))
+    with pytest.raises(BadStepError, match=r"step 0: the weight phase is (Inf|NaN)"):
+        caught.check()
+    assert torch.equal(net.phase, torch.ones(3, dtype=torch.complex64))
+
+
 def test_a_jump_of_the_loss() -> None:
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)

@@ -31,12 +31,12 @@ PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 # What may differ between versions.
 VERSIONED := tests/site/test_package.py tests/core/rules/test_vocabulary.py \
     $(addprefix tests/torch/, $(addsuffix .py, compat/test_private_names compat/test_differences \
-        $(addprefix autocast/test_, arguments compile compile_around cuda_lists custom_function fp8_fallback fp8_product \
-            func lean_policy ops policy_cost recurrent regions torch_table) \
+        $(addprefix autocast/test_, arguments compile compile_around cuda_lists custom_function fp8_around fp8_product \
+            func lean_policy ops policies recurrent regions torch_table) \
         weights/test_bake \
         $(addprefix scaler/test_, compile histories))) \
     $(addprefix tests/jax/, $(addsuffix .py, compat/test_private_names scaler/test_optimizer_step \
-        $(addprefix autocast/test_, contraction fp8_contraction fp8_fallback random_programs regions)))
+        $(addprefix autocast/test_, contraction fp8_contraction fp8_regions random_programs regions)))
 
 # What adapts polymp to other packages, each of which a run of its tests must have.
 ADAPTERS := tests/torch/trainers

@@ -13,8 +13,8 @@ import pytest
 
 from polymp import cli, progress
 from polymp.diagnostics.audit import Audit
-from tests.support import audits
-from tests.support.audits import measured
+from tests.support import reports
+from tests.support.reports import measured
 
 
 class Stream(io.StringIO):
@@ -108,7 +108,7 @@ def test_an_error_leaves_no_line(terminal: Stream) -> None:
 
 
 def layers() -> Audit:
-    return audits.audit([measured("linear", f"m{i}", [1.0]) for i in range(3)], [])
+    return reports.audit([measured("linear", f"m{i}", [1.0]) for i in range(3)], [])
 
 
 def test_a_picture(terminal: Stream) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +16,101 @@ import pytest
 
 import polymp
 from tests.conftest import need
-from tests.support.faults import plant
+
+
+def _attention(training: Any) -> None:
+    """Queries and keys 256 times as large, and scores divided by as much again."""
+    head = training.model.attention
+    for layer in (head.q, head.k):
+        layer.weight.data *= 2.0**8
+    head.temperature *= 2.0**-16
+
+
+def _convolution(training: Any) -> None:
+    """Images in other units: the whitening undoes it."""
+    images, labels = training.batch
+    training.batch = images * 2.0**-16, labels
+
+
+def _counting(training: Any) -> None:
+    """Counts of a shorter time: rates are larger by e**12."""
+    training.model.head.bias.data += 12
+    training.loss.time = math.exp(-12)
+
+
+def _recurrent(training: Any) -> None:
+    """A weight of the loss that Adam does not see."""
+    training.loss.weight = 2.0**-26
+
+
+def _embedding(training: Any) -> None:
+    training.model.unit.eps = 1e-8
+
+
+def _stream(training: Any) -> None:
+    """All that is added to the stream 2**18 times as large: the norms undo it."""
+    layers = [training.model.start, *(block.down for block in training.model.blocks)]
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.data *= 2.0**18
+
+
+IN_TORCH: dict[str, Callable[[Any], None]] = {
+    "attention": _attention,
+    "convolution": _convolution,
+    "counting": _counting,
+    "recurrent": _recurrent,
+    "embedding": _embedding,
+    "stream": _stream,
+}
+
+
+def _regression(training: Any) -> None:
+    """One value of the data is no number."""
+    x, y = training.batch
+    x = x.copy()
+    x[5, 2] = math.nan
+    training.batch = x, y
+
+
+def _pooling(training: Any) -> None:
+    """One row of the batch is masked as a whole."""
+    x, mask, y = training.batch
+    mask = mask.copy()
+    mask[3] = 0
+    training.batch = x, mask, y
+
+
+def _unit(training: Any) -> None:
+    """Data in other units: the norm undoes it."""
+    x, y = training.batch
+    training.batch = x * 2.0**4, y
+
+
+def _sparse(training: Any) -> None:
+    """The penalty in other units: its weight undoes it."""
+    training.loss = training.loss._replace(units=2.0**6)
+
+
+def _classes(training: Any) -> None:
+    """Scores 12 times as large, so that most classes are all but ruled out."""
+    training.model.sharpness = 12.0
+
+
+def _graph(training: Any) -> None:
+    """Messages in other units: who receives them divides by as much."""
+    training.model.neighbours.units = 2.0**12
+
+
+IN_JAX: dict[str, Callable[[Any], None]] = {
+    "regression": _regression,
+    "pooling": _pooling,
+    "unit": _unit,
+    "sparse": _sparse,
+    "classes": _classes,
+    "graph": _graph,
+}
+
 
 # How far a mended training must come, as a share of how far the healthy one comes.
 ENOUGH = 0.7
@@ -90,7 +184,7 @@ def made(case: Planted) -> Any:
 def spoiled(case: Planted) -> Any:
     """The training with the fault in it, and no word of which."""
     training = made(case)
-    {"torch": plant.IN_TORCH, "jax": plant.IN_JAX}[case.framework][case.training](training)
+    {"torch": IN_TORCH, "jax": IN_JAX}[case.framework][case.training](training)
     return training
 
 
@@ -331,8 +425,3 @@ def test_a_step_that_breaks_is_explained_by_all_tools_alike(framework: str, case
     assert suggestion.dtype is None
     one.policy = suggestion.apply(one.policy)
     assert one.is_finite() == case.helps
-
-
-def test_twelve_are_planted_six_in_each_framework() -> None:
-    assert len(PLANTED) == 12
-    assert [case.framework for case in PLANTED].count("torch") == 6

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import polymp
+from polymp.errors import ScalerWarning
 from polymp.scaling.scale_rule import (
     SMALLEST,
     ScaleRule,
@@ -17,6 +22,7 @@ from polymp.scaling.scale_rule import (
     to_state_dict,
 )
 from tests.conftest import need
+from tests.support.scaler_arguments import CONSTANTS, FIRSTS, SAVED, STATES, spoiled
 
 # What a step finds: all is finite; a gradient is not; the loss is not.
 GOOD, OVERFLOW, SPOILED = "good", "overflow", "spoiled"
@@ -191,3 +197,132 @@ def test_both_say_the_same_of_bfloat16():
         cost = polymp.jax.autocast(lambda w: (w * w).sum())
         jax.grad(lambda w: polymp.jax.GradScaler(**rule).scale(cost(w)))(jax.numpy.ones(2))
     assert [str(w.message) for w in caught] == [NO_EFFECT] * 2
+
+
+# --- Arguments and states that a scaler refuses: both frameworks raise the errors of the core -----
+
+
+@pytest.fixture(params=["torch", "jax"])
+def make(request: pytest.FixtureRequest) -> Any:
+    """Makes a framework's `GradScaler`."""
+    need(request.param)
+    if request.param == "torch":
+        from polymp.torch import GradScaler
+
+        return functools.partial(GradScaler, "cpu")
+    from polymp.jax import GradScaler as OfJax
+
+    return OfJax
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), CONSTANTS + FIRSTS, ids=str)
+def test_arguments(make: Any, arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises((error, AssertionError)) as raised:
+        make(**arguments)
+    if isinstance(make, functools.partial) and raised.type is AssertionError:
+        import torch
+
+        with pytest.raises(AssertionError, match=f"^{re.escape(str(raised.value))}$"):
+            torch.amp.GradScaler("cpu", **arguments)  # whose words they are then
+    else:
+        assert (raised.type, raised.value.args) == (error, (message,))
+    assert make(**arguments, enabled=False).state_dict() == {}, "nor is it looked at if disabled"
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize(("change", "error", "message"), STATES, ids=lambda v: str(v)[:30])
+def test_a_bad_state_changes_nothing(
+    make: Any, change: Any, error: type[Exception], message: str, used: bool
+) -> None:
+    scaler = make(init_scale=4.0, growth_interval=3)
+    if used and isinstance(make, functools.partial):
+        import torch
+
+        scaler.scale(torch.ones(()))
+    elif used:
+        scaler = scaler.update(True)
+    before = scaler.state_dict()
+    with pytest.raises(error) as raised:
+        scaler.load_state_dict(spoiled(change))
+    assert (raised.type, raised.value.args) == (error, (message,))
+    assert scaler.state_dict() == before
+    loaded = scaler.load_state_dict(SAVED) or scaler
+    assert loaded.state_dict() == SAVED
+
+
+def test_what_is_no_state_at_all(make: Any) -> None:
+    scaler = make()
+    before = scaler.state_dict()
+    for state in (None, 3, [1.0], "scale"):
+        said = re.escape(f"a scaler's state must be a dictionary, got {state!r}.")
+        with pytest.raises(TypeError, match=f"^{said}$"):
+            scaler.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="The source state dict is empty, possibly because it"):
+        scaler.load_state_dict({})
+    assert scaler.state_dict() == before
+
+
+# The advice of a scaler that is stuck: `locate` names the op, and a row for it ends the skips
+
+
+ADVICE = (
+    "To find the op, call polymp.torch.locate or polymp.jax.locate with the step; to run it in "
+    "float32, give it a row: policy.override(fp32=[op])."
+)
+LARGE = 600.0  # its square is beyond float16
+
+
+def test_in_torch() -> None:
+    need("torch")
+    import torch
+
+    from polymp.torch import GradScaler, autocast, locate
+
+    weight = torch.nn.Parameter(torch.full((2, 2), LARGE))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", stuck_after=3, on_stuck="warn")
+
+    def loss(policy: polymp.Policy) -> torch.Tensor:
+        with autocast("cpu", torch.float16, policy=policy):
+            return (torch.mm(weight, weight) / 2**20).square().mean()
+
+    def train(policy: polymp.Policy, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            scaler.scale(loss(policy)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    policy = polymp.policy("amp")
+    with pytest.warns(ScalerWarning) as caught:
+        train(policy, 4)
+    assert str(caught[0].message).endswith(ADVICE)
+    fault = locate(lambda: loss(policy))
+    assert fault is not None
+    assert fault.op == "mm"
+    train(policy.override(fp32=[fault.op]), 1)
+    assert scaler.report().state.skips == 0
+
+
+def test_in_jax() -> None:
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+
+    from polymp.jax import autocast, locate
+
+    weight = jnp.full((2, 2), LARGE)
+
+    def loss(policy: polymp.Policy) -> Callable[[jax.Array], jax.Array]:
+        @autocast(dtype="float16", policy=policy)
+        def call(weight: jax.Array) -> jax.Array:
+            return jnp.exp(-(weight @ weight)).mean() + (weight @ weight).mean()
+
+        return call
+
+    policy = polymp.policy("amp")
+    fault = locate(loss(policy), weight)
+    assert fault is not None
+    in_float32 = loss(policy.override(fp32=[fault.op]))
+    assert locate(in_float32, weight) is None
+    assert jnp.isfinite(jax.grad(in_float32)(weight)).all()

@@ -16,8 +16,7 @@ from polymp import versions
 from polymp.integrations import INTEGRATIONS
 from tests.conftest import need
 from tests.core.test_layers import LEVELS
-from tests.support.blocks import ROOT
-from tests.support.links import URLS
+from tests.support.blocks import ROOT, URLS
 
 CONTRIBUTING, ARCHITECTURE = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"
 VERSIONS = ROOT / "docs" / "versions.md"

@@ -18,8 +18,7 @@ import pytest
 
 from polymp import versions
 from tests.conftest import need
-from tests.support.blocks import ROOT
-from tests.support.links import FILES, URLS
+from tests.support.blocks import FILES, ROOT, URLS
 
 LINKS = {"polymp/backends": "backends", "polymp/policies": "policies"}
 GENERATED = {"PKG-INFO", "setup.cfg"}  # and the folder polymp.egg-info

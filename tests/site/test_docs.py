@@ -19,10 +19,19 @@ from polymp.rules.policy_files import shipped, summary
 from polymp.rules.row import Rule
 from tests.conftest import FRAMEWORKS, need
 from tests.support import forks
-from tests.support.blocks import ROOT, Block, Outcome, read, run
+from tests.support.blocks import FILES as REPOSITORY
+from tests.support.blocks import (
+    ROOT,
+    URLS,
+    Block,
+    Outcome,
+    dead_links,
+    is_absolute,
+    links,
+    read,
+    run,
+)
 from tests.support.forks import Call
-from tests.support.links import FILES as REPOSITORY
-from tests.support.links import URLS, dead_links, is_absolute, links
 
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 FILES = (*map(ROOT.joinpath, TOP), *sorted(ROOT.glob("docs/**/*.md")))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -66,7 +68,6 @@ def _in_jax(
     second: Any = None,
 ) -> Callable[..., Any]:
     """The same in JAX, with one thing changed."""
-    import jax
     import jax.numpy as jnp
 
     def network(x: Any, w: Any, b: Any, v: Any) -> Any:
@@ -103,7 +104,6 @@ def _other_rule() -> Callable[..., Any]:
 
 
 def _attention(scale: float) -> Callable[..., Any]:
-    import jax
 
     def attention(q: Any, k: Any, v: Any) -> Any:
         return jax.nn.softmax(scale * (q @ k.T)) @ v
@@ -124,7 +124,6 @@ def _torch_mean(x: Any, w: Any) -> Any:
 
 
 def _reduced(name: str) -> Callable[..., Any]:
-    import jax.numpy as jnp
 
     return lambda x, w: getattr(jnp, name)(jnp.exp(x @ w), axis=-1)
 
@@ -199,7 +198,6 @@ def jax_block(
     eps: float = 1e-5, approximate: bool = False, axis: int = -1, power: float = -0.5
 ) -> Callable[..., Any]:
     """The same in JAX, by default."""
-    import jax
     import jax.numpy as jnp
 
     def split(y: Any) -> Any:

@@ -3,6 +3,8 @@
 `expected` is a second answer to the question that `Policy.winner` answers.
 """
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import strategies as st
 
@@ -11,7 +13,6 @@ from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.rules.row import LOW, Row, Rule
-from tests.core.rules.test_scopes import deepest
 
 DTYPE = st.sampled_from(LOW)
 NAMES = st.sampled_from([*FORMATS, "float8_e4m3fnuz"])  # the last one dtypes lacks
@@ -157,3 +158,54 @@ def answer(policy, question, path):
     except PolicyError:
         return "conflict"
     return row and describe(row, path)
+
+
+# A second matcher of patterns, which tries every way.
+
+# A pattern as parts: what one of them stands for, by how it is written.
+ONE = {"?": "abc0.", "[ab]": "ab", "[!a]": "b0.", "[0-1]": "0"}
+PARTS = st.lists(st.sampled_from(["a", "b", "0", ".", "*", *ONE]), min_size=1, max_size=7)
+ANY_PATH = st.lists(st.text("ab0", min_size=1, max_size=2), max_size=4).map(".".join)
+
+
+def fits(parts: Sequence[str], text: str, *, nothing: bool = True, dots: bool = True) -> bool:
+    """True if the parts, in order, can stand for the whole text.
+
+    Args:
+        parts: of the pattern.
+        text: the path of a module.
+        nothing: False for a matcher in which "*." in front never stands for nothing.
+        dots: False for a matcher in which a star stops at a dot.
+    """
+    if list(parts[:2]) == ["*", "."] and nothing:
+        tails = [text, *(text[at + 1 :] for at, c in enumerate(text) if c == ".")]
+        return any(spelled(parts[2:], tail, dots) for tail in tails)
+    return spelled(parts, text, dots)
+
+
+def spelled(parts: Sequence[str], text: str, dots: bool) -> bool:
+    if not parts:
+        return not text
+    if parts[0] == "*":
+        ends = [at for at in range(len(text) + 1) if dots or "." not in text[:at]]
+        return any(spelled(parts[1:], text[at:], dots) for at in ends)
+    first = ONE.get(parts[0], parts[0])
+    return bool(text) and text[0] in first and spelled(parts[1:], text[1:], dots)
+
+
+def deepest(
+    parts: Sequence[str],
+    path: str,
+    *,
+    pick: Callable[..., int] = max,
+    at_the_end: Callable[..., int] = min,
+    **matcher: bool,
+) -> int:
+    """How many modules, the outermost one with it, lead to the innermost one that fits; 0: none.
+
+    With a star at the end, to the outermost one.
+    """
+    names = path.split(".") if path else []
+    pick = at_the_end if parts and parts[-1] == "*" else pick
+    modules = [".".join(names[:end]) for end in range(len(names) + 1)]
+    return pick((at + 1 for at, m in enumerate(modules) if fits(parts, m, **matcher)), default=0)

@@ -22,7 +22,6 @@ def size(few: int, many: int) -> int:
 # of them is alone at the end; tests of a file run in one process.
 LONGEST = (
     "site/test_docs.py",
-    "shared/test_broken_trainings.py",
     "torch/autocast/test_ops.py",
     "jax/autocast/test_corpus.py",
     "jax/autocast/test_random_programs.py",
@@ -61,7 +60,6 @@ LONGEST = (
     "site/test_site.py",
     "jax/autocast/test_random_policies.py",
     "torch/modules/test_scoped.py",
-    "jax/scaler/test_flax.py",
     "jax/weights/test_freeze_serving.py",
     "jax/scaler/test_checkpoint.py",
 )

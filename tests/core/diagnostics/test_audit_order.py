@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import audits
-from tests.support.audits import gradient, measured
+from tests.support import reports
+from tests.support.reports import gradient, measured
 
 
 def unequal() -> Any:
@@ -19,7 +19,7 @@ def unequal() -> Any:
         measured("linear", "wide", [70_000.0, 1.0, 1.0, 1.0], run="bfloat16"),
         measured("linear", "large", [60_000.0] * 4, loss_effect=-0.02),
     ]
-    return audits.audit(results, [gradient("large.weight", [2.0**-16] * 4)])
+    return reports.audit(results, [gradient("large.weight", [2.0**-16] * 4)])
 
 
 def listed(text: str) -> tuple[list[str], list[str]]:

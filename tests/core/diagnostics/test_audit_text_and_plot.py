@@ -18,9 +18,9 @@ from polymp.diagnostics import audit_plot, audit_text
 from polymp.diagnostics.audit_records import Operand
 from polymp.diagnostics.magnitudes import NARROW
 from polymp.dtypes import FORMATS
-from tests.support import audits
-from tests.support.audits import gradient, magnitudes, measured
+from tests.support import reports
 from tests.support.dtype_spellings import spellings
+from tests.support.reports import gradient, magnitudes, measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def small() -> Any:
         measured("linear", "net.up", [1.0], direction="recompute"),
     ]
     small = [2.0**-26] * 3 + [2.0**-16]
-    return audits.audit(results, [gradient("net.up.weight", small)], scale=1024.0)
+    return reports.audit(results, [gradient("net.up.weight", small)], scale=1024.0)
 
 
 def test_the_helper_counts_what_an_array_holds() -> None:
@@ -92,24 +92,24 @@ def test_what_became_of_the_values_here_is_told() -> None:
         measured("mul", "m", base._replace(vanished=0.5)),
         measured("add", "m", base, numbers=(1e-12,)),
     ]
-    text = " ".join(str(audits.audit(rows, [])).split())
+    text = " ".join(str(reports.audit(rows, [])).split())
     for words in ("Inf, NaN, 25 % Inf", "50 % zero", "1e-12 is zero"):
         assert words in text
     assert "loss scale" not in text
 
 
 def test_the_fault_stands_first() -> None:
-    audit = audits.transformer(8)
+    audit = reports.transformer(8)
     text = str(audit)
     said = text.index("first value that is not finite:\nmatmul (aten:matmul) in module 'blocks")
     assert said < text.index("loss scale") < text.index("encoder.blocks.0")
     assert max(map(len, text.splitlines())) == 100
-    assert "not finite" not in str(audits.transformer(8, faulty=False))
+    assert "not finite" not in str(reports.transformer(8, faulty=False))
 
 
 def test_an_audit_of_nothing_and_of_zeros() -> None:
-    assert str(audits.audit([], [], steps=0)) == "audit of 0 steps"
-    assert "no finite gradient other than zero" in str(audits.audit([], [gradient("w", [0.0])]))
+    assert str(reports.audit([], [], steps=0)) == "audit of 0 steps"
+    assert "no finite gradient other than zero" in str(reports.audit([], [gradient("w", [0.0])]))
 
 
 def long_names() -> Any:
@@ -118,7 +118,7 @@ def long_names() -> Any:
     at = {"source": "modeling_llama_attention.py:1234"}
     ops = ("scaled_dot_product_attention", "linear", "native_layer_norm")
     rows = [measured(op, f"model.layers.{i}.self_attn", base, **at) for i, op in enumerate(ops)]
-    return audits.audit(rows, [gradient("model.layers.0.self_attn.q_proj.weight", [1e-9, 1.0])])
+    return reports.audit(rows, [gradient("model.layers.0.self_attn.q_proj.weight", [1e-9, 1.0])])
 
 
 @pytest.mark.parametrize("width", [80, 90, 100, 140])
@@ -137,13 +137,13 @@ def test_no_cell_of_a_table_is_broken_over_many_lines(width: int) -> None:
 
 def test_the_rows_of_which_float16_loses_most_are_listed_alone() -> None:
     rows = [measured("exp", "m", [2.0**-30] * n + [1.0] * (9 - n)) for n in (1, 5, 3)]
-    text = audits.audit(rows, []).table(limit=2)
+    text = reports.audit(rows, []).table(limit=2)
     assert [line.split()[5] for line in text.splitlines() if line.startswith("  exp")] == [
         "56",
         "33",
     ]
     assert "1 row of which float16 loses less not listed" in text
-    assert "not listed" not in audits.audit(rows, []).table(limit=3)
+    assert "not listed" not in reports.audit(rows, []).table(limit=3)
     with pytest.raises(ValueError, match="limit=0 lists no call"):
         small().table(limit=0)
 
@@ -155,7 +155,7 @@ def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> 
     for words in ("gradients that become zero", "net.up", "exp", "model.py:2", "backward: grad"):
         assert words in page
     assert page.count("<tr") == 1 + len(audit.results) + len(audit.gradients)
-    named = audits.audit([measured("exp", "<script>", [1.0])], [])
+    named = reports.audit([measured("exp", "<script>", [1.0])], [])
     assert "<script>" not in named.to_html().partition("<tbody>")[2].partition("</tbody>")[0]
     assert len(repr(audit.results[0])) < 400
     assert len(repr(audit)) < 100
@@ -242,7 +242,7 @@ def overlapping(figure: Figure) -> list[tuple[str, str]]:
 def test_a_band_reaches_from_5_to_95_percent_and_the_tick_is_the_largest() -> None:
     values = RANDOM.lognormal(-3, 2, 20_000).astype(np.float32)
     back = RANDOM.lognormal(-12, 1, 20_000).astype(np.float32)
-    audit = audits.audit([measured("linear", "m", values)], [gradient("m.weight", back)])
+    audit = reports.audit([measured("linear", "m", values)], [gradient("m.weight", back)])
     for axes, array in zip(panels(audit.plot()), (values, back), strict=True):
         low, high = bands(axes)[0]
         # A bin is a sixteenth of a power of two wide, and drawn from where it begins.
@@ -271,7 +271,7 @@ def test_a_row_for_each_module_with_all_that_belongs_to_it() -> None:
 
 def test_parameters_belong_to_the_innermost_module_that_ran() -> None:
     names = ["a.b.weight", "a.b.c.weight", "x.y.bias", "scale"]
-    audit = audits.audit([measured("linear", "a.b", [1.0])], [gradient(n, [1.0]) for n in names])
+    audit = reports.audit([measured("linear", "a.b", [1.0])], [gradient(n, [1.0]) for n in names])
     found = {row.module: row.gradient.values for row in audit_plot.layers(audit) if row.gradient}
     assert found == {"a.b": 2, "x.y": 1, "": 1}
 
@@ -297,7 +297,7 @@ def test_the_ranges_are_those_of_the_dtypes() -> None:
 
 
 def test_what_has_no_place_on_the_axis_is_written_beside_it() -> None:
-    audit = audits.audit(
+    audit = reports.audit(
         [measured("linear", "m", [1.0, np.inf, np.nan]), measured("linear", "n", [np.nan])],
         [gradient("m.w", [0.0, 0.0]), gradient("n.w", [1.0])],
     )
@@ -310,17 +310,17 @@ def test_what_has_no_place_on_the_axis_is_written_beside_it() -> None:
 
 @pytest.mark.parametrize("depth", [1, 8, 60])
 def test_nothing_overlaps_and_the_height_grows(depth: int) -> None:
-    figure = audits.transformer(depth + 2).plot(dark=depth == 8)
+    figure = reports.transformer(depth + 2).plot(dark=depth == 8)
     assert overlapping(figure) == []
     sizes = {t.get_fontsize() for t in panels(figure)[0].get_yticklabels()}
     assert sizes == {8.5}
-    rows = len(audit_plot.layers(audits.transformer(depth + 2)))
+    rows = len(audit_plot.layers(reports.transformer(depth + 2)))
     base = figure.get_figheight() - 0.2 * rows
     assert base == pytest.approx(0.62 + 4 * 0.22 + 0.06 + 0.55)
 
 
 def test_the_overlap_is_noticed() -> None:
-    figure = audits.transformer(8).plot()
+    figure = reports.transformer(8).plot()
     left, _ = panels(figure)
     left.text(0.5, 0.5, "one thing", transform=left.transAxes)
     left.text(0.5, 0.5, "another", transform=left.transAxes)
@@ -332,7 +332,7 @@ def test_the_overlap_is_noticed() -> None:
 
 def test_far_out_magnitudes_stay_on_the_axis() -> None:
     wide = [2.0**-120] * 10 + [2.0**120]
-    figure = audits.audit([measured("linear", "m" * 70, wide)], []).plot()
+    figure = reports.audit([measured("linear", "m" * 70, wide)], []).plot()
     left, _ = panels(figure)
     low, high = left.get_xlim()
     assert low < -120
@@ -361,7 +361,7 @@ def test_names_are_drawn_as_they_are_and_a_picture_stays_whole(
     from matplotlib.figure import Figure
 
     names = ["a$x_1$b", r"$\frac{1", "100%_of_$", r"\alpha^{2}"]
-    audit = audits.audit([measured("exp", name, [1.0]) for name in names], [])
+    audit = reports.audit([measured("exp", name, [1.0]) for name in names], [])
     path = tmp_path / "audit.svg"
     left, _ = panels(audit.plot(path))
     assert [label.get_text() for label in left.get_yticklabels()] == names
@@ -409,7 +409,7 @@ def test_bad_input_is_refused_before_anything_is_drawn(
     with pytest.raises(ValueError, match=r"a\.txt' does not end in one of \.png, \.svg, \.pdf"):
         small().plot(tmp_path / "a.txt")
     with pytest.raises(ValueError, match="nothing was measured: run a step in the"):
-        audits.audit([], []).plot(tmp_path / "a.png")
+        reports.audit([], []).plot(tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(
         ImportError, match=r"^Audit\.plot needs matplotlib: pip install matplotlib$"
@@ -420,7 +420,7 @@ def test_bad_input_is_refused_before_anything_is_drawn(
 
 
 def test_a_fault_has_its_module_and_line_if_they_are_known() -> None:
-    fault = audits.transformer(8).fault
+    fault = reports.transformer(8).fault
     assert fault is not None
     known = fault._replace(module="0", source="train.py:12")
     first, *_ = str(known).splitlines()
@@ -446,7 +446,7 @@ def test_effects_on_the_loss_are_shown_and_added_up() -> None:
         for i, effect in enumerate((0.02, -0.005, None))
     ]
     results.append(measured("sum", "", [1.0], run="float32"))
-    audit = audits.audit(results, [])
+    audit = reports.audit(results, [])
     assert "changes the loss" not in str(audit), "rounding was not asked for"
     audit.rounding = True
     assert audit.loss_effect == audit.to_dict()["loss_effect"] == pytest.approx(0.015)
@@ -464,7 +464,7 @@ def test_effects_on_the_loss_are_shown_and_added_up() -> None:
 
 
 def test_without_a_backward_pass_no_effect_on_the_loss_is_said() -> None:
-    audit = audits.audit([measured("linear", "", [1.0])], [])
+    audit = reports.audit([measured("linear", "", [1.0])], [])
     audit.rounding = True
     assert audit.loss_effect is None
     assert "of the loss: not measured, for it needs the backward pass" in str(audit)

@@ -12,9 +12,8 @@ from polymp.diagnostics import audit_plot, call_record
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.call_record import BACKWARD, Call, CallList, folded, label
 from polymp.diagnostics.report import Report
-from tests.support import audits, reports
-from tests.support.audits import gradient, measured
-from tests.support.reports import call, linear
+from tests.support import reports
+from tests.support.reports import call, gradient, linear, measured
 
 Row = tuple[str, str, int]  # module, kind, count
 
@@ -166,7 +165,7 @@ def layered(layers: int = 24, bad: int | None = None) -> Audit:
         for i in range(layers)
     ]
     gradients = [gradient(f"h.{i}.up.weight", [2.0**-i]) for i in range(layers)]
-    return audits.audit(results, gradients)
+    return reports.audit(results, gradients)
 
 
 def test_an_audit_folds_and_shows_a_broken_layer() -> None:

@@ -24,7 +24,7 @@ from polymp.diagnostics.magnitudes import (
 )
 from polymp.dtypes import FORMATS
 from tests.conftest import need
-from tests.support.audits import magnitudes
+from tests.support.reports import magnitudes
 
 DTYPES = {
     "float16": np.float16,

@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import polymp
+from polymp.cli import main
 from polymp.dtypes import FORMATS, widest
-from polymp.rules.policy import Decision, Policy
+from polymp.errors import PolicyError
+from polymp.rules import policy_files
+from polymp.rules.policy import Decision, Policy, why_float32
 from polymp.rules.policy_files import load
 from polymp.rules.region import Region
 from polymp.rules.row import Row, Rule
+from polymp.rules.vocabulary import Op, Vocabulary
 from tests.support.policy_rows import (
     DTYPE,
     MINE,
@@ -181,3 +186,160 @@ def test_halves_raise_refuses_a_second_low_dtype_only_before_a_float32(low, dtyp
     seen = [f for f in dtypes if f != "float64"]
     before = seen[: seen.index("float32")] if "float32" in seen else seen
     assert (decision.rule is Rule.FORBID) == any(f != low for f in before)
+
+
+# --- The key `few_rows` of a policy: where it comes from, and what it says ------------------------
+
+
+def test_a_product_of_more_rows_has_no_reason():
+    assert why_float32(4, 5) == why_float32(0, 1) == why_float32(4, float("inf")) == ""
+    why = "casting the float32 parameter takes longer than {} (few_rows = 4)"
+    assert why_float32(4, 4) == why.format("4 rows")
+    assert why_float32(4, 1) == why.format("1 row")
+
+
+def test_the_key_is_kept_inherited_and_part_of_what_a_policy_is():
+    few = polymp.policy({"name": "few", "extends": "amp", "few_rows": 32})
+    assert few != polymp.policy({"name": "few", "extends": "amp"})
+    assert polymp.policy("amp").few_rows == 0
+    for same in (
+        few.override(fp32=["gelu"]),
+        few.override(scopes={"*.head": {"linear": "fp32"}}).at("net.head"),
+        polymp.policy({"name": "other", "extends": few}),
+        pickle.loads(pickle.dumps(few)),
+    ):
+        assert same.few_rows == 32
+    assert polymp.policy({"name": "none", "extends": few, "few_rows": 0}).few_rows == 0
+
+
+def test_a_file_holds_the_key(tmp_path):
+    few = polymp.policy({"name": "few", "extends": "amp", "few_rows": 32})
+    file = tmp_path / "few.toml"
+    file.write_text(policy_files.to_toml(few))
+    assert polymp.policy(str(file)) == few
+
+
+@pytest.mark.parametrize("value", [-1, True, "4", 2.5])
+def test_what_is_no_number_of_rows_is_refused(value):
+    with pytest.raises(PolicyError) as error:
+        polymp.policy({"name": "few", "extends": "amp", "few_rows": value})
+    assert str(error.value) == (
+        f"policy 'few': few_rows = {value!r} is not a number of rows. Write few_rows = 32, or 0 to "
+        "run products of any size by their rows."
+    )
+
+
+def test_a_comparison_of_policies_lists_the_products(capsys, tmp_path):
+    few = polymp.policy({"name": "few", "extends": "amp", "few_rows": 32})
+    file = tmp_path / "few.toml"
+    file.write_text(policy_files.to_toml(few))
+    main(["diff", "amp", str(file)])
+    out = capsys.readouterr().out
+    assert "addmm" in out
+    assert "lower (few_rows = 32)" in out
+    assert "conv" not in out
+
+
+# --- Names of ops in rows: spellings, classes, and ops that users register ------------------------
+
+
+WORDS = Vocabulary(
+    {"matmul": "Products.", "softmax": "Exponentials."},
+    [
+        Op("linear", "matmul", aten=("linear",), jax=("dot_general:unbatched",)),
+        Op("mm", "matmul", aten=("mm",), traces=("linear",)),
+        Op("softmax", "softmax", aten=("softmax.int",), functions=("jax.nn.softmax",)),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "expected"),
+    [
+        ("mm", "mm", True),
+        ("mm", "class:matmul", True),
+        ("aten:mm", "mm", True),
+        ("aten:mm", "class:matmul", True),
+        ("jax:dot_general:unbatched", "linear", True),
+        ("class:matmul", "mm", False),
+        ("mm", "aten:mm", False),
+        ("mm", "class:softmax", False),
+        ("aten:mm", "linear", False),
+        ("mm", "default", False),
+        ("default", "default", True),
+        ("aten:brand_new", "default", False),
+        ("aten:brand_new", "aten:brand_new", True),
+    ],
+)
+def test_which_names_a_row_covers(inner, outer, expected):
+    assert WORDS.within(inner, outer) is expected
+
+
+def test_an_op_by_each_of_its_names():
+    assert WORDS.of_aten("softmax.int") == "softmax"
+    assert WORDS.of_aten("softmax") == ""
+    assert WORDS.of_jax("dot_general:unbatched") == "linear"
+    assert WORDS.functions == {"jax.nn.softmax": "softmax"}
+    assert WORDS.op_of("aten:softmax.int") is WORDS.ops["softmax"]
+    assert WORDS.op_of("class:softmax") is None
+    assert [op.name for op in WORDS.members("matmul")] == ["linear", "mm"]
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (
+            Op("mm", "custom"),
+            "op 'mm' is in the vocabulary already: it cannot be registered as 'mm'. "
+            "Give it a rule in a policy instead.",
+        ),
+        (
+            Op("mine", "custom", aten=("lib::mine", "mm")),
+            "aten op 'mm' is in the vocabulary already, as 'mm': it cannot be registered as "
+            "'mine'. Give it a rule in a policy instead.",
+        ),
+        (
+            Op("mine", "custom", jax=("dot_general:unbatched",)),
+            "primitive 'dot_general:unbatched' is in the vocabulary already, as 'linear': it "
+            "cannot be registered as 'mine'. Give it a rule in a policy instead.",
+        ),
+        (
+            Op("mine", "custom", functions=("jax.nn.softmax",)),
+            "function 'jax.nn.softmax' is in the vocabulary already, as 'softmax': it cannot be "
+            "registered as 'mine'. Give it a rule in a policy instead.",
+        ),
+    ],
+)
+def test_nothing_is_registered_twice(op, message):
+    words = Vocabulary(WORDS.kinds, WORDS.ops.values())
+    assert refusal(words.register, op) == message
+    assert (words.ops, words.registered) == (WORDS.ops, []), "a part of it was registered"
+    assert words.of_aten("lib::mine") == ""
+
+
+def test_a_registered_op_is_an_op():
+    words = Vocabulary(WORDS.kinds, WORDS.ops.values())
+    words.register(Op("mine", "custom", aten=("lib::mine",), rule="lower"))
+    assert words.registered == ["mine"]
+    assert words.of_aten("lib::mine") == "mine"
+    assert words.within("aten:lib::mine", "class:custom")
+    words.check("class:custom", "here")
+    assert refusal(words.check, "min", "here") == "here: no op 'min'. Did you mean mine?"
+
+
+def test_an_op_is_registered_in_one_framework_after_the_other():
+    words = Vocabulary(WORDS.kinds, WORDS.ops.values())
+    words.register(Op("mine", "custom", aten=("lib::mine",), rule="lower"))
+    words.register(Op("mine", "custom", jax=("mine_p",), rule="lower"))
+    both = Op("mine", "custom", aten=("lib::mine",), jax=("mine_p",), rule="lower")
+    assert words.op_of("aten:lib::mine") == words.op_of("jax:mine_p") == words.ops["mine"] == both
+    for other in (
+        Op("mine", "custom", functions=("lib.mine",), rule="lower"),  # a second one in JAX
+        Op("mine", "custom", aten=("lib::other",), rule="fp32"),
+    ):
+        with pytest.raises(PolicyError, match=r"^op 'mine' is in the vocabulary already: "):
+            words.register(other)
+    half = Vocabulary(WORDS.kinds, WORDS.ops.values())
+    half.register(Op("mine", "custom", aten=("lib::mine",), rule="lower"))
+    with pytest.raises(PolicyError, match="as 'mine'"):
+        half.register(Op("mine", "custom", jax=("mine_p",), rule="fp32"))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region, Stack
 from polymp.rules.row import Row, Rule
-from tests.support.threads import in_thread
+from tests.support.processes import in_thread
 
 
 def make(device, low):

@@ -639,19 +639,6 @@ def test_the_check_can_fail(name: str) -> None:
     assert check.found in list(check.wrong(vocabulary))
 
 
-def test_most_ops_have_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
-    ops = _ops(_table("vocabulary")).values()
-    both = sum(bool(op.get("aten")) and _in_jax(op) for op in ops)
-    traced = sum(bool(op.get("aten") and op.get("traces")) for op in ops)
-    with capsys.disabled():
-        print(
-            f"\nvocabulary: {len(ops)} ops in {len(_table('vocabulary'))} classes, "
-            f"{both} with both sides, {traced} that are other ops in JAX, "
-            f"{len(ops) - both - traced} with one side"
-        )
-    assert both >= 120
-
-
 def test_ops_that_pick_are_of_the_class_that_does() -> None:
     words = rules.vocabulary()
     picking = {name for name, op in words.ops.items() if op.picks}

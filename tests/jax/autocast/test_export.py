@@ -188,21 +188,6 @@ def test_it_lowers_for_machines_that_are_not_here(dtype, way):
         jax.jit(copy.call)(*arguments())
 
 
-def test_the_reader_of_modules_sees_what_it_must_see():
-    w, x = arguments()
-    cholesky = jax.jit(jnp.linalg.cholesky).lower(w["q"]).as_text()
-    assert foreign(cholesky), "a custom call was not seen"
-
-    @jax.jit
-    def polymp_inner(x: jax.Array) -> jax.Array:
-        return x + 1
-
-    assert foreign(jax.jit(lambda x: polymp_inner(x) * 2).lower(x).as_text())
-    mixed = jax.jit(lambda x: x @ w["q"] + (x.astype("bfloat16") @ w["q"].astype("bfloat16")).sum())
-    assert sorted(products(mixed.lower(x).as_text())) == ["bf16", "bf16", "f32", "f32"]
-    assert set(products(jax.jit(block).lower(w, x).as_text())) == {"f32"}, "block is float32"
-
-
 def test_shapes_may_be_symbols():
     w, x = arguments()
     rows = export.symbolic_shape("n, 8")

@@ -1,19 +1,77 @@
 """Products in 8 bits: values and gradients against numpy, under every transformation of jax."""
 
+import json
 import re
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax.autocast import fp8_contraction
+from polymp.backends.jax.autocast.fp8_operands import VERBS, dequantised, quantised, scale_axes
 from polymp.backends.jax.diagnostics.call_site import equations
+from polymp.backends.jax.diagnostics.measures import peak
 from polymp.dtypes import FORMATS
+from polymp.fp8 import quantise
 from polymp.fp8.recipes import RECIPES
 from polymp.jax import autocast
+from tests.support import fp8_numpy
 from tests.support.jax import eight_devices
 from tests.support.jax.fp8_models import NAMES, batch, layers, loss, policy, product
+from tests.support.sizes import size
+
+PARAMS = layers()
+X = jnp.concatenate([batch() * scale for scale in (1, 3, 9, 27)])
+COUNT = len(X)
+
+
+def off_by(one: Any, other: Any) -> float:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in both)
+
+
+def by_shards(both: Callable[..., Any]) -> Any:
+    """The body of a shard_map: each device scales its own part of the batch."""
+    each = [both(PARAMS, x[None]) for x in X]
+    losses, grads = zip(*each, strict=True)
+    of_params = jax.tree.map(lambda *leaves: sum(leaves) / COUNT, *[g[0] for g in grads])
+    of_x = jnp.concatenate([g[1] for g in grads]) / COUNT
+    return sum(one.astype(jnp.float32) for one in losses) / COUNT, (of_params, of_x)
+
+
+def on_mesh(name: str) -> None:
+    seen: dict[str, float] = {}
+    fn = autocast(loss, policy=policy(name))
+    both = jax.jit(jax.value_and_grad(fn, (0, 1)))
+    whole, shards = both(PARAMS, X), by_shards(both)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((COUNT,), ("d",), axis_types=(kind,))
+        with jax.set_mesh(mesh):
+            params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+            x = jax.device_put(X, NamedSharding(mesh, P("d")))
+            seen[f"mesh-{kind.name}"] = off_by(both(params, x), whole)
+    mesh = jax.make_mesh((COUNT,), ("d",), axis_types=(AxisType.Auto,))
+    for body, way in ((fn, "around"), (loss, "inside")):
+        mapped = jax.shard_map(
+            lambda params, x, body=body: jax.lax.pmean(body(params, x), "d"),
+            mesh=mesh,
+            in_specs=(P(), P("d")),
+            out_specs=P(),
+        )
+        mapped = mapped if way == "around" else autocast(mapped, policy=policy(name))
+        made = jax.jit(jax.value_and_grad(mapped, (0, 1)))(PARAMS, X)
+        seen[f"shard_map-{way}"] = off_by(made, shards)
+    seen["one scale or eight"] = off_by(whole, shards)
+    print(json.dumps(seen))
+
 
 BF16 = FORMATS["bfloat16"].eps / 2
 
@@ -206,7 +264,7 @@ def test_a_custom_rule_with_products_has_its_derivative(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_sharded_programs(name):
     """A mesh has the scales of the whole array; a shard_map has those of each device's part."""
-    seen = eight_devices.run("fp8_on_mesh", name)
+    seen = eight_devices.run("tests.jax.autocast.test_fp8_contraction", name)
     print(name, seen)
     apart = seen.pop("one scale or eight")
     assert max(seen.values()) <= 1e-2, "the loss is rounded to bfloat16 before it is added up"
@@ -286,3 +344,120 @@ def test_the_scales_of_a_tensor_are_scalars_behind_the_product(platform):
 def test_a_cpu_runs_the_program_as_it_is():
     lowered = jax.jit(autocast(lambda x, w: x @ w, policy="fp8")).lower(batch()[0], layers()["w0"])
     assert dots(lowered.as_text()) == [("f8E4M3FN", "f8E4M3FN", "f32")]
+
+
+if __name__ == "__main__":
+    on_mesh(sys.argv[1])
+
+
+# --- Quantisation with JAX's verbs, against the same formulas with those of numpy and ml_dtypes ---
+
+
+FORMATS_FP8_QUANTISE = ("float8_e4m3fn", "float8_e5m2")
+SCALES = np.float32([1, 2**-20, 2**30, 448 / 3, 57344 / 7, 1e-3, 0.1, 1e14, np.nan])
+
+
+def every_bfloat16() -> np.ndarray:
+    return np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+
+
+def float32_values(count: int) -> np.ndarray:
+    """Of all exponents, in equal parts; and those half way between two 8-bit numbers."""
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 2**32, count, np.uint64).astype(np.uint32).view(np.float32)
+    low = np.arange(2**8, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    halves = (np.sort(low[np.isfinite(low)])[1:] + np.sort(low[np.isfinite(low)])[:-1]) / 2
+    beside = [np.nextafter(halves, np.float32(side)) for side in (-np.inf, np.inf)]
+    return np.concatenate([bits, halves, *beside, np.float32([np.inf, -np.inf, np.nan, -0.0])])
+
+
+def differ(ours: np.ndarray, theirs: np.ndarray) -> int:
+    """How many numbers have other bits; all NaNs are one."""
+    nan = [np.isnan(x.astype(np.float32)) for x in (ours, theirs)]
+    bits = [x.view(np.uint8) if x.itemsize == 1 else x.view(np.uint32) for x in (ours, theirs)]
+    return int(np.count_nonzero((nan[0] != nan[1]) | (~nan[0] & (bits[0] != bits[1]))))
+
+
+@pytest.mark.sized
+@pytest.mark.parametrize("format", FORMATS_FP8_QUANTISE)
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_the_bits_are_those_of_ml_dtypes(kind, format):
+    values = every_bfloat16() if kind == "bfloat16" else float32_values(size(10**5, 10**6))
+    ours = jax.jit(lambda x, scale: quantise.quantised(VERBS, x, scale, format))
+    wrong = 0
+    for scale in SCALES:
+        want = quantise.quantised(fp8_numpy.VERBS, values, scale, format)
+        wrong += differ(np.asarray(ours(values, scale)), want)
+    print(f"{kind} to {format}: {len(values)} values x {len(SCALES)} scales, {wrong} differ")
+    assert wrong == 0
+    other = quantise.quantised(fp8_numpy.VERBS, values, np.float32(0.75), format)
+    assert differ(np.asarray(ours(values, np.float32(0.7))), other), "the check finds nothing"
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("role", ["activation", "weight", "gradient"])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_scales_are_those_of_numpy(name, role):
+    random = np.random.default_rng(1)
+    rows = random.standard_normal((200, 8)) * np.exp(random.uniform(-40, 40, (200, 1)))
+    rows[:5] = np.array([[0, 1e-12, 1e-13, np.inf, np.nan]]).T
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        array = rows.astype(dtype)
+        for axis in (None, 1, (0, 1)):
+            args = array, RECIPES[name], role, axis
+            want = quantise.scale_of(fp8_numpy.VERBS, *args)
+            for run in (quantise.scale_of, jax.jit(quantise.scale_of, static_argnums=(0, 2, 3, 4))):
+                found = np.asarray(run(VERBS, *args))
+                assert found.shape == want.shape
+                assert differ(found, np.asarray(want)) == 0
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", RECIPES)
+def test_inf_and_nan_spoil_what_shares_their_scale(name, bad):
+    x = jnp.ones((4, 8), jnp.bfloat16).at[2, 5].set(bad)
+    axes = scale_axes(2, RECIPES[name], ("activation", "weight"), (1,), ())
+    values, scale = quantised(x, RECIPES[name], "activation", axes)
+    back = np.asarray(dequantised(values, scale, "float32"))
+    assert np.isnan(back[2]).all()
+    rows = [np.isnan(back[row]).all() for row in (0, 1, 3)]
+    assert rows == [RECIPES[name].scaling == "tensor"] * 3
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_one_bad_number_in_a_large_array_spoils_its_scale(dtype, bad):
+    """XLA on CPUs loses a NaN in the maximum of a large float32 array."""
+    x = jnp.ones((64, 64), dtype).at[3, 5].set(bad)
+    low = jax.jit(lambda x: quantised(x, RECIPES["tensorwise"], "activation", (0, 1)))(x)
+    assert np.isnan(low.scale).all()
+    assert np.isnan(low.values.astype(jnp.float32)).all()
+    assert np.isnan(jax.jit(peak)(x)) if np.isnan(bad) else np.isinf(jax.jit(peak)(x))
+
+
+@pytest.mark.parametrize("op", [jnp.exp, jnp.sqrt, jnp.square, jnp.abs])
+def test_a_nan_with_a_sign_spoils_a_scale(op):
+    """On CPUs Inf - Inf is such a NaN, and XLA leaves out the abs of what is never negative."""
+
+    @jax.jit
+    def scale_and_peak(x):
+        y = op(x - jnp.max(x, -1, keepdims=True))
+        return quantised(y, RECIPES["tensorwise"], "activation", (0, 1)).scale, peak(y)
+
+    scale, most = scale_and_peak(jnp.full((8, 8), jnp.inf).at[:, ::2].multiply(-1))
+    assert np.isnan(scale).all()
+    assert np.isnan(most)
+
+
+def test_the_axes_of_a_scale():
+    tensor, row, high = RECIPES["tensorwise"], RECIPES["rowwise"], RECIPES["rowwise_gw_hp"]
+    result, backward = ("activation", "weight"), ("weight", "gradient")
+    assert scale_axes(3, tensor, result, (2,), ()) == (0, 1, 2)
+    assert scale_axes(3, tensor, result, (2,), (0,)) == (1, 2)
+    assert scale_axes(3, tensor, result, (0, 1), (0,)) == (0, 1, 2), "it sums over the batch"
+    assert scale_axes(3, row, result, (2,), (0,)) == (2,)
+    assert scale_axes(2, row, backward, (1,), ()) == (1,)
+    assert scale_axes(2, high, backward, (1,), ()) == (0, 1)

@@ -5,15 +5,21 @@ self and with the same source cast by hand to bfloat16; the readers in `hlo.py` 
 what they must see.
 """
 
+from __future__ import annotations
+
 import math
+import re
 import statistics
+from collections.abc import Callable
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from polymp.jax import autocast
 from tests.support.jax import hlo, transformer
@@ -27,9 +33,6 @@ LOSSES = {
     "by hand": partial(transformer.loss, heads=SIZE.heads, compute=jnp.bfloat16),
 }
 LOSSES["autocast"] = autocast(LOSSES["float32"])
-# The CPU of jax 0.10 upcasts the operands of a bfloat16 contraction whose result is bfloat16;
-# 0.11 runs it as it stands, and sums it in bfloat16.
-OLD = jax.__version_info__ < (0, 11)
 CPU = jax.default_backend() == "cpu"
 
 
@@ -90,67 +93,6 @@ def test_the_reader_sees_a_float32_step(scanned):
     found = hlo.contractions(compiled("float32", scanned))
     assert {c.operands for c in found} == {("float32", "float32")}
     assert scanned or len(found) == CONTRACTIONS
-
-
-@pytest.mark.skipif(not CPU, reason="what XLA does on the CPU")
-def test_the_reader_sees_what_becomes_of_bfloat16_results():
-    found = hlo.contractions(compiled("by hand"))
-    assert len(found) == CONTRACTIONS
-    if OLD:
-        assert not any(c.low for c in found), "XLA no longer upcasts these: look again"
-    else:
-        assert sum(c.result == "bfloat16" for c in found) > CONTRACTIONS // 2
-
-
-@pytest.mark.skipif(not CPU, reason="reads a loop that other backends unroll")
-def test_the_reader_tells_a_loop_from_what_stands_outside():
-    def f(w, v, x):
-        x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=50)
-        return x @ v
-
-    args = jnp.ones((24, 24)), jnp.ones((24, 40)), jnp.ones((8, 24))
-    found = hlo.contractions(jax.jit(f).lower(*args).compile(hlo.AS_FOR_USERS).as_text())
-    assert [(c.shape, c.looped) for c in found if c.looped] == [((8, 24), True)]
-    assert [(c.shape, c.looped) for c in found if not c.looped] == [((8, 40), False)]
-
-
-GPU = """HloModule jit_f, is_scheduled=true
-
-%fused (param_0.1: bf16[16,16], param_1: f16[16,16]) -> f32[16,16] {
-  %param_0.1 = bf16[16,16]{1,0} parameter(0)
-  %param_1 = f16[16,16]{1,0} parameter(1)
-  ROOT %dot.1 = f32[16,16]{1,0} dot(%param_0.1, %param_1), lhs_contracting_dims={1}
-}
-
-ENTRY %main.5 (a: bf16[16,16], b: f16[16,16]) -> f32[16,16] {
-  %a = bf16[16,16]{1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="a (1)"}
-  %b = f16[16,16]{1,0} parameter(1)
-  %g = (bf16[16,16]{1,0}, /*index=1*/s8[4194304]{0}) custom-call(%a, %a), custom_call_target="__cublas$gemm", metadata={op_name="jit(f)/transpose(jvp())/dot"}
-  %c = (bf16[16,16]{1,0}, s8[0]{0}) custom-call(%a, %a), custom_call_target="TopK"
-  ROOT %fusion = f32[16,16]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused
-}
-"""  # noqa: E501
-
-
-def test_the_reader_sees_fusions_and_library_calls():
-    inside, library = hlo.contractions(GPU)
-    assert (inside.kind, inside.operands, inside.result) == (
-        "dot",
-        ("bfloat16", "float16"),
-        "float32",
-    )
-    assert inside.low
-    assert inside.full
-    assert not inside.backward
-    assert (library.kind, library.result) == ("__cublas$gemm", "bfloat16")
-    assert library.low
-    assert not library.full
-    assert library.backward
-
-
-def test_the_reader_refuses_what_is_no_hlo():
-    with pytest.raises(ValueError, match="no computation was found"):
-        hlo.contractions("module @jit_f { }")
 
 
 # What is kept for the backward pass
@@ -262,3 +204,72 @@ def test_a_weight_used_in_every_turn_collects_its_gradient_in_float32():
     assert rounded(ours) < 0.05
     assert rounded(once) == 1, "the reader of rounding sees nothing"
     assert distance(ours, exact) < 0.5 * distance(once, exact)
+
+
+# Norms between two layers, compiled by XLA: under `lean` no float32 activation is made for them
+
+
+SHAPE = (4, 16, 64)  # of the activation [batch, length, width]
+LOW = (jnp.bfloat16, jnp.float16)
+NORMS: dict[str, Callable[..., Any]] = {
+    "layer_norm": nnx.LayerNorm,
+    "rms_norm": nnx.RMSNorm,
+    "group_norm": lambda width, **kwargs: nnx.GroupNorm(width, num_groups=4, **kwargs),
+}
+
+
+class Layers(nnx.Module):
+    """A layer, a norm, another layer."""
+
+    def __init__(self, norm: Callable[..., Any], dtype: Any = None) -> None:
+        width, given = SHAPE[-1], {"dtype": dtype, "rngs": nnx.Rngs(0)}
+        self.first, self.norm = nnx.Linear(width, width, **given), norm(width, **given)
+        self.last = nnx.Linear(width, width, **given)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.norm(self.first(x)))
+
+
+def activations(text: str, dtype: str) -> int:
+    """How many arrays of the activation's size a program holds between its kernels."""
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+    assert entry is not None
+    return sum(
+        op.dtype == dtype and prod(op.shape) == prod(SHAPE) and op.opcode != "bitcast"
+        for op in hlo.read(text)[entry[1]].values()
+    )
+
+
+def compiled_norm_hlo(norm: str, low: Any, how: str) -> str:
+    graph, state = nnx.split(Layers(NORMS[norm], low if how == "by hand" else None))
+
+    def forward(state: Any, x: Any) -> Any:
+        return nnx.merge(graph, state)(x)
+
+    if how != "by hand":
+        forward = autocast(forward, dtype=low, policy=how)
+    lowered = jax.jit(forward).lower(state, jnp.ones(SHAPE, low))
+    return lowered.compile(hlo.AS_FOR_USERS).as_text()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("low", LOW, ids=lambda low: jnp.dtype(low).name)
+@pytest.mark.parametrize("norm", NORMS)
+def test_lean_makes_no_float32_activation_that_casts_by_hand_do_not(norm: str, low: Any) -> None:
+    found = {how: activations(compiled_norm_hlo(norm, low, how), "float32")
+             for how in ("by hand", "lean", "amp")}  # fmt: skip
+    print(f"\n{norm} in {jnp.dtype(low).name}: float32 activations {found}")
+    assert found["lean"] <= found["by hand"]
+    assert found["amp"] >= found["lean"]
+
+
+def test_the_reader_sees_a_norm_that_is_cast_after() -> None:
+    """A float32 result of the norm is an array that lean has not."""
+    x = jnp.ones(SHAPE, jnp.bfloat16)
+    norm = nnx.LayerNorm(SHAPE[-1], rngs=nnx.Rngs(0))
+    texts = [
+        jax.jit(autocast(norm, policy=policy)).lower(x).compile(hlo.AS_FOR_USERS).as_text()
+        for policy in ("lean", "amp")
+    ]
+    wide = [activations(text, "float32") for text in texts]
+    assert wide[1] == wide[0] + 1

@@ -15,7 +15,7 @@ from flax import nnx
 
 from polymp.jax import autocast, lower
 from tests.support.examples import modules
-from tests.support.jax import language_models
+from tests.support.jax import transformer
 
 BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
 
@@ -90,12 +90,12 @@ def test_the_example_saves_less_than_under_amp(example, low):
     assert size("lean") / size("amp") <= 0.75
 
 
-SIZES = language_models.Sizes(2, 64, 4, 2, 16, 256, 256, 32)
+SIZES = transformer.Sizes(2, 64, 4, 2, 16, 256, 256, 32)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("kind", [language_models.Gemma, language_models.LM1B])
+@pytest.mark.parametrize("kind", [transformer.Gemma, transformer.LM1B])
 def test_language_models_save_less_than_under_amp(kind, low):
     """Their residual streams are float32: a table is read by rows, and a norm is written out."""
     graph, state, rest = nnx.split(kind(SIZES, nnx.Rngs(0)), nnx.Param, ...)
@@ -104,7 +104,7 @@ def test_language_models_save_less_than_under_amp(kind, low):
     def size(policy: str) -> int:
         @autocast(dtype=low, policy=policy)
         def loss(state: Any) -> Any:
-            return language_models.loss(nnx.merge(graph, state, rest), tokens)
+            return transformer.language_loss(nnx.merge(graph, state, rest), tokens)
 
         return sum(one.bytes for one in residuals(loss, state))
 

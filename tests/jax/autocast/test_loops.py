@@ -5,6 +5,8 @@ for the backward pass is at most what bfloat16 written by hand keeps; and gradie
 microbatches add up in float32. Each reader is shown a program that does the opposite.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -14,9 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+from polymp.backends.jax.autocast.frame import Cast, Frame, Known
 from polymp.jax import autocast
 from tests.support.jax import corpus_runs, hlo, transformer
+from tests.support.jax.corpus_runs import QUICK
 
 # In a list, one layer says it all; a scan needs two, or it is no loop.
 SIZE = transformer.Size(layers=1, width=48, heads=4, hidden=80, vocabulary=56, batch=2, length=16)
@@ -155,52 +160,6 @@ def test_a_cast_that_a_barrier_keeps_in_a_loop_is_seen():
     assert not {(40, 24), (8, 24)} & {op.shape for op in seen if op.dtype == "bfloat16"}
 
 
-LOOP = """HloModule jit_f, is_scheduled=true
-
-%fused (param_0: f32[9], param_1: f32[8]) -> bf16[9] {
-  %param_1 = f32[8]{0} parameter(1)
-  %param_0 = f32[9]{0} parameter(0)
-  %convert.5 = bf16[8]{0} convert(%param_1)
-  ROOT %convert.6 = bf16[9]{0} convert(%param_0)
-}
-
-%body (state: (s32[], f32[4], f32[5], f32[6], f32[6], f32[8])) -> (s32[], f32[4], f32[5], f32[6], f32[6], f32[8]) {
-  %state = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %kept = f32[4]{0} get-tuple-element(%state), index=1
-  %changed = f32[5]{0} get-tuple-element(%state), index=2
-  %left = f32[6]{0} get-tuple-element(%state), index=3
-  %right = f32[6]{0} get-tuple-element(%state), index=4
-  %copied = f32[8]{0} get-tuple-element(%state), index=5
-  %reshaped = f32[2,2]{1,0} bitcast(%kept)
-  %convert.1 = bf16[2,2]{1,0} convert(%reshaped)
-  %convert.2 = bf16[5]{0} convert(%changed)
-  %convert.3 = bf16[6]{0} convert(%left)
-  %convert.4 = s32[5]{0} convert(%changed)
-  %constant = f32[9]{0} constant({...})
-  %random = f32[9]{0} rng(%constant, %constant), distribution=rng_uniform
-  %fusion = bf16[9]{0} fusion(%random, %copied), kind=kLoop, calls=%fused
-  %next = f32[5]{0} negate(%changed)
-  %copy = f32[8]{0} copy(%copied)
-  ROOT %tuple = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) tuple(%i, %kept, %next, %right, %left, %copy)
-}
-
-ENTRY %main (start: (s32[], f32[4], f32[5], f32[6], f32[6], f32[8])) -> f32[4] {
-  %start = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) parameter(0)
-  %outside = f32[4]{0} get-tuple-element(%start), index=1
-  %convert.7 = bf16[4]{0} convert(%outside)
-  ROOT %while = (s32[], f32[4], f32[5], f32[6], /*index=4*/f32[6], f32[8]) while(%start), condition=%test, body=%body
-}
-"""  # noqa: E501
-
-
-def test_the_reader_follows_what_a_loop_hands_on():
-    # Not those of what changes, changes places, is random, or stands outside.
-    assert {op.name for op in hlo.repeated_casts(LOOP)} == {"convert.1", "convert.5"}
-    assert {op.name for op in hlo.repeated_casts(LOOP, size=5)} == {"convert.5"}
-    assert hlo.casts(LOOP) == 6  # one is to integers
-
-
 # Memory
 
 
@@ -257,3 +216,71 @@ def test_accumulated_gradients_are_the_sum_of_separate_ones():
     assert apart(ours, total) < 2e-4
     low = jax.tree.map(lambda *g: sum(jnp.asarray(x, jnp.bfloat16) for x in g), *separate)
     assert apart(low, total) > 1e-3, "a sum in bfloat16 is not seen"
+
+
+# --- Casts of parameters are not merged: gradients are as exact however often a weight is used ----
+
+
+def error_of_uses(count: int) -> float:
+    """How far the gradient is of a weight that is used many times, each time on its own rows."""
+    keys = jax.random.split(jax.random.key(1))
+    w = jax.random.normal(keys[0], (16, 16)) / 4
+    xs = jax.random.normal(keys[1], (count, 8, 16))
+
+    def fn(w: Any) -> Any:
+        return sum(((x @ w) ** 2).sum() for x in xs)
+
+    rows = np.asarray(xs, np.float64).reshape(-1, 16)
+    return distance(jax.grad(autocast(fn))(w), 2 * rows.T @ rows @ np.asarray(w, np.float64))
+
+
+def distance(one: Any, other: Any) -> float:
+    """Relative, in 2-norm."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+def error_of_rnn(length: int, before: Any = lambda w: w) -> float:
+    """The same of a weight in a loop, which `before` may change before the loop."""
+    keys = jax.random.split(jax.random.key(3))
+    w = jax.random.normal(keys[0], (24, 24)) * 0.9 / 24**0.5
+    xs = jax.random.normal(keys[1], (length, 4, 24))
+
+    def fn(w: Any) -> Any:
+        def turn(h: Any, x: Any) -> Any:
+            h = jnp.tanh(h @ w + x)
+            return h, h
+
+        return (lax.scan(turn, jnp.zeros_like(xs[0]), xs)[1] ** 2).mean()
+
+    quick = partial(jax.jit, compiler_options=QUICK)
+    ours = quick(jax.grad(autocast(lambda w: fn(before(w)))))(w)
+    return distance(ours, quick(jax.grad(fn))(w))
+
+
+def merge_all_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One low copy of a parameter for all that read it."""
+    real = Frame.read
+
+    def read(self: Any, atom: Any, dtype: str | None) -> Any:
+        operand = real(self, atom, dtype)
+        return operand._replace(shared=True) if type(operand) is Cast else operand
+
+    monkeypatch.setattr(Frame, "read", read)
+    monkeypatch.setattr(Known, "is_parameter", False)
+
+
+def test_the_gradient_of_a_weight_used_often_is_as_exact(monkeypatch):
+    few, often = map(error_of_uses, (4, 64))
+    assert 1e-4 < few
+    assert often < 1.3 * few
+    merge_all_casts(monkeypatch)
+    assert error_of_uses(64) > 2 * often, "merged casts are not noticed"
+
+
+def test_the_gradient_of_a_weight_in_a_loop_is_as_exact():
+    """Short and long; a copy cast by hand before the loop is what must not come of it."""
+    short, long = map(error_of_rnn, (16, 256))
+    assert 1e-4 < short
+    assert long < 1.3 * short
+    assert error_of_rnn(256, lambda w: w.astype("bfloat16")) > 2 * long

@@ -30,8 +30,8 @@ from polymp.jax import autocast
 from tests.support.jax import hlo, transformer
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
+from tests.support.processes import in_thread
 from tests.support.sizes import LONG, size
-from tests.support.threads import in_thread
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOW = ("bfloat16", "float16")

@@ -43,6 +43,7 @@ from tests.support.jax.programs import (
     CONSTRUCTS,
     INDEX,
     LOOPS,
+    NOISE,
     REGIONS,
     ROWS,
     Block,
@@ -51,11 +52,12 @@ from tests.support.jax.programs import (
     Op,
     Program,
     arguments,
+    by_hand,
     every,
+    noise,
     plain,
     programs,
 )
-from tests.support.jax.programs_by_hand import NOISE, by_hand, noise
 from tests.support.sizes import LONG
 
 SEEDS, UNITS, SIGMAS = 12, 2.0, 4.0

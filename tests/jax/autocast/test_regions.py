@@ -12,10 +12,12 @@ import pytest
 from jax import lax
 
 import polymp
+import polymp.jax
 from polymp.backends.jax import compat
 from polymp.errors import EscapedValueError
-from polymp.jax import autocast
-from tests.support.threads import in_thread
+from polymp.jax import GradScaler, autocast
+from tests.support.dtype_spellings import spellings
+from tests.support.processes import in_thread
 
 X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
 half = partial(autocast, dtype=jnp.float16)
@@ -554,3 +556,37 @@ def test_the_with_form_needs_an_autocast_function_around_it():
         "none here. Wrap the function that is called from outside: polymp.jax.autocast(fn), or "
         "autocast(fn, enabled=False) if the rest of it is to run as written."
     )
+
+
+# --- Every place of the JAX backend that takes a dtype takes it by any of its names ---------------
+
+
+X_DTYPE_NAMES = jnp.ones((2, 2))
+
+
+def product_dtype_names(x: jax.Array) -> jax.Array:
+    return x @ x
+
+
+@pytest.mark.parametrize("given", spellings("float16"), ids=repr)
+def test_a_dtype_by_any_of_its_names(given: object) -> None:
+    assert autocast(product_dtype_names, dtype=given)(X_DTYPE_NAMES).dtype == jnp.float16
+    assert (
+        autocast(polymp.jax.call_in(product_dtype_names, given))(X_DTYPE_NAMES).dtype == jnp.float16
+    )
+    assert GradScaler(dtype=given).enabled
+    assert not GradScaler(dtype="bf16").enabled
+    (call,) = polymp.jax.explain(product_dtype_names, X_DTYPE_NAMES, dtype=given).of("linear")
+    assert call.run == "float16"
+    pins = polymp.jax.pin({"w": X_DTYPE_NAMES, "v": X_DTYPE_NAMES}, "fp32", ["w"])
+    assert pins.dtype == "float32"
+    converted = pins.to({"w": X_DTYPE_NAMES, "v": X_DTYPE_NAMES}, given)
+    assert (converted["w"].dtype, converted["v"].dtype) == (jnp.float32, jnp.float16)
+
+
+@pytest.mark.parametrize("given", ["int8", "fp17", int, None, 16, jnp.int32], ids=repr)
+def test_what_is_no_float_dtype_is_refused(given: object) -> None:
+    with pytest.raises(TypeError, match="float dtype"):
+        autocast(product_dtype_names, dtype=given)
+    with pytest.raises(TypeError, match="float dtype"):
+        polymp.jax.pin({"w": X_DTYPE_NAMES}, "float32").to({"w": X_DTYPE_NAMES}, given)

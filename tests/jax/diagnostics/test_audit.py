@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from polymp.backends.jax.diagnostics import measures
 from polymp.jax import GradScaler, audit, autocast
-from tests.support.audits import magnitudes
+from tests.support.reports import magnitudes
 
 X = jnp.array([[0.5, -2.0, 3.0], [1.0, 0.25, -0.125]])
 W = jnp.arange(12.0).reshape(3, 4) / 8 - 0.5

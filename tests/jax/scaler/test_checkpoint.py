@@ -126,7 +126,10 @@ def test_a_copy_of_one_that_is_donated_lives_on():
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> dict[str, Any]:
     return eight_devices.run(
-        "scaler_on_other_meshes", tmp_path_factory.mktemp("checkpoint"), python=()
+        "tests.support.jax.planted_run",
+        "resumed_on_more",
+        tmp_path_factory.mktemp("checkpoint"),
+        python=(),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.jax import GradScaler
 from polymp.scaling.scale_rule import LARGEST, SMALLEST
 from tests.conftest import need
 

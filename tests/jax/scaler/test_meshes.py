@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests import STRICT
 from tests.support.jax import eight_devices, planted_run
 from tests.support.sizes import LONG
 
@@ -20,17 +28,13 @@ ONE_PER_DEVICE = tuple(
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return eight_devices.run("scaler_over_meshes", *ONE_PER_DEVICE)
+    return eight_devices.run("tests.support.jax.planted_run", "meshes_of_eight", *ONE_PER_DEVICE)
 
 
 @pytest.mark.parametrize("way", [*JITTED, *ONE_PER_DEVICE, "by types"])
 def test_the_run_is_that_of_one_device(found, way):
     assert found[way]["history"] == found["alone"]["history"]
     assert found[way]["params"] == found["alone"]["params"]
-
-
-def test_every_way_that_ran_is_looked_at(found):
-    assert found.keys() == {"alone", *JITTED, *ONE_PER_DEVICE, "by types"}
 
 
 def test_the_run_has_what_it_is_for(found):
@@ -55,3 +59,86 @@ def test_every_device_ends_with_the_same_parameters(found, way):
 def test_this_oracle_notices_devices_that_differ():
     with pytest.raises(AssertionError, match="devices differ"):
         planted_run.one(planted_run.jnp.array([1.0, 1.0, 2.0]))
+
+
+# --- Two processes that share every array: both see the run of one device, bit for bit ------------
+
+
+MESHES = ("data", "model")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def found_processes() -> list[dict[str, Any]]:
+    """Return the output of each process."""
+    address = f"localhost:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                *STRICT,
+                "-m",
+                "tests.support.jax.planted_run",
+                "over_processes",
+                rank,
+                address,
+            ],
+            cwd=Path(__file__).parents[3],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        outs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, outs, strict=True):
+        assert process.returncode == 0, err[-4000:]
+    return [json.loads(out.splitlines()[-1]) for out, _ in outs]
+
+
+@pytest.fixture(scope="module")
+def alone() -> planted_run.Run:
+    return planted_run.alone()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_both_see_the_history_of_one_device(found_processes, alone, rank, mesh):
+    assert found_processes[rank].keys() == set(MESHES)
+    assert found_processes[rank][mesh]["history"] == alone.history
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_shard_is_a_part_of_the_parameters_of_one_device(found_processes, alone, rank, mesh):
+    for name, shards in found_processes[rank][mesh]["params"].items():
+        whole = np.asarray(alone.params[name])
+        assert len(shards) == 1
+        for starts, values in shards:
+            rows, columns = (start or 0 for start in starts)
+            values = np.asarray(values)
+            part = whole[rows:, columns:][: values.shape[0], : values.shape[1]]
+            assert np.array_equal(part, values)
+
+
+def test_the_two_hold_different_shards_of_what_is_split_over_them(found_processes):
+    mine, theirs = (
+        [starts for starts, _ in ranks["model"]["params"]["a"]] for ranks in found_processes
+    )
+    assert [*mine, *theirs] == [[None, 0], [None, 4]]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_report_counts_the_shards_of_both(found_processes, rank, mesh):
+    assert found_processes[rank][mesh]["report"] == ["b (1 Inf, 0 NaN of 128)"]

@@ -11,7 +11,7 @@ import pytest
 from polymp.errors import ScalerWarning
 from polymp.jax import GradScaler, autocast
 from polymp.scaling.gradient_report import NO_EFFECT
-from tests.support.threads import in_thread
+from tests.support.processes import in_thread
 
 W, X = jnp.ones((3, 3)), jnp.ones((2, 3))
 

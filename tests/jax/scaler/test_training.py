@@ -12,8 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.jax import autocast
+from polymp.jax import GradScaler, autocast
 from tests.support.jax import eight_devices
 from tests.support.jax.scaler_problem import (
     STEPS,
@@ -187,7 +186,7 @@ def test_an_nnx_model_that_is_changed_in_place():
 
 @pytest.fixture(scope="module")
 def on_mesh() -> dict[str, Any]:
-    return eight_devices.run("scaler_on_mesh")
+    return eight_devices.run("tests.support.jax.scaler_problem")
 
 
 SKIPPED = {"w": [1.0] * 8, "scale": [4.0] * 8, "finite": [False] * 8}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,112 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from polymp.jax import low_weights
 from polymp.weights import store
-from tests.support.jax import eight_devices, low_weights_run
-from tests.support.jax.low_weights_run import CUT, STEPS, gradients, seen, start, trained
+from tests.support.jax import eight_devices
 from tests.support.jax.scaler_tools import bits
+
+STEPS, CUT = 8, 3
+START = {
+    "w": jax.random.normal(jax.random.key(0), (16, 24)),
+    "v": jax.random.normal(jax.random.key(1), (8,)),
+}
+WHERE = {"w": P("data", "model"), "v": P("data")}
+
+
+def transformation(mode: str) -> Any:
+    return low_weights(optax.sgd(2**-5, momentum=0.5), mode, seed=11)
+
+
+def gradients(number: int) -> Any:
+    key = jax.random.fold_in(jax.random.key(5), number)
+    return jax.tree.map(lambda x: jax.random.normal(key, x.shape), START)
+
+
+def start(mode: str, params: Any = None) -> Any:
+    tx, params = transformation(mode), START if params is None else params
+    return {"state": tx.init(params), "params": tx.weights(params)}
+
+
+@cache
+def step_of(mode: str) -> Any:
+    tx = transformation(mode)
+
+    @jax.jit
+    def step(run: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, run["state"], run["params"])
+        return {"state": state, "params": optax.apply_updates(run["params"], updates)}
+
+    return step
+
+
+def trained(mode: str, run: Any, steps: range, where: Any = None) -> Any:
+    step = step_of(mode)
+    for number in steps:
+        grads = gradients(number)
+        run = step(run, grads if where is None else jax.device_put(grads, where))
+    return run
+
+
+def seen(run: Any) -> list[str]:
+    """Every bit of a run."""
+    return [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(run)]
+
+
+def save(run: Any, path: Path) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, run)
+
+
+def restored(path: Path, like: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, like)
+
+
+def meshes(folder: Path) -> dict[str, Any]:
+    """Each mode alone, over eight devices, and saved on four of them and gone on on eight."""
+    found = {}
+    for mode in store.MODES:
+        ways = {"alone": seen(trained(mode, start(mode), range(STEPS)))}
+        for shape in ((8, 1), (2, 4), (4, 2)):
+            mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+            where = {name: NamedSharding(mesh, spec) for name, spec in WHERE.items()}
+            first = start(mode, jax.device_put(START, where))
+            assert first["params"]["w"].sharding == where["w"]
+            last = trained(mode, first, range(STEPS), where)
+            ways["x".join(map(str, shape))] = seen(last)
+            assert last["params"]["w"].sharding.is_equivalent_to(where["w"], 2)
+        half = trained(mode, start(mode), range(CUT))
+        save(half, folder / mode)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first)
+        like = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at.sharding), like, last
+        )
+        back = restored(folder / mode, like)
+        ways["resumed on eight"] = seen(trained(mode, back, range(CUT, STEPS), where))
+        found[mode] = ways
+    return found
+
+
+def save_each_step(folder: Path, mode: str, slow: bool) -> None:
+    """Train to the end, from the beginning or from the last step that is there."""
+    run, step = start(mode), step_of(mode)
+    done = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+    if done:
+        run = restored(folder / str(done[-1]), run)
+    for number in range(done[-1] + 1 if done else 0, STEPS):
+        run = step(run, gradients(number))
+        save(run, folder / str(number))
+        if slow and number >= CUT:
+            (folder / "stopped").touch()
+            time.sleep(600)  # until it is killed
+    (folder / "end.json").write_text(json.dumps(seen(run)))
+
 
 MODES = tuple(store.MODES)
 ROOT = Path(__file__).parents[3]
@@ -30,7 +130,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("meshes")
-    return eight_devices.run("low_weights_run", "meshes", folder, python=())
+    return eight_devices.run("tests.jax.weights.test_low_runs", "meshes", folder, python=())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -46,15 +146,15 @@ def test_the_bits_do_not_depend_on_the_mesh(found, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_of_orbax_goes_on(mode, tmp_path):
     half = trained(mode, start(mode), range(CUT))
-    low_weights_run.save(half, tmp_path / "half")
-    back = low_weights_run.restored(tmp_path / "half", start(mode))
+    save(half, tmp_path / "half")
+    back = restored(tmp_path / "half", start(mode))
     assert bits(back) == bits(half)
     whole = trained(mode, start(mode), range(STEPS))
     assert bits(trained(mode, back, range(CUT, STEPS))) == bits(whole)
 
 
 def program(folder: Path, *rest: str) -> list[str]:
-    return [sys.executable, "-m", low_weights_run.__name__, "save", str(folder), *rest]
+    return [sys.executable, "-m", __name__, "save", str(folder), *rest]
 
 
 @pytest.mark.long
@@ -122,3 +222,12 @@ def test_a_schedule_goes_on_where_it_was(mode):
     updates, _ = tx.update({"w": jnp.ones(8)}, state, low)
     assert bits(optax.apply_updates(low, updates)) == bits(low)
     assert abs(float(low["w"][0]) - (1 - 0.5 - 0.375 - 0.25 - 0.125)) < 1e-2
+
+
+if __name__ == "__main__":
+    what, where_to, *rest = sys.argv[1:]
+    if what == "meshes":
+        assert len(jax.devices()) == 8
+        print(json.dumps(meshes(Path(where_to))))
+    else:
+        save_each_step(Path(where_to), rest[0], slow="slow" in rest)

@@ -16,17 +16,17 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(program: str, *arguments: object, flags: str = "", python: Sequence[str] = STRICT) -> Any:
-    """Run a module of `tests.support.jax`, and return the JSON of the last line that it prints.
+    """Run a module of tests, and return the JSON of the last line that it prints.
 
     Args:
-        program: the module's name.
+        program: the module's dotted name.
         arguments: what it is started with.
         flags: XLA's, beside those of the tests.
         python: options of the interpreter.
     """
     devices = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, *python, "-m", f"tests.support.jax.{program}", *map(str, arguments)],
+        [sys.executable, *python, "-m", program, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ
         | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices} {flags}", "JAX_PLATFORMS": "cpu"},

@@ -1,4 +1,6 @@
-"""A training run into which Inf and NaN are planted, for every way to spread it over devices.
+"""A training run into which Inf and NaN are planted, and every way to spread it over devices.
+
+    python -m tests.support.jax.planted_run FUNCTION ARGUMENTS     prints what it returns, as JSON
 
 Every number in it is a whole multiple of a power of two that float16 gradients and float32 sums
 hold exactly, so the run on one device is what each of the others has to give, bit for bit.
@@ -6,12 +8,20 @@ hold exactly, so the run on one device is what each of the others has to give, b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from polymp.jax import GradScaler
 
@@ -126,3 +136,277 @@ def alone() -> Run:
     """The run on one device."""
     history, params = run(jax.jit(step), first_scaler(), first_params(), lambda x, _: x)
     return Run(history, {name: np.asarray(p).tolist() for name, p in params.items()})
+
+
+CUT = 8  # steps before the checkpoint: the scale is not the first one, and a streak has begun
+
+
+def shardings(devices: int) -> tuple[Any, Any]:
+    """Where the train state and a batch have to be on the first devices."""
+    mesh = jax.make_mesh(
+        (devices // 2, 2),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[:devices],
+    )
+    everywhere = NamedSharding(mesh, P())
+    state = {
+        "scaler": jax.tree.map(lambda _: everywhere, first_scaler()),
+        "params": {
+            "a": NamedSharding(mesh, P(None, "model")),
+            "b": NamedSharding(mesh, P("model", None)),
+        },
+    }
+    return state, NamedSharding(mesh, P("data"))
+
+
+def advance(state: Any, steps: range, where: Any, rows: Any) -> tuple[Any, list[list[float]]]:
+    one_step = jax.jit(step)
+    history = []
+    for at in steps:
+        x = jax.device_put(batch(at), rows)
+        planted = jax.device_put(probe(at), where["params"])
+        scaler, params, finite = one_step(state["scaler"], state["params"], x, planted)
+        state = {"scaler": scaler, "params": params}
+        history.append(row(scaler, finite))
+    return state, history
+
+
+def resumed_on_more(folder: str) -> dict[str, Any]:
+    """Save on two devices, and go on with four and eight."""
+    assert len(jax.devices()) == 8
+    where, rows = shardings(2)
+    start = {"scaler": first_scaler(), "params": first_params()}
+    state, before = advance(jax.device_put(start, where), range(CUT), where, rows)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(Path(folder) / "state", state)
+    found: dict[str, Any] = {"alone": alone()._asdict(), "before": before}
+    for devices in (2, 4, 8):
+        where, rows = shardings(devices)
+        target = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where
+        )
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(Path(folder) / "state", target)
+        assert len(restored["scaler"].state.scale.sharding.device_set) == devices
+        after, history = advance(restored, range(CUT, STEPS), where, rows)
+        found[str(devices)] = {
+            "history": history,
+            "params": {name: np.asarray(p).tolist() for name, p in after["params"].items()},
+        }
+    return found
+
+
+def over_processes(rank: str, address: str) -> dict[str, Any]:
+    """The run over two processes, a device each: what this one saw, by mesh."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Gloo's collectives wait in the threads that run programs, and there are few of these.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.distributed.initialize(address, num_processes=2, process_id=int(rank))
+    assert (jax.process_count(), jax.device_count()) == (2, 2)
+    found = {}
+    for name, shape in (("data", (2, 1)), ("model", (1, 2))):
+        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        weights = {
+            "a": NamedSharding(mesh, P(None, "model")),
+            "b": NamedSharding(mesh, P("model", None)),
+        }
+
+        def put(x: Any, where: Any) -> Any:
+            x = np.asarray(x)
+            return jax.make_array_from_callback(x.shape, where, lambda at: x[at])
+
+        def place(x: Any, kind: str, rows: Any = rows, weights: Any = weights) -> Any:
+            return put(x, rows) if kind == "x" else jax.tree.map(put, x, weights)
+
+        scaler = first_scaler()
+        scaler = jax.tree.map(put, scaler, jax.tree.map(lambda _, e=everywhere: e, scaler))
+        params = jax.tree.map(put, first_params(), weights)
+        advance = jax.jit(step, out_shardings=(everywhere, weights, everywhere))
+        history, params = run(advance, scaler, params, place)
+        assert not scaler.state.scale.is_fully_addressable
+        report = first_scaler().report(place(probe(6), "probe"))
+        found[name] = {
+            "history": history,
+            "report": [str(g) for g in report.bad],
+            "params": {
+                name: [
+                    [[part.start for part in shard.index], shard.data.tolist()]
+                    for shard in p.addressable_shards
+                ]
+                for name, p in params.items()
+            },
+        }
+    return found
+
+
+def left(history: Any, params: Any, **others: Any) -> dict[str, Any]:
+    lists = {name: np.asarray(p).tolist() for name, p in params.items()}
+    return {"history": history, "params": lists} | others
+
+
+def meshes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Jit with shardings: XLA finds what has to cross devices."""
+    for shape in ((8, 1), (1, 8), (4, 2)):
+        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        specs = {"a": P(None, "model"), "b": P("model", None)}
+        weights = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        where = {"x": NamedSharding(mesh, P("data")), "probe": weights}
+        everywhere = NamedSharding(mesh, P())
+        scaler = jax.device_put(first_scaler(), everywhere)
+        advance = jax.jit(
+            step, donate_argnums=(0, 1), out_shardings=(everywhere, weights, everywhere)
+        )
+        history, params = run(
+            advance,
+            scaler,
+            jax.device_put(first_params(), weights),
+            lambda x, kind, where=where: jax.device_put(x, where[kind]),
+        )
+        assert len(params["a"].sharding.device_set) == 8
+        yield f"jit-{shape[0]}x{shape[1]}", left(history, params)
+
+
+def on_each(advance: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of values that have a leading axis: one for each device."""
+
+    def body(*args: Any) -> Any:
+        out = advance(*jax.tree.map(lambda a: a[0], args))
+        return jax.tree.map(lambda a: a[None], out)
+
+    return body
+
+
+def for_each(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.stack([a] * 8), tree)
+
+
+def spread(x: Any, kind: str) -> Any:
+    """Rows in eight parts; a probe that only one device of eight sees."""
+    if kind == "x":
+        return x.reshape(8, -1, x.shape[1])
+    return jax.tree.map(lambda p: np.stack([p * 0 if i != 5 else p for i in range(8)]), fill(x))
+
+
+def fill(tree: Any) -> Any:
+    return jax.tree.map(lambda p: np.nan_to_num(p, posinf=3e38), tree)
+
+
+def infinite(probe: Any) -> Any:
+    """The probe as it was: 0 * Inf on the other devices would have been NaN."""
+    return jax.tree.map(lambda p: jnp.where(p > 1e38, jnp.inf, p), probe)
+
+
+def summed(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
+    return step(scaler, params, x, infinite(probe), lambda g: lax.psum(g, "data"))
+
+
+def by_value_and_grad(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
+    """The helper looks at the gradients of each device; the probe is in one of them."""
+
+    def planted_cost(params: Any) -> Any:
+        return cost(jax.tree.map(planted_in, params, infinite(probe)), x)
+
+    (_, grads), scaler, finite = scaler.value_and_grad(planted_cost)(params)
+    grads = lax.psum(grads, "data")
+    new = jax.tree.map(lambda p, g: jnp.where(finite, p - RATE * g, p), params, grads)
+    return scaler, new, finite
+
+
+def by_optimizer(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
+    optimizer = optax.chain(optax.identity(), optax.sgd(RATE))
+
+    def loss(params: Any) -> Any:
+        value = cost(params, x)
+        return scaler.scale(value), value
+
+    def update(grads: Any, params: Any, state: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads, value = jax.grad(loss, has_aux=True)(params)
+    grads = jax.tree.map(jnp.add, lax.psum(grads, "data"), infinite(probe))
+    state = optimizer.init(params)
+    (params, _), scaler, finite = scaler.step(grads, update, params, state, loss=value)
+    return scaler, params, finite
+
+
+@jax.custom_vjp
+def planted_in(p: Any, probe: Any) -> Any:
+    """P, with a gradient to which the probe is added."""
+    return p
+
+
+planted_in.defvjp(
+    lambda p, probe: (p, probe), lambda probe, ct: (ct + probe, jnp.zeros_like(probe))
+)
+
+
+def one_per_device(asked: Container[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every device keeps its own scaler and parameters; only the finding can keep them together."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    ways: dict[str, Callable[..., Any]] = {
+        f"shard_map-{check}": lambda f, check=check: jax.jit(
+            jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check)
+        )
+        for check in (True, False)
+    }
+    ways["pmap"] = lambda f: jax.pmap(
+        lambda *args: jax.tree.map(lambda a: a[0], f(*jax.tree.map(lambda a: a[None], args))),
+        axis_name="data",
+    )
+    for name, spread_out in ways.items():
+        for advance in (summed, by_value_and_grad, by_optimizer):
+            if f"{name}-{advance.__name__}" not in asked:
+                continue
+            history, params = run(
+                spread_out(on_each(advance)),
+                for_each(first_scaler()),
+                for_each(jax.tree.map(jnp.asarray, first_params())),
+                spread,
+            )
+            same = all(len({row.tobytes() for row in np.asarray(p)}) == 1 for p in params.values())
+            first = jax.tree.map(lambda p: p[0], params)
+            yield f"{name}-{advance.__name__}", left(history, first, same=same)
+
+
+def by_types() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Scaler and parameters that are the same by their types; gradients are summed by theirs."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def body(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
+        probe = jax.tree.map(lambda a: a[0], infinite(probe))
+
+        def scaled_cost(params: Any) -> Any:
+            here = lax.pcast(params, "data", to="varying")
+            loss = cost(jax.tree.map(planted_in, here, probe), x[0])
+            return scaler.scale(loss), loss
+
+        def local(params: Any) -> Any:
+            value, loss = scaled_cost(params)
+            return lax.psum(value, "data"), loss
+
+        grads, loss = jax.grad(local, has_aux=True)(params)
+        params, scaler, finite = scaler.step(grads, update, params, loss=loss)
+        return scaler, params, finite
+
+    specs = P(), P(), P("data"), P("data")
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()))
+    everywhere = NamedSharding(mesh, P())
+    start = jax.device_put((first_scaler(), first_params()), everywhere)
+    yield "by types", left(*run(mapped, *start, spread))
+
+
+def meshes_of_eight(*names: str) -> dict[str, Any]:
+    """A history by way to spread the run over eight devices."""
+    assert len(jax.devices()) == 8
+    found = {"alone": alone()._asdict()}
+    found |= meshes()
+    found |= one_per_device(names)
+    found |= by_types()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

@@ -6,6 +6,7 @@ exact in float16, so that what the dtype costs can be bounded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,9 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.dtypes import FORMATS
+from polymp.jax import GradScaler
 
 SMALL = 2.0**-24  # times 2 r / 32 with |r| <= 8: at most 2**-25, half of float16's least number
 STEPS = 150
@@ -95,3 +99,272 @@ def bound() -> float:
     u = FORMATS["float16"].eps / 2
     rounding = u * (np.abs(x) @ np.abs(w) + np.abs(x @ w) + 2 * np.abs(x @ w - t))
     return float((1.1 * rounding.max()) ** 2)
+
+
+SICK = 3  # the device whose gradient is made infinite
+
+
+def one_step(scaler: GradScaler, w: Any, g: Any, **arguments: Any) -> Any:
+    """The new weights, the next scale as a row for each device, and the finding likewise."""
+    w, scaler, finite = scaler.step(g, lambda g, w: w - g, w, **arguments)
+    return w, scaler.state.scale[None], finite[None]
+
+
+def seen(w: Any, scale: Any, finite: Any) -> dict[str, Any]:
+    return {"w": w.ravel().tolist(), "scale": scale.tolist(), "finite": finite.tolist()}
+
+
+def shard_maps(sick: Any, healthy: Any) -> dict[str, Any]:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    found = {}
+    for check in (True, False):
+        for name, arguments in (
+            ("found", {}),
+            ("named", {"axis_names": "data"}),
+            ("none", {"axis_names": ()}),
+        ):
+            run = jax.jit(
+                jax.shard_map(
+                    partial(one_step, **arguments),
+                    mesh=mesh,
+                    in_specs=(P(), P("data"), P("data")),
+                    out_specs=P("data"),
+                    check_vma=check,
+                )
+            )
+            for grads, kind in ((sick, "sick"), (healthy, "healthy")):
+                after = run(GradScaler(8.0, growth_interval=1), jnp.ones(8), grads)
+                found[f"shard_map-{check}-{name}-{kind}"] = seen(*after)
+    return found
+
+
+def helpers() -> dict[str, Any]:
+    """The helpers in a shard_map: data parallel, with a sick row on one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx = optax.sgd(2.0**-3)
+    net = TrainState.create(apply_fn=None, params={"w": jnp.float32(1)}, tx=tx)
+
+    def mean(tree: Any, check: bool) -> Any:
+        # With its types on, shard_map has already added up what it knows to be the same.
+        return jax.tree.map(lambda x: x / 8 if check else jax.lax.pmean(x, "data"), tree)
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        return (w * x).sum()
+
+    def averaged(w: Any, x: Any) -> Any:
+        return jax.lax.pmean(loss_fn(w["w"], x), "data")
+
+    def by_value_and_grad(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(w, x)
+        w = jnp.where(finite, w - mean(grads, check) * 2.0**-3, w)
+        return w, scaler.state, finite
+
+    def by_step(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        loss, grads = jax.value_and_grad(lambda w: loss_fn(w, x))(w)
+        grads = scaler.scale(mean(grads, check))
+        w, scaler, finite = scaler.step(grads, lambda g, w: w - g * 2.0**-3, w, loss=loss)
+        return w, scaler.state, finite
+
+    def by_train_state(check: bool, w: Any, x: Any) -> Any:
+        scaler = GradScaler(64.0, growth_interval=1)
+        loss, grads = jax.value_and_grad(lambda w: averaged(w, x))(net.params)
+        grads = scaler.scale(grads)
+        update = lambda grads, state: state.apply_gradients(grads=grads)  # noqa: E731
+        state, scaler, finite = scaler.step(grads, update, net, loss=loss)
+        return state.params["w"], scaler.state, finite
+
+    found = {}
+    x = jnp.arange(8.0)
+    for name, step in (
+        ("value_and_grad", by_value_and_grad),
+        ("step", by_step),
+        ("train state", by_train_state),
+    ):
+        for check in (True, False):
+            if name == "train state" and not check:
+                continue  # the loss is averaged, and with the types off its gradient is not
+            body = partial(step, check)
+            rows = jax.shard_map(
+                lambda w, x, body=body: jax.tree.map(lambda y: y[None], body(w, x)),
+                mesh=mesh,
+                in_specs=(P(), P("data")),
+                out_specs=P("data"),
+                check_vma=check,
+            )
+            for kind, value in (("healthy", 3.0), ("nan", jnp.nan), ("overflow", 1e38)):
+                w, state, finite = jax.jit(rows)(jnp.float32(1), x.at[SICK].set(value))
+                found[f"{name}-{check}-{kind}"] = seen(w, state.scale, finite) | {
+                    "spoiled": state.spoiled.tolist()
+                }
+    return found
+
+
+def explicit() -> dict[str, Any]:
+    """A step where shardings are types: both branches have to agree on them."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("data")))
+        adam = optax.adam(0.5)
+        state = adam.init(w)
+
+        def update(grads: Any, w: Any, state: Any) -> Any:
+            updates, state = adam.update(grads, state, w)
+            return optax.apply_updates(w, updates), state
+
+        found = {}
+        for kind, value in (("healthy", 1.0), ("sick", jnp.inf)):
+            grads = w.at[SICK].set(value, out_sharding=NamedSharding(mesh, P("data")))
+            (after, _), _, finite = jax.jit(
+                lambda g, w, state: GradScaler(8.0).step(g, update, w, state)
+            )(grads, w, state)
+            found[f"explicit-{kind}"] = {
+                "updates": (after - w).tolist(),
+                "spec": str(after.sharding.spec),
+                "finite": bool(finite),
+            }
+    return found
+
+
+def partly_manual(sick: Any) -> dict[str, Any]:
+    """Manual over one axis of two; the other is XLA's."""
+    mesh = jax.make_mesh((4, 2), ("data", "m"), axis_types=(AxisType.Auto, AxisType.Auto))
+    run = jax.jit(
+        jax.shard_map(
+            one_step,
+            mesh=mesh,
+            in_specs=(P(), P("data"), P("data")),
+            out_specs=P("data"),
+            axis_names={"data"},
+        )
+    )
+    return {"partly-manual-sick": seen(*run(GradScaler(8.0), jnp.ones(8), sick))}
+
+
+def replicated(sick: Any) -> dict[str, Any]:
+    """Types that say that nothing varies: the scaler leaves with the same on every device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def body(scaler: GradScaler, w: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)  # summed over data by its type
+        w, scaler, _ = scaler.step(grads, lambda g, w: w - g, w)
+        return w, scaler
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
+    found = {}
+    for x, kind in ((sick, "sick"), (jnp.arange(8.0), "healthy")):
+        w, scaler = jax.jit(run)(GradScaler(8.0, growth_interval=1), jnp.float32(1), x)
+        each = [float(s.data) for s in scaler.state.scale.addressable_shards]
+        found[f"replicated-{kind}"] = {"w": float(w), "scale": each}
+    return found
+
+
+def fully_sharded() -> dict[str, Any]:
+    """One parameter in pieces over the devices beside one that is whole on each, as in FSDP."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params, specs = {"w": jnp.ones(8), "b": jnp.float32(0)}, {"w": P("data"), "b": P()}
+
+    def loss_fn(p: Any, x: Any) -> Any:
+        w = jax.lax.all_gather(p["w"], "data", tiled=True)
+        return jax.lax.pmean((x @ w + p["b"]).sum(), "data")
+
+    def minus(p: Any, g: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g, p, g)
+
+    def by_step(scaler: GradScaler, p: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(p)
+        return scaler.step(grads, lambda g, p: minus(p, g), p)
+
+    def by_value_and_grad(scaler: GradScaler, p: Any, x: Any) -> Any:
+        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(p, x)
+        return jax.tree.map(lambda new, p: jnp.where(finite, new, p), minus(p, grads), p), scaler, 0
+
+    def by_train_state(scaler: GradScaler, p: Any, x: Any) -> Any:
+        state = TrainState.create(apply_fn=None, params=p, tx=optax.sgd(1.0))
+        grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(p)
+        update = lambda grads, state: state.apply_gradients(grads=grads)  # noqa: E731
+        state, scaler, _ = scaler.step(grads, update, state)
+        return state.params, scaler, 0
+
+    found = {}
+    for way in (by_step, by_value_and_grad, by_train_state):
+        run = jax.shard_map(
+            lambda *args, way=way: way(*args)[:2],
+            mesh=mesh,
+            in_specs=(P(), specs, P("data")),
+            out_specs=(specs, P()),
+        )
+        for kind, value in (("sick", jnp.inf), ("healthy", 1.0)):
+            x = jnp.ones((8, 8)).at[SICK, SICK].set(value)
+            p, scaler = jax.jit(run)(GradScaler(8.0, growth_interval=1), params, x)
+            each = p["w"].tolist(), float(p["b"]), float(scaler.state.scale)
+            found[f"fully-sharded-{way.__name__}-{kind}"] = each
+    return found
+
+
+def pmaps(sick: Any) -> dict[str, Any]:
+    found = {}
+    for name, arguments in (("found", {}), ("named", {"axis_names": "data"})):
+        run = jax.pmap(partial(one_step, **arguments), axis_name="data", in_axes=(None, 0, 0))
+        w, scale, finite = run(GradScaler(8.0), jnp.ones(8), sick)
+        found[f"pmap-{name}-sick"] = seen(w, scale.ravel(), finite.ravel())
+    return found
+
+
+def meshes() -> dict[str, Any]:
+    """The training run, its rows over eight devices; its weights whole, or over them as well."""
+    found = {}
+    for weights in ("whole", "split"):
+        for types in (AxisType.Auto, AxisType.Explicit):
+            if weights == "split" and types is AxisType.Explicit:
+                continue  # the product would have to say how its output is sharded
+            mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
+            rows = NamedSharding(mesh, P("data"))
+            x, t, w = problem()
+            x, t, sick = jax.device_put((x, t, x.at[0].set(jnp.inf)), rows)
+            w = jax.device_put(w, rows if weights == "split" else NamedSharding(mesh, P()))
+            everywhere = NamedSharding(mesh, P())
+            scaler = jax.device_put(GradScaler(growth_interval=2), everywhere)
+            with jax.set_mesh(mesh):
+                run = jax.jit(train_step)
+                state = jax.device_put(optimizer.init(w), everywhere)
+                skipped, same = 0, True
+                for step in range(STEPS):
+                    before = np.asarray(w).tobytes()
+                    batch = sick if step == 10 else x
+                    w, state, scaler, finite = run(w, state, scaler, batch, t)
+                    skipped += not bool(finite)
+                    if step == 10:
+                        same = not bool(finite) and np.asarray(w).tobytes() == before
+                scales = {float(s.data) for s in scaler.state.scale.addressable_shards}
+            found[f"mesh-{weights}-{types.name}"] = {
+                "excess": excess(np.asarray(w)),
+                "skipped": skipped,
+                "the sick step changed nothing": same,
+                "devices": len(scaler.state.scale.addressable_shards),
+                "scales": len(scales),
+            }
+    return found
+
+
+def main() -> None:
+    assert len(jax.devices()) == 8
+    healthy = jnp.full(8, 8.0)
+    sick = healthy.at[SICK].set(jnp.inf)
+    print(
+        json.dumps(
+            shard_maps(sick, healthy)
+            | helpers()
+            | explicit()
+            | partly_manual(sick)
+            | replicated(sick)
+            | fully_sharded()
+            | pmaps(sick)
+            | meshes()
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

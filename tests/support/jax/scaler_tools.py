@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.jax import GradScaler
 from polymp.scaling.scale_rule import ScaleState
 
 KINDS = [("float32", ()), *[("int32", ())] * 4]  # of a scaler's leaves

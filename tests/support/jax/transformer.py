@@ -7,16 +7,182 @@ below is of a float32 value to float32, which leaves nothing in the trace: that 
 is what autocast gets. Nothing here knows of polymp.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
+
+from polymp.jax import lower
+
+MASKED = -2.3819763e38
+
+
+class Sizes(NamedTuple):
+    """Of a model."""
+
+    layers: int = 2
+    width: int = 32
+    heads: int = 4
+    shared: int = 2  # heads of keys and values
+    head: int = 8
+    hidden: int = 64
+    words: int = 64
+    length: int = 16
+
+
+class Norm(nnx.Module):
+    def __init__(self, width: int) -> None:
+        self.scale = nnx.Param(jnp.zeros(width))
+
+    def __call__(self, x: Array) -> Array:
+        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(variance + 1e-6) * (1 + self.scale[...])
+
+
+def weight(rngs: nnx.Rngs, *shape: int) -> nnx.Param[Array]:
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * shape[-2] ** -0.5)
+
+
+def rotated(x: Array, positions: Array) -> Array:
+    """Rotary embedding of [batch, time, heads, head] at positions [batch, time]."""
+    share = 2 * jnp.arange(x.shape[-1] // 2) / x.shape[-1]
+    angle = positions[..., None, None] / 10_000**share
+    (a, b), sin, cos = jnp.split(x, 2, axis=-1), jnp.sin(angle), jnp.cos(angle)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
+        self.query = weight(rngs, it.heads, it.width, it.head)
+        self.pair = weight(rngs, 2, it.shared, it.width, it.head)
+        self.out = weight(rngs, it.heads, it.head, it.width)
+        self.groups = it.heads // it.shared
+
+    def __call__(self, x: Array, positions: Array, mask: Array, cache: Any) -> tuple[Array, Any]:
+        query = jnp.einsum("btd,ndh->btnh", x, self.query[...])
+        key, value = jnp.einsum("bsd,ckdh->cbskh", x, self.pair[...])
+        query = rotated(query, positions) * query.shape[-1] ** -0.5
+        key = rotated(key, positions)
+        if cache is not None:
+            at = (0, positions[0, 0], 0, 0)
+            key = jax.lax.dynamic_update_slice(cache["key"], key, at)
+            value = jax.lax.dynamic_update_slice(cache["value"], value, at)
+            cache = {"key": key, "value": value}
+        b, t, _, h = query.shape
+        query = query.reshape(b, t, -1, self.groups, h)
+        scores = jnp.einsum("btkgh,bskh->btkgs", query, key)
+        scores = 50 * jnp.tanh(scores / 50)
+        shares = jax.nn.softmax(jnp.where(mask[:, :, None, None], scores, MASKED), axis=-1)
+        mixed = jnp.einsum("btkgs,bskh->btkgh", shares.astype(key.dtype), value)
+        return jnp.einsum("btnh,nhd->btd", mixed.reshape(b, t, -1, h), self.out[...]), cache
+
+
+class Feed(nnx.Module):
+    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
+        self.gate, self.up = weight(rngs, it.width, it.hidden), weight(rngs, it.width, it.hidden)
+        self.down = weight(rngs, it.hidden, it.width)
+
+    def __call__(self, x: Array) -> Array:
+        return (jax.nn.gelu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+
+
+class GemmaBlock(nnx.Module):
+    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
+        self.before, self.after = Norm(it.width), Norm(it.width)
+        self.feed_before, self.feed_after = Norm(it.width), Norm(it.width)
+        self.attention, self.feed = Attention(it, rngs), Feed(it, rngs)
+
+    def __call__(self, x: Array, positions: Array, mask: Array, cache: Any) -> tuple[Array, Any]:
+        mixed, cache = self.attention(self.before(x), positions, mask, cache)
+        x = x + self.after(mixed)
+        return x + self.feed_after(self.feed(self.feed_before(x))), cache
+
+
+class Gemma(nnx.Module):
+    """Tokens [batch, time] to scores [batch, time, words]; the rows of the table may be marked."""
+
+    def __init__(self, it: Sizes, rngs: nnx.Rngs, low_rows: bool = False) -> None:
+        self.low_rows = low_rows
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (it.words, it.width)) * 0.1)
+        self.blocks = nnx.List(GemmaBlock(it, rngs) for _ in range(it.layers))
+        self.norm = Norm(it.width)
+
+    def __call__(self, tokens: Array, at: Any = None, caches: Any = None) -> Any:
+        """The scores; with caches, of the tokens from `at` on, and the caches."""
+        (b, t), length = tokens.shape, tokens.shape[1]
+        positions = jnp.broadcast_to(jnp.arange(t) + (0 if at is None else at), (b, t))
+        if caches is not None:
+            length = caches[0]["key"].shape[1]
+        mask = positions[:, :, None] >= jnp.arange(length)
+        x = lower(self.table[tokens]) if self.low_rows else self.table[tokens]
+        x = x * jnp.sqrt(x.shape[-1]).astype(x.dtype)
+        made = []
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            x, cache = block(x, positions, mask, cache)
+            made.append(cache)
+        scores = jnp.dot(self.norm(x), self.table[...].T)
+        scores = 30 * jnp.tanh(scores / 30)
+        return scores if caches is None else (scores, made)
+
+
+class LM1BBlock(nnx.Module):
+    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
+        self.norm, self.feed_norm = (nnx.LayerNorm(it.width, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(it.heads, it.width, decode=False, rngs=rngs)
+        self.up = nnx.Linear(it.width, it.hidden, rngs=rngs)
+        self.down = nnx.Linear(it.hidden, it.width, rngs=rngs)
+
+    def __call__(self, x: Array, mask: Array) -> Array:
+        x = x + self.attention(self.norm(x), mask=mask)
+        return x + self.down(nnx.relu(self.up(self.feed_norm(x))))
+
+
+class LM1B(nnx.Module):
+    """The same, with positions that are sines, and padding that is token 0."""
+
+    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(it.words, it.width, rngs=rngs)
+        share = jnp.arange(it.length)[:, None] / 10_000 ** (
+            2 * jnp.arange(it.width // 2) / it.width
+        )
+        self.places = nnx.Variable(jnp.concatenate([jnp.sin(share), jnp.cos(share)], axis=-1))
+        self.blocks = nnx.List(LM1BBlock(it, rngs) for _ in range(it.layers))
+        self.norm = nnx.LayerNorm(it.width, rngs=rngs)
+        self.head = nnx.Linear(it.width, it.words, rngs=rngs)
+
+    def __call__(self, tokens: Array) -> Array:
+        x = self.embed(tokens) + self.places[...][: tokens.shape[1]]
+        mask = nnx.combine_masks(
+            nnx.make_attention_mask(tokens > 0, tokens > 0), nnx.make_causal_mask(tokens)
+        )
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def language_loss(model: Any, tokens: Array) -> Array:
+    """The mean loss of the next token."""
+    scores = model(tokens[:, :-1])
+    found = optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
+    weights = jnp.where(tokens[:, 1:] > 0, 1, 0)
+    return (found * weights).sum() / weights.sum()
+
+
+def caches(it: Sizes, batch: int, dtype: Any) -> list[dict[str, Array]]:
+    """Empty caches of Gemma."""
+    shape = batch, it.length, it.shared, it.head
+    return [{k: jnp.zeros(shape, dtype) for k in ("key", "value")} for _ in range(it.layers)]
+
 
 Params = dict[str, Any]
 Loss = Callable[[Params, Array], Array]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import importlib
+import inspect
 import json
 import sys
 import threading
@@ -19,13 +20,11 @@ from typing import Any
 
 import torch
 
-from tests.support.torch import scaler_differences
-
 Amp = Any
 BF16, FP16 = torch.bfloat16, torch.float16
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
-PROGRAMS: dict[str, Callable[[Amp], Any]] = {}  # those of scalers are added below
+PROGRAMS: dict[str, Callable[[Amp], Any]] = {}
 
 
 def program(function: Callable[[Amp], Any]) -> Callable[[Amp], Any]:
@@ -283,9 +282,6 @@ def region_inside_a_region_of_torch(amp: Amp) -> str:
             return name(torch.mm(X, w))
 
 
-PROGRAMS |= scaler_differences.PROGRAMS
-
-
 def main(package: str) -> None:
     amp = importlib.import_module(package)
     assert (package == "torch.amp") == ("polymp" not in sys.modules)
@@ -301,3 +297,405 @@ def main(package: str) -> None:
         torch.set_autocast_dtype("cpu", BF16)
         torch.clear_autocast_cache()
     print(json.dumps(outcomes))
+
+
+INF = float("inf")
+
+
+def scaled(amp: Amp, **arguments: Any) -> Any:
+    """A scaler and a function that takes one good step with it."""
+    scaler = amp.GradScaler("cpu", init_scale=8.0, **arguments)
+    p = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return scaler, step
+
+
+@program
+def lowered_growth_interval(amp: Amp) -> float:
+    scaler, step = scaled(amp, growth_interval=100)
+    for _ in range(5):
+        step()
+    scaler.set_growth_interval(3)
+    step()
+    return float(scaler.get_scale())
+
+
+@program
+def state_without_an_entry(amp: Amp) -> Any:
+    """The scale after a load that failed: half of a state, or all of the old one."""
+    scaler, _ = scaled(amp)
+    saved = scaler.state_dict() | {"scale": 2.0}
+    del saved["growth_interval"]
+    try:
+        scaler.load_state_dict(saved)
+    except KeyError:
+        return scaler.get_scale()
+    return "loaded"
+
+
+@program
+def update_with_an_int(amp: Amp) -> float:
+    scaler, step = scaled(amp)
+    step()
+    scaler.update(4)
+    return float(scaler.get_scale())
+
+
+@program
+def scale_a_named_tuple(amp: Amp) -> str:
+    scaled_pair = amp.GradScaler("cpu").scale(Pair(torch.ones(1), torch.ones(1)))
+    return type(scaled_pair).__name__
+
+
+def option(amp: Amp, **options: Any) -> dict[str, Any]:
+    """The options of `GradScaler` that the package has; torch's has none of them."""
+    there = inspect.signature(amp.GradScaler).parameters
+    return {key: value for key, value in options.items() if key in there}
+
+
+def one_step(
+    amp: Amp,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    start: float = 8.0,
+    after: int = 1,
+    **kind: bool,
+) -> tuple[float, float]:
+    """A parameter and the scale after steps of SGD from 0, with a rate of 1."""
+    p = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, **kind)
+    scaler = amp.GradScaler("cpu", init_scale=start, growth_interval=1000)
+    for _ in range(after):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(p)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return p.item(), scaler.get_scale()
+
+
+@program
+def backward_after_update_of_losses_in_a_list(amp: Amp) -> Any:
+    """Two losses and optimizers; the first one overflows, the second one has a gradient of 1."""
+    params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in params]
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    losses = scaler.scale([(params[0] * INF).sum(), params[1].sum()])
+    for loss, optimizer in zip(losses, optimizers, strict=True):
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
+        scaler.step(optimizer)
+        scaler.update()
+    return params[1].item()
+
+
+def overflow(p: torch.Tensor) -> torch.Tensor:
+    """Of 0: 0, with a gradient that no scale above 2**-126 keeps finite."""
+    return (p * 3e38 * 3e38).sum()
+
+
+@program
+def two_hundred_overflows_and_a_good_step(amp: Amp) -> list[str]:
+    """Parameter and scale, for a plain and for a fused optimizer."""
+    made = []
+    for kind in ({}, {"fused": True}):
+        p = torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.SGD([p], lr=1.0, **kind)
+        scaler = amp.GradScaler("cpu")
+        for step in range(201):
+            optimizer.zero_grad()
+            scaler.scale(p.sum()).backward()
+            if step < 200:
+                p.grad.fill_(INF)  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        made += [repr(p.item()), repr(scaler.get_scale())]
+    return made
+
+
+@program
+def growth_beyond_2_to_126(amp: Amp) -> list[bool]:
+    """Whether scale and inverse are normal float32 numbers after a growth."""
+    p = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scale = scaler._scale
+    smallest = torch.finfo(torch.float32).smallest_normal
+    return [bool(t.isfinite() and t >= smallest) for t in (scale, scale.reciprocal())]
+
+
+@program
+def quotient_that_overflows(amp: Amp) -> list[float]:
+    """A gradient of 1e40: finite at a scale of 2**-10, and not when it is divided by that."""
+
+    def loss_of(p: torch.Tensor) -> torch.Tensor:
+        return (p * 1e20 * 1e20).sum()
+
+    return [x for fused in (False, True) for x in one_step(amp, loss_of, 2.0**-10, fused=fused)]
+
+
+@program
+def quotient_that_overflows_before_it_is_clipped(amp: Amp) -> list[Any]:
+    p = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = amp.GradScaler("cpu", init_scale=2.0**-10)
+    scaler.scale((p * torch.tensor([1e20, 1.0]) * torch.tensor([1e20, 1.0])).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_([p], 1.0)
+    scaler.step(optimizer)
+    return [repr(x) for x in p.tolist()]
+
+
+@program
+def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
+    """The parameter after a skipped and a good step, where unwritten memory is NaN."""
+    p = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.5, fused=True)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    torch.use_deterministic_algorithms(True)  # fills such memory
+    try:
+        for gradient in (INF, 4.0):
+            scaler.scale(torch.ones(()))
+            p.grad = torch.full((1,), gradient)
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return repr(p.item())
+
+
+@program
+def optimizer_without_gradients(amp: Amp) -> Any:
+    """An idle optimizer beside one with a gradient."""
+    p, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(p.sum()).backward()
+    idle, busy = torch.optim.SGD([other], lr=1.0), torch.optim.SGD([p], lr=1.0)
+    said = scaler.step(idle)
+    scaler.step(busy)
+    scaler.update()
+    return [said, scaler.get_scale(), scaler._get_growth_tracker()]
+
+
+def with_closure(amp: Amp, call: Callable[[Any, Any, Callable[[], Any]], Any]) -> list[float]:
+    """Take a step with a closure, and return its result and the parameter, which starts at 3."""
+    p = torch.full((1,), 3.0, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    closure()
+    loss = call(scaler, optimizer, closure)
+    scaler.update()
+    return [float(loss), p.item()]
+
+
+@program
+def closure(amp: Amp) -> list[float]:
+    return with_closure(amp, lambda scaler, optimizer, it: scaler.step(optimizer, closure=it))
+
+
+@program
+def closure_by_position(amp: Amp) -> list[float]:
+    return with_closure(amp, lambda scaler, optimizer, it: scaler.step(optimizer, it))
+
+
+@program
+def lbfgs(amp: Amp) -> list[float]:
+    p = torch.full((1,), 3.0, requires_grad=True)
+    optimizer = torch.optim.LBFGS([p], lr=0.5, max_iter=1)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = 0.125 * p.square().sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    loss = scaler.step(optimizer, closure=closure)
+    scaler.update()
+    return [float(loss), p.item()]
+
+
+def with_gradients_of(amp: Amp, dtype: torch.dtype, **options: Any) -> list[Any]:
+    """The parameter after a good step and after one that overflows, and the scale."""
+    p = torch.zeros(1, dtype=dtype, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = amp.GradScaler("cpu", init_scale=8.0, **option(amp, **options))
+    made: list[Any] = []
+    for value in (8.0, INF):
+        scaler.scale(torch.ones(()))
+        p.grad = torch.full_like(p, value)
+        scaler.step(optimizer)
+        scaler.update()
+        made.append(torch.view_as_real(p).tolist() if p.is_complex() else p.tolist())
+    return [*made, scaler.get_scale()]
+
+
+@program
+def complex_gradients(amp: Amp) -> list[Any]:
+    return [with_gradients_of(amp, dtype) for dtype in (torch.complex64, torch.complex128)]
+
+
+@program
+def float16_gradients_when_allowed(amp: Amp) -> list[Any]:
+    return with_gradients_of(amp, FP16, allow_fp16=True)
+
+
+@program
+def gradients_in_compressed_rows(amp: Amp) -> list[float]:
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    rows = torch.ones(2, 2).to_sparse_csr()
+    matrix = torch.nn.Parameter(rows)
+    matrix.grad = rows * 16
+    scaler.unscale_(torch.optim.SGD([matrix], lr=1.0))
+    return [float(x) for x in matrix.grad.values()]
+
+
+@program
+def step_that_tells_it_was_skipped(amp: Amp) -> list[Any]:
+    p = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    told: list[Any] = []
+    for factor in (1.0, 3e38, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((p * factor * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        told.append(bool(scaler.step_skipped(optimizer)))
+    return [*told, int(scaler.skipped_steps)]
+
+
+def warned_of(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [w.category.__name__ for w in caught]
+
+
+@program
+def fifty_skips_in_a_row(amp: Amp) -> list[str]:
+    return warned_of(lambda: one_step(amp, overflow, after=60))
+
+
+@program
+def scaler_of_a_bfloat16_region(amp: Amp) -> list[str]:
+    def train() -> None:
+        scaler = amp.GradScaler("cpu")
+        for _ in range(2):
+            with amp.autocast("cpu", torch.bfloat16):
+                loss = torch.mm(torch.ones(1, 2), torch.ones(2, 1)).sum()
+            scaler.scale(loss)
+
+    return warned_of(train)
+
+
+@program
+def entries_of_a_state(amp: Amp) -> list[str]:
+    return list(amp.GradScaler("cpu").state_dict())
+
+
+def then(run: Callable[[], Any], look: Callable[[], Any]) -> str:
+    """Run, and return the exception if there was one, and what `look` returns afterwards."""
+    try:
+        run()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}, {look()!r}"
+    return repr(look())
+
+
+@program
+def state_that_had_lost_its_scale(amp: Amp) -> list[str]:
+    seen = []
+    for lost in (0.0, INF, float("nan")):
+        scaler, step = scaled(amp)
+        step()
+        saved = scaler.state_dict() | {"growth_interval": 7, "scale": lost}
+        seen.append(
+            then(
+                lambda s=scaler, d=saved: s.load_state_dict(d),
+                lambda s=scaler: (s.get_scale(), s.get_growth_interval()),
+            )
+        )
+    return seen
+
+
+@program
+def update_out_of_the_bounds(amp: Amp) -> list[str]:
+    seen = []
+    for new in (0.0, INF, 2.0**127):
+        scaler, step = scaled(amp)
+        step()
+        seen.append(then(lambda s=scaler, n=new: s.update(n), lambda s=scaler: s.get_scale()))
+    return seen
+
+
+@program
+def update_with_a_tensor_out_of_the_bounds(amp: Amp) -> list[str]:
+    seen = []
+    for new in (0.0, INF, float("nan")):
+        scaler, step = scaled(amp)
+        step()
+        scaler.update(torch.tensor(new))
+        seen.append(repr(scaler.get_scale()))
+    return seen
+
+
+@program
+def update_with_a_tensor_of_one_dimension(amp: Amp) -> float:
+    scaler, step = scaled(amp)
+    step()
+    scaler.update(torch.tensor([4.0]))
+    return float(scaler.get_scale())
+
+
+@program
+def first_scale_that_is_not_positive_and_finite(amp: Amp) -> list[str]:
+    seen = []
+    for first in (0.0, -8.0, INF):
+        made: list[float] = []
+        seen.append(
+            then(
+                lambda f=first, m=made: m.append(amp.GradScaler("cpu", init_scale=f).get_scale()),
+                lambda m=made: m,
+            )
+        )
+    return seen
+
+
+@program
+def first_scale_without_an_inverse(amp: Amp) -> list[str]:
+    """float32 holds 1e-40, and not 1e40. Another scale beyond the bounds is as in torch.amp."""
+    made = [one_step(amp, lambda p: p.sum() * 0.125, first) for first in (1e-40, 1e38)]
+    return [repr(x) for pair in made for x in pair]
+
+
+@program
+def constants_set_out_of_range(amp: Amp) -> list[str]:
+    seen = []
+    for name, value in (("growth_factor", 0.5), ("backoff_factor", 2.0), ("growth_interval", 0)):
+        scaler = amp.GradScaler("cpu")
+        seen.append(
+            then(
+                lambda s=scaler, n=name, v=value: getattr(s, f"set_{n}")(v),
+                lambda s=scaler, n=name: getattr(s, f"get_{n}")(),
+            )
+        )
+    return seen

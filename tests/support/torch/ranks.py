@@ -23,7 +23,9 @@ LIMIT = 240  # seconds; a rank that waits for a dead one gives up before
 IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "polymp.torch")
 
 
-def launch(program: str, ranks: int, folder: Path, *, backend: str = "gloo") -> list[Any]:
+def launch(
+    program: str, ranks: int, folder: Path, *, backend: str = "gloo", strict: bool = True
+) -> list[Any]:
     """Run `main` of the module `program` on each rank, and return the results.
 
     Args:
@@ -31,6 +33,7 @@ def launch(program: str, ranks: int, folder: Path, *, backend: str = "gloo") -> 
         ranks: how many processes.
         folder: where the ranks meet and put their notes; each has a folder of its own below it.
         backend: of the default process group.
+        strict: True if warnings are errors, as in the tests.
     """
     meeting = folder / f"{program}-{ranks}"
     meeting.mkdir()
@@ -42,6 +45,7 @@ def launch(program: str, ranks: int, folder: Path, *, backend: str = "gloo") -> 
             (program, backend, rank, ranks, str(folder)),
             str(path),
             env={"GLOO_SOCKET_IFNAME": "lo"},
+            strict=strict,
         )
         for rank, path in enumerate(printed)
     ]

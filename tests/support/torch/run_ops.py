@@ -20,10 +20,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.support.sizes import LONG
-from tests.support.torch import ops, torch_lists
+from tests.support.torch import ops, outcomes
 from tests.support.torch.ops import Row
-from tests.support.torch.outcomes import Enter, Outcome, fake, on_cuda, on_data, torch_cuda
-from tests.support.torch.torch_lists import Listed
+from tests.support.torch.outcomes import Enter, Listed, Outcome, fake, on_cuda, on_data, torch_cuda
 
 LOW = (torch.bfloat16, torch.float16)
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -91,7 +90,7 @@ def record(device: str, enter: EnterIn, patterns: Sequence[str] = tuple(ops.PATT
                 run = partial(_RUN[device], row)
                 for pattern, dtypes, way in variations(device, row, low, some):
                     found[Case(op, at, pattern, name)] = run(dtypes, way, here)
-        for listed in torch_lists.listed(device):
+        for listed in outcomes.listed(device):
             found[Case(listed.title, 0, "as listed", name)] = _LISTED[device](listed, here)
     return found
 
@@ -187,7 +186,7 @@ def polymp_cpu(low: torch.dtype, policy: Any = None) -> AbstractContextManager[A
 
 def polymp_cuda(low: torch.dtype, policy: Any = None) -> AbstractContextManager[Any]:
     """A polymp region for CUDA; `autocast` itself disables one where there is no GPU, as torch."""
-    from tests.support.torch.inside import inside
+    from tests.support.torch.each_op import inside
 
     return inside("cuda", str(low).removeprefix("torch."), policy=policy)
 

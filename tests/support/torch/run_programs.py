@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 
 from tests import STRICT
-from tests.support.threads import in_thread
+from tests.support.processes import in_thread
 from tests.support.torch import programs
 from tests.support.torch.programs import Program, Spec
 

@@ -5,19 +5,39 @@ What is planted, and where, is in `HISTORY`. The notes say what this rank saw af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 
+from polymp.backends.torch.compat import distributed as distributed_module
+from polymp.backends.torch.scaler import unscale
+from polymp.errors import StuckError
 from polymp.torch import GradScaler
 from tests.support.sizes import LONG
 from tests.support.torch.ranks import bits
-from tests.support.torch.sharded_models import CUTS, FOR_FOUR, Cut, cuts, data, groups, named
+from tests.support.torch.sharded_models import (
+    CUTS,
+    FOR_FOUR,
+    Cut,
+    cuts,
+    data,
+    fsdp2,
+    groups,
+    named,
+    whole,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -234,6 +254,382 @@ def table(ranks: int) -> dict[Any, Any]:
 
 
 def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
-    from tests.support.torch import rank_cases, rank_checkpoints
+    if dist.get_backend() == "nccl":
+        return on_gpus(rank, ranks)
+    return table(ranks) | single_cases() | checkpoint_cases(folder)
 
-    return table(ranks) | rank_cases.all_cases() | rank_checkpoints.all_cases(folder)
+
+RESUMED_SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 3, "hysteresis": 1}
+# It is saved after one overflow, which hysteresis forgives, with a second one to come.
+RESUMED_HISTORY = (
+    None,
+    None,
+    Plant(-INF, "b.weight", -1),
+    None,
+    Plant(INF, "a.weight", -1),
+    Plant(INF, "a.weight", 0),
+    None,
+    Plant("loss", "", 1),
+    None,
+    None,
+    Plant(INF, "gain", 0),
+)
+SAVED = 5  # steps before
+HOW = ("checkpoint", "file")
+
+
+def start_resumed() -> Run:
+    return Run(CUTS["fsdp2"](), WAYS["sgd"], GradScaler("cpu", **RESUMED_SETTINGS))
+
+
+def go_on(run: Run, first: int, last: int) -> None:
+    for at in range(first, last):
+        run.step(at, RESUMED_HISTORY[at])
+
+
+def save(run: Run, folder: Path) -> None:
+    model, optimizer = get_state_dict(run.cut.model, run.optimizer)
+    state = {"model": model, "optimizer": optimizer, "scaler": run.scaler}
+    dcp.save(state, checkpoint_id=folder / "checkpoint")
+    if dist.get_rank() == 0:
+        torch.save(run.scaler.state_dict(), folder / "scaler.pt")
+
+
+def load(run: Run, folder: Path, how: str) -> None:
+    """Bring a fresh run to where the saved one was; its scaler from the checkpoint or a file."""
+    model, optimizer = get_state_dict(run.cut.model, run.optimizer)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    if how == "checkpoint":
+        state["scaler"] = run.scaler
+    dcp.load(state, checkpoint_id=folder / "checkpoint")
+    set_state_dict(run.cut.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    if how == "file":
+        run.scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
+
+
+def checkpoint_cases(folder: Path) -> dict[Any, Any]:
+    if dist.get_world_size() == 2:
+        run = start_resumed()
+        go_on(run, 0, SAVED)
+        save(run, folder)
+        go_on(run, SAVED, len(RESUMED_HISTORY))
+        return {"unstopped": run.notes}
+    notes: dict[Any, Any] = {}
+    for how in HOW:
+        run = start_resumed()
+        load(run, folder, how)
+        go_on(run, SAVED, len(RESUMED_HISTORY))
+        notes["resumed", how] = run.notes
+    forgotten = start_resumed()
+    load(forgotten, folder, "without the scaler")
+    go_on(forgotten, SAVED, len(RESUMED_HISTORY))
+    return notes | {"forgotten": forgotten.notes}
+
+
+Notes = dict[Any, Any]
+LAST = Plant(INF, "a.weight", -1)
+# What is played with torch.amp's scaler and with ours: everything, and a loss of NaN whose
+# gradients are finite on one rank.
+BESIDE = {"everything": HISTORY, "apart": (LAST, Plant("apart", "", -1))}
+BESIDE_WAYS = ("sgd, clipped", "adamw, fused")
+FIRST_WAYS = ("sgd", "adamw, device", "adamw, fused")
+
+
+def below_one() -> Notes:
+    """A gradient on one rank that is finite when scaled, and Inf when not."""
+    notes = {}
+    for way in some(FIRST_WAYS, dist.get_world_size()):
+        scaler = GradScaler("cpu", init_scale=2.0**-60, growth_interval=2, **WAYS[way].options)
+        history = (Plant(1e30, "a.weight", -1), None, None, Plant(1e30, "b.bias", 0))
+        notes["below one", way] = go(Run(CUTS["fsdp2"](), WAYS[way], scaler), history)
+    return notes
+
+
+def absent() -> Notes:
+    """Ranks without gradients, of one parameter or of all, while others have them."""
+    notes = {}
+    for way in some(FIRST_WAYS, dist.get_world_size()):
+        scaler = GradScaler("cpu", **SETTINGS, **WAYS[way].options)
+        run = Run(CUTS["fsdp2"](), WAYS[way], scaler)
+        every = list(named(run.cut.model))
+        # Whose gradients are gone, and what the others find.
+        for at, (ranks, names, plant) in enumerate(
+            (
+                ([], every, None),
+                ([0], every, LAST),
+                ([0], every, None),
+                ([0], ["b.weight"], None),
+                ([0], ["b.weight"], LAST),
+                (range(dist.get_world_size()), every, None),
+            )
+        ):
+            here = run.backward(at, plant)
+            if dist.get_rank() in ranks:
+                for name in names:
+                    named(run.cut.model)[name].grad = None
+            run.scaler.step(run.optimizer)
+            try:
+                run.scaler.update()
+            except AssertionError:
+                assert at == 5
+            run.note(here)
+        notes["absent", way] = run.notes
+    return notes
+
+
+def pipeline() -> Notes:
+    """Every rank has other parameters, and only the last one a loss."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    params = [nn.Parameter(torch.full((2,), float(i))) for i in range(rank + 1)]
+    optimizer = torch.optim.SGD(params, lr=0.125)
+    scaler = GradScaler("cpu", **SETTINGS, process_group=dist.group.WORLD)
+    scaler.scale(torch.zeros(()))  # every stage has to have a scale
+    seen = []
+    # The loss on the last rank, and what the first rank's gradients are multiplied by.
+    for loss, factor in ((1.0, 1.0), (NAN, 1.0), (1.0, INF), (1.0, NAN), (1.0, 1.0)):
+        optimizer.zero_grad()
+        scale = torch.tensor(scaler.get_scale())
+        if rank == ranks - 1:
+            leaf = torch.tensor(loss, requires_grad=True)
+            (scale,) = torch.autograd.grad(scaler.scale(leaf), leaf)
+        for p in params:
+            p.grad = torch.ones(2) * scale * (factor if rank == 0 else 1.0)
+            p.grad *= loss if rank == ranks - 1 else 1.0
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = scaler.step_skipped(optimizer).item()
+        seen.append((scaler.state_dict(), skipped, [p.tolist() for p in params]))
+    return {"pipeline": seen}
+
+
+def subgroup() -> Notes:
+    """A group of some ranks only does not settle what a loss was; the gradients are exchanged."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    scaler = GradScaler("cpu", **SETTINGS, process_group=pairs[rank // 2])
+    run = Run(CUTS["ddp"](), WAYS["sgd"], scaler, early=True)
+    return {"subgroup": go(run, (Plant("loss", "", 3), Plant("apart", "", 0), None))}
+
+
+def stuck() -> Notes:
+    """Note the message to each rank after three skips in a row, and that every rank raises."""
+    told: list[Any] = []
+    cut = CUTS["fsdp2"]()
+    scaler = GradScaler("cpu", stuck_after=3, on_stuck=told.append, named=cut.model)
+    go(Run(cut, WAYS["sgd"], scaler), [LAST] * 4)
+    cut = CUTS["fsdp2"]()
+    run = Run(cut, WAYS["sgd"], GradScaler("cpu", stuck_after=2, on_stuck="raise"))
+    said = ""
+    try:
+        go(run, [LAST] * 4)
+    except StuckError as error:
+        said = str(error)
+    return {"stuck": told, "raised": (len(run.notes), said)}
+
+
+def partial() -> Notes:
+    """Gradients whose ranks hold terms of a sum: each finite, the sum perhaps not."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    notes = {}
+    for way in FIRST_WAYS:
+        for size in (2.0, 3e38):
+            start = torch.full((3, 2), 1e-30)
+            w = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
+            x = distribute_tensor(torch.full((ranks, 3), size), mesh, [Shard(0)])
+            optimizer = WAYS[way].optimizer([w])
+            scaler = GradScaler("cpu", init_scale=1.0, **WAYS[way].options)
+            scaler.scale((x @ w).sum()).backward()
+            assert isinstance(w.grad, DTensor)
+            placed = str(w.grad.placements), bool(local(w.grad).isfinite().all())
+            scaler.step(optimizer)
+            scaler.update()
+            notes["partial", way, size] = (
+                *placed,
+                bits(whole(w)),
+                scaler.found_inf(optimizer).item(),
+                scaler.state_dict(),
+            )
+    return notes
+
+
+class Twice(torch.optim.SGD):
+    """Goes to another point, looks at the gradients there, comes back and uses them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        with torch.enable_grad():
+            loss = closure()
+        moves = [0.25 * p.grad for p in params]
+        for p, move in zip(params, moves, strict=True):
+            p.add_(move)
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(params, moves, strict=True):
+            p.sub_(move)
+        super().step()
+        return loss
+
+
+def closure() -> Notes:
+    """A step with a closure; in the second one its second evaluation overflows on one rank."""
+    cut = CUTS["fsdp2"]()
+    scaler = GradScaler("cpu", **SETTINGS)
+    run = Run(cut, WAYS["sgd"], scaler)
+    optimizer = Twice(cut.model.parameters(), lr=0.125, momentum=0.5)
+    seen = []
+    for at in range(3):
+        calls: list[int] = []
+
+        def evaluate(at: int = at, calls: list[int] = calls) -> torch.Tensor:
+            optimizer.zero_grad()
+            x, t = run.part(at)
+            loss = cut.model(x, t)
+            scaler.scale(loss).backward()
+            calls.append(at)
+            if at == 1 and len(calls) == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                grad = named(cut.model)["a.weight"].grad
+                assert grad is not None
+                local(grad).fill_(NAN)
+            return loss
+
+        result = scaler.step(optimizer, evaluate)
+        scaler.update()
+        full = {name: bits(p) for name, p in cut.full().items()}
+        seen.append((result is None, len(calls), scaler.state_dict(), full))
+    return {"closure": seen}
+
+
+def defect_cases(ranks: int) -> list[tuple[str, str]]:
+    """The cuts and ways in which a plant is not told to all ranks."""
+    plain = [(cut, way) for cut in ("fsdp2", "fsdp1") for way in ("sgd", "adamw, fused")]
+    grid = [("fsdp2_and_tp", way) for way in ("sgd", "adamw, fused")]
+    return plain if ranks == 2 else [*(plain if LONG else ()), *grid]
+
+
+@contextmanager
+def without_agreement() -> Iterator[None]:
+    """The library as it would be if ranks did not talk."""
+    agree = unscale.agree
+    unscale.agree = lambda findings, groups: None
+    try:
+        yield
+    finally:
+        unscale.agree = agree
+
+
+def defects() -> Notes:
+    """The same plant with torch.amp's scaler, and with ours without its exchange."""
+    notes: Notes = {}
+    makers: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.amp.GradScaler("cpu", **SETTINGS),
+        "polymp": lambda: GradScaler("cpu", **SETTINGS),
+    }
+    for cut, way in defect_cases(dist.get_world_size()):
+        for who, make in makers.items():
+            key = "defect", who, cut, way
+            notes[key] = go(Run(CUTS[cut](), WAYS[way], make()), [LAST])
+        with without_agreement():
+            key = "defect", "mute", cut, way
+            notes[key] = go(Run(CUTS[cut](), WAYS[way], makers["polymp"]()), [LAST])
+    try:
+        go(Run(CUTS["tp"](), WAYS["sgd"], makers["torch"]()), [None])
+    except RuntimeError as error:
+        notes["defect", "torch", "tp"] = str(error)
+    return notes
+
+
+def beside_torch() -> Notes:
+    """FSDP2 with torch.amp's scaler, and with ours."""
+    makers: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.amp.GradScaler("cpu", **SETTINGS),
+        "polymp": lambda: GradScaler("cpu", **SETTINGS),
+    }
+    return {
+        ("beside", who, name, way): go(Run(CUTS["fsdp2"](), WAYS[way], make()), history)
+        for who, make in makers.items()
+        for name, history in BESIDE.items()
+        for way in some(BESIDE_WAYS, dist.get_world_size())
+    }
+
+
+def meshes() -> Notes:
+    """Note the groups that `distributed` makes of meshes: equal, partial, without this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    one, other = (init_device_mesh("cpu", (ranks,)) for _ in range(2))
+
+    def on(mesh: DeviceMesh) -> torch.Tensor:
+        return distribute_tensor(torch.ones(4), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+
+    notes: Notes = {
+        "same": (one is other, len(distributed_module.meshes([on(one), on(other), on(one)])))
+    }
+    alone = DeviceMesh("cpu", [0])
+    circles = {
+        "one": unscale.circle([on(one), torch.ones(2), on(other)]),
+        "of one rank": unscale.circle([on(alone)]),
+        "plain": unscale.circle([torch.ones(2)]),
+        "given": unscale.circle([torch.ones(2)], dist.group.WORLD),
+        "given and one": unscale.circle([on(one)], dist.group.WORLD),
+    }
+    if ranks == 4:
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dp, tp = grid["dp"], grid["tp"]
+        half = dist.new_group([0, 1]), dist.new_group([2, 3])
+        mine = half[rank // 2]
+        circles |= {
+            "grid": unscale.circle([on(grid)]),
+            "dp, tp": unscale.circle([on(dp), on(tp), on(dp)]),
+            "tp, dp": unscale.circle([on(tp), on(dp)]),
+            "tp, grid": unscale.circle([on(tp), on(grid)]),
+            "dp, given": unscale.circle([on(dp)], mine),
+            "given first": unscale.circle([on(dp)], dp.get_group()),
+            "dp, one": unscale.circle([on(dp), on(one)]),
+        }
+    for name, circle in circles.items():
+        notes[name] = (
+            [dist.get_process_group_ranks(group) for group in circle.groups],
+            circle.everybody,
+        )
+    return {"meshes": notes}
+
+
+def groups_that_are_not() -> Notes:
+    """Note the errors of a bad `process_group`, and of copying a scaler that has one."""
+    group = dist.new_group([0])
+    said = []
+    for wrong in (group, "world"):
+        try:
+            GradScaler("cpu", process_group=wrong)
+            said.append("")
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    same = copy.deepcopy(scaler)._options.process_group is dist.group.WORLD
+    try:
+        pickle.dumps(scaler)
+    except TypeError as error:
+        said.append(str(error))
+    return {"groups": (said, same)}
+
+
+def single_cases() -> Notes:
+    cases = [below_one, absent, pipeline, stuck, partial, closure, defects, meshes]
+    cases += [groups_that_are_not, beside_torch]
+    if dist.get_world_size() == 4:
+        cases.append(subgroup)
+    notes: Notes = {}
+    for case in cases:
+        notes |= case()
+    return notes
+
+
+def on_gpus(rank: int, ranks: int) -> dict[Any, Any]:
+    torch.cuda.set_device(rank)
+    mesh = init_device_mesh("cuda", (ranks,))
+    notes: dict[Any, Any] = {}
+    for name in ("sgd", "sgd, device", "adamw, fused"):
+        way = WAYS[name]
+        notes["fsdp2", name] = go(Run(fsdp2(mesh), way, GradScaler(**SETTINGS, **way.options)))
+    return notes

@@ -2,8 +2,8 @@
 
 A program takes `Amp`, the two classes under test, and returns a `Log`: after every iteration the
 scale, the growth count, what `step` returned, and every bit of parameters and gradients.
-`test_training_programs` compares the logs of polymp's and of torch's classes. What overflows here
-are gradients of finite losses: a loss that is not finite itself is among the differences.
+`test_histories` compares the logs of polymp's and of torch's classes. What overflows here are
+gradients of finite losses: a loss that is not finite itself is among the differences.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import polymp.torch
 from polymp import PolicyError, policy
 from polymp.torch import autocast
 from tests.support import forks
-from tests.support.threads import in_thread
+from tests.support.processes import in_thread
 from tests.support.torch.compiled import (
     AS_OBJECT,
     KEEPS_LINEAR,

@@ -1,47 +1,25 @@
-"""CUDA regions against the dtypes that torch's own CUDA lists ask for, on fake tensors.
+"""CUDA regions on fake tensors, which need no GPU: what PyTorch's tests check besides lists.
 
-`torch.testing._internal.autocast_test_lists` names calls and sorts them by the dtype that they must
-give under CUDA autocast. Here they run on tensors without data, so no GPU is needed: in torch's
-state, which shows that the expectation is right, and in polymp's regions on both engines. What
-PyTorch's tests of CUDA autocast check besides the lists, and needs no gradient, follows below;
-autograd on such tensors would abort the process.
+`test_ops` has torch's lists. Nothing here needs a gradient: autograd on such tensors would abort
+the process.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from polymp.backends.torch.autocast import kernel_registry
 from polymp.torch import autocast, custom_bwd, custom_fwd
-from tests.support.torch.outcomes import Outcome, fake_mode, on_cuda, torch_cuda
-from tests.support.torch.torch_lists import Listed, listed
-from tests.support.torch.version_changes import ASK_FOR_DRIVER
+from tests.support.torch.outcomes import fake_mode, on_cuda, torch_cuda
 
 pytestmark = pytest.mark.usefixtures("left_as_found", "cuda_there")
 
-Enter = Callable[[], AbstractContextManager[Any]]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = (FP16, BF16)
-COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
-
-# Calls that raise in torch's state as well on a build without CUDA; the two errors are compared.
-NEED_NO_RESULT = {
-    "binary_cross_entropy": "forbidden: the error is its result",
-    "einsum": "torch's list has no equation where its own test reads one, and leaves the row out",
-    "equal": "its result is a value, and fake tensors have none",
-    "cudnn_convolution": "asks for a CUDA build of torch",
-    "cudnn_convolution_transpose": "asks for a CUDA build of torch",
-    "gru_cell": "asks for a CUDA build of torch",
-    "grid_sampler": "asks for a CUDA build of torch",
-    **{op: "asks for a driver" for op in ASK_FOR_DRIVER if "." not in op},
-}
 
 
 @pytest.fixture
@@ -53,89 +31,6 @@ def cuda_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def name_of(row: Listed) -> str:
-    return row.title.split()[-1]
-
-
-def expected(row: Listed, low: torch.dtype) -> str:
-    """The dtype that the row must give in a region of that low dtype."""
-    kind = row.title.partition("[")[0]
-    if kind.endswith("fp16"):
-        return short(low)
-    if kind.endswith("expect_builtin_promote") and name_of(row).strip("_") in COMPARISONS:
-        return "bool"
-    return "float32"
-
-
-def spellings(row: Listed) -> Iterator[Callable[[], Any]]:
-    """The call as listed, and as a method where tensors have it."""
-    yield functools.partial(row.function, *row.args, **row.kwargs)
-    first, name = row.args[0], name_of(row)
-    if isinstance(first, torch.Tensor) and hasattr(first, name):
-        yield lambda: getattr(first, name)(*row.args[1:], **row.kwargs)
-
-
-def outcomes(row: Listed, enter: Enter) -> list[Outcome]:
-    return [on_cuda(call, enter) for call in spellings(row)]
-
-
-def as_expected(row: Listed, low: torch.dtype, found: list[Outcome]) -> bool:
-    """True if every output of every spelling has the dtype that the list asks for."""
-    dtypes = {str(out).split()[0] for outcome in found for out in outcome.outputs}
-    return dtypes == {expected(row, low)} and not any(outcome.error for outcome in found)
-
-
-# The rows that promote have a float16 input, which a bfloat16 region refuses.
-CALLS = [
-    pytest.param(row, low, id=f"{row.title}-{short(low)}")
-    for row in listed("cuda")
-    for low in (LOW if "need_autocast_promote" not in row.title else (FP16,))
-]
-
-
-@pytest.mark.parametrize("engine", ["native", "python"])
-@pytest.mark.parametrize(("row", "low"), CALLS)
-def test_a_listed_call_gives_the_dtype_of_its_list(
-    row: Listed, low: torch.dtype, engine: str
-) -> None:
-    theirs = outcomes(row, functools.partial(torch_cuda, low))
-    with kernel_registry.all_python("cuda") if engine == "python" else nullcontext():
-        ours = outcomes(row, lambda: autocast("cuda", low))
-    assert ours == theirs
-    if name_of(row) not in NEED_NO_RESULT:
-        assert as_expected(row, low, theirs), "torch's own state does not give what its list says"
-        assert as_expected(row, low, ours)
-
-
-def test_banned_calls_say_what_to_use_instead() -> None:
-    banned = [row for row in listed("cuda") if row.title.startswith("banned")]
-    assert [name_of(row) for row in banned] == ["binary_cross_entropy"]
-    (outcome, *_) = outcomes(banned[0], lambda: autocast("cuda"))
-    assert outcome.error.startswith("RuntimeError: torch.nn.functional.binary_cross_entropy and ")
-
-
-def test_rows_without_a_result_are_few() -> None:
-    rows = {name_of(row) for row in listed("cuda")}
-    assert rows >= NEED_NO_RESULT.keys(), "a row that torch no longer lists"
-    assert len(listed("cuda")) > 100
-
-
-def test_a_region_that_does_nothing_is_noticed() -> None:
-    seen: dict[str, list[bool]] = {}
-    for row in listed("cuda"):
-        if row.title.startswith("banned"):
-            continue
-        off = outcomes(row, lambda: autocast("cuda", enabled=False))
-        seen.setdefault(row.title.partition("[")[0], []).append(as_expected(row, FP16, off))
-    builtin = {kind for kind in seen if kind.endswith("expect_builtin_promote")}
-    assert {kind for kind, passed in seen.items() if all(passed)} <= builtin
-    assert not any(seen["torch_fp16"] + seen["nn_fp16"] + seen["linalg_fp16"])
-    assert sum(seen["torch_fp32"]) < len(seen["torch_fp32"]) / 4
-
-
-# --- what is no list ------------------------------------------------------------------------------
 
 
 def ones(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:

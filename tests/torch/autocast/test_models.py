@@ -14,7 +14,7 @@ import torch
 
 from tests.support import forks
 from tests.support.torch.models import LOW, MODELS, STAGES, WAYS, WITH_GRADIENTS, Outcomes
-from tests.support.torch.onednn import has_lstm
+from tests.support.torch.version_changes import has_lstm
 
 RUN = "import sys; from tests.support.torch import models; models.main(sys.argv[1])"
 ENGINES = tuple(stage for stage in STAGES if stage != "torch")

@@ -10,7 +10,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.support import forks
-from tests.support.torch import ops, run_ops, torch_lists
+from tests.support.torch import ops, outcomes, run_ops
 from tests.support.torch.outcomes import Outcome, Seen
 from tests.support.torch.run_ops import STAGES, Case, Record
 from tests.support.torch.version_changes import ASK_FOR_DRIVER
@@ -167,7 +167,7 @@ def test_torchs_own_lists_do_what_they_do_under_torch(
         for title in sorted(titles)
         for case, theirs, ours in run.pairs(engine, title)
     ]
-    assert len(found) == 2 * len(torch_lists.listed(device)) > 100, "lists left out"
+    assert len(found) == 2 * len(outcomes.listed(device)) > 100, "lists left out"
     unlike = [(case, words) for case, words in found if words]
     assert not unlike, report(unlike)
 
@@ -233,26 +233,3 @@ def test_a_wrong_rule_for_any_op_is_noticed(load: Callable[[str], Run], device: 
         and not any(differences(theirs, ours) for _, theirs, ours in run.pairs("wrong", op))
     ]
     assert not unnoticed
-
-
-SEEN = Seen("float32", (1,), (1,), True, False, "torch.strided", b"\0\0\x80\x3f")
-OUTCOME = Outcome((SEEN,), (SEEN, None), "RuntimeError: no", ("aten::mm(float16, float16)",))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(OUTCOME, outputs=(replace(SEEN, bits=b"\1\0\x80\x3f"),)),
-        replace(OUTCOME, outputs=(replace(SEEN, dtype="float64"),)),
-        replace(OUTCOME, outputs=(replace(SEEN, requires_grad=False),)),
-        replace(OUTCOME, outputs=()),
-        replace(OUTCOME, gradients=(replace(SEEN, bits=b"\0\0\x80\xbf"), None)),
-        replace(OUTCOME, gradients=(SEEN, SEEN)),
-        replace(OUTCOME, error="RuntimeError: yes"),
-        replace(OUTCOME, error=""),
-        replace(OUTCOME, calls=("aten::mm(float16, float32)",)),
-    ],
-)
-def test_any_change_of_an_outcome_is_noticed(other: Outcome) -> None:
-    assert differences(OUTCOME, OUTCOME) == []
-    assert len(differences(OUTCOME, other)) == 1

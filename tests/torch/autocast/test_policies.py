@@ -1,5 +1,9 @@
 """Policies in regions: both engines do what `Policy.decide` says, and only where they must."""
 
+from __future__ import annotations
+
+import re
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,6 +14,7 @@ from polymp.rules import policy_files
 from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, explain
 from tests.support import forks
+from tests.support.torch.version_changes import VERSION
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -346,3 +351,211 @@ def test_a_row_for_an_op_in_place_says_first():
     for rule in ("lower", "widest"):
         with pytest.raises(PolicyError, match="which writes into an argument"):
             autocast("cpu", policy={"rules": {"aten:index_put_": rule}})
+
+
+# --- A process may use any number of policies, and each takes little memory -----------------------
+
+
+POLICIES = """
+import torch
+from polymp.torch import autocast
+
+OPS = "exp log tanh erf sin cos sigmoid sqrt floor ceil sign neg abs".split()
+x = torch.full((2, 2), 0.5)
+
+
+def policy(number):
+    rules = {op: ("fp32", "lower")[number >> at & 1] for at, op in enumerate(OPS)}
+    return {"name": f"p{number}", "extends": "amp", "rules": rules}
+
+
+def dtypes(count=len(OPS)):
+    return [getattr(torch, op)(x).dtype for op in OPS[:count]]
+
+
+def wanted(number, count=len(OPS)):
+    return [(torch.float32, torch.bfloat16)[number >> at & 1] for at in range(count)]
+"""
+
+MEMORY = f"""{POLICIES}
+import gc, tracemalloc
+from polymp.backends.torch.autocast import torch_table
+
+def use(numbers):
+    for number in numbers:
+        with autocast("cpu", torch.bfloat16, policy=policy(number)):
+            (x @ x).exp()
+    gc.collect()
+
+tracemalloc.start()
+use(range(torch_table.POLICIES + 8))  # so many have tables
+before, _ = tracemalloc.get_traced_memory()
+use(range(1000, 1000 + COUNT))
+now, _ = tracemalloc.get_traced_memory()
+print((now - before) / COUNT)
+"""
+
+
+def test_a_policy_takes_less_than_a_hundredth_of_a_megabyte() -> None:
+    assert float(forks.program(MEMORY.replace("COUNT", "12"))) < 10_000
+
+
+# Policies without a scope agree with what they did before; of the first codes none is left.
+MANY = f"""{POLICIES}
+import polymp
+from polymp.backends.torch.autocast import regions as policy_code
+from polymp.backends.torch.autocast.regions import code_in_force, codes
+
+first = autocast("cpu", torch.bfloat16, policy=policy(5))
+with first:
+    assert dtypes() == wanted(5)
+    assert len(code_in_force()) == 2
+while len(code := next(codes.free)) == 2:
+    pass
+assert code not in codes.policies
+
+outer, inner = (autocast("cpu", torch.bfloat16, policy=policy(n)) for n in (6, 9))
+for _ in range(2):
+    with first:
+        with outer:
+            assert len(code_in_force()) == 3
+            with inner:
+                assert dtypes() == wanted(9)
+            assert dtypes() == wanted(6)
+        assert (dtypes(), len(code_in_force())) == (wanted(5), 2)
+assert code_in_force() == policy_code.NONE
+assert not torch.is_autocast_enabled(policy_code.THIRD)
+
+count = 0
+def compiled(graph, _):
+    global count
+    count += 1
+    return graph.forward
+
+program = torch.compile(lambda: dtypes(4) and torch.exp(x), backend=compiled)
+for number, region in ((6, outer), (9, inner), (6, outer), (5, first), (9, inner)):
+    with region:
+        assert program().dtype == wanted(number)[0]
+assert count == 3, count  # a graph for each policy
+
+w = torch.nn.Parameter(x.clone())
+with outer:
+    y = torch.utils.checkpoint.checkpoint(lambda: torch.exp(w @ w), use_reentrant=False)
+y.sum().backward()
+
+def refused(device, policy=None):
+    try:
+        autocast(device, torch.bfloat16, policy=policy)
+    except polymp.PolicyError as error:
+        print(error)
+
+refused("mtia")
+refused("ipu")
+left = sum(1 for _ in codes.free)
+three = len(codes.policies) - 2 + 1  # not NONE and the code of `first`, but the code above
+assert policy_code.PAIRS + three + left == policy_code.ALL
+refused("cpu", policy(77))
+with outer:
+    assert dtypes() == wanted(6)
+"""
+
+
+def test_more_than_two_thousand_policies_and_what_is_said_when_no_code_is_left() -> None:
+    of_mtia, of_ipu, of_policy = forks.program(MANY, strict=True).splitlines()
+    print(of_mtia, of_ipu, of_policy, sep="\n")
+    written = "policies: polymp writes them into torch's autocast state of that device. "
+    assert re.sub(r"[12],\d{3}", "N", of_mtia) == (
+        "autocast('mtia') cannot be used in a process that has used more than N sets of "
+        f"{written}Use it in a process with fewer policies; equal ones count once."
+    )
+    assert of_ipu == (
+        "autocast('ipu') cannot be used in a process that has used "
+        f"{written}Use it in a process without policies."
+    )
+    assert re.sub(r"\d\d,\d{3}", "N", of_policy) == (
+        "no code is left for policy 'p77': this process has used as many sets of policies as "
+        "torch's autocast state can tell apart, N. Use fewer policies, of which equal ones count "
+        "once, or start another process."
+    )
+
+
+# --- A policy that agrees with torch's table costs nothing, because no kernel is installed --------
+
+
+# Regions are entered and ops run under the policy `mine`; a CUDA region has fake tensors.
+USE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from polymp.backends.torch.autocast import kernel_registry
+from polymp.rules import policy_files
+from polymp.torch import autocast
+
+torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+torch.cuda.is_bf16_supported = lambda: True
+
+
+def use(policy):
+    for low in (torch.float16, torch.bfloat16):
+        with autocast(device, low, policy=policy), torch.no_grad(), FakeTensorMode():
+            x = torch.ones(4, 4, device=device)
+            dtypes = (x @ x).dtype, torch.softmax(x @ x, -1).dtype, x.to(low).sum().dtype
+        assert dtypes == (low, *wanted(low)), dtypes
+    return kernel_registry.installed(device)
+
+
+def wanted(low):
+    return (low, low) if device == "cpu" else (torch.float32, torch.float32)
+
+
+own = policy_files.load(f"torch-{device}")
+"""
+
+# The policy as a user would come to it.
+AS_FILE = """
+from pathlib import Path
+Path("mine.toml").write_text(policy_files.to_toml(own).replace(own.name, "mine"))
+mine = policy_files.load("mine.toml")
+assert mine.name == "mine" and mine != own
+"""
+BY_HAND = """
+rules = {row.of: str(row.rule) for row in own.rows}
+rules["binary_cross_entropy"] = {"rule": rules["binary_cross_entropy"], "instead": instead}
+mine = policy_files.load({"name": "mine", "halves": own.halves, "rules": rules})
+assert not any(row.apply for row in mine.rows)
+"""
+EXTENDED = """
+mine = policy_files.load({"name": "mine", "extends": own.name, "rules": {"softmax": softmax}})
+"""
+OWN = AS_FILE, BY_HAND, EXTENDED
+INSTEAD = {"cpu": "", "cuda": "binary_cross_entropy_with_logits"}
+SOFTMAX = {"cpu": "parts", "cuda": "fp32"}
+
+
+DIFFERS = """
+assert use(mine.override(keep=["exp", "linear"])) == ("exp", "linear")
+assert use(mine.override(rules={"mm": {"float16": "fp32"}})) == ("exp", "linear", "mm")
+"""
+# torch raises where float16 meets bfloat16; a policy that widens needs kernels for that. It is no
+# table of torch's: products that it lowers are multiplications where they add nothing up.
+WIDENS = """
+from polymp.backends.torch.autocast import op_facts, torch_table
+table = torch_table.table(own, "float16")
+wide = {name for name, row in table.items() if row.rule == "widest"}
+low = {name for name in op_facts.PRODUCTS & table.keys() if table[name].rule == "lower"}
+found = use(policy_files.load({"extends": own.name, "halves": "widen"}))
+assert wide and "matmul" in low and set(found) == wide | low | {"exp", "linear"}, found
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_policy_that_says_what_torch_does_installs_no_kernel(device, tmp_path):
+    """And one that differs installs those in which it does, which shows that this can fail."""
+    if device == "cuda" and VERSION < (2, 12):
+        pytest.skip("torch 2.11 does not register rms_norm, for which torch-cuda has a row")
+    same = [part + "assert use(mine) == (), kernel_registry.installed(device)\n" for part in OWN]
+    program = "".join([_head(device), USE, *same, AS_FILE, DIFFERS, WIDENS])
+    forks.program(program, folder=tmp_path)
+
+
+def _head(device: str) -> str:
+    return f"device, instead, softmax = {device!r}, {INSTEAD[device]!r}, {SOFTMAX[device]!r}\n"

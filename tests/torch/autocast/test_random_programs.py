@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from polymp.backends.torch.autocast import kernel_registry
 from polymp.torch import autocast
+from tests.support.processes import in_thread
 from tests.support.sizes import size
-from tests.support.threads import in_thread
 from tests.support.torch import programs, run_programs
 from tests.support.torch.programs import (
     Block,

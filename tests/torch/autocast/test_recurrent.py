@@ -18,7 +18,7 @@ from polymp.backends.torch.autocast import autocast_kernel, kernel_registry, tor
 from polymp.backends.torch.compat import optimizers
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
-from tests.support.torch.inside import inside
+from tests.support.torch.each_op import inside
 from tests.support.torch.outcomes import fake_mode, on_cuda
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

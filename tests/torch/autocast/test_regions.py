@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polymp import policy
 from polymp.torch import autocast
-from tests.support.torch.compiled import mm, short
-from tests.support.torch.inside import inside
-from tests.support.torch.interrupts import at_every_line, interrupted
+from tests.support.torch.compiled import mm
+from tests.support.torch.each_op import at_every_line, inside, interrupted
 from tests.torch.conftest import state
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -30,63 +29,6 @@ LOW = (BF16, FP16)
 # --- nested and disabled --------------------------------------------------------------------------
 
 OFF: dict[str, Any] = {"enabled": False}
-NESTS: tuple[tuple[dict[str, Any], ...], ...] = (
-    ({"dtype": BF16}, {"dtype": FP16}, {"dtype": BF16}),
-    ({"dtype": FP16}, {}, {"dtype": BF16}, {}),
-    ({"dtype": BF16}, OFF, {"dtype": FP16}),
-    (OFF, {"dtype": FP16}, OFF, OFF, {"dtype": BF16}),
-    ({"dtype": FP16}, {"dtype": FP16, "enabled": False}, {}),
-    ({"dtype": BF16}, {"cache_enabled": False}, {"dtype": FP16, "cache_enabled": True}),
-)
-
-
-def walk(
-    enter: Callable[..., Any], nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
-) -> list[Any]:
-    """Go into the nest and out again: at each step the state, a product, and its gradient."""
-    seen: list[Any] = []
-
-    def look() -> None:
-        y = torch.mm(x, w)
-        (gradient,) = torch.autograd.grad(y.float().square().sum(), w)
-        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), y.dtype))
-        seen.append((y.detach().float().tolist(), gradient.tolist()))
-
-    with contextlib.ExitStack() as stack:
-        for arguments in nest:
-            stack.enter_context(enter("cpu", **arguments))
-            look()
-        while stack._exit_callbacks:  # type: ignore[attr-defined]
-            _, leave = stack._exit_callbacks.pop()  # type: ignore[attr-defined]
-            leave(None, None, None)
-            look()
-    return seen
-
-
-@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(short(a) for a in n))
-def test_every_depth_runs_in_its_own_region(
-    nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
-) -> None:
-    def uncached(device: str, **arguments: Any) -> Any:
-        return torch.autocast(device, **{**arguments, "cache_enabled": False})
-
-    assert walk(autocast, nest, x, w) == walk(uncached, nest, x, w)
-
-
-@pytest.mark.parametrize("nest", NESTS, ids=lambda n: "-".join(short(a) for a in n))
-def test_a_walk_through_wrong_regions_is_seen(
-    nest: tuple[dict[str, Any], ...], x: torch.Tensor, w: torch.Tensor
-) -> None:
-    def always_on(device: str, enabled: bool = True, **arguments: Any) -> Any:
-        return autocast(device, **arguments)
-
-    def one_dtype(device: str, dtype: torch.dtype = BF16, **arguments: Any) -> Any:
-        return autocast(device, dtype=BF16, **arguments)
-
-    right = walk(autocast, nest, x, w)
-    dtypes = {arguments.get("dtype") for arguments in nest}
-    assert (walk(always_on, nest, x, w) != right) == any("enabled" in a for a in nest)
-    assert (walk(one_dtype, nest, x, w) != right) == (FP16 in dtypes)
 
 
 def test_depths_by_hand(x: torch.Tensor, w: torch.Tensor) -> None:

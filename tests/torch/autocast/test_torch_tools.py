@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from polymp.torch import autocast
-from tests.support.threads import in_thread
+from tests.support.processes import in_thread
 from tests.support.torch.compiled import mm, short
 
 pytestmark = pytest.mark.usefixtures("left_as_found")

@@ -13,7 +13,7 @@ import torch
 import polymp.torch
 from polymp.scaling.scale_rule import as_float32
 from tests.support import forks
-from tests.support.threads import in_thread
+from tests.support.processes import in_thread
 from tests.support.torch.differences import PROGRAMS, after_a_change
 from tests.support.torch.training import ENTRIES
 

@@ -27,7 +27,7 @@ from polymp.backends.torch.compat import (
     optimizers,
 )
 from tests.support import processes
-from tests.support.threads import in_thread
+from tests.support.processes import in_thread
 from tests.support.torch.compiled import Count
 from tests.support.torch.each_op import EachOp
 

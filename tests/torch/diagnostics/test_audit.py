@@ -19,7 +19,7 @@ import polymp.torch
 from polymp.backends.torch.diagnostics import measure
 from polymp.backends.torch.diagnostics import value_tracer as module
 from polymp.torch import autocast
-from tests.support.audits import magnitudes
+from tests.support.reports import magnitudes
 from tests.support.torch.audit_trainings import DTYPES, OPTIMIZERS, Training, same
 from tests.support.torch.each_op import EachOp
 

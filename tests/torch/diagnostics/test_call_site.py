@@ -15,8 +15,8 @@ from polymp.backends.torch.compat import modes
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decision_log
 from polymp.torch import autocast, explain
+from tests.support.processes import in_thread
 from tests.support.reports import line_of, only
-from tests.support.threads import in_thread
 from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("left_as_found")

@@ -34,11 +34,11 @@ from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, explain, scoped
 from tests.support import examples
 from tests.support import random_policies as programs
-from tests.support.torch.each_op import EachOp
-from tests.support.torch.interrupts import at_every_line, interrupted
+from tests.support.torch.each_op import EachOp, at_every_line, interrupted
 from tests.support.torch.models import MODELS, seen
-from tests.support.torch.onednn import need_lstm
-from tests.support.torch.run_random_policies import MINE, Place, arguments, mine, ran
+from tests.support.torch.version_changes import need_lstm
+from tests.torch.autocast.test_random_policies import MINE, Place, arguments, mine
+from tests.torch.autocast.test_random_policies import run_of as ran
 from tests.torch.conftest import state
 
 pytestmark = pytest.mark.usefixtures("left_as_found")

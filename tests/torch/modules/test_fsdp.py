@@ -8,36 +8,140 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_s_fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polymp
 from polymp.backends.torch.diagnostics import perturb
 from polymp.diagnostics import rounding
-from polymp.torch import autocast
+from polymp.torch import autocast, explain
 from polymp.torch.fsdp import fully_shard, mixed_precision
-from tests.support.torch.fsdp_models import (
-    BF16,
-    FULL,
-    HEAD_FULL,
-    LOW,
-    Block,
-    Model,
-    by_torch,
-    data,
-    gradients,
-    loss_of,
-    made,
-    shard,
-    step,
-)
 from tests.support.torch.ranks import launch
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LOW = MixedPrecisionPolicy(BF16, FP32, None, cast_forward_inputs=False)
+FULL = MixedPrecisionPolicy(None, FP32, None, cast_forward_inputs=False)
+HEAD_FULL = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}})
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return x + self.down(torch.relu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def made(tied: bool = False) -> Model:
+    torch.manual_seed(0)
+    return Model(tied)
+
+
+def data() -> torch.Tensor:
+    return torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(1))
+
+
+def shard(model: Model, policy: Any, how: Callable[..., Any] = fully_shard) -> Model:
+    for i, block in enumerate(model.blocks):
+        how(block, policy, path=f"blocks.{i}")
+    return how(model, policy)
+
+
+def by_torch(module: nn.Module, policy: Any, path: str = "") -> Any:
+    return torch_s_fully_shard(module, mp_policy=mixed_precision(policy, BF16, path))
+
+
+def loss_of(call: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    logits = call(ids[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def step(model: nn.Module, ids: torch.Tensor, policy: Any) -> torch.Tensor:
+    """Loss of one forward pass, with gradients left on the model."""
+    with autocast("cpu", BF16, policy=policy):
+        loss = loss_of(model, ids)
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    grads = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+
+
+class Sent(TorchDispatchMode):
+    """Notes the dtypes of what ranks send, as (collective, dtype)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            of = next(t for t in torch.utils._pytree.tree_leaves(args) if hasattr(t, "dtype"))
+            self.found.add((func.overloadpacket.__name__, str(of.dtype).removeprefix("torch.")))
+        return func(*args, **(kwargs or {}))
+
+
+def main(rank: int, ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Notes of a model sharded by polymp's `fully_shard`, and by torch's with polymp's policy."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    ways: dict[str, Callable[..., Any]] = {"polymp": fully_shard, "torch": by_torch}
+    return {name: noted(how, rank, ranks) for name, how in ways.items()}
+
+
+def noted(how: Callable[..., Any], rank: int, ranks: int) -> dict[str, Any]:
+    model, mine = shard(made(), "amp", how), data()[rank::ranks]
+    loss = step(model, mine, "amp")
+    dist.all_reduce(loss)
+    notes = {
+        "loss": (loss / ranks).numpy(),
+        "gradients": [g.numpy() for g in gradients(model)],
+    }
+    with Sent() as sent:
+        step(model, mine, "amp")
+    with explain(model=model) as report:
+        step(model, mine, "amp")
+    casts = [
+        (c.op, c.module, c.direction, c.inputs, c.outputs, c.casts)
+        for c in report
+        if c.op in ("all_gather", "reduce_scatter")
+    ]
+    return notes | {"sent": sent.found, "casts": casts}
+
 
 # FSDP's, of outputs that a dropped alias would spoil; nothing is written in place here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -48,7 +152,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.support.torch.fsdp_ranks", 2, tmp_path_factory.mktemp("ranks"))
+    return launch("tests.torch.modules.test_fsdp", 2, tmp_path_factory.mktemp("ranks"))
 
 
 SENT = {"polymp": {"bfloat16", "float32"}, "torch": {"bfloat16"}}  # by whose `fully_shard`

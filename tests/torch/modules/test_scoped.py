@@ -25,13 +25,66 @@ from polymp.backends.torch.autocast import region_casts, regions
 from polymp.errors import PolicyWarning
 from polymp.torch import autocast, bake, scoped
 from tests.support import forks
-from tests.support.threads import in_threads
+from tests.support.processes import in_threads
 from tests.support.torch.compiled import Count
-from tests.support.torch.inside import inside
-from tests.support.torch.interrupts import at_every_line, interrupted
+from tests.support.torch.each_op import at_every_line, inside, interrupted
 from tests.support.torch.ranks import launch
-from tests.support.torch.scoped_model import HEAD, Model, seeded
 from tests.torch.conftest import state
+
+HEAD = polymp.policy("torch-cpu").override(name="head", scopes={"*.lm_head": {"linear": "fp32"}})
+
+
+def seeded(made: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return made()
+
+
+class Model(nn.Module):
+    """A body in the region's dtype, and a head; by hand, the head is outside of it."""
+
+    def __init__(self, by_hand: bool = False) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.lm_head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        if not self.by_hand:
+            return self.lm_head(h)
+        with torch.autocast("cpu", enabled=False):
+            return self.lm_head(h.float())
+
+
+def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[Any]:
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    notes = []
+    for step in range(3):
+        made = torch.Generator().manual_seed(10 * step + rank)
+        with autocast("cpu", BF16):
+            y = wrapped(torch.randn(6, 8, generator=made))
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        notes.append((str(y.dtype), [p.detach().numpy().tobytes() for p in model.parameters()]))
+    return notes
+
+
+def main(rank: int, ranks: int, folder: Path) -> list[Any]:
+    """Return the notes of a rank."""
+    ddp = nn.parallel.DistributedDataParallel
+    model, before, by_hand = (seeded(functools.partial(Model, b)) for b in (False, False, True))
+    scoped(model, HEAD)
+
+    def scoped_after(inner: nn.Module) -> nn.Module:
+        wrapped = ddp(inner)
+        scoped(wrapped.module, HEAD)
+        return wrapped
+
+    notes = [train(model, ddp, rank), train(before, scoped_after, rank)]
+    return [*notes, train(by_hand, ddp, rank)]
+
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -683,7 +736,7 @@ def test_export_is_refused_and_the_refusal_names_the_way_out(x: torch.Tensor) ->
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
-    notes = launch("tests.support.torch.scoped_model", 2, tmp_path)
+    notes = launch("tests.torch.modules.test_scoped", 2, tmp_path)
     assert notes[0] == notes[1]
     scoped_first, scoped_after, by_hand = notes[0]
     assert scoped_first == scoped_after == by_hand

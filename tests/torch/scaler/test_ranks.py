@@ -16,7 +16,7 @@ import torch
 
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
-from tests.support.torch import rank_cases, rank_checkpoints
+from tests.support.torch import run_ranks
 from tests.support.torch.ranks import bits, launch
 from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways
 from tests.support.torch.sharded_models import FOR_FOUR, Toy, cuts, data
@@ -161,7 +161,7 @@ def test_a_report_counts_the_rank_s_part(worlds: Any) -> None:
             assert values == [copies * total] * len(HISTORY)
 
 
-@several(rank_cases.FIRST_WAYS)
+@several(run_ranks.FIRST_WAYS)
 def test_a_quotient_that_overflows_on_one_rank(worlds: Any, ranks: int, way: str) -> None:
     key = "below one", way
     expected = states(["overflow", "good", "good", "overflow"], start=ScaleState(2.0**-60))
@@ -170,7 +170,7 @@ def test_a_quotient_that_overflows_on_one_rank(worlds: Any, ranks: int, way: str
     assert all(map(all, of_all(worlds, ranks, key, "finite")))
 
 
-@several(rank_cases.FIRST_WAYS)
+@several(run_ranks.FIRST_WAYS)
 def test_ranks_without_gradients(worlds: Any, ranks: int, way: str) -> None:
     key = "absent", way
     steps = ["good", "overflow", "good", "good", "overflow", "nothing"]
@@ -211,7 +211,7 @@ def test_every_rank_is_told_that_the_run_is_stuck(worlds: Any, ranks: int) -> No
 
 
 @WORLD
-@pytest.mark.parametrize("way", rank_cases.FIRST_WAYS)
+@pytest.mark.parametrize("way", run_ranks.FIRST_WAYS)
 def test_terms_of_a_sum_are_judged_by_the_sum(worlds: Any, ranks: int, way: str) -> None:
     for size in (2.0, 3e38):
         notes = [of_rank["partial", way, size] for of_rank in worlds[ranks]]
@@ -281,10 +281,10 @@ def test_a_group_that_this_process_is_not_in(worlds: Any, ranks: int) -> None:
         assert copied
 
 
-@pytest.mark.parametrize("how", rank_checkpoints.HOW)
+@pytest.mark.parametrize("how", run_ranks.HOW)
 def test_four_ranks_go_on_where_two_stopped(worlds: Any, how: str) -> None:
     """Scale, counts and parameters are those of the two ranks that never stopped."""
-    rest = slice(rank_checkpoints.SAVED, None)
+    rest = slice(run_ranks.SAVED, None)
     for what in ("state", "skipped", "parameters"):
         one, other = of_all(worlds, 2, "unstopped", what)
         assert one == other
@@ -292,24 +292,24 @@ def test_four_ranks_go_on_where_two_stopped(worlds: Any, how: str) -> None:
 
 
 def test_the_run_that_never_stopped_is_the_rule_s(worlds: Any) -> None:
-    settings = rank_checkpoints.SETTINGS
+    settings = run_ranks.RESUMED_SETTINGS
     rule = ScaleRule(interval=settings["growth_interval"], hysteresis=settings["hysteresis"])
-    steps = outcomes(rank_checkpoints.HISTORY, True)
+    steps = outcomes(run_ranks.RESUMED_HISTORY, True)
     expected = states(steps, rule, ScaleState(settings["init_scale"]))
     assert of_all(worlds, 2, "unstopped", "state")[0] == expected
     assert len({state["scale"] for state in expected}) == 2
-    before, after = expected[rank_checkpoints.SAVED - 1 :][:2]
+    before, after = expected[run_ranks.SAVED - 1 :][:2]
     assert (before["skips"], before["scale"] / after["scale"]) == (1, 2.0)
 
 
 def test_without_its_state_a_scaler_goes_another_way(worlds: Any) -> None:
-    rest = of_all(worlds, 2, "unstopped", "state")[0][rank_checkpoints.SAVED :]
+    rest = of_all(worlds, 2, "unstopped", "state")[0][run_ranks.SAVED :]
     assert of_all(worlds, 4, "forgotten", "state")[0] != rest
 
 
 # What these tests would see if ranks did not agree.
 
-DEFECTS = [(ranks, *case) for ranks in WORLDS for case in rank_cases.defect_cases(ranks)]
+DEFECTS = [(ranks, *case) for ranks in WORLDS for case in run_ranks.defect_cases(ranks)]
 
 
 @pytest.mark.parametrize(("ranks", "cut", "way"), DEFECTS)
@@ -338,8 +338,8 @@ def test_torch_s_scaler_takes_no_mix_of_plain_and_distributed(worlds: Any, ranks
         assert "got mixed torch.Tensor and DTensor" in of_rank["defect", "torch", "tp"]
 
 
-@several(rank_cases.BESIDE_WAYS)
-@pytest.mark.parametrize("history", rank_cases.BESIDE)
+@several(run_ranks.BESIDE_WAYS)
+@pytest.mark.parametrize("history", run_ranks.BESIDE)
 def test_it_is_torch_s_scaler(worlds: Any, ranks: int, history: str, way: str) -> None:
     """Scale, count and every weight of FSDP2, bit for bit, whatever goes wrong on one rank."""
     theirs, ours = (("beside", who, history, way) for who in ("torch", "polymp"))
@@ -351,7 +351,7 @@ def test_it_is_torch_s_scaler(worlds: Any, ranks: int, history: str, way: str) -
         assert one == other, what
 
 
-@several(rank_cases.BESIDE_WAYS)
+@several(run_ranks.BESIDE_WAYS)
 def test_a_loss_of_nan_with_finite_gradients_on_one_rank(worlds: Any, ranks: int, way: str) -> None:
     """All ranks take the step, and leave the scale."""
     for who in ("torch", "polymp"):
@@ -376,7 +376,7 @@ def test_the_oracles_can_differ(worlds: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_ranks_on_gpus_agree(tmp_path: Any) -> None:
-    notes = {2: launch("tests.support.torch.run_ranks_gpu", 2, tmp_path, backend="nccl")}
+    notes = {2: launch("tests.support.torch.run_ranks", 2, tmp_path, backend="nccl")}
     for key in notes[2][0]:
         assert of_all(notes, 2, key, "state") == [states(outcomes(HISTORY, True))] * 2
         assert same(of_all(notes, 2, key, "parameters"))

@@ -15,7 +15,7 @@ from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import GradientReport
 from polymp.torch import GradScaler, autocast
-from tests.support.torch import interrupts
+from tests.support.torch import each_op
 
 INF, NAN = float("inf"), float("nan")
 Optimizer = torch.optim.Optimizer
@@ -318,9 +318,9 @@ def test_a_first_scale_that_is_interrupted_at_any_line_can_be_made_again() -> No
     def first(at: int) -> None:
         runs.append(Run("undone"))
         loss = runs[-1].w.sum()
-        interrupts.interrupted(lambda: runs[-1].scaler.scale(loss), at)
+        each_op.interrupted(lambda: runs[-1].scaler.scale(loss), at)
 
-    assert len(list(interrupts.at_every_line(first))) > 30
+    assert len(list(each_op.at_every_line(first))) > 30
     for run in runs:
         run.iterate(1.0)
         run.overflow()

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import io
+import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
+from polymp.accelerate import use
+from polymp.torch import GradScaler
 from tests.conftest import need
+from tests.support.torch.ranks import launch
 
 need("accelerate")
 
-from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import (  # noqa: E402
     AutocastKwargs,
     GradScalerKwargs,
@@ -25,9 +31,7 @@ from accelerate.utils import (  # noqa: E402
 )
 
 import polymp  # noqa: E402
-from polymp.accelerate import use  # noqa: E402
-from polymp.torch import GradScaler  # noqa: E402
-from tests.support.torch.closures import losses_of_closures  # noqa: E402
+from tests.support.torch.trainer_models import losses_of_closures  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -301,3 +305,120 @@ def test_a_compiled_model_is_one_graph_with_the_policy(by: str, count: Any) -> N
         net = torch.compile(make_net(), backend=count, fullgraph=True)
         model = make("bf16", FP32).prepare(net)
     assert torch.equal(model(batches()[0][0]), expected)
+
+
+# --- accelerate in two processes, with polymp's scaler and policy: DDP, FSDP1 and FSDP2 -----------
+
+
+need("accelerate")
+
+
+OVERFLOW = 2  # the batch in which the gradients of rank 1 overflow
+
+
+class Net(nn.Module):
+    """A small network whose linear layers FSDP wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.norm(self.up(x)))
+        return out
+
+
+def make_accelerate_ranks(strategy: str, mode: str) -> Any:
+    """An `Accelerator`; accelerate has FSDP for accelerators only, so here its state is told."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(mixed_precision=mode, cpu=True)
+    if strategy != "ddp":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=int(strategy[-1]),
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Linear"],
+            cpu_ram_efficient_loading=False,
+            use_orig_params=True if strategy == "fsdp1" else None,
+        )
+        plugin.set_mixed_precision(mode)
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator
+
+
+def train(accelerator: Any, rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    made = torch.Generator().manual_seed(10 + rank)
+    notes: dict[str, Any] = {"losses": [], "skipped": [], "norms": []}
+    for at in range(6):
+        x, y = torch.randn(4, 8, generator=made), torch.randn(4, 2, generator=made)
+        if accelerator.scaler is not None and (at, rank) == (OVERFLOW, 1):
+            y[0] = 1e6
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        accelerator.backward(loss)
+        notes["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        notes["losses"].append(loss.item())
+        notes["skipped"].append(accelerator.optimizer_step_was_skipped)
+    return notes
+
+
+def main(rank: int, ranks: int, folder: Path) -> dict[tuple[str, ...], Any]:
+    # The process group is there already, so that nothing is at this address.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    notes: dict[tuple[str, ...], Any] = {}
+    for strategy in ("ddp", "fsdp1", "fsdp2"):
+        notes[strategy, "theirs"] = train(make_accelerate_ranks(strategy, "bf16"), rank)
+        for policy in (None, "lean"):
+            accelerator = use(make_accelerate_ranks(strategy, "bf16"), policy)
+            notes[strategy, str(policy)] = train(accelerator, rank)
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        accelerator = use(make_accelerate_ranks(strategy, "fp16"), "lean", scaler=scaler)
+        notes[strategy, "fp16"] = train(accelerator, rank)
+        notes[strategy, "scale"] = scaler.get_scale()
+    return notes
+
+
+STRATEGIES = ("ddp", "fsdp1", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, ...], Any]]:
+    return launch(
+        "tests.torch.trainers.test_accelerate", 2, tmp_path_factory.mktemp("ranks"), strict=False
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_are_accelerates_bit_for_bit(ranks: Any, strategy: str) -> None:
+    for notes in ranks:
+        assert notes[strategy, "None"] == notes[strategy, "theirs"]
+        assert notes[strategy, "None"]["losses"] != notes[strategy, "fp16"]["losses"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["lean", "fp16"])
+def test_with_a_policy_every_strategy_computes_the_same(ranks: Any, mode: str) -> None:
+    """FSDP gathers the weights in float32, and the policy casts them."""
+    for notes in ranks:
+        first, *others = (notes[strategy, mode] for strategy in STRATEGIES)
+        for other in others:
+            assert other["losses"] == pytest.approx(first["losses"], rel=1e-6)
+            assert other["norms"] == pytest.approx(first["norms"], rel=1e-5, nan_ok=True)
+        assert notes["fsdp1", "None"]["losses"] != first["losses"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_skip_the_step_in_which_one_overflows(ranks: Any, strategy: str) -> None:
+    for notes in ranks:
+        assert notes[strategy, "fp16"]["skipped"] == [at == OVERFLOW for at in range(6)]
+        assert notes[strategy, "scale"] == 2.0**9
+        assert not math.isfinite(notes[strategy, "fp16"]["norms"][OVERFLOW])

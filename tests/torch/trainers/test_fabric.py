@@ -19,8 +19,8 @@ from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 
 from polymp.lightning import FabricPrecision  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
-from tests.support.torch.closures import losses_of_closures  # noqa: E402
 from tests.support.torch.lightning_models import OPTIMIZERS, batches, make_net  # noqa: E402
+from tests.support.torch.trainer_models import losses_of_closures  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 

@@ -8,18 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import plugins, strategies
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from polymp.lightning import Precision
+from polymp.torch import GradScaler
 from tests.conftest import need
+from tests.support.torch.lightning_models import (
+    Regression,
+    StartedRanks,
+    batches,
+    fit,
+)
+from tests.support.torch.ranks import launch
 
 need("lightning")
 
 import lightning  # noqa: E402
-from lightning.pytorch import plugins  # noqa: E402
 
 from polymp.errors import BadStepError  # noqa: E402
-from polymp.lightning import Precision, catch  # noqa: E402
-from polymp.torch import GradScaler  # noqa: E402
-from tests.support.torch.lightning_models import QUIET, Regression, batches, fit  # noqa: E402
+from polymp.lightning import catch  # noqa: E402
+from tests.support.torch.lightning_models import QUIET  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("left_as_found"),
@@ -229,3 +238,118 @@ def test_catch_stops_the_trainer_at_the_bad_step(precision: str) -> None:
     assert all(p.isfinite().all() for p in model.parameters())
     with pytest.raises(TypeError, match=r"catch\(\) takes a lightning\.Trainer, got Poisoned"):
         catch(model)  # type: ignore[arg-type]
+
+
+# --- Lightning's strategies in two processes: DDP, FSDP, and ModelParallelStrategy with FSDP2 -----
+
+
+need("lightning")
+
+
+OVERFLOW = 3  # the batch in which the gradients of rank 1 overflow
+
+
+class Sharded(Regression):
+    """FSDP2 shards it in the hook that Lightning has for that."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.net[0])
+        fully_shard(self.net[3])
+        fully_shard(self.net)
+
+
+class FSDPOnCPU(strategies.FSDPStrategy):
+    """Lightning refuses its FSDP strategy on a CPU, but not a subclass, which names the device."""
+
+    def _setup_model(self, model: Any) -> Any:
+        return FullyShardedDataParallel(
+            model,
+            mixed_precision=self.mixed_precision_config,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
+
+
+def strategy(name: str) -> Any:
+    if name == "ddp":
+        return strategies.DDPStrategy(process_group_backend="gloo")
+    if name == "fsdp":
+        return FSDPOnCPU(process_group_backend="gloo", auto_wrap_policy={torch.nn.Linear})
+    return strategies.ModelParallelStrategy(2, 1, process_group_backend="gloo")
+
+
+def theirs_lightning_ranks(name: str) -> Any:
+    if name != "fsdp":
+        return plugins.MixedPrecision("bf16-mixed", "cpu")
+    plugin: Any = plugins.FSDPPrecision("bf16-mixed")
+    plugin.forward_context = lambda: torch.autocast("cpu", torch.bfloat16)  # its own is for CUDA
+    return plugin
+
+
+def train(name: str, plugin: Any, rank: int, ranks: int, clip: float | None) -> dict[str, Any]:
+    data = batches(rank=rank, ranks=ranks)
+    if rank == 1 and plugin.precision == "16-mixed":
+        data[OVERFLOW][1][0] = 1e6
+    model = fit(
+        [plugin, StartedRanks(rank, ranks)], Sharded() if name == "fsdp2" else Regression(),
+        data=data, devices=ranks, strategy=strategy(name), gradient_clip_val=clip,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    metrics = {k: float(v) for k, v in model.trainer.callback_metrics.items()}
+    return {"losses": model.losses, "metrics": metrics}
+
+
+def main(rank: int, ranks: int, folder: Path) -> dict[tuple[str, ...], Any]:
+    notes: dict[tuple[str, ...], Any] = {}
+    for name in ("ddp", "fsdp", "fsdp2"):
+        for precision in ("bf16-mixed", "16-mixed"):
+            half = precision == "16-mixed"
+            for policy in (None, "lean"):
+                scaler = GradScaler("cpu", init_scale=2.0**10) if half else None
+                plugin = Precision(precision, policy, scaler=scaler)
+                notes[name, precision, str(policy)] = train(name, plugin, rank, ranks, 0.1)
+        clip = None if name == "fsdp" else 0.1  # Lightning's plugin for FSDP refuses to clip
+        for who, plain in (
+            ("ours", Precision("bf16-mixed")),
+            ("theirs", theirs_lightning_ranks(name)),
+        ):
+            notes[name, who] = train(name, plain, rank, ranks, clip)
+    return notes
+
+
+STRATEGIES = ("ddp", "fsdp", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, ...], Any]]:
+    return launch(
+        "tests.torch.trainers.test_lightning", 2, tmp_path_factory.mktemp("ranks"), strict=False
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_losses_are_lightnings_bit_for_bit(ranks: Any, name: str) -> None:
+    for notes in ranks:
+        assert notes[name, "ours"] == notes[name, "theirs"]
+        assert notes[name, "ours"]["losses"] != notes[name, "16-mixed", "None"]["losses"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_with_a_policy_every_strategy_computes_the_same(ranks: Any, precision: str) -> None:
+    """With clipping by norm; FSDP gathers the weights in float32, and the policy casts them."""
+    for notes in ranks:
+        first, *others = (notes[name, precision, "lean"] for name in STRATEGIES)
+        assert others == [first, first]
+        assert notes["fsdp", precision, "None"] != first, "FSDP casts by itself without a policy"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_all_ranks_skip_the_step_in_which_one_overflows(ranks: Any, name: str) -> None:
+    for notes in ranks:
+        assert notes[name, "16-mixed", "lean"]["metrics"] == {
+            "loss_scale": 2.0**9,
+            "skipped_steps": 1.0,
+        }

@@ -22,7 +22,7 @@ from polymp.torch import autocast, bake, custom_bwd, custom_fwd, scoped
 from tests.support import forks
 from tests.support.sizes import size
 from tests.support.torch.models import MODELS
-from tests.support.torch.onednn import need_lstm
+from tests.support.torch.version_changes import need_lstm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

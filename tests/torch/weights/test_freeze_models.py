@@ -27,7 +27,7 @@ from tests.support.sizes import size
 from tests.support.torch.compiled import Count
 from tests.support.torch.fp8_models import RECIPES
 from tests.support.torch.fp8_models import policy as in_8_bits
-from tests.support.torch.onednn import need_lstm
+from tests.support.torch.version_changes import need_lstm
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 

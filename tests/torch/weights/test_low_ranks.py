@@ -6,14 +6,98 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.support.torch.low_ranks import MODES, alone
-from tests.support.torch.ranks import launch
+import polymp
+from polymp.torch import autocast, explain, low_weights
+from tests.support.torch.low_training import batch, loss_of, made, same_bits, train, weights
+from tests.support.torch.ranks import bits, launch
+from tests.support.torch.sharded_models import BATCH, CUTS, Cut, Toy, data, named, whole
+
+MODES = ("master", "split", "stochastic")
+STEPS, SAVED = 6, 3
+
+
+def optimizer_of(model: nn.Module, mode: str) -> Any:
+    return low_weights(torch.optim.AdamW(model.parameters(), lr=0.01), mode)
+
+
+def go(
+    model: nn.Module, optimizer: Any, share: int, shares: int, first: int = 0, last: int = STEPS
+) -> None:
+    for step in range(first, last):
+        x, t = (part.bfloat16().chunk(shares)[share] for part in data(step))
+        optimizer.zero_grad()
+        model(x, t).backward()
+        optimizer.step()
+
+
+def notes(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The bits of the whole weights and of what stands beside them, as a checkpoint has them."""
+    state = optimizer.state_dict()["state"]
+    found = {}
+    for number, (name, p) in enumerate(named(model).items()):
+        own = state[number]
+        tensors = [p, *(own[key] for key in ("beside", "exp_avg") if key in own)]
+        found[name] = [bits(whole(t).view(torch.uint8)) for t in tensors]
+    return found
+
+
+def alone(mode: str) -> dict[str, Any]:
+    """The result of one process without a group, on the whole batches."""
+    model = Toy()
+    optimizer = optimizer_of(model, mode)
+    go(model, optimizer, 0, 1)
+    return notes(model, optimizer)
+
+
+def fsdp2(mode: str) -> tuple[Cut, Any]:
+    cut = CUTS["fsdp2"]()
+    return cut, optimizer_of(cut.model, mode)
+
+
+def ddp(mode: str) -> dict[str, Any]:
+    model = Toy()
+    optimizer = optimizer_of(model, mode)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    go(wrapped, optimizer, dist.get_rank(), dist.get_world_size())
+    return notes(model, optimizer)
+
+
+def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
+    assert BATCH % ranks == 0
+    found: dict[Any, Any] = {}
+    for mode in MODES:
+        cut, optimizer = fsdp2(mode)
+        go(cut.model, optimizer, cut.share, cut.shares)
+        found["fsdp2", mode] = notes(cut.model, optimizer)
+        found["ddp", mode] = ddp(mode)
+        found["resumed", mode] = resumed(mode, folder)
+    return found
+
+
+def resumed(mode: str, folder: Path) -> dict[str, Any]:
+    """Save after some steps, load in a fresh run, and go on."""
+    where = folder / f"checkpoint-{mode}-{dist.get_world_size()}"
+    cut, optimizer = fsdp2(mode)
+    go(cut.model, optimizer, cut.share, cut.shares, last=SAVED)
+    model, state = get_state_dict(cut.model, optimizer)
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=where)
+    cut, optimizer = fsdp2(mode)
+    model, state = get_state_dict(cut.model, optimizer)
+    dcp.load({"model": model, "optimizer": state}, checkpoint_id=where)
+    set_state_dict(cut.model, optimizer, model_state_dict=model, optim_state_dict=state)
+    go(cut.model, optimizer, cut.share, cut.shares, SAVED)
+    return notes(cut.model, optimizer)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return launch("tests.support.torch.low_ranks", 2, tmp_path_factory.mktemp("low"))
+    return launch("tests.torch.weights.test_low_ranks", 2, tmp_path_factory.mktemp("low"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -29,3 +113,127 @@ def test_two_ranks_have_the_bits_of_one_process(
 
 def test_the_comparison_tells_modes_apart(ranks: list[dict[Any, Any]], tmp_path: Path) -> None:
     assert ranks[0]["fsdp2", "stochastic"] != ranks[0]["fsdp2", "split"]
+
+
+# --- The parameters that stay float32 if `keep` of `low_weights` is a function that runs the model
+
+
+def adamw(model: nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def kept(model: nn.Module, found: Any) -> dict[str, str]:
+    """The kept parameters by name."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: why for p, why in found.items()}
+
+
+def test_a_function_keeps_what_it_reads_in_float32() -> None:
+    model = made("tokens")
+    runs: list[int] = []
+
+    def forward() -> Any:
+        runs.append(1)
+        return loss_of("tokens", model, 0)
+
+    optimizer = low_weights(adamw(model), keep=forward)
+    found = kept(model, optimizer.kept)
+    assert {"embedding.weight", "norm.weight", "last.bias"} <= set(found)
+    assert found["norm.weight"].startswith("read in float32 by aten.")
+    assert len(optimizer.low) == len(list(model.parameters())) - len(found) > 0
+    assert len(runs) == 1
+    again = made("tokens")
+    twins = dict(zip(model.parameters(), again.parameters(), strict=True))
+    reasons = {twins[p]: why for p, why in optimizer.kept.items()}
+    assert low_weights(adamw(again), keep=reasons).kept == reasons
+
+
+def test_a_run_with_the_function_has_the_bits_of_float32() -> None:
+    def run(low: bool) -> Any:
+        model = made("tokens")
+        optimizer = adamw(model)
+        if low:
+            optimizer = low_weights(optimizer, "master", keep=lambda: loss_of("tokens", model, 0))
+        for at in range(5):
+            optimizer.zero_grad()
+            loss_of("tokens", model, at).backward()
+            optimizer.step()
+        return weights(model, optimizer)
+
+    plain, _, _ = train("tokens", None, 5)
+    assert same_bits(run(low=True), run(low=False))
+    assert same_bits(run(low=True), weights(plain))
+
+
+def test_the_policy_of_the_region_decides() -> None:
+    """Where a policy runs the norms low, their weights are stored low, too."""
+    lowered = polymp.policy("torch-cpu").override(lower=["layer_norm"])
+
+    def found(policy: Any) -> set[str]:
+        model = made("tokens")
+
+        def forward() -> None:
+            with autocast("cpu", torch.bfloat16, policy=policy):
+                model(batch("tokens", 0)[0])
+
+        return set(kept(model, low_weights(adamw(model), keep=forward).kept))
+
+    assert found("torch-cpu") == {
+        "embedding.weight", "norm.weight", "norm.bias", "last.weight", "last.bias",
+    }  # fmt: skip
+    assert found(lowered) == {"embedding.weight"}
+
+
+def test_a_function_stands_beside_parameters_and_modules() -> None:
+    model = made("tokens")
+    optimizer = low_weights(
+        adamw(model), keep=[lambda: loss_of("tokens", model, 0), model.head, model.out.bias]
+    )
+    found = kept(model, optimizer.kept)
+    assert {name: found[name] for name in ("head.weight", "head.bias", "out.bias")} == {
+        "head.weight": "is in keep=", "head.bias": "is in keep=", "out.bias": "is in keep=",
+    }  # fmt: skip
+    assert found["norm.weight"].startswith("read in float32 by aten.")
+
+
+def test_a_function_that_opens_no_region_is_refused() -> None:
+    model = made("mlp")
+    with pytest.raises(ValueError, match="low_weights") as error:
+        low_weights(adamw(model), keep=lambda: model(batch("mlp", 0)[0]))
+    assert str(error.value) == (
+        "low_weights(keep=...): the function cast no parameter of the optimizer to bfloat16. It "
+        "has to run the model in its region: with autocast(device, dtype=torch.bfloat16): model(x)."
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_class_is_no_function() -> None:
+    with pytest.raises(TypeError) as error:
+        low_weights(adamw(made("mlp")), keep=nn.LayerNorm)
+    assert str(error.value) == (
+        "low_weights(keep=...) takes parameters, modules, and a function that runs the model in "
+        "its region, got <class 'torch.nn.modules.normalization.LayerNorm'>. Write keep=lambda: "
+        "loss_of(model, batch), or keep=[model.head, model.embedding.weight]."
+    )
+
+
+def test_explain_shows_the_dtype_of_each_weight() -> None:
+    """Of an op, input, weight and bias: low ones, which are not cast, and kept ones."""
+    model = made("tokens")
+    low_weights(adamw(model), keep=lambda: loss_of("tokens", model, 0))
+    with explain(model=model) as report:
+        loss_of("tokens", model, 0)
+    rows = {call.module: call for call in report if call.module}
+    low, wide = "bfloat16", "float32"
+    assert {name: call.inputs for name, call in rows.items()} == {
+        "embedding": (wide,),
+        "norm": (wide, wide, wide),
+        "qkv": (wide, low, low),
+        "out": (low, low, low),
+        "last": (wide, wide, wide),
+        "head": (wide, low, low),
+    }
+    assert {name: call.casts for name, call in rows.items()} == {
+        "embedding": 0, "norm": 0, "qkv": 1, "out": 0, "last": 0, "head": 1,
+    }  # fmt: skip
+    assert "fp32, bf16 x2" in str(report)

@@ -1,1 +1,0 @@
-"""Tests of the rule by which a loss scale changes."""

@@ -1,0 +1,335 @@
+"""The recipes as a table, and what no recipe can be."""
+
+import math
+import pickle
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from polymp import dtypes
+from polymp.errors import PolicyError
+from polymp.fp8 import loss
+from polymp.fp8.quantise import inverse, quantised, scale_of
+from polymp.fp8.recipes import RECIPES, RESULT, Product, Recipe, recipe_of, why_not
+from tests.support.fp8_numpy import DTYPES, VERBS
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+# Formats of activation, weight and gradient; the axes of the scales of both operands of the three
+# products, where the first operand is summed over axis 1 and the second over axis 0.
+TABLE = {
+    "tensorwise": ((E4M3, E4M3, E5M2), ((None, None), (None, None), (None, None)), False, False),
+    "rowwise": ((E4M3, E4M3, E4M3), ((1, 0), (1, 0), (1, 0)), True, False),
+    "rowwise_gw_hp": ((E4M3, E4M3, E4M3), ((1, 0), (1, None), (1, 0)), True, True),
+}
+PRODUCTS = (
+    ("result", "activation", "weight"),
+    ("input_gradient", "gradient", "weight"),
+    ("weight_gradient", "activation", "gradient"),
+)
+
+
+def test_the_recipes():
+    assert RECIPES.keys() == TABLE.keys()
+    for name, recipe in RECIPES.items():
+        formats, axes, power_of_two, high = TABLE[name]
+        assert recipe.name == name
+        assert tuple(map(recipe.format_of, ("activation", "weight", "gradient"))) == formats
+        assert recipe.power_of_two is power_of_two
+        assert recipe.weight_gradient_high is high
+        for (product, first, second), expected in zip(PRODUCTS, axes, strict=True):
+            found = recipe.scale_axis(product, first, 1), recipe.scale_axis(product, second, 0)
+            assert found == expected, (name, product)
+
+
+def test_a_recipe_is_hashable_and_survives_pickle():
+    assert {pickle.loads(pickle.dumps(recipe)) for recipe in RECIPES.values()} == {
+        *RECIPES.values()
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"scaling": "column"},
+            "recipe 'own': scaling 'column' is not one of tensor, row.",
+        ),
+        (
+            {"weight": "float16"},
+            "recipe 'own': the format of the weight is 'float16', which is not one of "
+            "float8_e4m3fn, float8_e5m2.",
+        ),
+        (
+            {"weight": E5M2, "gradient": E5M2},
+            "recipe 'own': gradient and weight both have float8_e5m2, and no GPU multiplies two "
+            "such arrays. Give one of them float8_e4m3fn.",
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be(arguments, message):
+    with pytest.raises(PolicyError) as error:
+        Recipe(**{"name": "own", "scaling": "tensor"} | arguments)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name", ["tensor", "", None, ["rowwise"]])
+def test_an_unknown_recipe(name):
+    with pytest.raises(PolicyError) as error:
+        recipe_of(name, "here")
+    assert str(error.value) == (
+        f"here: fp8 = {name!r} is not one of tensorwise, rowwise, rowwise_gw_hp."
+    )
+
+
+# --- Quantisation against its formulas in exact arithmetic, and Inf and NaN, which have to stay ---
+
+
+ROLES = ("activation", "weight", "gradient")
+CASES = [(name, role) for name in RECIPES for role in ROLES]
+
+
+def nearest_float32(number: Fraction) -> float:
+    """The float32 nearest to a positive number, by exact comparisons."""
+    near = np.float32(float(number))
+    around = [np.nextafter(near, np.float32(0)), near, np.nextafter(near, np.float32(np.inf))]
+    return float(min(around, key=lambda one: abs(Fraction(float(one)) - number)))
+
+
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_a_scale_is_the_formula_in_exact_arithmetic(name, role):
+    recipe = RECIPES[name]
+    random = np.random.default_rng(0)
+    for amax in (*np.exp(random.uniform(-60, 60, 300)).astype(np.float32), 0.0, 1e-12, 448.0):
+        array = np.array([[0.0, -amax], [amax / 2, 0.0]], np.float32)
+        scale = scale_of(VERBS, array, recipe, role, None)
+        divisor = max(Fraction(float(np.float32(amax))), Fraction(1e-12))
+        expected = nearest_float32(Fraction(recipe.largest(role)) / divisor)
+        if recipe.power_of_two:
+            expected = 2.0 ** (math.frexp(expected)[1] - 1)
+        assert scale.dtype == np.float32
+        assert scale.shape == ()
+        assert float(scale) == expected, amax
+
+
+def test_rows_have_scales_of_their_own():
+    array = np.array([[1.0, -2.0], [0.25, 0.125]], np.float32)
+    of_rows = scale_of(VERBS, array, RECIPES["rowwise"], "activation", 1)
+    assert of_rows.tolist() == [[128.0], [1024.0]]  # 448 / 2 = 224, 448 / 0.25 = 1792
+    of_columns = scale_of(VERBS, array, RECIPES["rowwise"], "activation", 0)
+    assert of_columns.tolist() == [[256.0, 128.0]]
+
+
+@pytest.mark.parametrize(("name", "role"), CASES)
+def test_what_is_quantised_and_multiplied_back_is_near(name, role):
+    recipe = RECIPES[name]
+    format = dtypes.get(recipe.format_of(role))
+    array = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
+    scale = scale_of(VERBS, array, recipe, role, recipe.scale_axis("result", role, 1))
+    low = quantised(VERBS, array, scale, format.name)
+    back = low.astype(np.float32) * inverse(scale)
+    off = np.abs(back - array)
+    assert low.dtype.name == format.name
+    least = format.smallest_subnormal * inverse(scale) / 2
+    assert (off <= np.maximum(np.abs(array) * format.eps / 2 * (1 + 1e-6), least)).all()
+    assert np.abs(low.astype(np.float32)).max() <= format.max
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(("name", "role"), CASES)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_inf_and_nan_never_become_finite(bad, name, role, dtype):
+    recipe = RECIPES[name]
+    array = np.ones((4, 8), dtype)
+    array[2, 5] = bad
+    axis = recipe.scale_axis("result", role, 1)
+    scale = scale_of(VERBS, array, recipe, role, axis)
+    low = quantised(VERBS, array, scale, recipe.format_of(role)).astype(np.float32)
+    assert np.isnan(low[2]).all()
+    others = np.isnan(np.delete(low, 2, 0))
+    assert others.all() if axis is None else not others.any()
+    assert np.isnan(inverse(scale)).any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_without_the_poison_an_inf_would_leave_finite_numbers():
+    """The check above can fail: a scale of 0 makes 0 of everything that is finite."""
+    low = quantised(VERBS, np.array([np.inf, 1.0], np.float32), np.float32(0), "float8_e4m3fn")
+    assert np.isfinite(low.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("value", [1e9, -1e9, 449.0])
+def test_what_is_too_large_is_clipped(value):
+    low = quantised(VERBS, np.array([value], np.float32), np.float32(1), "float8_e4m3fn")
+    assert low.astype(np.float32) == math.copysign(448.0, value)
+
+
+# --- The loss of a product in 8 bits, against its definition row by row in float64 ----------------
+
+
+def measured(recipe, one, other):
+    """The five numbers of `one @ other.T`."""
+    name = RECIPES[recipe]
+    operands = [
+        loss.Operand(x, role, name.scale_axis(RESULT, role, 1), (1,))
+        for x, role in zip((one, other), loss.ROLES[RESULT], strict=True)
+    ]
+    numbers = loss.product_loss(VERBS, name, operands, lambda a, b: a @ b.T)
+    return [float(number) for number in numbers]
+
+
+def normal(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def rounded(row, amax, power_of_two):
+    scale = np.float32(448 / amax)
+    if power_of_two:
+        scale = np.float32(2.0 ** math.floor(math.log2(scale)))
+    low = (row * scale).astype(ml_dtypes.float8_e4m3fn)
+    return low.astype(np.float64) / np.float64(scale)
+
+
+def by_hand(x, rowwise):
+    """An array as 8 bits have it, the share that becomes zero, and the error of its rows."""
+    amax = np.abs(x).max()
+    back = np.array([rounded(r, np.abs(r).max() if rowwise else amax, rowwise) for r in x])
+    zero = np.mean((back == 0) & (x != 0))
+    errors = [np.linalg.norm(b - r) / np.linalg.norm(r) for b, r in zip(back, x, strict=True)]
+    return back, zero, np.mean(errors)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_numbers_are_those_of_the_definition(recipe):
+    x, w = (
+        normal(16, 64) * np.exp(np.linspace(-9, 0, 16)).astype(np.float32)[:, None],
+        normal(8, 64),
+    )
+    low_x, *of_x = by_hand(x, recipe == "rowwise")
+    low_w, *of_w = by_hand(w, recipe == "rowwise")
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    result = np.linalg.norm(low_x @ low_w.T - exact) / np.linalg.norm(exact)
+    found = measured(recipe, x, w)
+    print(recipe, found)
+    assert found == pytest.approx([*of_x, *of_w, result], rel=1e-4)
+    assert (found[0] > 0) == (recipe == "tensorwise")
+
+
+def test_a_large_row_hides_nothing():
+    x, w = normal(32, 64), normal(16, 64)
+    x[3] *= 1e6
+    zero, error, *_ = measured("tensorwise", x, w)
+    assert zero > 0.9
+    assert error > 0.9
+    zero, error, *_ = measured("rowwise", x, w)
+    assert zero < 0.01
+    assert error < 1.3 * loss.rounding_error("float8_e4m3fn")
+
+
+def test_zeros_lose_nothing_and_an_inf_is_no_loss():
+    x, w = normal(16, 32), normal(16, 32)
+    assert measured("tensorwise", np.zeros_like(x), w)[:2] == [0.0, 0.0]
+    x[2, 3] = np.inf
+    with np.errstate(invalid="ignore"):
+        found = measured("rowwise", x, w)
+    assert np.isnan(found).tolist() == [False, True, False, False, True]
+
+
+def test_tiny_and_large_numbers_have_the_same_error():
+    x, w = normal(16, 32), normal(16, 32)
+    found = [measured("rowwise", (x * s).astype(np.float32), w) for s in (2.0**-30, 1, 2.0**100)]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[2][:4] == pytest.approx(found[1][:4], rel=1e-5)
+
+
+@pytest.mark.parametrize("format", DTYPES)
+def test_the_error_of_rounding_alone(format):
+    values = np.random.default_rng(0).uniform(1, 2, 100_000)
+    off = values.astype(DTYPES[format]).astype(np.float64) - values
+    assert np.linalg.norm(off) / np.linalg.norm(values) == pytest.approx(
+        loss.rounding_error(format), rel=0.01
+    )
+
+
+def test_the_error_of_a_product_by_rounding_alone():
+    found = {p: loss.product_rounding_error(RECIPES["tensorwise"], p) for p in loss.ROLES}
+    assert [round(100 * error, 1) for error in found.values()] == [3.3, 5.3, 5.3]
+
+
+# --- Why a product runs in the region's dtype instead: every reason by its whole text -------------
+
+
+GOOD = Product("linear", 4096, 4096, 4096, ("bfloat16", "float32"), "cpu")
+GPU = GOOD._replace(device="cuda", capability=(9, 0))
+TABLE_FALLBACK = [
+    ({"m": 4095}, "m = 4095 is not a multiple of 16"),
+    ({"k": 100}, "k = 100 is not a multiple of 16"),
+    ({"n": 8}, "n = 8 is not a multiple of 16"),
+    ({"m": 0}, "m = 0: there is nothing to multiply"),
+    ({"batch": 12}, "it is a batch of 12 products, which no 8-bit kernel takes"),
+    (
+        {"dtypes": ("float64", "float64")},
+        "an operand is float64, which is not quantised to 8 bits",
+    ),
+    ({"dtypes": ("float32", "int64")}, "an operand is int64, which is not quantised to 8 bits"),
+    ({"sparse": True}, "an operand is sparse"),
+    (
+        {"region": "float16"},
+        "the region's dtype is float16; the results and gradients of 8-bit products are bfloat16, "
+        "whose range no gradient leaves",
+    ),
+    ({"device": "mps"}, "polymp has no 8-bit products on mps"),
+]
+SMALL = "k = {}, n = {} is so small that 8 bits are slower than bfloat16"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("product", [GOOD, GPU, GPU._replace(capability=None)])
+def test_a_product_that_can_run_in_8_bits(product, name):
+    assert why_not(product, RECIPES[name]) == ""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("change", "reason"), TABLE_FALLBACK)
+def test_the_same_reason_on_every_device(change, reason, name):
+    assert why_not(GOOD._replace(**change), RECIPES[name]) == reason
+    if "device" not in change:
+        assert why_not(GPU._replace(**change), RECIPES[name]) == reason
+
+
+def test_gpus_that_are_too_old_and_too_new():
+    assert why_not(GPU._replace(capability=(8, 6)), RECIPES["tensorwise"]) == (
+        "the GPU has compute capability 8.6; 8-bit products need 8.9 or newer"
+    )
+    new = GPU._replace(capability=(12, 0))
+    assert why_not(new, RECIPES["tensorwise"]) == ""
+    assert why_not(new, RECIPES["rowwise"]) == (
+        "rowwise kernels fail on GPUs of compute capability 12.0; use recipe tensorwise"
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "tensorwise", "rowwise"),
+    [
+        (4096, 4096, True, True),
+        (4096, 1024, False, False),
+        (8192, 1024, True, False),
+        (1024, 2048, True, False),
+        (1024, 8192, True, False),
+        (2048, 4096, True, False),
+        (2048, 8192, True, True),
+        (4096, 4096 - 16, True, True),
+    ],
+)
+def test_small_products_on_a_gpu_alone(k, n, tensorwise, rowwise):
+    for name, runs in (
+        ("tensorwise", tensorwise),
+        ("rowwise", rowwise),
+        ("rowwise_gw_hp", rowwise),
+    ):
+        reason = why_not(GPU._replace(k=k, n=n), RECIPES[name])
+        assert reason == ("" if runs else SMALL.format(k, n))
+        assert why_not(GOOD._replace(k=k, n=n), RECIPES[name]) == ""

@@ -1,0 +1,323 @@
+"""The rule of the modes: what is stored, what is read back, what a message says."""
+
+import math
+
+import numpy as np
+import pytest
+
+from polymp.weights import lost_updates, random_bits, store
+from polymp.weights.lost_updates import LostUpdates
+from tests.support.low_weights import BF16, NUMPY, edges, spread, ties, upper_halves
+from tests.support.sizes import size
+
+# Inf and overflow are among the numbers, and NumPy warns of them.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
+
+FULL = np.concatenate([edges(), spread(2**12)])
+
+
+@pytest.mark.parametrize("name", store.MODES)
+def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
+    mode = store.MODES[name]
+    full = FULL[~np.isnan(FULL)] if name == "split" else FULL
+    low, beside = store.first(NUMPY, mode, "bfloat16", full)
+    read = store.load(NUMPY, mode, low, beside)
+    random = random_bits.random16((1, 2), np.arange(read.size, dtype=np.int32))
+    again, rest = store.store(NUMPY, mode, "bfloat16", read, random)
+    if beside is not None:
+        follows = store.beside_written(NUMPY, mode, "bfloat16", low, beside)
+        assert follows.tobytes() == beside.tobytes() == rest.tobytes()
+    finite = ~np.isnan(low.astype(np.float32))
+    assert again[finite].tobytes() == low[finite].tobytes()
+    if mode.exact:
+        assert read.tobytes() == full.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")],
+)
+def test_a_weight_that_was_written_is_what_was_written(name: str, dtype: str) -> None:
+    mode = store.MODES[name]
+    full = np.linspace(-3, 3, 101, dtype=np.float32)
+    low, beside = store.first(NUMPY, mode, dtype, full)
+    low = low.copy()
+    low[10:20] = 7
+    now = store.load(NUMPY, mode, low, store.beside_written(NUMPY, mode, dtype, low, beside))
+    before = store.load(NUMPY, mode, *store.first(NUMPY, mode, dtype, full))
+    last_place = 0 if name == "master" else 2.0**-5  # of 7
+    assert (np.abs(now[10:20] - 7) <= last_place / 2).all()
+    assert (now[:10] == before[:10]).all()
+    assert (now[20:] == before[20:]).all()
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, np.inf, -np.inf])
+def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
+    mode, remainders = store.MODES["split"], np.arange(-(2**15), 2**15).astype(np.int16)
+    low = np.full(2**16, value, np.float32).astype(BF16)
+    beside = store.beside_written(NUMPY, mode, "bfloat16", low, remainders)
+    read = store.load(NUMPY, mode, low, beside)
+    assert np.isnan(store.load(NUMPY, mode, low, remainders)).any()
+    assert not np.isnan(read).any()
+    assert (read.astype(BF16) == low).all()
+
+
+def test_bytes_a_weight() -> None:
+    assert {name: mode.bytes_a_weight() for name, mode in store.MODES.items()} == {
+        "master": 6, "split": 4, "stochastic": 2,
+    }  # fmt: skip
+
+
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="low_weights") as error:
+        store.mode("spilt")
+    assert str(error.value) == (
+        "low_weights(): mode 'spilt' is not one of 'master', 'split', 'stochastic'."
+    )
+    with pytest.raises(ValueError, match=r"mode None is not one of"):
+        store.mode(None)
+
+
+def test_float16_is_for_master_alone() -> None:
+    assert store.low_dtype(store.mode("master"), "fp16") == "float16"
+    with pytest.raises(ValueError, match="low_weights") as error:
+        store.low_dtype(store.mode("split"), "fp16")
+    assert str(error.value) == (
+        "low_weights(): mode 'split' keeps weights in bfloat16, not in float16, because it works "
+        "on the upper 16 bits of float32. Write mode='master' to keep float16 weights."
+    )
+    with pytest.raises(ValueError, match=r"low_weights\(\): dtype 'float32' is not accepted here"):
+        store.low_dtype(store.mode("split"), "float32")
+
+
+def test_the_warning_about_lost_updates() -> None:
+    records = [
+        LostUpdates("a.weight", "bfloat16", 100, 90),
+        LostUpdates("b.weight", "bfloat16", 300, 30),
+        LostUpdates("unused", "bfloat16", 0, 0),
+    ]
+    assert lost_updates.share(records) == 0.3
+    assert lost_updates.share([]) == records[2].share == 0.0
+    assert lost_updates.message(records, "f(x)") == (
+        "30% of the updates of low weights were rounded away in this step: the gradient is not 0, "
+        "and the weight keeps its bits, because the update is below half of its last place. Most "
+        "in: a.weight (bfloat16) 90%, b.weight (bfloat16) 10%. Such weights hardly learn. Write "
+        "f(x), which keeps the rest of each weight beside it."
+    )
+
+
+def test_naive_training_loses_what_every_mode_keeps() -> None:
+    """Fifty updates of 2**-10 on weights near 1, whose last place is 2**-7."""
+    start = np.linspace(1, 1.9, 4096, dtype=np.float32).astype(BF16).astype(np.float32)
+    naive = start.astype(BF16)
+    kept = {n: store.first(NUMPY, m, "bfloat16", start) for n, m in store.MODES.items()}
+    for step in range(50):
+        naive = (naive.astype(np.float32) + np.float32(2**-10)).astype(BF16)
+        for name, mode in store.MODES.items():
+            new = store.load(NUMPY, mode, *kept[name]) + np.float32(2**-10)
+            key = random_bits.key(0, step, 0)
+            random = random_bits.random16(key, np.arange(4096, dtype=np.int32))
+            kept[name] = store.store(NUMPY, mode, "bfloat16", new, random)
+    assert (naive.astype(np.float32) == start).all()
+    for low, _ in kept.values():
+        moved = (low.astype(np.float64) - start).mean()
+        assert abs(moved - 50 * 2**-10) <= 2**-8  # half of the last place
+
+
+# --- The split of float32 into bfloat16 and a remainder: exact, and the cast but for ties ---------
+
+
+def numbers() -> np.ndarray:
+    """More than 2**24 numbers; `make test` takes an eighth of the upper halves."""
+    return upper_halves(size(8, 1))
+
+
+def same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return one.view(np.uint32) == other.view(np.uint32)
+
+
+@pytest.mark.sized
+@pytest.mark.parametrize("full", [numbers(), edges(), spread(2**18)], ids=["all", "edges", "any"])
+def test_the_rebuild_is_exact(full: np.ndarray) -> None:
+    assert same_bits(store.join(NUMPY, *store.split(NUMPY, full)), full).all()
+
+
+@pytest.mark.long
+def test_the_rebuild_is_exact_on_two_to_the_24_values() -> None:
+    full = spread(2**24, seed=1)
+    assert same_bits(store.join(NUMPY, *store.split(NUMPY, full)), full).all()
+
+
+@pytest.mark.sized
+def test_the_high_part_is_the_cast_but_for_ties() -> None:
+    full = np.concatenate([numbers(), edges(), spread(2**18)])
+    full = full[~np.isnan(full)]
+    high, _ = store.split(NUMPY, full)
+    with np.errstate(over="ignore"):
+        cast = full.astype(BF16)
+    differ = high.view(np.uint16) != cast.view(np.uint16)
+    assert differ.any()
+    assert ties(full)[differ].all()
+
+
+def test_ties_go_away_from_zero() -> None:
+    full = np.array([0x3F808000, 0x3F818000, 0xBF808000], np.uint32).view(np.float32)
+    high, _ = store.split(NUMPY, full)
+    assert [hex(b) for b in high.view(np.uint16)] == ["0x3f81", "0x3f82", "0xbf81"]
+
+
+def test_infinity_stays_and_overflow_is_that_of_the_cast() -> None:
+    full = np.array([np.inf, -np.inf, 3.4e38, -3.4e38, 3.38e38], np.float32)
+    high, _ = store.split(NUMPY, full)
+    assert high.astype(np.float32).tolist()[:4] == [np.inf, -np.inf, np.inf, -np.inf]
+    assert np.isfinite(high.astype(np.float32)[4])
+
+
+def test_nan_that_arithmetic_makes_is_nan_in_the_high_part() -> None:
+    """Quiet ones, NVIDIA's 0x7fffffff among them, of both signs."""
+    quiet = np.random.default_rng(0).integers(0, 2**22, 2**16, np.uint32) | 0x7FC00000
+    nan = np.concatenate([quiet, [0x7FFFFFFF, 0x7FC00000, 0x7FFF8000]]).astype(np.uint32)
+    for sign in (0, 1 << 31):
+        high, _ = store.split(NUMPY, (nan | np.uint32(sign)).view(np.float32))
+        assert np.isnan(high.astype(np.float32)).all()
+
+
+def test_the_check_finds_a_remainder_that_lost_a_bit() -> None:
+    high, remainder = store.split(NUMPY, spread(2**12))
+    assert not same_bits(store.join(NUMPY, high, remainder & ~1), spread(2**12)).all()
+
+
+# --- Random rounding: to one of the two neighbours, without bias, never from finite to Inf --------
+
+
+def random(n: int, step: int = 0) -> np.ndarray:
+    return random_bits.random16(random_bits.key(0, step, 0), np.arange(n, dtype=np.int32))
+
+
+def test_results_are_neighbours_and_numbers_of_bfloat16_stay() -> None:
+    full = np.concatenate([edges(), spread(2**16)])
+    low = store.rounded(NUMPY, full, random(full.size))
+    bits, made = full.view(np.uint32), low.view(np.uint16)
+    finite = np.isfinite(full)
+    toward_zero = (bits >> 16).astype(np.uint16)
+    up = made[finite] - toward_zero[finite]
+    assert set(up.tolist()) == {0, 1}
+    exact = finite & (bits & 0xFFFF == 0)
+    assert (made[exact] == toward_zero[exact]).all()
+
+
+def test_finite_stays_finite_and_inf_and_nan_stay() -> None:
+    full = np.concatenate([edges(), spread(2**18)])
+    for bits in (random(full.size), np.full(full.size, 0, np.int32)):
+        low = store.rounded(NUMPY, full, bits).astype(np.float32)
+        assert (np.isfinite(low) == np.isfinite(full)).all()
+        assert (np.isnan(low) == np.isnan(full)).all()
+        assert (low[np.isinf(full)] == full[np.isinf(full)]).all()
+
+
+def test_the_threshold_is_the_fraction() -> None:
+    """As in torchao: up if the random number is below the lower 16 bits, and only then."""
+    full = np.array([0x3F800000 | f for f in (0, 1, 0x8000, 0xFFFF)], np.uint32).view(np.float32)
+    rounds_up = [
+        (store.rounded(NUMPY, full, np.full(4, r, np.int32)).view(np.uint16) - 0x3F80).tolist()
+        for r in (0, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF)
+    ]
+    assert rounds_up == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0]]
+
+
+def bias(full: np.ndarray, low: np.ndarray) -> float:
+    """Return the mean of the roundings in units of their standard deviation."""
+    bits = full.view(np.uint32)
+    fraction = (bits & 0xFFFF) / 2**16
+    went_up = low.view(np.uint16) != (bits >> 16).astype(np.uint16)
+    return float((went_up - fraction).sum() / math.sqrt((fraction * (1 - fraction)).sum()))
+
+
+def test_the_bias_over_a_million_values_is_under_four_sigma() -> None:
+    full = np.random.default_rng(0).standard_normal(10**6).astype(np.float32)
+    found = [bias(full, store.rounded(NUMPY, full, random(full.size, s))) for s in range(8)]
+    print("bias in sigma, step by step:", [round(each, 2) for each in found])
+    assert max(map(abs, found)) < 4
+    toward_zero = (full.view(np.uint32) >> 16).astype(np.uint16)
+    assert abs(bias(full, toward_zero)) > 100, "the check cannot fail"
+
+
+def test_one_weight_over_a_million_steps_has_no_bias() -> None:
+    value = np.full(1, 1 + 2**-9, np.float32)
+    full = np.broadcast_to(value, 2**14).copy()
+    keys = [random_bits.key(0, step, 3) for step in range(2**14)]
+    index = np.full(1, 12345, np.int32)
+    drawn = np.concatenate([random_bits.random16(key, index) for key in keys]).astype(np.int32)
+    assert abs(bias(full, store.rounded(NUMPY, full, drawn))) < 4
+
+
+# --- The hash that random bits come from: evenly spread, and not related from key to key ----------
+
+
+N = 2**16
+
+
+def drawn(seed: int = 0, step: int = 0, parameter: int = 0, first: int = 0) -> np.ndarray:
+    index = np.arange(first, first + N, dtype=np.int32)
+    return random_bits.random16(random_bits.key(seed, step, parameter), index)
+
+
+KEYS = [(0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0), (2**40, 0, 0), (0, 10**6, 7), (-1, 3, 3)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_bit_is_even(key: tuple[int, int, int]) -> None:
+    bits = drawn(*key)
+    assert bits.min() >= 0
+    assert bits.max() < 2**16
+    for at in range(16):
+        ones = int(((bits >> at) & 1).sum())
+        assert abs(ones - N / 2) < 5 * np.sqrt(N) / 2
+    counts = np.bincount(bits >> 8, minlength=256)
+    chi = ((counts - N / 256) ** 2 / (N / 256)).sum()
+    assert abs(chi - 255) < 6 * np.sqrt(2 * 255)
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.corrcoef(one, other)[0, 1]) * np.sqrt(len(one))
+
+
+def test_bits_of_two_keys_and_of_neighbours_are_not_correlated() -> None:
+    rows = [drawn(*key).astype(float) for key in KEYS]
+    assert all(
+        abs(correlation(one, other)) < 5 for at, one in enumerate(rows) for other in rows[:at]
+    )
+    for row in rows:
+        for lag in (1, 2, 3, 16, 64, 1024):
+            assert abs(correlation(row[:-lag], row[lag:])) < 5
+    assert abs(correlation(rows[0], rows[0])) > 100, "the check cannot fail"
+
+
+def test_no_key_is_another_one_shifted() -> None:
+    """As it would be with one word added to the index."""
+    one = set(zip(drawn().tolist(), drawn()[1:].tolist(), strict=False))
+    other = set(zip(drawn(step=1).tolist(), drawn(step=1)[1:].tolist(), strict=False))
+    assert len(one & other) < 20  # by chance one pair in 2**32 / N**2 * ...: about 1
+
+
+def test_pieces_of_an_array_have_the_bits_of_the_whole() -> None:
+    assert (drawn(first=N) == random_bits.random16(
+        random_bits.key(0, 0, 0), np.arange(2 * N, dtype=np.int32))[N:]).all()  # fmt: skip
+
+
+def test_the_words_of_a_key_are_the_same_for_numbers_and_arrays() -> None:
+    for seed, step, parameter in KEYS:
+        numbers = random_bits.key(seed, step, parameter)
+        arrays = random_bits.key(seed, np.full(1, step, np.int32), parameter)
+        assert [a.tolist() for a in arrays] == [[n] for n in numbers]
+
+
+KEY = (-269595373, 1631562366)
+BITS = [29431, 40733, 29879, 30719]
+
+
+def test_these_bits_never_change() -> None:
+    """Saved runs go on with them."""
+    key = random_bits.key(7, 1000, 3)
+    assert key == KEY
+    assert random_bits.random16(key, np.arange(4, dtype=np.int32)).tolist() == BITS

@@ -211,7 +211,7 @@ def test_what_is_no_function_is_refused_at_once():
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("names", [None, "data", ("data",)])
 def test_under_shard_map(check, names):
-    """On one device; `test_training` has eight, of which one is sick."""
+    """On one device; `test_meshes` has eight."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
 
     def body(scaler: GradScaler, w: Any, x: Any) -> Any:

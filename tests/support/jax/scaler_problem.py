@@ -138,69 +138,6 @@ def shard_maps(sick: Any, healthy: Any) -> dict[str, Any]:
     return found
 
 
-def helpers() -> dict[str, Any]:
-    """The helpers in a shard_map: data parallel, with a sick row on one device."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    tx = optax.sgd(2.0**-3)
-    net = TrainState.create(apply_fn=None, params={"w": jnp.float32(1)}, tx=tx)
-
-    def mean(tree: Any, check: bool) -> Any:
-        # With its types on, shard_map has already added up what it knows to be the same.
-        return jax.tree.map(lambda x: x / 8 if check else jax.lax.pmean(x, "data"), tree)
-
-    def loss_fn(w: Any, x: Any) -> Any:
-        return (w * x).sum()
-
-    def averaged(w: Any, x: Any) -> Any:
-        return jax.lax.pmean(loss_fn(w["w"], x), "data")
-
-    def by_value_and_grad(check: bool, w: Any, x: Any) -> Any:
-        scaler = GradScaler(64.0, growth_interval=1)
-        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(w, x)
-        w = jnp.where(finite, w - mean(grads, check) * 2.0**-3, w)
-        return w, scaler.state, finite
-
-    def by_step(check: bool, w: Any, x: Any) -> Any:
-        scaler = GradScaler(64.0, growth_interval=1)
-        loss, grads = jax.value_and_grad(lambda w: loss_fn(w, x))(w)
-        grads = scaler.scale(mean(grads, check))
-        w, scaler, finite = scaler.step(grads, lambda g, w: w - g * 2.0**-3, w, loss=loss)
-        return w, scaler.state, finite
-
-    def by_train_state(check: bool, w: Any, x: Any) -> Any:
-        scaler = GradScaler(64.0, growth_interval=1)
-        loss, grads = jax.value_and_grad(lambda w: averaged(w, x))(net.params)
-        grads = scaler.scale(grads)
-        update = lambda grads, state: state.apply_gradients(grads=grads)  # noqa: E731
-        state, scaler, finite = scaler.step(grads, update, net, loss=loss)
-        return state.params["w"], scaler.state, finite
-
-    found = {}
-    x = jnp.arange(8.0)
-    for name, step in (
-        ("value_and_grad", by_value_and_grad),
-        ("step", by_step),
-        ("train state", by_train_state),
-    ):
-        for check in (True, False):
-            if name == "train state" and not check:
-                continue  # the loss is averaged, and with the types off its gradient is not
-            body = partial(step, check)
-            rows = jax.shard_map(
-                lambda w, x, body=body: jax.tree.map(lambda y: y[None], body(w, x)),
-                mesh=mesh,
-                in_specs=(P(), P("data")),
-                out_specs=P("data"),
-                check_vma=check,
-            )
-            for kind, value in (("healthy", 3.0), ("nan", jnp.nan), ("overflow", 1e38)):
-                w, state, finite = jax.jit(rows)(jnp.float32(1), x.at[SICK].set(value))
-                found[f"{name}-{check}-{kind}"] = seen(w, state.scale, finite) | {
-                    "spoiled": state.spoiled.tolist()
-                }
-    return found
-
-
 def explicit() -> dict[str, Any]:
     """A step where shardings are types: both branches have to agree on them."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
@@ -303,51 +240,6 @@ def fully_sharded() -> dict[str, Any]:
     return found
 
 
-def pmaps(sick: Any) -> dict[str, Any]:
-    found = {}
-    for name, arguments in (("found", {}), ("named", {"axis_names": "data"})):
-        run = jax.pmap(partial(one_step, **arguments), axis_name="data", in_axes=(None, 0, 0))
-        w, scale, finite = run(GradScaler(8.0), jnp.ones(8), sick)
-        found[f"pmap-{name}-sick"] = seen(w, scale.ravel(), finite.ravel())
-    return found
-
-
-def meshes() -> dict[str, Any]:
-    """The training run, its rows over eight devices; its weights whole, or over them as well."""
-    found = {}
-    for weights in ("whole", "split"):
-        for types in (AxisType.Auto, AxisType.Explicit):
-            if weights == "split" and types is AxisType.Explicit:
-                continue  # the product would have to say how its output is sharded
-            mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
-            rows = NamedSharding(mesh, P("data"))
-            x, t, w = problem()
-            x, t, sick = jax.device_put((x, t, x.at[0].set(jnp.inf)), rows)
-            w = jax.device_put(w, rows if weights == "split" else NamedSharding(mesh, P()))
-            everywhere = NamedSharding(mesh, P())
-            scaler = jax.device_put(GradScaler(growth_interval=2), everywhere)
-            with jax.set_mesh(mesh):
-                run = jax.jit(train_step)
-                state = jax.device_put(optimizer.init(w), everywhere)
-                skipped, same = 0, True
-                for step in range(STEPS):
-                    before = np.asarray(w).tobytes()
-                    batch = sick if step == 10 else x
-                    w, state, scaler, finite = run(w, state, scaler, batch, t)
-                    skipped += not bool(finite)
-                    if step == 10:
-                        same = not bool(finite) and np.asarray(w).tobytes() == before
-                scales = {float(s.data) for s in scaler.state.scale.addressable_shards}
-            found[f"mesh-{weights}-{types.name}"] = {
-                "excess": excess(np.asarray(w)),
-                "skipped": skipped,
-                "the sick step changed nothing": same,
-                "devices": len(scaler.state.scale.addressable_shards),
-                "scales": len(scales),
-            }
-    return found
-
-
 def main() -> None:
     assert len(jax.devices()) == 8
     healthy = jnp.full(8, 8.0)
@@ -355,13 +247,10 @@ def main() -> None:
     print(
         json.dumps(
             shard_maps(sick, healthy)
-            | helpers()
             | explicit()
             | partly_manual(sick)
             | replicated(sick)
             | fully_sharded()
-            | pmaps(sick)
-            | meshes()
         )
     )
 

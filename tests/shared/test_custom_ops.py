@@ -554,11 +554,16 @@ def refused(error: type[Exception], message: str, call: Callable[[], object]) ->
     assert state() == before, "half registered"
 
 
+def all_refused(said: str, *rows: tuple[type[Exception], dict[str, Any], str]) -> None:
+    """Each row is an error, what `register_op` is called with, and the words after `said`."""
+    for error, given, message in rows:
+        how = {"name": "own", "rule": "fp32"} | given
+        refused(error, said + message, lambda how=how: polymp.register_op(**how))
+
+
 def test_what_is_wrong_in_any_framework_is_refused() -> None:
     need("jax")
     import polymp.jax  # whose functions are looked up once
-
-    register, words = polymp.register_op, vocabulary()
 
     def function(x: Any) -> Any:
         return x
@@ -567,53 +572,34 @@ def test_what_is_wrong_in_any_framework_is_refused() -> None:
         return x
 
     for name in ("my op", "", "my::op", 3):
-        refused(
-            TypeError,
-            f"register_op({name!r}): the name must be an identifier, such as 'my_op'",
-            lambda name=name: register(name, "fp32", jax=function),
-        )
-    refused(
-        TypeError,
-        "register_op('own'): no op was given. Write torch=..., jax=..., or both.",
-        lambda: register("own", "fp32"),
+        message = f"register_op({name!r}): the name must be an identifier, such as 'my_op'"
+        all_refused("", (TypeError, {"name": name, "jax": function}, message))
+    rules = "lower, fp8, fp32, fp32_keep, widest, first, keep, forbid, parts"
+    classes = ", ".join(sorted(vocabulary().kinds))
+    known, name = {"jax": function}, fresh()
+    all_refused(
+        "register_op('own'): ",
+        (TypeError, {}, "no op was given. Write torch=..., jax=..., or both."),
+        (PolicyError, {"rule": "fp23"} | known,
+         f"rule 'fp23' for op 'own' is not one of {rules}."),
+        (PolicyError, {"kind": "sofmax"} | known,
+         f"no class 'sofmax'. Did you mean softmax? Classes: {classes}."),
+        (TypeError, {"jax": 3}, "jax=3 is neither a primitive nor a function with Python code"),
+    )  # fmt: skip
+    message = (
+        "the vocabulary has an op of that name. Choose another name, or give that op a rule in a "
+        "policy."
     )
-    refused(
-        PolicyError,
-        "register_op('own'): rule 'fp23' for op 'own' is not one of lower, fp8, fp32, "
-        "fp32_keep, widest, first, keep, forbid, parts.",
-        lambda: register("own", "fp23", jax=function),
-    )
-    refused(
-        PolicyError,
-        "register_op('own'): no class 'sofmax'. Did you mean softmax? "
-        f"Classes: {', '.join(sorted(words.kinds))}.",
-        lambda: register("own", "fp32", jax=function, kind="sofmax"),
-    )
-    refused(
-        PolicyError,
-        "register_op('softmax'): the vocabulary has an op of that name. Choose another name, or "
-        "give that op a rule in a policy.",
-        lambda: register("softmax", "fp32", jax=function),
-    )
-    refused(
-        TypeError,
-        "register_op('own'): jax=3 is neither a primitive nor a function with Python code",
-        lambda: register("own", "fp32", jax=3),
-    )
-    name = fresh()
-    register(name, "fp32", jax=function)
-    refused(
-        PolicyError,
-        f"register_op('own'): {function!r} is known already, as {name!r}.",
-        lambda: register("own", "fp32", jax=function),
-    )
+    all_refused("register_op('softmax'): ", (PolicyError, {"name": "softmax"} | known, message))
+    polymp.register_op(name, "fp32", **known)
+    message = f"{function!r} is known already, as {name!r}."
+    all_refused("register_op('own'): ", (PolicyError, known, message))
     for rule in ("fp32", "lower"):
-        refused(
-            PolicyError,
+        message = (
             f"op {name!r} is in the vocabulary already: it cannot be registered as {name!r}. Give "
-            "it a rule in a policy instead.",
-            lambda rule=rule: register(name, rule, jax=other),
+            "it a rule in a policy instead."
         )
+        all_refused("", (PolicyError, {"name": name, "rule": rule, "jax": other}, message))
 
 
 def test_what_is_wrong_in_jax_is_refused() -> None:
@@ -623,22 +609,15 @@ def test_what_is_wrong_in_jax_is_refused() -> None:
 
     import polymp.jax
 
-    refused(
-        PolicyError,
-        "register_op('own'): 'exp' is jax's own. Give it a rule in a policy instead.",
-        lambda: polymp.register_op("own", "fp32", jax=primitives.exp_p),
-    )
-    refused(
-        PolicyError,
-        f"register_op('own'): {jax.nn.softmax!r} is known already, as 'softmax'.",
-        lambda: polymp.register_op("own", "fp32", jax=jax.nn.softmax),
-    )
     name = fresh()
     polymp.register_op(name, "fp32", jax=Primitive(name))
-    refused(
-        PolicyError,
-        f"register_op('own'): {name!r} is jax's own. Give it a rule in a policy instead.",
-        lambda: polymp.register_op("own", "fp32", jax=Primitive(name)),
+    own = "is jax's own. Give it a rule in a policy instead."
+    known = f"{jax.nn.softmax!r} is known already, as 'softmax'."
+    all_refused(
+        "register_op('own'): ",
+        (PolicyError, {"jax": primitives.exp_p}, f"'exp' {own}"),
+        (PolicyError, {"jax": jax.nn.softmax}, known),
+        (PolicyError, {"jax": Primitive(name)}, f"{name!r} {own}"),
     )
 
 
@@ -658,60 +637,29 @@ def test_what_is_wrong_in_torch_is_refused() -> None:
         return x + 1
 
     cast.register_autocast("cpu", torch.bfloat16)
-
-    def given(given: Any) -> Callable[[], object]:
-        return lambda: polymp.register_op("own", "fp32", torch=given)
-
-    where = "register_op('own')"
-    refused(
-        PolicyError,
-        f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.",
-        given(name),
-    )
-    refused(
-        PolicyError,
-        f"{where}: torch has no op '{name}::nix'. Define it first.",
-        given(f"{name}::nix"),
-    )
-    refused(
-        PolicyError,
-        f"{where}: 'aten::exp' is torch's own. Give it a rule in a policy instead.",
-        given("aten::exp"),
-    )
-    refused(
-        PolicyError,
-        f"{where}: '{name}::op_' is an op which writes into an argument: the dtype of its result "
-        "is given. Give the rule to the op without '_' or out=.",
-        given(f"{name}::op_"),
-    )
-    refused(
-        PolicyError,
-        f"{where}: 'zqxj::kvw' is an op which takes no tensor.",
-        given("zqxj::kvw"),
-    )
-    refused(
-        PolicyError,
-        f"{where}: '{name}::cast' has an autocast kernel already, on cpu. Leave out its "
-        "torch.library.register_autocast.",
-        given(cast),
-    )
-    refused(
-        PolicyError, f"{where}: torch has no op '{name}::nix'. Define it first.",
-        given([f"{name}::op", f"{name}::nix"]),
+    no_op = f"torch has no op '{name}::nix'. Define it first."
+    rows: tuple[tuple[Any, str], ...] = (
+        (name, f"{name!r} has no namespace. Write it as 'mylib::my_op'."),
+        (f"{name}::nix", no_op),
+        ("aten::exp", "'aten::exp' is torch's own. Give it a rule in a policy instead."),
+        (f"{name}::op_", f"'{name}::op_' is an op which writes into an argument: the dtype of its "
+         "result is given. Give the rule to the op without '_' or out=."),
+        ("zqxj::kvw", "'zqxj::kvw' is an op which takes no tensor."),
+        (cast, f"'{name}::cast' has an autocast kernel already, on cpu. Leave out its "
+         "torch.library.register_autocast."),
+        ([f"{name}::op", f"{name}::nix"], no_op),
+        (3, "torch=3 is no op. Give its name, such as 'mylib::my_op', what "
+         "torch.library.custom_op returned, an autograd.Function or a function."),
     )  # fmt: skip
-    refused(
-        TypeError,
-        f"{where}: torch=3 is no op. Give its name, such as 'mylib::my_op', what "
-        "torch.library.custom_op returned, an autograd.Function or a function.",
-        given(3),
-    )
+    for given, message in rows:
+        error = TypeError if given == 3 else PolicyError
+        all_refused("register_op('own'): ", (error, {"torch": given}, message))
     polymp.register_op(name, "fp32", torch=f"{name}::op")
-    refused(
-        PolicyError,
+    message = (
         f"aten op '{name}::op' is in the vocabulary already, as {name!r}: it cannot be registered "
-        "as 'own'. Give it a rule in a policy instead.",
-        given(f"{name}::op"),
+        "as 'own'. Give it a rule in a policy instead."
     )
+    all_refused("", (PolicyError, {"torch": f"{name}::op"}, message))
 
 
 def test_one_wrong_side_leaves_nothing_of_the_other() -> None:

@@ -13,6 +13,7 @@ from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load, to_toml
 from polymp.rules.row import Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
+from tests.support.sizes import size
 
 SHIPPED = ("amp", "fp8", "lean", "matmul", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
 RULES = "lower, fp8, fp32, fp32_keep, widest, first, keep, forbid, parts"
@@ -394,7 +395,7 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=size(50, 200))
 @given(POLICIES)
 def test_what_is_written_is_read_back(tmp_path_factory, policy):
     path = tmp_path_factory.getbasetemp() / "written.toml"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict, to_state_dict
 from polymp.torch import GradScaler
+from tests.support.sizes import size
 
 INF, NAN = float("inf"), float("nan")
 TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -79,7 +80,7 @@ every = pytest.mark.parametrize("kind", KINDS)
 
 
 @every
-@settings(max_examples=40)
+@settings(max_examples=size(12, 40))
 @given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
 def test_into_torchs_scaler_which_goes_on_as_ours(kind, history, after) -> None:
     one = Run(polymps(kind), kind)
@@ -93,7 +94,7 @@ def test_into_torchs_scaler_which_goes_on_as_ours(kind, history, after) -> None:
 
 
 @every
-@settings(max_examples=40)
+@settings(max_examples=size(12, 40))
 @given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
 def test_out_of_torchs_scaler(kind, history, after) -> None:
     one = Run(torchs(), kind)
@@ -160,7 +161,7 @@ WAYS = {
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", WAYS)
 @every
-@settings(max_examples=20)
+@settings(max_examples=size(8, 20))
 @given(options=ours, history=histories, after=histories)
 def test_a_run_goes_on_bit_for_bit(way, kind, options, history, after) -> None:
     whole = Run(polymps(kind, on_stuck=print, **options), kind)

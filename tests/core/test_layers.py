@@ -70,12 +70,7 @@ def sources() -> dict[str, str]:
 
 
 def graph(texts: Mapping[str, str], known: Iterable[str] = ()) -> Graph:
-    """The modules of polymp that each module imports, wherever in its text.
-
-    Args:
-        texts: by the modules' names.
-        known: names of other modules.
-    """
+    """The modules of polymp that each module imports, wherever in its text."""
     names = {*texts, *known}
     return {name: set(imported(ast.parse(text), names)) - {name} for name, text in texts.items()}
 

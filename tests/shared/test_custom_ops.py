@@ -54,17 +54,11 @@ def own(function: Any, name: str) -> Any:
 
 
 class Made(NamedTuple):
-    """An op of the user's own.
+    """An op of the user's own."""
 
-    Attributes:
-        name: it is registered by.
-        call: the op.
-        seen: dtypes that forward saw, and those that backward did; of torch's only.
-    """
-
-    name: str
-    call: Callable[[Any], Any]
-    seen: list[Any]
+    name: str  # it is registered by
+    call: Callable[[Any], Any]  # the op
+    seen: list[Any]  # dtypes that forward saw, and those that backward did; of torch's only
 
 
 # --- the ways to make one -------------------------------------------------------------------------

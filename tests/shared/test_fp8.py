@@ -213,15 +213,11 @@ def numbers_fp8_losses(*, planted: bool = False) -> dict[str, np.ndarray]:
 
 
 class Measured(NamedTuple):
-    """A framework's three layers, as functions of the policy.
+    """A framework's three layers, as functions of the policy."""
 
-    Attributes:
-        audit: of a step under the policy `lean`, with the losses of a recipe, and what it returned.
-        explain: the report of a step under a policy.
-    """
-
+    # of a step under the policy `lean`, with the losses of a recipe, and what it returned
     audit: Callable[[str | None], tuple[Audit, list[np.ndarray]]]
-    explain: Callable[[Any], Any]
+    explain: Callable[[Any], Any]  # the report of a step under a policy
 
 
 def in_torch_fp8_losses(given: dict[str, np.ndarray]) -> Measured:

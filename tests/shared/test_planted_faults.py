@@ -117,27 +117,17 @@ ENOUGH = 0.7
 
 
 class Planted(NamedTuple):
-    """A fault.
+    """A fault."""
 
-    Attributes:
-        framework: whose training it is planted in.
-        training: its name.
-        ops: what the op may be called; the gradient's, if the fault is in no op.
-        module: where the op is called.
-        kinds: what `Fault.kind` may be.
-        remedy: the change that helps: "float32" for some op, "bfloat16", "scale" or "" for nothing.
-        by_hand: for "float32", the scope and the op; for "scale", the scale.
-        unit: what the loss is measured in.
-    """
-
-    framework: str
-    training: str
-    ops: tuple[str, ...]
-    module: str
-    kinds: tuple[str, ...]
+    framework: str  # whose training it is planted in
+    training: str  # its name
+    ops: tuple[str, ...]  # what the op may be called; the gradient's, if the fault is in no op
+    module: str  # where the op is called
+    kinds: tuple[str, ...]  # what `Fault.kind` may be
+    # the change that helps: "float32" for some op, "bfloat16", "scale" or "" for nothing
     remedy: str
-    by_hand: Any = ()
-    unit: float = 1.0
+    by_hand: Any = ()  # for "float32", the scope and the op; for "scale", the scale
+    unit: float = 1.0  # what the loss is measured in
 
     def __str__(self) -> str:
         return f"{self.framework}-{self.training}"
@@ -346,23 +336,14 @@ def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
 
 
 class Single(NamedTuple):
-    """A step that breaks; its name is that of a step in `tests.support.faults.steps_torch`.
+    """A step that breaks, of `tests.support.faults.steps_torch`; complex ones of `steps_jax` too."""
 
-    Those of complex numbers are in `steps_jax` as well.
-
-    Attributes:
-        name: of the step.
-        op: what is to be named.
-        kind: as in `Fault.kind`.
-        helps: True if a row makes the step finite; else the tools have to say that none does.
-        says: words of the fault, as it is printed.
-    """
-
-    name: str
-    op: str
-    kind: str
+    name: str  # of the step
+    op: str  # what is to be named
+    kind: str  # as in `Fault.kind`
+    # True if a row makes the step finite; else the tools have to say that none does
     helps: bool = False
-    says: str = ""
+    says: str = ""  # words of the fault, as it is printed
 
 
 NOT_FINITE = "a constant of the program is not finite here"

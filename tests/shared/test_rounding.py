@@ -90,17 +90,11 @@ def test_what_would_vanish_in_float16_is_said_where_it_did_not_run(framework: st
 
 
 class Errors(NamedTuple):
-    """An audit with rounding errors, and what the program itself returned, in float32.
+    """An audit with rounding errors, and what the program itself returned, in float32."""
 
-    Attributes:
-        audit: of the call.
-        product: of a matrix product in the region.
-        loss: the mean of its tanh times a cosine of positions.
-    """
-
-    audit: Audit
-    product: Any
-    loss: float
+    audit: Audit  # of the call
+    product: Any  # of a matrix product in the region
+    loss: float  # the mean of its tanh times a cosine of positions
 
 
 X, W = (np.random.default_rng(1).standard_normal(s).astype(np.float32) for s in ((16, 32), (32, 8)))
@@ -196,16 +190,11 @@ def test_what_was_not_measured_is_said(framework: str) -> None:
 
 
 class Layers(NamedTuple):
-    """An audit of a net of three products, and by how much rounding changes its loss.
+    """An audit of a net of three products, and by how much rounding changes its loss."""
 
-    Attributes:
-        audit: of a step in which all three run low; the loss is in float32.
-        change: of that step's loss, as a fraction of it.
-        each: likewise, by each of the products, with those before it low and those after it not.
-    """
-
-    audit: Audit
-    change: float
+    audit: Audit  # of a step in which all three run low; the loss is in float32
+    change: float  # of that step's loss, as a fraction of it
+    # likewise, by each of the products, with those before it low and those after it not
     each: list[float]
 
 

@@ -79,17 +79,11 @@ class Part(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One call in one framework.
+    """One call in one framework."""
 
-    Attributes:
-        parts: the ops that rows decided for, without those that only move numbers.
-        dtypes: of the float arguments as they arrived.
-        out: dtype of the result; "raises" if there is none.
-    """
-
-    parts: tuple[Part, ...]
-    dtypes: tuple[str, ...]
-    out: str
+    parts: tuple[Part, ...]  # the ops that rows decided for, without those that only move numbers
+    dtypes: tuple[str, ...]  # of the float arguments as they arrived
+    out: str  # dtype of the result; "raises" if there is none
 
     @property
     def ran(self) -> frozenset[str]:
@@ -263,13 +257,7 @@ def decision(row: Row, side: str = "torch", policy: str = "", low: str = "") -> 
 
 
 def wrong(row: Row, side: str, **other: str) -> str:
-    """In what a call departs from the decision; nothing if it does not, or there is none.
-
-    Args:
-        row: the call, in both frameworks.
-        side: which of them.
-        other: a policy, or a region's dtype, to decide instead of the row's.
-    """
+    """In what a call departs from the decision; nothing if it does not, or there is none."""
     decided, seen = decision(row, side, **other), getattr(row, side)
     if decided is None:
         return ""

@@ -46,27 +46,16 @@ LIKE_A_MARK = re.compile(r" *<!-- *(skip|needs|file)\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block."""
 
-    Attributes:
-        path: the file.
-        line: number of the first line of code.
-        language: the word behind the opening fence.
-        code: what is between the fences, without common indentation.
-        section: number of level 2 headings above.
-        label: "PyTorch" or "JAX" in a part for one framework, or "".
-        kind: "skip", "needs", "file", or "" without a mark.
-        value: what the mark says.
-    """
-
-    path: Path
-    line: int
-    language: str
-    code: str
-    section: int
-    label: str = ""
-    kind: str = ""
-    value: str = ""
+    path: Path  # the file
+    line: int  # number of the first line of code
+    language: str  # the word behind the opening fence
+    code: str  # what is between the fences, without common indentation
+    section: int  # number of level 2 headings above
+    label: str = ""  # "PyTorch" or "JAX" in a part for one framework, or ""
+    kind: str = ""  # "skip", "needs", "file", or "" without a mark
+    value: str = ""  # what the mark says
 
     @property
     def file(self) -> str:
@@ -93,11 +82,7 @@ class Outcome(NamedTuple):
 
 
 def read(path: Path) -> list[Block]:
-    """All fenced blocks of a file.
-
-    Raises:
-        ValueError: a block that would be left out by mistake; names file and line.
-    """
+    """All fenced blocks of a file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     blocks, section, start = [], 0, 0
     fence: re.Match[str] | None = None

@@ -43,16 +43,11 @@ class Arg(NamedTuple):
     """One argument.
 
     All floats are multiples of 1/16 of at most 6 digits: no dtype rounds them.
-
-    Attributes:
-        kind: the range that its numbers come from, or what they stand for.
-        shape: of the array.
-        high: what indices are below.
     """
 
-    kind: str
-    shape: tuple[int, ...]
-    high: int = 0
+    kind: str  # the range that its numbers come from, or what they stand for
+    shape: tuple[int, ...]  # of the array
+    high: int = 0  # what indices are below
 
     @property
     def is_float(self) -> bool:
@@ -96,32 +91,21 @@ def mask(*shape: int) -> Arg:
 
 
 class Op(NamedTuple):
-    """A function that both frameworks have.
+    """A function that both frameworks have."""
 
-    Attributes:
-        name: in both frameworks' `ops`.
-        args: what it is called with.
-        torch: how it runs in torch.
-        jax: how it runs in JAX, if not alike.
-        why: the reason if not.
-        given: how it runs in JAX on arrays that are low before the region, if not like others.
-        why_given: the reason then.
-        roundings: how many times the low dtype's unit roundoff of the largest number in sight a
-            result may be off by: for each rounding on the way, by how much the rest magnifies it.
-        low_inside: the framework with such roundings although float32 comes out.
-        only: the patterns of dtypes it is called with; empty for all.
-    """
-
-    name: str
-    args: tuple[Arg, ...]
-    torch: str
-    jax: str = ""
-    why: str = ""
+    name: str  # in both frameworks' `ops`
+    args: tuple[Arg, ...]  # what it is called with
+    torch: str  # how it runs in torch
+    jax: str = ""  # how it runs in JAX, if not alike
+    why: str = ""  # the reason if not
+    # how it runs in JAX on arrays that are low before the region, if not like others
     given: str = ""
-    why_given: str = ""
+    why_given: str = ""  # the reason then
+    # how many times the low dtype's unit roundoff of the largest number in sight a result may be
+    # off by: for each rounding on the way, by how much the rest magnifies it
     roundings: int = 1
-    low_inside: str = ""
-    only: tuple[str, ...] = ()
+    low_inside: str = ""  # the framework with such roundings although float32 comes out
+    only: tuple[str, ...] = ()  # the patterns of dtypes it is called with; empty for all
 
 
 # Dtypes of the float arguments in order; the last one stands for all that follow. "low" is the
@@ -374,25 +358,15 @@ NESTINGS: dict[str, tuple[str, ...]] = {
 
 
 class Case(NamedTuple):
-    """One call of an op, and the dtype that comes out.
+    """One call of an op, and the dtype that comes out."""
 
-    Attributes:
-        op: its name.
-        inputs: the dtypes of its float arguments, a key of PATTERNS.
-        low: the dtype of the region.
-        nesting: a key of NESTINGS.
-        torch: the dtype that comes out in torch, or "raises".
-        jax: the same in JAX.
-        why: why these differ; empty if they do not.
-    """
-
-    op: str
-    inputs: str
-    low: str
-    nesting: str
-    torch: str
-    jax: str
-    why: str
+    op: str  # its name
+    inputs: str  # the dtypes of its float arguments, a key of PATTERNS
+    low: str  # the dtype of the region
+    nesting: str  # a key of NESTINGS
+    torch: str  # the dtype that comes out in torch, or "raises"
+    jax: str  # the same in JAX
+    why: str  # why these differ; empty if they do not
 
     def __str__(self) -> str:
         return f"{self.op}({self.inputs}) {self.low} {self.nesting}"
@@ -578,12 +552,6 @@ def bound(case: Case, framework: str, out: str, exact: Any) -> float:
 
     The inputs are exact in every dtype, so that all errors are the op's own: its roundings to the
     low dtype, if it makes any, and those to float32.
-
-    Args:
-        case: that it is of.
-        framework: "torch" or "jax".
-        out: the dtype of the result.
-        exact: the result without any rounding, or float32's.
     """
     op = case.of
     inputs = [abs(x).max() for x in values(case.op) if x.dtype == np.float64]

@@ -29,33 +29,18 @@ TORCH = ("torch", "torch._dynamo")
 
 
 class Call(NamedTuple):
-    """A call to be made in a process of its own.
+    """A call to be made in a process of its own."""
 
-    Attributes:
-        module: dotted name of the module of the function.
-        function: its name.
-        args: what it is given: strings and numbers.
-        printed: the file that gets what the process prints and the traceback of an error.
-        env: what the process finds in its environment besides this one's.
-        strict: True if warnings are errors, as in the tests.
-    """
-
-    module: str
-    function: str
-    args: Sequence[Any]
-    printed: str
-    env: Mapping[str, str] = {}
-    strict: bool = True
+    module: str  # dotted name of the module of the function
+    function: str  # its name
+    args: Sequence[Any]  # what it is given: strings and numbers
+    printed: str  # the file that gets what the process prints and the traceback of an error
+    env: Mapping[str, str] = {}  # what the process finds in its environment besides this one's
+    strict: bool = True  # True if warnings are errors, as in the tests
 
 
 def run(imported: Sequence[str], calls: Sequence[Call], limit: float = 600) -> list[int]:
-    """Make calls at the same time; return the exit codes of their processes.
-
-    Args:
-        imported: the modules that the forked process has imported; those not installed are left.
-        calls: the calls.
-        limit: seconds after which a process is killed.
-    """
+    """Make calls at the same time; return the exit codes of their processes."""
     pipe = _server(*imported)
     print(json.dumps([limit, calls]), file=pipe.stdin, flush=True)
     line = pipe.stdout.readline() if pipe.stdout else ""
@@ -65,14 +50,7 @@ def run(imported: Sequence[str], calls: Sequence[Call], limit: float = 600) -> l
 
 
 def program(text: str, *arguments: object, folder: Path = ROOT, strict: bool = False) -> str:
-    """Run a program, given as text, where torch alone is imported; return what it printed.
-
-    Args:
-        text: the program.
-        arguments: what it finds in `sys.argv`.
-        folder: where it runs.
-        strict: True if warnings are errors, as in the tests.
-    """
+    """Run a program, given as text, where torch alone is imported; return what it printed."""
     with tempfile.TemporaryDirectory() as made:
         out, errors = Path(made, "out"), Path(made, "errors")
         given = (text, str(folder), str(out), *map(str, arguments))

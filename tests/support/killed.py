@@ -47,16 +47,7 @@ def unpacked(framework: str, content: bytes) -> Any:
 
 
 def train(framework: str, folder: Path, written: Callable[[int], None] = lambda _: None) -> Any:
-    """Train to the end, from the beginning or from where the folder's file ends.
-
-    Args:
-        framework: "torch" or "jax".
-        folder: where the file is.
-        written: called with the step when its file is half written.
-
-    Returns:
-        For each scaler, its state after every step and the parameters at the end.
-    """
+    """Train to the end, from the beginning or from where the folder's file ends."""
     path = folder / FILE
     runs = start(framework)
     states: dict[str, list[dict[str, float]]] = {name: [] for name in runs}

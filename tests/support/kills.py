@@ -309,23 +309,14 @@ SUBJECTS = {
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run.
+    """The outcome of a run."""
 
-    Attributes:
-        finite: every parameter is finite at the end.
-        first: the scale before what would kill the run.
-        scale: the scale after it.
-        before: error of the parameters before it.
-        after: the error at the end.
-        said: all that was printed and warned.
-    """
-
-    finite: bool
-    first: float
-    scale: float
-    before: float
-    after: float
-    said: tuple[str, ...]
+    finite: bool  # every parameter is finite at the end
+    first: float  # the scale before what would kill the run
+    scale: float  # the scale after it
+    before: float  # error of the parameters before it
+    after: float  # the error at the end
+    said: tuple[str, ...]  # all that was printed and warned
 
     @property
     def trains(self) -> bool:

@@ -15,29 +15,17 @@ import numpy as np
 
 
 class Mismatch(NamedTuple):
-    """One function, twice.
+    """One function, twice."""
 
-    Attributes:
-        name: what differs.
-        op: in which op of torch's.
-        torch: makes the function in torch.
-        right: makes the same one in JAX.
-        jax: makes the other one in JAX.
-        shapes: of its float inputs.
-        dtype: the low dtype.
-        dtypes: True if dtypes part, not values alone.
-        within: True if rounding to the low dtype hides it.
-    """
-
-    name: str
-    op: str
-    torch: Callable[[], Any]
-    right: Callable[[], Any]
-    jax: Callable[[], Any]
-    shapes: tuple[tuple[int, ...], ...] = ((4, 6), (6, 6))
-    dtype: str = "bfloat16"
-    dtypes: bool = False
-    within: bool = False
+    name: str  # what differs
+    op: str  # in which op of torch's
+    torch: Callable[[], Any]  # makes the function in torch
+    right: Callable[[], Any]  # makes the same one in JAX
+    jax: Callable[[], Any]  # makes the other one in JAX
+    shapes: tuple[tuple[int, ...], ...] = ((4, 6), (6, 6))  # of its float inputs
+    dtype: str = "bfloat16"  # the low dtype
+    dtypes: bool = False  # True if dtypes part, not values alone
+    within: bool = False  # True if rounding to the low dtype hides it
 
     def inputs(self) -> list[Any]:
         """Normal numbers, the same ones each time."""

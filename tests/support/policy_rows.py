@@ -169,14 +169,7 @@ ANY_PATH = st.lists(st.text("ab0", min_size=1, max_size=2), max_size=4).map(".".
 
 
 def fits(parts: Sequence[str], text: str, *, nothing: bool = True, dots: bool = True) -> bool:
-    """True if the parts, in order, can stand for the whole text.
-
-    Args:
-        parts: of the pattern.
-        text: the path of a module.
-        nothing: False for a matcher in which "*." in front never stands for nothing.
-        dots: False for a matcher in which a star stops at a dot.
-    """
+    """True if the parts, in order, can stand for the whole text."""
     if list(parts[:2]) == ["*", "."] and nothing:
         tails = [text, *(text[at + 1 :] for at, c in enumerate(text) if c == ".")]
         return any(spelled(parts[2:], tail, dots) for tail in tails)

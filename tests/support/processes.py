@@ -35,15 +35,7 @@ def python(
     env: Mapping[str, str] | None = None,
     **more: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """`python ARGUMENTS`, here or in another folder, when it has ended.
-
-    Args:
-        arguments: of the interpreter; `run` is for a program as text.
-        code: the exit code that it has to end with; None for any.
-        cwd: the folder it runs in.
-        env: what it finds in its environment besides this one's.
-        more: of `subprocess.run`.
-    """
+    """`python ARGUMENTS`, here or in another folder, when it has ended."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=cwd,

@@ -131,21 +131,15 @@ def policy(seed: int) -> Policy:
 
 
 class Framework(NamedTuple):
-    """A framework's verbs.
+    """A framework's verbs."""
 
-    Attributes:
-        ops: by name, functions of arrays.
-        dtype: array -> "float32", ...
-        cast: (array, dtype) -> array
-        mixed: True if an op without a rule takes arrays in several dtypes as they are; else they
-            are brought to the widest first.
-        same: (array, array, op) -> True if the values are as equal as they have to be.
-    """
-
-    ops: Mapping[str, Callable[..., Any]]
-    dtype: Callable[[Any], str]
-    cast: Callable[[Any, str], Any]
+    ops: Mapping[str, Callable[..., Any]]  # by name, functions of arrays
+    dtype: Callable[[Any], str]  # array -> "float32",
+    cast: Callable[[Any, str], Any]  # (array, dtype) -> array
+    # True if an op without a rule takes arrays in several dtypes as they are; else they are
+    # brought to the widest first
     mixed: bool
+    # (array, array, op) -> True if the values are as equal as they have to be
     same: Callable[[Any, Any, str], bool]
 
 
@@ -168,17 +162,12 @@ def decide(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> De
 
 
 class Judged(NamedTuple):
-    """The verdict on a run.
+    """The verdict on a run."""
 
-    Attributes:
-        mistakes: one sentence for each call that did something else.
-        decisions: op and decision of each call that a row decides for, in order.
-        ends: "" if the run comes to its end; else the rule or the error that stops it.
-    """
-
-    mistakes: list[str]
+    mistakes: list[str]  # one sentence for each call that did something else
+    # op and decision of each call that a row decides for, in order
     decisions: list[tuple[str, Decision]]
-    ends: str
+    ends: str  # "" if the run comes to its end; else the rule or the error that stops it
 
 
 def judged(
@@ -189,16 +178,7 @@ def judged(
     fw: Framework,
     decide: Decide = decide,
 ) -> Judged:
-    """Judge a run, call by call.
-
-    Args:
-        program: that ran.
-        policy: under which.
-        low: the region's dtype.
-        values: all of them, arguments first; only the arguments, if the run raised.
-        fw: the framework's verbs.
-        decide: who says what is decided.
-    """
+    """Judge a run, call by call."""
     mistakes, decisions, made = [], [], list(values)
     for at, (path, call) in enumerate(calls(program), start=2):
         region = Region("any", "cpu", True, low, True, policy, path)

@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
-    """Print the score, and the files that lower it.
-
-    Returns:
-        The exit code: 1 below the bar.
-    """
+    """Print the score, and the files that lower it."""
     command = [sys.executable, "-m", "basedpyright", "--verifytypes", "polymp", "--ignoreexternal"]
     ran = subprocess.run(
         [*command, "--outputjson", "--pythonpath", sys.executable],

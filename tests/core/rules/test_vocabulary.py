@@ -475,19 +475,12 @@ def _kind(vocabulary: Vocabulary, name: str) -> str:
 
 
 class Check(NamedTuple):
-    """One property of a vocabulary.
+    """One property of a vocabulary."""
 
-    Attributes:
-        wrong: what is wrong with a vocabulary.
-        spoil: makes a vocabulary lack the property.
-        found: what the check says then.
-        needs: packages.
-    """
-
-    wrong: Callable[[Vocabulary], Iterator[str]]
-    spoil: Callable[[Vocabulary], object]
-    found: str
-    needs: tuple[str, ...] = ()
+    wrong: Callable[[Vocabulary], Iterator[str]]  # what is wrong with a vocabulary
+    spoil: Callable[[Vocabulary], object]  # makes a vocabulary lack the property
+    found: str  # what the check says then
+    needs: tuple[str, ...] = ()  # packages
 
 
 def _put(kind: str, op: str, **keys: Any) -> Callable[[Vocabulary], object]:

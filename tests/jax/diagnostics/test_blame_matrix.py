@@ -23,19 +23,12 @@ RULED = ("float16", "bfloat16")
 
 
 class Row(NamedTuple):
-    """An op that fails.
+    """An op that fails."""
 
-    Attributes:
-        op: the name that is blamed.
-        fn: of the matrix that the model has computed; the op stands in its line.
-        value: of all elements of the matrix.
-        columns: where it fails.
-    """
-
-    op: str
-    fn: Callable[[Any], Any]
-    value: float | str
-    columns: tuple[str, ...] = tuple(REGIONS)
+    op: str  # the name that is blamed
+    fn: Callable[[Any], Any]  # of the matrix that the model has computed; the op stands in its line
+    value: float | str  # of all elements of the matrix
+    columns: tuple[str, ...] = tuple(REGIONS)  # where it fails
 
 
 def spread(h: Any) -> Any:

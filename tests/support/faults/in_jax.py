@@ -23,11 +23,7 @@ Loss = Callable[..., Array]
 
 
 class Training:
-    """A model and all that trains it; one of its steps is `step(state, *batch)`.
-
-    Attributes:
-        policy: the policy that it is written for, or the name of a shipped one.
-    """
+    """A model and all that trains it; one of its steps is `step(state, *batch)`."""
 
     def __init__(
         self,

@@ -20,12 +20,7 @@ Loss = Callable[..., Tensor]
 
 
 class Training:
-    """A model and all that trains it; one of its steps is `step(*batch)`.
-
-    Attributes:
-        policy: name of the shipped policy that it is written for.
-        scaled: True if its step has a gradient scaler.
-    """
+    """A model and all that trains it; one of its steps is `step(*batch)`."""
 
     def __init__(
         self,

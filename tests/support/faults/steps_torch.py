@@ -14,13 +14,7 @@ from polymp.torch import audit, autocast, locate
 
 
 class Step:
-    """A step with its input.
-
-    Args:
-        forward: from the input to the loss.
-        x: the input; its gradient is computed if it requires one.
-        dtype: of the region.
-    """
+    """A step with its input."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], x: Tensor, dtype: str = "float16"):
         self.forward, self.x, self.dtype = forward, x, dtype

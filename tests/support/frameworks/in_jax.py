@@ -50,15 +50,7 @@ def run(
     made: Sequence[bool] = (),
     region: Callable[..., Any] = region,
 ) -> Any:
-    """Call the function in nested regions: the outermost transforms, the others are inside.
-
-    Args:
-        fn: of arrays.
-        arrays: for it.
-        regions: the outermost first.
-        made: which of the arrays go through a matrix product in the outermost region first.
-        region: makes one region, of a function or for `with`.
-    """
+    """Call the function in nested regions: the outermost transforms, the others are inside."""
     if not regions:
         return fn(*arrays)
 

@@ -50,15 +50,7 @@ def run(
     made: Sequence[bool] = (),
     region: Callable[[str], AbstractContextManager[Any]] = region,
 ) -> Any:
-    """Call the function in nested regions.
-
-    Args:
-        fn: of arrays.
-        arrays: for it.
-        regions: the outermost first.
-        made: which of the arrays go through a matrix product in the outermost region first.
-        region: opens one region.
-    """
+    """Call the function in nested regions."""
     with ExitStack() as stack:
         for depth, kind in enumerate(regions):
             stack.enter_context(region(kind))

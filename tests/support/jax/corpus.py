@@ -28,28 +28,17 @@ Make = Callable[["Draw"], Made]
 
 @dataclass(frozen=True)
 class Program:
-    """One program and what is known of it.
+    """One program and what is known of it."""
 
-    Attributes:
-        name: the name of the function that makes it.
-        make: gives the function and its arguments; float32 leaves are differentiated.
-        out: the dtype of each result under autocast, `LOW` for the region's.
-        tags: the transformations, ops and kinds of model in it.
-        needs: the package that it is built from.
-        x64: it runs with 64-bit types enabled.
-        scale: what fp16 gradients are multiplied by on their way, as a loss scaler does.
-        lowers: whether it holds a contraction that autocast lowers.
-        exceptions: rule of the walker -> why this program may break it in its gradient.
-    """
-
-    name: str
-    make: Make
-    out: tuple[str, ...]
-    tags: frozenset[str]
-    needs: str = "jax"
-    x64: bool = False
-    scale: float = 1.0
-    lowers: bool = True
+    name: str  # the name of the function that makes it
+    make: Make  # gives the function and its arguments; float32 leaves are differentiated
+    out: tuple[str, ...]  # the dtype of each result under autocast, `LOW` for the region's
+    tags: frozenset[str]  # the transformations, ops and kinds of model in it
+    needs: str = "jax"  # the package that it is built from
+    x64: bool = False  # it runs with 64-bit types enabled
+    scale: float = 1.0  # what fp16 gradients are multiplied by on their way, as a loss scaler does
+    lowers: bool = True  # whether it holds a contraction that autocast lowers
+    # rule of the walker -> why this program may break it in its gradient
     exceptions: Mapping[str, str] = field(default_factory=dict)
 
     def build(self) -> Made:

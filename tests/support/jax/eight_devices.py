@@ -16,14 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def run(program: str, *arguments: object, flags: str = "", python: Sequence[str] = STRICT) -> Any:
-    """Run a module of tests, and return the JSON of the last line that it prints.
-
-    Args:
-        program: the module's dotted name.
-        arguments: what it is started with.
-        flags: XLA's, beside those of the tests.
-        python: options of the interpreter.
-    """
+    """Run a module of tests, and return the JSON of the last line that it prints."""
     devices = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, *python, "-m", program, *map(str, arguments)],

@@ -94,12 +94,7 @@ OPTIMIZER = optax.adamw(0.01)
 
 
 class Run:
-    """Parameters with an optimizer's state and a scaler, whose scale doubles every two steps.
-
-    Args:
-        policy: of the region of every step.
-        seed: of the parameters.
-    """
+    """Parameters with an optimizer's state and a scaler, whose scale doubles every two steps."""
 
     def __init__(self, policy: Any, seed: int = 0) -> None:
         self.model = jax.tree.map(lambda w: w * (1 + seed), layers())

@@ -154,10 +154,6 @@ def repeated_casts(text: str, size: int = 2) -> list[Instruction]:
 
     The same in every turn is what the body of the loop hands on as it got it, and what is computed
     from nothing else. Conditionals are not looked into.
-
-    Args:
-        text: optimised HLO.
-        size: how many elements the array has at least.
     """
     program = read(text)
     ops = [op for body in program.values() for op in body.values() if op.opcode == "while"]
@@ -259,15 +255,7 @@ def _handed_on(body: dict[str, Instruction]) -> set[int]:
 def _same_casts(
     program: Program, body: dict[str, Instruction], given: set[int], loop: bool = False
 ) -> list[Instruction]:
-    """The casts of what is the same in every turn.
-
-    Args:
-        program: whose computations are called.
-        body: the computation to look into.
-        given: its parameters that are the same in every turn; if it is the body of the loop, the
-            places of its one parameter.
-        loop: whether it is that.
-    """
+    """The casts of what is the same in every turn."""
     same: set[str] = set()
     found = []
     for op in body.values():

@@ -32,15 +32,11 @@ PLANTS = {2: ("a", (3, 7)), 3: ("a", (12, 0)), 6: ("b", (7, 1)), 8: ("row", 13)}
 
 
 class Run(NamedTuple):
-    """The results of a run.
+    """The results of a run."""
 
-    Attributes:
-        history: after each step: scale, tracker, skips, spoiled, skipped, and whether it was taken.
-        params: at the end, as lists.
-    """
-
+    # after each step: scale, tracker, skips, spoiled, skipped, and whether it was taken
     history: list[list[float]]
-    params: dict[str, Any]
+    params: dict[str, Any]  # at the end, as lists
 
 
 def first_scaler() -> GradScaler:
@@ -115,14 +111,7 @@ def one(x: Any) -> Any:
 def run(
     advance: Callable[..., Any], scaler: Any, params: Any, place: Callable[[Any, str], Any]
 ) -> tuple[list[list[float]], Any]:
-    """The history of all steps, and the parameters.
-
-    Args:
-        advance: `step`, in some way.
-        scaler: where it has to be.
-        params: where they have to be.
-        place: puts a batch ("x") or a probe ("probe") where it has to be.
-    """
+    """The history of all steps, and the parameters."""
     history = []
     for at in range(STEPS):
         scaler, params, finite = advance(

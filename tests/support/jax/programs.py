@@ -210,13 +210,7 @@ def arguments(program: Program) -> Env:
 
 
 def plain(program: Program, polymp: Any = None) -> Callable[[Env], list[Any]]:
-    """The function as a user writes it, in float32.
-
-    Args:
-        program: to read.
-        polymp: the module with `autocast`, `upper` and `lower`; None leaves regions and markers
-            out.
-    """
+    """The function as a user writes it, in float32."""
 
     def run(env: Env) -> list[Any]:
         return _run(program.block, env, polymp)
@@ -471,21 +465,13 @@ class Step(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A block whose dtypes are decided.
+    """A block whose dtypes are decided."""
 
-    Attributes:
-        params: its parameters.
-        steps: in order, those of vmaps and regions among the others.
-        results: names of the results.
-        kinds: of all values.
-        wanted: dtypes that the results take; None leaves them.
-    """
-
-    params: tuple[str, ...]
-    steps: list[Step]
-    results: tuple[str, ...]
-    kinds: Kinds
-    wanted: tuple[str, ...] | None = None
+    params: tuple[str, ...]  # its parameters
+    steps: list[Step]  # in order, those of vmaps and regions among the others
+    results: tuple[str, ...]  # names of the results
+    kinds: Kinds  # of all values
+    wanted: tuple[str, ...] | None = None  # dtypes that the results take; None leaves them
 
     def outs(self) -> list[Kind]:
         kinds = [self.kinds[name] for name in self.results]

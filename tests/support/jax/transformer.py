@@ -290,13 +290,6 @@ def loss(
     """The mean loss of the next token.
 
     A list of layers runs one by one; a stack of them in `lax.scan`.
-
-    Args:
-        params: what `parameters` gives.
-        batch: int [batch, length + 1].
-        heads: how many heads attention has.
-        compute: float32 for the plain program, bfloat16 for the one cast by hand.
-        remat: recompute a scanned layer in the backward pass instead of saving what is inside it.
     """
     params = jax.tree.map(lambda p: p.astype(compute), params)
     inputs, targets = batch[:, :-1], batch[:, 1:]

@@ -72,14 +72,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Training:
-    """A model, its optimizer and scaler, and the step that trains it.
-
-    Args:
-        model: name of it.
-        dtype: name of it.
-        optimizer: name of it.
-        parts: how many backward passes a step has.
-    """
+    """A model, its optimizer and scaler, and the step that trains it."""
 
     def __init__(
         self, model: str = "mlp", dtype: str = "fp16", optimizer: str = "plain", parts: int = 1

@@ -21,15 +21,7 @@ OURS = tuple(str(ROOT / folder) for folder in ("polymp", "backends"))
 
 
 def interrupted(program: Callable[[], object], at: int) -> None:
-    """Run a program and interrupt it at a line of polymp, counted from 1.
-
-    Args:
-        program: to run.
-        at: how many lines it is to reach; it ends in peace if it has fewer.
-
-    Raises:
-        KeyboardInterrupt: with the file and the line, out of the program.
-    """
+    """Run a program and interrupt it at a line of polymp, counted from 1."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -82,11 +74,7 @@ def inside(
 
 
 class EachOp(TorchDispatchMode):
-    """Calls `note(op, args, kwargs)` before every op below autocast and autograd, and runs it.
-
-    Attributes:
-        seen: what `note` returned, but for None.
-    """
+    """Calls `note(op, args, kwargs)` before every op below autocast and autograd, and runs it."""
 
     def __init__(self, note: Callable[[Any, Any, Any], Any] = lambda *_: None) -> None:
         super().__init__()

@@ -125,14 +125,7 @@ def saved_bytes(
     policy: Any,
     loss: Callable[[torch.Tensor], Any] | None = None,
 ) -> int:
-    """The bytes of all memory that a forward pass saves for backward, parameters aside.
-
-    Args:
-        model: to call.
-        x: its argument.
-        policy: of the region.
-        loss: called instead of the model, to count what the loss saves as well.
-    """
+    """The bytes of all memory that a forward pass saves for backward, parameters aside."""
     return sum(memory.nbytes() for memory in saved(model, x, policy, loss))
 
 
@@ -149,12 +142,7 @@ PARTS = ("model", "optimizer", "scaler")
 
 
 class Run:
-    """A model with its optimizer and a scaler, whose scale doubles every two steps.
-
-    Args:
-        policy: of the region of every step.
-        seed: of the model's weights.
-    """
+    """A model with its optimizer and a scaler, whose scale doubles every two steps."""
 
     def __init__(self, policy: Any, seed: int = 0) -> None:
         torch.manual_seed(seed)

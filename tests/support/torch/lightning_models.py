@@ -49,12 +49,7 @@ def batches(
 
 
 class Regression(lightning.LightningModule):
-    """A small network with mean squared error; remembers losses, and the norms that hooks saw.
-
-    Args:
-        optimizer: a key of `OPTIMIZERS`.
-        manual: step by hand.
-    """
+    """A small network with mean squared error; remembers losses, and the norms that hooks saw."""
 
     def __init__(self, optimizer: str = "sgd", manual: bool = False) -> None:
         super().__init__()

@@ -86,18 +86,7 @@ def train(
     make: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Any, list[float]]:
-    """Train a model; every step with a closure, which any optimizer takes.
-
-    Args:
-        name: of the model.
-        mode: of low_weights; None for float32 weights.
-        steps: how many.
-        make: an optimizer of parameters; None for AdamW.
-        options: of low_weights.
-
-    Returns:
-        The model, the optimizer, and the loss of each step.
-    """
+    """Train a model; every step with a closure, which any optimizer takes."""
     model = made(name)
     parameters = list(model.parameters())
     optimizer = make(parameters) if make else torch.optim.AdamW(parameters, lr=1e-3)

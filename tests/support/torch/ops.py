@@ -144,17 +144,7 @@ def arguments(
     place: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
     stay: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
 ) -> tuple[Call, list[torch.Tensor]]:
-    """The row's call with its floating-point tensors in the pattern's dtypes.
-
-    Args:
-        row: the row. Two calls for it return equal bits in fresh tensors.
-        pattern: the dtypes of the first, second, ... floating-point tensor; the last one repeats.
-        place: called on each tensor last; moves it to another device.
-        stay: called on each `Host` tensor instead.
-
-    Returns:
-        The call, and those of its tensors that have a derivative.
-    """
+    """The row's call with its floating-point tensors in the pattern's dtypes."""
     leaves, spec = tree_flatten(row.make(Source(0)))
     made: list[Any] = []
     differentiable: list[torch.Tensor] = []

@@ -61,16 +61,7 @@ def on_data(
     scratch: Callable[[int], bool] = lambda at: False,
     inside: bool = False,
 ) -> Outcome:
-    """The outcome of a call on tensors with data, on whatever device they are.
-
-    Args:
-        call: returns the outputs; it is made inside the region.
-        leaves: the tensors that gradients are taken of.
-        enter: opens the region.
-        differentiable: whether the output at a position is differentiated.
-        scratch: whether the output at a position has no values, only a dtype.
-        inside: take the gradients inside the region, not after it.
-    """
+    """The outcome of a call on tensors with data, on whatever device they are."""
     outputs: tuple[Any, ...] = ()
     with warnings.catch_warnings():  # of deprecated ops torch warns once, whoever comes first
         warnings.simplefilter("ignore")

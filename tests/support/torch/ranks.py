@@ -26,15 +26,7 @@ IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo
 def launch(
     program: str, ranks: int, folder: Path, *, backend: str = "gloo", strict: bool = True
 ) -> list[Any]:
-    """Run `main` of the module `program` on each rank, and return the results.
-
-    Args:
-        program: dotted name of the module.
-        ranks: how many processes.
-        folder: where the ranks meet and put their notes; each has a folder of its own below it.
-        backend: of the default process group.
-        strict: True if warnings are errors, as in the tests.
-    """
+    """Run `main` of the module `program` on each rank, and return the results."""
     meeting = folder / f"{program}-{ranks}"
     meeting.mkdir()
     printed = [meeting / f"errors{rank}" for rank in range(ranks)]

@@ -43,18 +43,13 @@ INF, NAN = float("inf"), float("nan")
 
 
 class Plant(NamedTuple):
-    """A fault that is planted in a step, and its rank; -1 is the last.
+    """A fault that is planted in a step, and its rank; -1 is the last."""
 
-    Attributes:
-        what: a value for one element of a gradient, "loss" to multiply the loss by NaN, or "apart"
-            to add NaN to it, which leaves the gradients finite.
-        where: the parameter's name.
-        rank: the only one that sees it.
-    """
-
+    # a value for one element of a gradient, "loss" to multiply the loss by NaN, or "apart" to add
+    # NaN to it, which leaves the gradients finite
     what: Any
-    where: str
-    rank: int
+    where: str  # the parameter's name
+    rank: int  # the only one that sees it
 
 
 HISTORY: tuple[Plant | None, ...] = (

@@ -48,19 +48,12 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Cut(NamedTuple):
-    """A model in pieces.
+    """A model in pieces."""
 
-    Attributes:
-        model: the module to call.
-        shares: over how many ranks the batch is divided.
-        share: this rank's part of it.
-        full: every parameter as a whole, by its name in `Toy`.
-    """
-
-    model: nn.Module
-    shares: int
-    share: int
-    full: Callable[[], dict[str, torch.Tensor]]
+    model: nn.Module  # the module to call
+    shares: int  # over how many ranks the batch is divided
+    share: int  # this rank's part of it
+    full: Callable[[], dict[str, torch.Tensor]]  # every parameter as a whole, by its name in `Toy`
 
 
 def whole(p: torch.Tensor) -> torch.Tensor:

@@ -106,19 +106,12 @@ def accumulate_after_clipping() -> None:
 
 
 class Refusal(NamedTuple):
-    """A combination that is refused.
+    """A combination that is refused."""
 
-    Attributes:
-        what: the combination.
-        call: does it.
-        error: the type of the error.
-        text: its text.
-    """
-
-    what: str
-    call: Callable[[], Any]
-    error: type[Exception]
-    text: str
+    what: str  # the combination
+    call: Callable[[], Any]  # does it
+    error: type[Exception]  # the type of the error
+    text: str  # its text
 
 
 use, use_trainer = polymp.accelerate.use, polymp.transformers.use
@@ -422,17 +415,11 @@ def fabric_module() -> Any:
 
 
 class Combination(NamedTuple):
-    """A combination in an adapter.
+    """A combination in an adapter."""
 
-    Attributes:
-        call: makes it.
-        error: the type of the error; None if the adapter can do it.
-        text: of the error.
-    """
-
-    call: Callable[[], Any]
-    error: type[Exception] | None = None
-    text: str = ""
+    call: Callable[[], Any]  # makes it
+    error: type[Exception] | None = None  # the type of the error; None if the adapter can do it
+    text: str = ""  # of the error
 
 
 TWICE = "Call it once, with the policy and the scaler."

@@ -336,7 +336,7 @@ def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
 
 
 class Single(NamedTuple):
-    """A step that breaks, of `tests.support.faults.steps_torch`; complex ones of `steps_jax` too."""
+    """A step that breaks of `tests.support.faults.steps_torch`; complex ones also `steps_jax`."""
 
     name: str  # of the step
     op: str  # what is to be named

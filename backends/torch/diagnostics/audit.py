@@ -4,7 +4,7 @@
         for x, y in batches: step(x, y)
     print(a); a.plot("audit.png"); print(a.suggest())
 
-`MagnitudeTracer` measures; here its measurements become the records of an `Audit`.
+`AuditValues` measures; here its measurements become the records of an `Audit`.
 """
 
 import reprlib
@@ -20,13 +20,9 @@ from polymp import progress
 from polymp.backends.torch.autocast import fp8_ops
 from polymp.backends.torch.autocast.fp8_product import VERBS
 from polymp.backends.torch.diagnostics.measure import Bins
-from polymp.backends.torch.diagnostics.op_call import OpCall, Own
-from polymp.backends.torch.diagnostics.value_tracer import (
-    MagnitudeTracer,
-    RoundingErrors,
-    Site,
-    largest,
-)
+from polymp.backends.torch.diagnostics.op_call import OpCall, Own, numbers_in
+from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
+from polymp.backends.torch.diagnostics.values import AuditValues, Site, largest
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured, together
 from polymp.diagnostics.call_record import BACKWARD
@@ -107,40 +103,40 @@ def audit(
         raise TypeError(
             f"audit(model, scaler) needs the loss scaler in use, a GradScaler, got {scaler!r}."
         )
-    found = Audit()
-    tracer = MagnitudeTracer(model, scaler)
+    found, seen = Audit(), AuditValues(model, scaler, rounding)
+    found.rounding = rounding
+    losses: Fp8Losses | None = None
     if fp8 is not None:
         found.fp8 = recipe_of(fp8, "audit()").name
-        tracer = Fp8Tracer(found.fp8, model, scaler)
-    found.rounding = rounding
-    tracer.rounding = RoundingErrors(tracer.off) if rounding else None
+        losses = Fp8Losses(RECIPES[found.fp8])
+    hear = [each for each in (seen, seen.rounding, losses) if each is not None]
+    stream = OpStream(model, *hear, counts=False, floats=numbers_in, title="audit")
     try:
-        with tracer:
+        with stream:
             yield found
     finally:
-        with Own(tracer.off):
-            _fill(found, tracer)
+        with Own(stream.off):
+            _fill(found, seen)
+            found.fp8_losses = () if losses is None else losses.losses()
 
 
-def _fill(audit: Audit, tracer: MagnitudeTracer) -> None:
+def _fill(audit: Audit, seen: AuditValues) -> None:
     """Read what was measured into an audit. Waits for the device."""
-    scales = [float(s) for s in tracer.scales]
+    scales = [float(s) for s in seen.scales]
     audit.scale = scales[-1]
-    audit.fault = tracer.fault()  # first: it tells the infinities of masks from others
-    audit.steps = max(len(tracer.passes), bool(tracer.events))
-    total = len(tracer.sites) + len(tracer.gradients)
+    audit.fault = seen.fault()  # first: it tells the infinities of masks from others
+    audit.steps = max(len(seen.passes), bool(seen.events))
+    total = len(seen.sites) + len(seen.gradients)
     with progress.line("audit, reading", total, "tensor") as line:
-        passes = tracer.rounding.passes() if tracer.rounding is not None else 0
-        audit.results = _results(tracer.sites, scales, passes, line)
-        audit.gradients = _gradients(tracer.gradients, scales, line)
+        passes = seen.rounding.passes() if seen.rounding is not None else 0
+        audit.results = _results(seen.sites, scales, passes, line)
+        audit.gradients = _gradients(seen.gradients, scales, line)
     audit.lost_updates = lost_updates.joined(
         record
-        for sample, counts in tracer.samples
+        for sample, counts in seen.samples
         if counts is not None
         for record in sample.records(counts)
     )
-    if isinstance(tracer, Fp8Tracer):
-        audit.fp8_losses = tracer.fp8.losses()
 
 
 def _results(
@@ -192,49 +188,19 @@ def _gradients(
 _SUMMED = {RESULT: (1, 1), INPUT_GRADIENT: (1, 0), WEIGHT_GRADIENT: (0, 0)}
 
 
-class Fp8Tracer(MagnitudeTracer):
-    """A tracer of magnitudes that also measures what products would lose in 8 bits.
-
-    Args:
-        recipe: its name.
-        model: as in `MagnitudeTracer`.
-        scaler: likewise.
-
-    Attributes:
-        fp8: what was measured.
-    """
-
-    def __init__(self, recipe: str, model: nn.Module | None = None, scaler: Any = None) -> None:
-        super().__init__(model, scaler)
-        self.fp8 = Fp8Losses(RECIPES[recipe], self.off)
-
-    def around(self, entry: decision_log.Entry, run: Callable[..., Any], *args: object) -> Any:
-        depth = len(self._open)
-
-        def measured(*args: Any) -> Any:
-            result = run(*args)
-            if len(self._open) > depth and self.fp8.is_tried(entry, args[-2], args[-1]):
-                self.fp8.call(self._open[-1], entry, args[-2], args[-1], result)
-            return result
-
-        return super().around(entry, measured, *args)
-
-
-class Fp8Losses:
+class Fp8Losses(Subscriber):
     """Measurements of what the products of a run would lose in 8 bits.
 
     Args:
         recipe: that is tried.
-        off: autocast's dispatch keys, for `Own`.
     """
 
-    def __init__(self, recipe: Recipe, off: torch._C.DispatchKeySet) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._off = off
         self._policy = policy_files.load("fp8")
         self._measured: list[tuple[tuple[str, str, str], str, torch.Tensor]] = []
 
-    def is_tried(
+    def _is_tried(
         self, entry: decision_log.Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
         """Return whether a product that runs low would run in 8 bits by the policy `fp8`."""
@@ -247,18 +213,12 @@ class Fp8Losses:
         name = entry.spelling.removeprefix("aten:")
         return not fp8_ops.why_not(name, region, self._recipe, args, kwargs)
 
-    def call(
-        self,
-        op_call: OpCall,
-        entry: decision_log.Entry,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: torch.Tensor,
-    ) -> None:
+    def computed(self, entry: decision_log.Entry, op_call: OpCall, given: Any, result: Any) -> None:
         """Measure a call, and have its gradient measured."""
-        if op_call.direction == BACKWARD:
+        args, kwargs = given
+        if op_call.direction == BACKWARD or not self._is_tried(entry, args, kwargs):
             return
-        with Own(self._off), torch.no_grad():
+        with torch.no_grad():
             parts = fp8_ops.parts_of(entry.spelling.removeprefix("aten:"), args, kwargs)
             x, weight = parts.x.detach(), parts.weight.detach()
         site = op_call.op, op_call.place.module, op_call.place.source
@@ -291,7 +251,7 @@ class Fp8Losses:
         self, site: tuple[str, str, str], product: str, one: torch.Tensor, other: torch.Tensor
     ) -> None:
         axes = _SUMMED[product]
-        with Own(self._off), torch.no_grad():
+        with Own(self.stream.off), torch.no_grad():
             operands = [
                 loss.Operand(
                     array.reshape(-1, array.shape[-1]),

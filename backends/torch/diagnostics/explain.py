@@ -19,7 +19,7 @@ from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer
+from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
@@ -29,11 +29,10 @@ from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
 
 
-class _Calls(OpTracer):
-    """A tracer that also counts what is kept for backward."""
+class _Kept(Subscriber):
+    """Counts what is kept for backward."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__(model)
+    def __init__(self) -> None:
         # By storage: a reference to it, the node that saved it, its bytes, and if they are 8-bit.
         self._saved: dict[int, tuple[Any, int, int, bool]] = {}
         self._leaves: set[int] = set()
@@ -44,8 +43,7 @@ class _Calls(OpTracer):
                 self._leaves.add(modes.storage_key(t))
 
     def begin(self) -> None:
-        super().begin()
-        dispatcher.saved_tensors_shown(self, self._save)
+        dispatcher.saved_tensors_shown(self.stream, self._save)
 
     def _save(self, t: torch.Tensor) -> None:
         base = t if t._base is None else t._base
@@ -61,13 +59,13 @@ class _Calls(OpTracer):
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""
         for key, (_, node, size, in_8_bits) in self._saved.items():
-            maker = self._origins.maker(node)
+            maker = self.stream.origins.maker(node)
             if key not in self._leaves and maker is not None:
                 if in_8_bits:
                     maker.kept_fp8 += size
                 else:
                     maker.kept += size
-        return [call_of(op_call) for op_call in self.calls]
+        return [call_of(op_call) for op_call in self.stream.calls]
 
 
 def call_of(op_call: OpCall) -> Call:
@@ -100,13 +98,13 @@ def call_of(op_call: OpCall) -> Call:
 def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Report]:
     """Yield a report on the block, filled when it ends; see `explain`."""
     report = Report(title=title)
-    tracer = _Calls(model)
+    stream = OpStream(model, kept := _Kept())
     try:
-        with tracer:
+        with stream:
             yield report
     finally:
-        tracer.close()  # an interrupt may have come before
-        report.fill(tracer.finished(), *tracer.region)
+        stream.close()  # an interrupt may have come before
+        report.fill(kept.finished(), *stream.region)
 
 
 @overload

@@ -19,7 +19,7 @@ from polymp.backends.torch.diagnostics.measure import (
     range_of,
     real,
 )
-from polymp.backends.torch.diagnostics.op_call import OpCall, Own
+from polymp.backends.torch.diagnostics.op_call import OpCall
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import CONSTANT, DIVIDING, Blame, Node, blame, meant, rounded
 
@@ -78,12 +78,10 @@ class Provenance:
 
     Args:
         model: its parameters and buffers are called by their names; None for no names.
-        off: autocast's dispatch keys, for `Own`.
     """
 
-    def __init__(self, model: nn.Module | None, off: torch._C.DispatchKeySet) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        self._off = off
         # By storage, the event that wrote it last.
         self._maker: dict[int, int] = {}
         self._kept = modes.KeptKeys()
@@ -109,9 +107,8 @@ class Provenance:
             if not measurable(t):
                 return None
             views[view] = -1 - len(self._given)
-            with Own(self._off):
-                found = None if key in self._parameters else range_of(t)
-                self._given.append((t.detach(), found, self._updates))  # kept, and so its key
+            found = None if key in self._parameters else range_of(t)
+            self._given.append((t.detach(), found, self._updates))  # kept, and so its key
         return views[view]
 
     def maker(self, t: torch.Tensor) -> int | None:

@@ -24,8 +24,9 @@ from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import op_call
 from polymp.backends.torch.diagnostics.fault import NOTHING, Event, operand
 from polymp.backends.torch.diagnostics.measure import Range, measurable, sample
-from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, tensors
-from polymp.backends.torch.diagnostics.value_tracer import ValueTracer
+from polymp.backends.torch.diagnostics.op_call import Ran, facts_of, numbers_in, tensors
+from polymp.backends.torch.diagnostics.op_stream import OpStream
+from polymp.backends.torch.diagnostics.values import Values
 from polymp.backends.torch.scaler.grad_scaler import PARTS, GradScaler
 from polymp.diagnostics.audit_records import Fault
 
@@ -77,17 +78,18 @@ def locate(
     if model is None:
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
-    tracer = OperandTracer(model)
+    values = LocateValues(model)
+    stream = OpStream(model, values, counts=False, floats=numbers_in, title="locate")
     with _put_back(model) as undo:
         try:
-            with tracer, undo:  # the outer one measures, in ops that the inner one does not see
+            with stream, undo:  # the outer one measures, in ops that the inner one does not see
                 step_fn(*args, **kwargs)
         except Exception:
-            fault = tracer.fault()
+            fault = values.fault()
             if fault is None:
                 raise
             return fault
-        fault = tracer.fault()
+        fault = values.fault()
     if fault is None:
         progress.tell("locate: all values that the step made are finite")
     return fault
@@ -255,27 +257,25 @@ def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
                 group.update(was)
 
 
-# The tracer of `locate`: it measures the inputs of the ops that may be at fault.
+# `locate` measures the inputs of the ops that may be at fault.
 #
 # The host reads the range of each result as soon as it is there. Most ops are not at fault, and
 # their inputs need no measurement.
 
 
-class OperandTracer(ValueTracer):
-    """A tracer that measures the inputs of ops that may be at fault.
+class LocateValues(Values):
+    """Measures the inputs of ops that may be at fault.
 
     An op may be at fault if its result is not finite, or if its dtype made a value or a number
     zero: see `polymp.diagnostics.blame`.
     """
 
-    title = "locate"
-
     def inputs(self, ran: Ran) -> list[torch.Tensor]:
         if not ran.facts.writes:
             return ran.reads
         written = {*map(storage_key, dispatcher.written(ran.func, ran.args, ran.kwargs))}
-        with Own(self.off):  # afterwards they have other values
-            return [t.clone() if storage_key(t) in written else t for t in ran.reads]
+        # Afterwards they have other values.
+        return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 
     def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
         # Else float16 has made no value Inf, and none of those that are compared zero or 1.

@@ -222,7 +222,7 @@ class Bins:
         counted: how many of them are in the bins.
         ranges: of the tensors, by number.
         lost: of those that were compared with float32.
-        rounding: errors of the ops that made them; see `value_tracer`.
+        rounding: errors of the ops that made them; see `values`.
         drift: errors of all ops up to them.
         effects: of each call's own rounding on the loss.
     """

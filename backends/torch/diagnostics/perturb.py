@@ -25,7 +25,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     is_cast,
     name_of,
 )
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer
+from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, Step, movement
 from polymp.rules.vocabulary import vocabulary
@@ -104,18 +104,14 @@ class _Probe(modes.OpMode):
         return result
 
 
-class Moved(OpTracer):
-    """Follows one run after the other; moves results by their rounding, and keeps them if asked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start()
+class Moved(Subscriber):
+    """Moves the results of one run after the other by their rounding, and keeps them if asked."""
 
     def start(self, seed: int | None = None, keep: bool = False) -> None:
         """Forget the last run, and begin another."""
-        self.looks_away = False
-        self.calls.clear()
-        self._origins.forget()
+        self.stream.looks_away = False
+        self.stream.calls.clear()
+        self.stream.origins.forget()
         self._chance = None if seed is None else Chance(seed)
         self._keep = keep
         self._values: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -135,7 +131,7 @@ class Moved(OpTracer):
                 if maker not in (None, id(op_call)):
                     reads.add(maker)
 
-    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: object) -> None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         if self._chance is not None:
             self._chance.op(ran.func, ran.args, ran.kwargs, ran.reads, result, made)
         if self._keep and made:
@@ -143,7 +139,7 @@ class Moved(OpTracer):
             for t in made:
                 self._made(t, id(ran.op_call))
 
-    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
+    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         if self._chance is not None:
             self._chance.cast(source, result)
         if self._keep:
@@ -164,7 +160,7 @@ class Moved(OpTracer):
                 tuple(v.numpy() for v in self._values.get(id(op_call), ())),
                 frozenset(at[r] for r in self._reads.get(id(op_call), ()) if r in at),
             )
-            for op_call in self.calls
+            for op_call in self.stream.calls
         )
 
     def maker(self, t: torch.Tensor) -> int | None:
@@ -172,7 +168,7 @@ class Moved(OpTracer):
         return self._places().get(self._maker.get(modes.storage_key(t), -1))
 
     def _places(self) -> dict[int, int]:
-        return {id(op_call): number for number, op_call in enumerate(self.calls)}
+        return {id(op_call): number for number, op_call in enumerate(self.stream.calls)}
 
 
 class Program:
@@ -197,7 +193,8 @@ class Program:
         policy: PolicyLike,
         cotangent: Callable[[str, tuple[int, ...]], Any] | None,
     ) -> None:
-        self.watch: Moved = Moved()
+        self._moved = Moved()
+        self.watch: OpStream = OpStream(None, self._moved)
         self.watch.looks_away = True  # between runs
         self._fn = fn
         self._tree = tuple(args), dict(kwargs)
@@ -213,15 +210,15 @@ class Program:
 
     def run(self, seed: int | None = None, keep: bool = False) -> Run:
         """Run the function, and differentiate it, while the tracer follows; see `Moved.start`."""
-        self.watch.start(seed, keep)
+        self._moved.start(seed, keep)
         found = self._ran(self.watch)
-        makers = {name: self.watch.maker(t) for name, t in self._made.items()}
+        makers = {name: self._moved.maker(t) for name, t in self._made.items()}
         self._made = {}
         return found._replace(
-            steps=self.watch.steps(), makers={n: at for n, at in makers.items() if at is not None}
+            steps=self._moved.steps(), makers={n: at for n, at in makers.items() if at is not None}
         )
 
-    def _ran(self, follower: "Moved | _Probe") -> Run:
+    def _ran(self, follower: "OpStream | _Probe") -> Run:
         follower.looks_away = True
         made = {path: tensor(x) for path, x in rounding.arrays(self._tree).items()}
         inputs: dict[str, torch.Tensor] = {}
@@ -248,7 +245,7 @@ class Program:
         self,
         results: Mapping[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor],
-        follower: "Moved | _Probe",
+        follower: "OpStream | _Probe",
     ) -> dict[str, torch.Tensor]:
         wanted = {path: t for path, t in results.items() if t.requires_grad}
         if not wanted or self._cotangent is None:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import polymp.torch
 from polymp.backends.torch.diagnostics import measure
-from polymp.backends.torch.diagnostics import value_tracer as module
+from polymp.backends.torch.diagnostics import values as module
 from polymp.torch import autocast
 from tests.support.reports import magnitudes
 from tests.support.torch.audit_trainings import DTYPES, OPTIMIZERS, Training, same

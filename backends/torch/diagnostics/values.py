@@ -1,4 +1,4 @@
-"""A tracer that measures the results of ops while a program runs, and where inputs come from.
+"""What `audit` and `locate` measure of ops while a program runs, and where inputs come from.
 
 Every op is watched below autograd. Its result is measured on its device, in tensors that the
 program never sees.
@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from polymp.backends.torch.autocast import dtype_names, torch_table
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.fault import Event, Provenance, Reads, first_fault
 from polymp.backends.torch.diagnostics.measure import (
@@ -42,7 +41,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     float_tensors,
     numbers_in,
 )
-from polymp.backends.torch.diagnostics.op_tracer import OpTracer
+from polymp.backends.torch.diagnostics.op_stream import Subscriber
 from polymp.backends.torch.scaler.optimizer_step import closure_of
 from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.audit_records import Fault
@@ -52,32 +51,25 @@ from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 
 
-class ValueTracer(OpTracer):
-    """A tracer that measures the ranges of results, and follows where inputs come from.
+class Values(Subscriber):
+    """Measures the ranges of results, and follows where inputs come from.
 
     Args:
-        model: its modules and parameters are called by their names in it; None to call modules by
-            their paths in the outermost module that runs.
+        model: its parameters are called by their names in it; None if they have none.
 
     Attributes:
         events: the ops that ran, in order.
         ranges: of their results.
-        off: autocast's dispatch keys, for `Own`.
     """
 
-    counts = False
-    floats = staticmethod(numbers_in)
-
     def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__(model)
         self.events: list[Event] = []
         self.ranges: RangeTable = RangeTable()
         # Of events: many are alike, and one is kept of these.
         self._reads: dict[Reads, Reads] = {}
-        self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
-        self._provenance = Provenance(model, self.off)
+        self._provenance = Provenance(model)
 
-    # To be overridden by tracers that measure more
+    # To be overridden by those that measure more
 
     def inputs(self, ran: Ran) -> list[torch.Tensor]:
         """Return the inputs of an op that is about to run, for `noted`."""
@@ -102,19 +94,19 @@ class ValueTracer(OpTracer):
 
     # What runs
 
-    def before(self, ran: Ran) -> Any:
+    def before(self, ran: Ran) -> None:
         if ran.facts.receives:
-            return None
+            return
         place = ran.op_call.place
         if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
             self._provenance.accumulated(ran.reads[0])
-        return self._read(ran.reads), self.inputs(ran)
+        self._read_by = self._read(ran.reads), self.inputs(ran)
 
-    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
-        if kept is None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
+        if ran.facts.receives:
             self._received_in(ran, made)
             return
-        (origins, inputs), op_call = kept, ran.op_call
+        (origins, inputs), op_call = self._read_by, ran.op_call
         results = [t for t in made if measurable(t)]
         beside: list[torch.Tensor] = []
         if op_call.direction != BACKWARD and not isinstance(result, list):
@@ -131,21 +123,20 @@ class ValueTracer(OpTracer):
             if single and not results[0].dim() and not facts.writes:  # whoever reads it is to blame
                 self._provenance.constant(results[0], floats)
                 return
-        with Own(self.off):
-            ranges = [range_of(t) for t in (*results, *beside)]
-            kept, others = self._kept(ranges[: len(results)]), self._kept(ranges[len(results) :])
-            event = Event(
-                op_call, origins, kept, run, None, (), given, self._seen(reads),
-                func=ran.func, single=single, beside=others,
-            )  # fmt: skip
-            if not op_call.place.updating:
-                lost = (x for x in floats if rounded(x, run) in facts.keeps)
-                event = event._replace(numbers=tuple(lost))
-            if run == "float16" and not op_call.place.updating:
-                if self.compares(event, results, ranges):
-                    both = in_float16(ran.func, ran.args, ran.kwargs, results)
-                    event = event._replace(lost=both)
-            self.events.append(self.noted(event, [] if makes else results, ranges, inputs))
+        ranges = [range_of(t) for t in (*results, *beside)]
+        kept, others = self._kept(ranges[: len(results)]), self._kept(ranges[len(results) :])
+        event = Event(
+            op_call, origins, kept, run, None, (), given, self._seen(reads),
+            func=ran.func, single=single, beside=others,
+        )  # fmt: skip
+        if not op_call.place.updating:
+            lost = (x for x in floats if rounded(x, run) in facts.keeps)
+            event = event._replace(numbers=tuple(lost))
+        if run == "float16" and not op_call.place.updating:
+            if self.compares(event, results, ranges):
+                both = in_float16(ran.func, ran.args, ran.kwargs, results)
+                event = event._replace(lost=both)
+        self.events.append(self.noted(event, [] if makes else results, ranges, inputs))
         self._written(ran, made)
 
     def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
@@ -153,29 +144,25 @@ class ValueTracer(OpTracer):
         for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
             self._provenance.received(t)
 
-    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
+    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         origins = self._read([source])
         run, reads = dtype_names.NAMES[result.dtype], self._seen([source])
-        with Own(self.off):
-            fits = measurable(source) and measurable(result)
-            ranges = [range_of(result)] if fits else []
-            kept = self._kept(ranges)
-            event = Event(op_call, origins, kept, run, None, (), False, reads, (), True)
-            if fits and run == "float16" and self.compares(event, [result], ranges):
-                event = event._replace(lost=Lost.of(source, result))
-            self.events.append(self.noted(event, [result] if fits else [], ranges, [source]))
+        fits = measurable(source) and measurable(result)
+        ranges = [range_of(result)] if fits else []
+        kept = self._kept(ranges)
+        event = Event(op_call, origins, kept, run, None, (), False, reads, (), True)
+        if fits and run == "float16" and self.compares(event, [result], ranges):
+            event = event._replace(lost=Lost.of(source, result))
+        self.events.append(self.noted(event, [result] if fits else [], ranges, [source]))
         self._provenance.made(result, len(self.events) - 1)
 
-    def viewed(
-        self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
-    ) -> None:
+    def viewed(self, args: Sequence[Any], node: int | None) -> OpCall | None:
         """Give the gradient of a view to the op that made the viewed tensor."""
-        node, of = self._origins.new_node(), args[0] if args else None
+        of = args[0] if args else None
         if node is None or not isinstance(of, torch.Tensor):
-            return
+            return None
         made = self._provenance.maker(of)
-        if made is not None:
-            self._origins.made(node, self.events[made].op_call)
+        return None if made is None else self.events[made].op_call
 
     def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
         reads = numbers_in(*args, *kwargs.values())
@@ -213,25 +200,24 @@ class ValueTracer(OpTracer):
     # Updates
 
     def begin(self) -> None:
-        super().begin()
         self._look_at_parameters()
         for hook in (
             register_optimizer_step_pre_hook(self._stepping),
             register_optimizer_step_post_hook(self._stepped),
         ):
-            self.callback(hook.remove)
+            self.stream.callback(hook.remove)
 
     _stepper: int | None = None  # the thread in which an optimizer steps
 
     def _stepping(
         self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
-        if not modes.sees(self._mode):  # it is another thread's optimizer
+        if not self.stream.is_here():  # it is another thread's optimizer
             return
         self._stepper = threading.get_ident()
         self._closure = closure_of(args[1:], kwargs) is not None
         if not self._closure:  # the ops of an update are not the model's; those of a closure are
-            self.pause()
+            self.stream.pause()
             self.updating(optimizer)
 
     def _stepped(self, *_: object) -> None:
@@ -240,7 +226,7 @@ class ValueTracer(OpTracer):
         self._stepper = None
         if not self._closure:
             self.updated()
-            self.go_on()
+            self.stream.go_on()
         self._look_at_parameters()
         self._provenance.updated()
 
@@ -251,10 +237,8 @@ class ValueTracer(OpTracer):
         """Called after it."""
 
     def _look_at_parameters(self) -> None:
-        self.looks_away = True
-        with Own(self.off):
+        with Own(self.stream.off):
             self._provenance.look_at_parameters()
-        self.looks_away = False
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
@@ -266,7 +250,7 @@ def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, float)]
 
 
-# The tracer of `audit`: it counts the magnitudes of results and gradients.
+# `audit` counts the magnitudes of results and gradients.
 #
 # The host reads nothing before the run is over.
 #
@@ -292,26 +276,25 @@ class Site(NamedTuple):
     sums_nothing: set[bool | None]
 
 
-class MagnitudeTracer(ValueTracer):
-    """A tracer that counts the magnitudes of results and of gradients.
+class AuditValues(Values):
+    """Counts the magnitudes of results and of gradients.
 
     Args:
-        model: its modules and parameters are called by their names in it; None to call modules by
-            their paths in the outermost module that runs.
+        model: as in `Values`.
         scaler: the loss scaler in use.
+        rounding: True to measure rounding errors, too.
 
     Attributes:
         sites: by call site and backward pass, the magnitudes of results.
         gradients: by parameter and backward pass, the magnitudes of gradients.
         scales: of each backward pass; the first is 1, for what runs outside of them.
-        rounding: measures rounding errors, too, unless it is None.
+        bins: of the site of the last op; None if it has none.
+        rounding: measures rounding errors, and hears of ops after this; None if they are not.
         passes: by number of the backward pass, its place in `scales`.
         samples: of each step that updated low weights, a sample, and how many updates were lost.
     """
 
-    title = "audit"
-
-    def __init__(self, model: nn.Module | None = None, scaler: Any = None) -> None:
+    def __init__(self, model: nn.Module | None, scaler: Any, rounding: bool = False) -> None:
         super().__init__(model)
         self._model = model
         self._scaler = scaler
@@ -319,8 +302,8 @@ class MagnitudeTracer(ValueTracer):
         self._call: OpCall | None = None
         self._part = 0  # the call whose kernels run, and how many have
         self._tables: dict[torch.device, BinTable] = {}
-        self.rounding: RoundingErrors | None = None
-        self._bins_at: Bins | None = None  # of the site of the last event
+        self.rounding: RoundingErrors | None = RoundingErrors(self) if rounding else None
+        self.bins: Bins | None = None
         self.sites: dict[tuple[Any, ...], Site] = {}
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
         self.gradients: dict[tuple[str, int], Bins] = {}
@@ -342,41 +325,17 @@ class MagnitudeTracer(ValueTracer):
         self._visits[site] += 1
         return self._visits[site] % _EVERY == 1 or op_call.op in DIVIDING
 
-    def before(self, ran: Ran) -> Any:
+    def before(self, ran: Ran) -> None:
         self._pass()
-        if self.rounding is not None:
-            learns = torch.is_grad_enabled()
-            with Own(self.off), torch.no_grad():
-                self.rounding.before(ran, learns)
-        return super().before(ran)
+        super().before(ran)
 
-    def after(self, ran: Ran, result: object, made: list[torch.Tensor], kept: Any) -> None:
-        self._bins_at = None
-        super().after(ran, result, made, kept)
-        if self.rounding is not None:
-            with Own(self.off), torch.no_grad():
-                self.rounding.after(ran, made, self._bins_at)
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
+        self.bins = None
+        super().after(ran, result, made)
 
-    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
+    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         self._pass()
-        super().after_cast(op_call, source, result)
-        if self.rounding is not None:
-            with Own(self.off), torch.no_grad():
-                self.rounding.cast(source, result)
-
-    def viewed(
-        self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
-    ) -> None:
-        if self.rounding is not None:
-            self.rounding.viewed(args, self._origins.new_node())
-        super().viewed(func, args, frame)
-
-    def unwatched(self, result: object) -> None:
-        super().unwatched(result)
-        if self.rounding is not None:
-            with Own(self.off), torch.no_grad():
-                for t in filter(measurable, float_tensors(result)):
-                    self.rounding.filled(t)
+        super().cast(op_call, source, result)
 
     def noted(
         self,
@@ -402,9 +361,9 @@ class MagnitudeTracer(ValueTracer):
         found = self.sites.get(key)
         if found is None:
             found = self.sites[key] = Site(
-                self._bins(results[0]), set(), len(self.sites), set(), set()
+                self._new_bins(results[0]), set(), len(self.sites), set(), set()
             )
-        self._bins_at = found.bins
+        self.bins = found.bins
         for t, number in zip(results, event.ranges, strict=True):
             found.bins.add(t, number)
         if event.lost is not None:
@@ -416,7 +375,7 @@ class MagnitudeTracer(ValueTracer):
             found.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
         return event
 
-    def _bins(self, t: torch.Tensor) -> Bins:
+    def _new_bins(self, t: torch.Tensor) -> Bins:
         """Return empty counts for tensors like `t`."""
         table = self._tables.get(t.device)
         if table is None:
@@ -442,37 +401,35 @@ class MagnitudeTracer(ValueTracer):
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
-        self.pause()
+        self.stream.pause()
         try:
-            with Own(self.off), torch.no_grad():
+            with Own(self.stream.off), torch.no_grad():
                 key = name, self._scales_at
                 if key not in self.gradients:
-                    self.gradients[key] = self._bins(p.grad)
+                    self.gradients[key] = self._new_bins(p.grad)
                 self.gradients[key].add(p.grad, self.ranges.add(range_of(p.grad)))
                 if self.rounding is not None:
                     self.rounding.gradient(p.grad, self.gradients[key])
         finally:
-            self.go_on()
+            self.stream.go_on()
 
     def begin(self) -> None:
         super().begin()
-        if self.rounding is not None:
-            self.callback(self.rounding.clear)
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if p.requires_grad:
                 hook = p.register_post_accumulate_grad_hook(
                     lambda p, name=name: self._gradient(name, p)
                 )
-                self.callback(hook.remove)
+                self.stream.callback(hook.remove)
 
     # Updates
 
     def updating(self, optimizer: torch.optim.Optimizer) -> None:
-        with Own(self.off), torch.no_grad():
+        with Own(self.stream.off), torch.no_grad():
             self._sample = Sample(optimizer, called=self._called)
 
     def updated(self) -> None:
-        with Own(self.off), torch.no_grad():
+        with Own(self.stream.off), torch.no_grad():
             self.samples.append((self._sample, self._sample.counts()))
         if self.rounding is not None:
             self.rounding.clear()
@@ -569,18 +526,19 @@ class Twins:
         self._twins.clear()
 
 
-class RoundingErrors:
+class RoundingErrors(Subscriber):
     """Measures rounding errors, in pairs: squares of the differences and of float32's, added up.
 
     Args:
-        off: autocast's dispatch keys, for `Own`.
+        values: that know the site of the last op.
     """
 
-    def __init__(self, off: torch._C.DispatchKeySet) -> None:
+    def __init__(self, values: "AuditValues") -> None:
+        self._values = values
         self._uncast = Twins()  # of casts: what was cast
         self._twins = Twins()
         self._wide: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self._effects = LossEffects(off)
+        self._effects = LossEffects()
         self._node: int | None = None  # of the op that runs, if its result has a gradient
         self._entering: list[tuple[Bins, list[torch.Tensor]]] = []
 
@@ -588,18 +546,19 @@ class RoundingErrors:
         """Return how many backward passes of a loss there were."""
         return self._effects.passes
 
-    def before(self, ran: Ran, learns: bool) -> None:
-        """Run an op's twins; it may write into its arguments afterwards.
+    def begin(self) -> None:
+        self._effects.off = self.stream.off
+        self.stream.callback(self.clear)
 
-        `learns` is whether gradients are enabled.
-        """
+    def before(self, ran: Ran) -> None:
+        """Run an op's twins; it may write into its arguments afterwards."""
         self._effects.backward()
         own = _run(ran, self._uncast.of) if any(t.dtype in _LOW for t in ran.reads) else []
         whole = own
         if any(self._twins.of(t) is not None for t in ran.reads):
             whole = _run(ran, self._twins.of)
         self._wide = own, whole
-        forward = learns and dispatcher.backward_node() is None
+        forward = torch.is_grad_enabled() and dispatcher.backward_node() is None
         graded = forward and any(t.requires_grad for t in ran.reads)
         self._node = ran.node if graded else None
         self._entering = []
@@ -613,9 +572,9 @@ class RoundingErrors:
         """Return the twin of an input; of one of them, that without the errors before it."""
         return (self._twins if t is of else self._uncast).of(t)
 
-    def after(self, ran: Ran, made: list[torch.Tensor], bins: Bins | None) -> None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         """Compare an op's results with its twins', and keep these."""
-        own, whole = self._wide
+        (own, whole), bins = self._wide, self._values.bins
         if bins is not None and made and measurable(made[0]):
             if own and made[0].dtype in _LOW:
                 bins.rounding.append(_difference(made[0], own[0]))
@@ -646,13 +605,11 @@ class RoundingErrors:
                 self._effects.error(node, maker, own[0] if own else result, wide[0])
 
     def viewed(self, args: Sequence[Any], node: int | None) -> None:
-        """Note a view before it is made."""
         self._effects.backward()
         if node is not None and args and measurable(args[0]) and args[0].numel() == 1:
             self._effects.may_be_loss(node, args[0])
 
-    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Note a cast."""
+    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         if not (measurable(source) and measurable(result)):
             return
         wide = source.to(torch.float32, copy=True)
@@ -666,11 +623,12 @@ class RoundingErrors:
         if wide is not None:
             bins.drift.append(_difference(t, wide))
 
-    def filled(self, t: torch.Tensor) -> None:
-        """Note that a tensor has values that were made of no others."""
-        self._uncast.forget(t)
-        if self._twins.of(t) is not None:
-            self._twins.put(t, t.to(torch.float32, copy=True))
+    def unwatched(self, result: object) -> None:
+        """Note tensors whose values were made of no others."""
+        for t in filter(measurable, float_tensors(result)):
+            self._uncast.forget(t)
+            if self._twins.of(t) is not None:
+                self._twins.put(t, t.to(torch.float32, copy=True))
 
     def clear(self) -> None:
         """Begin a step anew, with the weights that it finds."""
@@ -686,16 +644,14 @@ class LossEffects:
     nodes that have one get a hook, which is called with the gradient. A loss scale is in gradients
     and in the loss, and cancels out.
 
-    Args:
-        off: autocast's dispatch keys, for `Own`.
-
     Attributes:
         passes: the number of backward passes of a loss.
+        off: autocast's dispatch keys, for `Own`.
     """
 
-    def __init__(self, off: torch._C.DispatchKeySet) -> None:
+    def __init__(self) -> None:
         self.passes: int = 0
-        self._off = off
+        self.off: torch._C.DispatchKeySet
         self._errors: dict[int, list[tuple[Bins, torch.Tensor]]] = {}
         self._may_be_loss: dict[int, torch.Tensor] = {}
         self._loss: dict[int, torch.Tensor | None] = {}  # by backward pass
@@ -752,7 +708,7 @@ class LossEffects:
     ) -> None:
         if loss is None or gradient.shape != error.shape:
             return
-        with Own(self._off), torch.no_grad():
+        with Own(self.off), torch.no_grad():
             change = gradient.to(torch.float32) * error
             change = torch.where(change.isfinite(), change, 0.0).sum(dtype=torch.float64)
             effect = change / loss.to(change.device, torch.float64).abs()

@@ -4,13 +4,13 @@
     its casts and the ops in it run          -> they are noted on it       (the dispatch mode)
     the engine runs its backward             -> a second `OpCall` for it   (by autograd node)
 
-The methods of an `OpTracer` are called for each; `explain` adds up casts, `audit` measures. Nothing
+The subscribers of an `OpStream` hear of each; `explain` adds up casts, `audit` measures. Nothing
 here changes what runs.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -19,12 +19,13 @@ import torch
 import torch.nn as nn
 
 from polymp import progress
-from polymp.backends.torch.autocast import kernel_registry, regions
+from polymp.backends.torch.autocast import kernel_registry, regions, torch_table
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     CallSites,
     OpCall,
+    Own,
     Ran,
     dtypes,
     exchange,
@@ -43,48 +44,29 @@ from polymp.rules.vocabulary import vocabulary
 _SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 
 
-class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of ours
-    """Follows the ops that run in a thread, and in the backward passes that it starts.
+class Subscriber:
+    """What hears of the ops of an `OpStream`; methods that it does not have are not called.
 
-    Args:
-        model: modules are reported by their paths in it; None for their paths in the outermost
-            module that runs.
+    The ops that it runs in them are cast by no region, and no stream sees them.
     """
 
-    # False for a tracer that does not use dtypes, casts and FLOPs, and keeps no list of calls.
-    counts = True
+    stream: "OpStream"
 
-    # From trees to the tensors in them that are followed.
-    floats = staticmethod(float_tensors)
+    def begin(self) -> None:
+        """Called when the stream begins; the stream is a stack for all that has to be left."""
 
-    # The call that it serves, on a terminal.
-    title = "explain"
+    def before(self, ran: Ran) -> None:
+        """Called before an op other than a cast runs."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        super().__init__()
-        ExitStack.__init__(self)
-        self.calls: list[OpCall] = []
-        self._origins = CallOrigins(model)
-        self._open: list[OpCall] = []
-        self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
-        self.looks_away: bool = False  # while it runs ops of its own
-        self._mode = _Mode(self)
-        self._paused = False
-        self._pauses = 0
-        self.progress: progress.Line = progress.Line()
-        # Low dtype and policy of the first region that was met.
-        self.region: tuple[str, str] = ("", "")
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
+        """Called after it, with the float tensors in its result."""
 
-    # To be overridden by tracers that do more
-
-    def before(self, ran: "Ran") -> Any:
-        """Called before an op runs; the result is given to `after`."""
-
-    def after(self, ran: "Ran", result: object, made: list[torch.Tensor], kept: object) -> None:
-        """Called after an op other than a cast, with the float tensors in its result."""
-
-    def after_cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
+    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         """Called after a cast."""
+
+    def viewed(self, args: Sequence[Any], node: int | None) -> OpCall | None:
+        """Called before a view, with its autograd node; return the call that the node is of."""
+        return None
 
     def unwatched(self, result: object) -> None:
         """Called after an op that reads no float and is no view."""
@@ -92,6 +74,81 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
     def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
         """Return whether to follow an op that reads no float: for a constant that it is given."""
         return False
+
+    def computed(self, entry: decision_log.Entry, op_call: OpCall, given: Any, result: Any) -> None:
+        """Called after an op of the vocabulary, with its arguments; gradients may be enabled."""
+
+
+class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of ours
+    """Follows the ops that run in a thread, and in the backward passes that it starts.
+
+    Args:
+        model: modules are reported by their paths in it; None for their paths in the outermost
+            module that runs.
+        subscribers: they hear of the ops, in this order.
+        counts: False if nobody uses dtypes, casts and FLOPs, and the list of calls.
+        floats: from trees to the tensors in them that are followed.
+        title: of the function that it serves, on a terminal.
+
+    Attributes:
+        off: autocast's dispatch keys, for `Own`.
+        calls: the op calls, in order.
+        region: low dtype and policy of the first region that was met.
+        origins: of calls.
+        looks_away: True while it follows nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        *subscribers: Subscriber,
+        counts: bool = True,
+        floats: Callable[..., list[torch.Tensor]] = float_tensors,
+        title: str = "explain",
+    ) -> None:
+        super().__init__()
+        ExitStack.__init__(self)
+        self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
+        self.calls: list[OpCall] = []
+        self.region: tuple[str, str] = ("", "")
+        self.origins: CallOrigins = CallOrigins(model)
+        self.looks_away: bool = False
+        self.counts = counts
+        self.floats = floats
+        self._title = title
+        self._open: list[OpCall] = []
+        self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
+        self._mode = _Mode(self)
+        self._paused = False
+        self._pauses = 0
+        self.progress: progress.Line = progress.Line()
+        self._subscribers = subscribers
+        for each in subscribers:
+            each.stream = self
+        self.before = self._hearing("before")
+        self.after = self._hearing("after")
+        self.cast = self._hearing("cast")
+        self.unwatched = self._hearing("unwatched")
+        self.follows = self._hearing("follows")
+        self._viewed = self._hearing("viewed")
+        self._computed = self._hearing("computed")
+
+    def is_here(self) -> bool:
+        """Return whether it follows the ops of this thread."""
+        return modes.sees(self._mode)
+
+    def _hearing(self, event: str) -> list[Callable[..., Any]]:
+        """Return the methods of the subscribers that hear of an event."""
+        silent = getattr(Subscriber, event)
+        heard = [each for each in self._subscribers if getattr(type(each), event) is not silent]
+        return [getattr(each, event) for each in heard]
+
+    def tell(self, heard: Sequence[Callable[..., Any]], *event: Any) -> None:
+        """Call what hears of an event."""
+        if heard:
+            with Own(self.off):
+                for hear in heard:
+                    hear(*event)
 
     # Called by the kernels on the autocast keys
 
@@ -102,13 +159,13 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
         return self._within(entry, run, *args)
 
     def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: object) -> Any:
-        if isinstance(self.outer, OpTracer):
+        if isinstance(self.outer, OpStream):
             run = partial(self.outer._within, entry, run)
         if not self.region[0]:
             self.region = entry.low, entry.policy
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # the dispatch mode sees the ops in it
-        place, direction, origin = self._origins.where(sys._getframe(1))
+        place, direction, origin = self.origins.where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region
             return run(*args)
         given = args[-2:]
@@ -130,6 +187,7 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
             result = run(*args)
         finally:
             self._open.pop()
+        self.tell(self._computed, entry, op_call, given, result)
         if not self.counts:
             return result
         if entry.row is None and not op_call.ops and not op_call.casts:
@@ -154,16 +212,16 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
         ):
             return self._open[-1]
         if sent := exchange(frame):
-            place, direction, _ = self._origins.where(frame)
+            place, direction, _ = self.origins.where(frame)
             made = OpCall(sent, f"aten:{func.name().removeprefix('aten::')}", place, direction)
             made.sends = True
             if self.counts:
                 self.calls.append(made)
             return made
-        known = self._origins.running()
+        known = self.origins.running()
         if known is not None and known.backward is not None and not torch.is_grad_enabled():
             return known.backward  # no recomputation: that has gradients on
-        place, direction, origin = self._origins.where(frame)
+        place, direction, origin = self.origins.where(frame)
         if origin is not None:
             if origin.backward is None:
                 origin.backward = OpCall(
@@ -191,19 +249,24 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
 
     def made_by(self, op_call: OpCall) -> int | None:
         """Remember which call the autograd node that was made last belongs to; return the node."""
-        if (node := self._origins.new_node()) is not None:
-            self._origins.made(node, op_call)
+        if (node := self.origins.new_node()) is not None:
+            self.origins.made(node, op_call)
         return node
 
-    def viewed(
+    def view(
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
-        """Called before a view, which is no call itself; its backward may be one."""
+        """Note a view, before it is made: it is no call itself, but its backward may be one."""
+        node, maker = self.origins.new_node(), None
+        with Own(self.off) if self._viewed else nullcontext():
+            for hear in self._viewed:
+                maker = hear(args, node) or maker
         # Without gradients a view has no node: the latest is that of the function that it is in.
-        node = self._origins.new_node() if torch.is_grad_enabled() else None
-        if node is not None:
-            place, direction, _ = self._origins.where(frame)
-            self._origins.made(node, self._alone(func, place, direction))
+        if node is not None and maker is None and self.counts and torch.is_grad_enabled():
+            place, direction, _ = self.origins.where(frame)
+            maker = self._alone(func, place, direction)
+        if node is not None and maker is not None:
+            self.origins.made(node, maker)
 
     # Entering and leaving
 
@@ -217,7 +280,7 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
 
     def begin(self) -> None:
         """Enter all that has to be left at the end."""
-        self._origins.begin()
+        self.origins.begin()
         if torch.is_inference_mode_enabled():
             # In it, a mode is given ops such as `linear` whole, with autocast off inside.
             self.enter_context(torch.inference_mode(False))
@@ -226,7 +289,9 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
         decision_log.recorded_by(self, self)
         self.enter_context(self._mode)
         self.callback(self._end_pauses)
-        self.progress = self.enter_context(progress.line(self.title, unit="op"))
+        self.progress = self.enter_context(progress.line(self._title, unit="op"))
+        for each in self._subscribers:
+            each.begin()
 
     def _end_pauses(self) -> None:
         self._pauses = 0
@@ -255,56 +320,56 @@ class OpTracer(decision_log.Recorder, ExitStack):  # which is left at no line of
 
 
 class _Mode(modes.OpMode):
-    """Hands every op to a tracer."""
+    """Hands every op to a stream."""
 
     supports_higher_order_operators = True
     looks_on = True  # it changes and records nothing: see `modes.is_recorded`
 
-    def __init__(self, tracer: OpTracer) -> None:
+    def __init__(self, stream: OpStream) -> None:
         super().__init__()
-        self.tracer = tracer
+        self.stream = stream
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if modes.unwrapped_first(types):
             return NotImplemented
-        tracer = self.tracer
-        if not isinstance(func, torch._ops.OpOverload) or tracer.looks_away or running():
+        stream = self.stream
+        if not isinstance(func, torch._ops.OpOverload) or stream.looks_away or running():
             return func(*args, **kwargs)
         facts = facts_of(func)
         if facts.kind == "view":
-            tracer.viewed(func, args, sys._getframe(1))
+            stream.view(func, args, sys._getframe(1))
             return func(*args, **kwargs)
         source: Any = args[0] if facts.copies else None
         casts = facts.copies and is_cast(source, kwargs)
-        reads = [source] if casts else tracer.floats(*args, *kwargs.values())
+        reads = [source] if casts else stream.floats(*args, *kwargs.values())
         makes = facts.kind == "makes" or not reads
-        if makes and not tracer.follows(func, args, kwargs):
+        if makes and not any(follows(func, args, kwargs) for follows in stream.follows):
             result = func(*args, **kwargs)
-            tracer.unwatched(result)
+            stream.tell(stream.unwatched, result)
             return result
-        tracer.progress.step()
-        op_call = tracer.op_call(func, sys._getframe(1))
-        node = None if op_call.sends else tracer.made_by(op_call)
+        stream.progress.step()
+        op_call = stream.op_call(func, sys._getframe(1))
+        node = None if op_call.sends else stream.made_by(op_call)
         if reads and op_call.inputs is None and not op_call.region and not op_call.sends:
             op_call.region = regions.low_dtype(reads[0].device.type)
         if casts:
             result = func(*args, **kwargs)
-            if tracer.counts:
+            if stream.counts:
                 op_call.cast(source, result)
-            tracer.after_cast(op_call, source, result)
+            stream.tell(stream.cast, op_call, source, result)
             return result
         ran = Ran(op_call, func, facts, args, kwargs, reads, node)
-        read = dtypes(reads) if tracer.counts else ()  # before an op writes into one
-        kept = tracer.before(ran)
+        read = dtypes(reads) if stream.counts else ()  # before an op writes into one
+        stream.tell(stream.before, ran)
         result = func(*args, **kwargs)
-        made = tracer.floats(result)
-        if tracer.counts:
+        made = stream.floats(result)
+        if stream.counts:
             op_call.computed(func, args, kwargs, result, read, dtypes(made))
-        if op_call.sends and tracer.counts:
+        if op_call.sends and stream.counts:
             op_call.sent(reads, float_tensors(*dispatcher.written(func, args, kwargs)) or made)
             if not op_call.casts:  # copied into a buffer, or sent
-                tracer.calls.pop()
-        tracer.after(ran, result, made, kept)
+                stream.calls.pop()
+        stream.tell(stream.after, ran, result, made)
         return result
 
 

@@ -115,7 +115,7 @@ def audit(
         with stream:
             yield found
     finally:
-        with Own(stream.off):
+        with Own():
             _fill(found, seen)
             found.fp8_losses = () if losses is None else losses.losses()
 
@@ -251,7 +251,7 @@ class Fp8Losses(Subscriber):
         self, site: tuple[str, str, str], product: str, one: torch.Tensor, other: torch.Tensor
     ) -> None:
         axes = _SUMMED[product]
-        with Own(self.stream.off), torch.no_grad():
+        with Own(), torch.no_grad():
             operands = [
                 loss.Operand(
                     array.reshape(-1, array.shape[-1]),

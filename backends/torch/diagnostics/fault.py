@@ -19,7 +19,7 @@ from polymp.backends.torch.diagnostics.measure import (
     range_of,
     real,
 )
-from polymp.backends.torch.diagnostics.op_call import OpCall
+from polymp.backends.torch.diagnostics.op_call import OpCall, Own
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import CONSTANT, DIVIDING, Blame, Node, blame, meant, rounded
 
@@ -107,8 +107,9 @@ class Provenance:
             if not measurable(t):
                 return None
             views[view] = -1 - len(self._given)
-            found = None if key in self._parameters else range_of(t)
-            self._given.append((t.detach(), found, self._updates))  # kept, and so its key
+            with Own():
+                found = None if key in self._parameters else range_of(t)
+                self._given.append((t.detach(), found, self._updates))  # kept, and so its key
         return views[view]
 
     def maker(self, t: torch.Tensor) -> int | None:

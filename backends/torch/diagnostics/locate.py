@@ -24,7 +24,7 @@ from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import op_call
 from polymp.backends.torch.diagnostics.fault import NOTHING, Event, operand
 from polymp.backends.torch.diagnostics.measure import Range, measurable, sample
-from polymp.backends.torch.diagnostics.op_call import Ran, facts_of, numbers_in, tensors
+from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Values
 from polymp.backends.torch.scaler.grad_scaler import PARTS, GradScaler
@@ -197,19 +197,10 @@ class _Meeting:
 def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the attributes of all loss scalers of the process, each with a copy of them."""
     found = []
-    kinds = {*_SCALERS}
-    for kind in _SCALERS:
-        kinds |= _below(kind)
-    for it in [it for it in gc.get_objects() if type(it) in kinds]:
+    for it in [it for it in gc.get_objects() if issubclass(type(it), _SCALERS)]:
         own = vars(it)
         found.append((own, {name: _copied(value) for name, value in own.items()}))
     return found
-
-
-def _below(kind: type) -> set[type]:
-    """Return all subclasses of a class."""
-    direct: list[type] = kind.__subclasses__()
-    return {*direct}.union(*map(_below, direct))
 
 
 _SCALERS = (torch.amp.GradScaler, GradScaler, *PARTS)
@@ -274,8 +265,8 @@ class LocateValues(Values):
         if not ran.facts.writes:
             return ran.reads
         written = {*map(storage_key, dispatcher.written(ran.func, ran.args, ran.kwargs))}
-        # Afterwards they have other values.
-        return [t.clone() if storage_key(t) in written else t for t in ran.reads]
+        with Own():  # afterwards they have other values
+            return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 
     def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
         # Else float16 has made no value Inf, and none of those that are compared zero or 1.

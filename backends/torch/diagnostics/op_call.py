@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -12,14 +13,13 @@ import torch
 import torch.nn as nn
 
 from polymp import code_origin
-from polymp.backends.torch.autocast import dtype_names, op_facts
+from polymp.backends.torch.autocast import dtype_names, op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, grad_scaler, optimizer_step, unscale
 from polymp.rules.row import Row
 from polymp.rules.vocabulary import vocabulary
 
 # Of most calls: one object for all of them.
-_NONE: frozenset[int] = frozenset()
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 _SCALING = frozenset(
@@ -44,10 +44,11 @@ class CallSite(NamedTuple):
     updating: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class OpCall:
-    """One call of an op, or the backward of one; its arguments are attributes, too.
+    """One call of an op, or the backward of one.
 
-    Args:
+    Attributes:
         op: its name in the vocabulary, or torch's own.
         spelling: torch's name, with a prefix.
         place: where it was called.
@@ -55,8 +56,6 @@ class OpCall:
         region: the low dtype of the region, "" outside.
         row: the row that decided; None if the policy has none for the op.
         inputs: dtypes of its float inputs before casts; None until they are known.
-
-    Attributes:
         run: dtypes of the float inputs of its first op that computes; for products, of the first
             product.
         outputs: dtypes of its float results.
@@ -73,36 +72,27 @@ class OpCall:
         sends: True for parameters and gradients that FSDP2 sends to other ranks.
     """
 
-    def __init__(
-        self,
-        op: str,
-        spelling: str,
-        place: CallSite,
-        direction: str,
-        region: str = "",
-        row: Row | None = None,
-        inputs: tuple[str, ...] | None = None,
-    ) -> None:
-        self.op = op
-        self.spelling = spelling
-        self.place = place
-        self.direction = direction
-        self.region = region
-        self.row = row
-        self.inputs = inputs
-        self.run: tuple[str, ...] = ()
-        self.outputs: tuple[str, ...] = ()
-        self.casts: int = 0
-        self.cast_bytes: int = 0
-        self.saved: Mapping[str, int] = _NOTHING
-        self.flops: int = 0
-        self.kept = 0
-        self.kept_fp8 = 0
-        self.recipe = self.fallback = ""
-        self.backward: OpCall | None = None
-        self.ops: int = 0
-        self.sends: bool = False
-        self.cast_storages: frozenset[int] = _NONE
+    op: str
+    spelling: str
+    place: CallSite
+    direction: str
+    region: str = ""
+    row: Row | None = None
+    inputs: tuple[str, ...] | None = None
+    run: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    casts: int = 0
+    cast_bytes: int = 0
+    saved: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
+    flops: int = 0
+    kept: int = 0
+    kept_fp8: int = 0
+    recipe: str = ""
+    fallback: str = ""
+    backward: "OpCall | None" = None
+    ops: int = 0
+    sends: bool = False
+    cast_storages: frozenset[int] = frozenset()
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Note a cast that was made for it."""
@@ -286,6 +276,9 @@ def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
 # `Own`: a context for ops that a tracer runs for itself.
 
 
+_OFF = dispatcher.autocast_keys(torch_table.DEVICES)
+
+
 class _Busy(threading.local):
     """The number of measurements that run in this thread: their ops belong to no program."""
 
@@ -297,23 +290,16 @@ _busy = _Busy()
 
 
 def running() -> bool:
-    """Return whether a tracer runs ops of its own in this thread."""
+    """Return whether a subscriber runs ops of its own in this thread."""
     return _busy.depth > 0
 
 
 class Own:
-    """A context whose ops no tracer sees and no region casts: `with Own(keys): ...`.
-
-    Args:
-        keys: autocast's dispatch keys.
-    """
-
-    def __init__(self, keys: torch._C.DispatchKeySet) -> None:
-        self._keys = keys
+    """A context whose ops no stream sees and no region casts: `with Own(): ...`."""
 
     def __enter__(self) -> None:
         _busy.depth += 1
-        self._guard = dispatcher.ExcludeKeys(self._keys)
+        self._guard = dispatcher.ExcludeKeys(_OFF)
         self._guard.__enter__()
 
     def __exit__(self, *error: object) -> None:

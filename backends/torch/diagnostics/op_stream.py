@@ -10,7 +10,7 @@ here changes what runs.
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 
 from polymp import progress
-from polymp.backends.torch.autocast import kernel_registry, regions, torch_table
+from polymp.backends.torch.autocast import kernel_registry, regions
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
@@ -45,9 +45,10 @@ _SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 
 
 class Subscriber:
-    """What hears of the ops of an `OpStream`; methods that it does not have are not called.
+    """Hears of the ops of an `OpStream`; methods that it does not have are not called.
 
-    The ops that it runs in them are cast by no region, and no stream sees them.
+    The ops that it runs are cast by no region, and no stream sees them; in `before` and `viewed` it
+    runs them in `Own`, which takes too long to be entered at each op for those that run none.
     """
 
     stream: "OpStream"
@@ -91,7 +92,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         title: of the function that it serves, on a terminal.
 
     Attributes:
-        off: autocast's dispatch keys, for `Own`.
         calls: the op calls, in order.
         region: low dtype and policy of the first region that was met.
         origins: of calls.
@@ -108,7 +108,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     ) -> None:
         super().__init__()
         ExitStack.__init__(self)
-        self.off: torch._C.DispatchKeySet = dispatcher.autocast_keys(torch_table.DEVICES)
         self.calls: list[OpCall] = []
         self.region: tuple[str, str] = ("", "")
         self.origins: CallOrigins = CallOrigins(model)
@@ -146,7 +145,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     def tell(self, heard: Sequence[Callable[..., Any]], *event: Any) -> None:
         """Call what hears of an event."""
         if heard:
-            with Own(self.off):
+            with Own():
                 for hear in heard:
                     hear(*event)
 
@@ -156,11 +155,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self, entry: decision_log.Entry, run: Callable[..., Any], *args: object
     ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
         """Run an op whose kernel was called; ops that run meanwhile are part of it."""
-        return self._within(entry, run, *args)
-
-    def _within(self, entry: decision_log.Entry, run: Callable[..., Any], *args: object) -> Any:
         if isinstance(self.outer, OpStream):
-            run = partial(self.outer._within, entry, run)
+            run = partial(self.outer.around, entry, run)
         if not self.region[0]:
             self.region = entry.low, entry.policy
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
@@ -258,9 +254,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     ) -> None:
         """Note a view, before it is made: it is no call itself, but its backward may be one."""
         node, maker = self.origins.new_node(), None
-        with Own(self.off) if self._viewed else nullcontext():
-            for hear in self._viewed:
-                maker = hear(args, node) or maker
+        for hear in self._viewed:
+            maker = hear(args, node) or maker
         # Without gradients a view has no node: the latest is that of the function that it is in.
         if node is not None and maker is None and self.counts and torch.is_grad_enabled():
             place, direction, _ = self.origins.where(frame)
@@ -360,7 +355,8 @@ class _Mode(modes.OpMode):
             return result
         ran = Ran(op_call, func, facts, args, kwargs, reads, node)
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
-        stream.tell(stream.before, ran)
+        for hear in stream.before:
+            hear(ran)
         result = func(*args, **kwargs)
         made = stream.floats(result)
         if stream.counts:

@@ -1,4 +1,4 @@
-"""What `audit` and `locate` measure of ops while a program runs, and where inputs come from.
+"""Measurements of ops while a program runs, for `audit` and `locate`, and where inputs come from.
 
 Every op is watched below autograd. Its result is measured on its device, in tensors that the
 program never sees.
@@ -237,7 +237,7 @@ class Values(Subscriber):
         """Called after it."""
 
     def _look_at_parameters(self) -> None:
-        with Own(self.stream.off):
+        with Own():
             self._provenance.look_at_parameters()
 
     def fault(self) -> Fault | None:
@@ -403,7 +403,7 @@ class AuditValues(Values):
             return
         self.stream.pause()
         try:
-            with Own(self.stream.off), torch.no_grad():
+            with Own(), torch.no_grad():
                 key = name, self._scales_at
                 if key not in self.gradients:
                     self.gradients[key] = self._new_bins(p.grad)
@@ -425,11 +425,11 @@ class AuditValues(Values):
     # Updates
 
     def updating(self, optimizer: torch.optim.Optimizer) -> None:
-        with Own(self.stream.off), torch.no_grad():
+        with Own(), torch.no_grad():
             self._sample = Sample(optimizer, called=self._called)
 
     def updated(self) -> None:
-        with Own(self.stream.off), torch.no_grad():
+        with Own(), torch.no_grad():
             self.samples.append((self._sample, self._sample.counts()))
         if self.rounding is not None:
             self.rounding.clear()
@@ -547,12 +547,15 @@ class RoundingErrors(Subscriber):
         return self._effects.passes
 
     def begin(self) -> None:
-        self._effects.off = self.stream.off
         self.stream.callback(self.clear)
 
     def before(self, ran: Ran) -> None:
         """Run an op's twins; it may write into its arguments afterwards."""
         self._effects.backward()
+        with Own():
+            self._run_twins(ran)
+
+    def _run_twins(self, ran: Ran) -> None:
         own = _run(ran, self._uncast.of) if any(t.dtype in _LOW for t in ran.reads) else []
         whole = own
         if any(self._twins.of(t) is not None for t in ran.reads):
@@ -646,12 +649,10 @@ class LossEffects:
 
     Attributes:
         passes: the number of backward passes of a loss.
-        off: autocast's dispatch keys, for `Own`.
     """
 
     def __init__(self) -> None:
         self.passes: int = 0
-        self.off: torch._C.DispatchKeySet
         self._errors: dict[int, list[tuple[Bins, torch.Tensor]]] = {}
         self._may_be_loss: dict[int, torch.Tensor] = {}
         self._loss: dict[int, torch.Tensor | None] = {}  # by backward pass
@@ -660,7 +661,8 @@ class LossEffects:
 
     def may_be_loss(self, node: int, result: torch.Tensor) -> None:
         """Keep a result of one value."""
-        self._may_be_loss[node] = result.detach().clone().reshape(())
+        with Own():
+            self._may_be_loss[node] = result.detach().clone().reshape(())
 
     def error(self, node: int, bins: Bins, result: torch.Tensor, wide: torch.Tensor) -> None:
         """Keep the error of a node's result against the same in float32."""
@@ -708,7 +710,7 @@ class LossEffects:
     ) -> None:
         if loss is None or gradient.shape != error.shape:
             return
-        with Own(self.off), torch.no_grad():
+        with Own(), torch.no_grad():
             change = gradient.to(torch.float32) * error
             change = torch.where(change.isfinite(), change, 0.0).sum(dtype=torch.float64)
             effect = change / loss.to(change.device, torch.float64).abs()

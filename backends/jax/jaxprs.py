@@ -2,12 +2,14 @@
 
     inside(eqn)         the programs that an equation holds, each with what it takes and hands on
     interpreted(...)    a program, equation by equation, with values of any kind
+    Walk                the same with facts about values, through everything inside
 
 Facts about JAX's primitives; nothing here knows of dtypes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import reduce
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -17,6 +19,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
+A = TypeVar("A")
 S = TypeVar("S")
 More = TypeVar("More")
 
@@ -167,6 +170,52 @@ def interpreted(
         outs = equation(at, eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+class Walk(Generic[T, A]):
+    """Follows facts about values through a program and the programs inside it.
+
+    A feature is a type of facts T, what is handed inwards of a place A, and the methods that raise
+    here. Branches are joined; what a loop carries is joined with what comes round until it stays
+    the same. For values that are arrays, see `interpreted`.
+    """
+
+    def number(self, value: Any) -> T:
+        """The facts about a constant, or a number in the program."""
+        raise NotImplementedError
+
+    def leaf(self, eqn: Equation, values: list[T], around: A) -> Sequence[T]:
+        """Those about the results of an equation that holds no program."""
+        raise NotImplementedError
+
+    def join(self, one: T, other: T) -> T:
+        """Those about a value that may be either."""
+        raise NotImplementedError
+
+    def program(self, closed: ClosedProgram, values: Sequence[T], around: A) -> list[T]:
+        """Those about the results of a program."""
+
+        def equation(_: int, eqn: Equation, values: list[T]) -> Sequence[T]:
+            return self.equation(eqn, values, around)
+
+        return interpreted(closed, values, equation, self.number)
+
+    def equation(self, eqn: Equation, values: list[T], around: A) -> Sequence[T]:
+        """Those about the results of an equation."""
+        programs = [one for one in inside(eqn) if one.gives]
+        if not programs:
+            return self.leaf(eqn, values, around)
+        outs = (self._looped(one, one.of(values), around) for one in programs)
+        return [reduce(self.join, several) for several in zip(*outs, strict=True)]
+
+    def _looped(self, program: Inner, values: list[T], around: A) -> list[T]:
+        start, end = program.fixed, program.fixed + program.carries
+        while True:
+            outs = self.program(program.closed, values, around)
+            state = list(map(self.join, values[start:end], outs))
+            if state == values[start:end]:
+                return [*state, *outs[program.carries :]]
+            values = [*values[:start], *state, *values[end:]]
 
 
 def scanned(

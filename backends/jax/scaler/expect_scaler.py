@@ -17,8 +17,8 @@ import numpy as np
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
-from polymp.backends.jax.jaxprs import Inner, inside, interpreted
+from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.jaxprs import Walk
 from polymp.backends.jax.scaler.gradient_stats import on_host
 from polymp.errors import ScalerWarning, UnscaledError
 
@@ -67,8 +67,8 @@ def expect_scaler(
         raise TypeError(f"expect_scaler needs the function of a training step, got {train_step!r}.")
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
-    flow = _Flow()
-    flow.outside(_traced(train_step, args, kwargs))
+    flow, closed = _Flow(), _traced(train_step, args, kwargs)
+    flow.program(closed, [_Value(given=True)] * len(compat.binders(closed)[1]), (False, False))
     if flow.unscaled is None:
         return True
     said = (
@@ -98,49 +98,25 @@ def _traced(
 
 
 class _Value(NamedTuple):
-    """Facts about a value of the step.
+    """Facts about a value of the step."""
 
-    Attributes:
-        constant: its number, if it depends on no argument; NaN where that is not followed. None if
-            it does depend.
-        given: True if it was given to the step, or is that in another dtype.
-        cotangent: True if it depends, through equations that a transposition made, on a constant
-            cotangent.
-        low: what was the first such equation with a float16 result on the way; None if none was.
-        scaled: True if it depends on a multiplication by a scale, likewise.
-    """
-
-    constant: float | None = None
-    given: bool = False
-    cotangent: bool = False
-    low: str | None = None
-    scaled: bool = False
-
-    def joined(self, other: "_Value") -> "_Value":
-        """Join the facts about a value that may be either."""
-        same = self.constant == other.constant or (self.constant != 0 and other.constant != 0)
-        known = self.constant is not None and other.constant is not None and same
-        return _Value(
-            (self.constant if self.constant == other.constant else math.nan) if known else None,
-            self.given and other.given,
-            self.cotangent or other.cotangent,
-            self.low or other.low,
-            self.scaled or other.scaled,
-        )
+    constant: float | None = None  # its number, if it depends on no argument, or `_SOME`
+    given: bool = False  # it was given to the step, or is that in another dtype
+    cotangent: bool = False  # it depends, by equations of a transposition, on a constant cotangent
+    low: str | None = None  # the first such equation with a float16 result on the way
+    scaled: bool = False  # it depends on a multiplication by a scale, likewise
 
 
-_PLAIN = _Value()
+_SOME = -1.0  # for a constant that is not 0 and that is not followed; all others are sizes
 # What leaves a number the same, whatever its shape and dtype.
 _SAME = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pvary",
     "reduce_precision", "reshape", "sharding_constraint", "squeeze", "transpose",
 })  # fmt: skip
 
-_TIMES_ONE = ("mul", "select_n")
 
-
-class _Flow:
-    """Follows values through a program.
+class _Flow(Walk[_Value, tuple[bool, bool]]):
+    """Follows values through the step; a place is in the backward pass or not, in `scale` or not.
 
     Attributes:
         unscaled: the first float16 equation on the way of a gradient that was not scaled.
@@ -149,132 +125,77 @@ class _Flow:
     def __init__(self) -> None:
         self.unscaled: str | None = None
 
-    def outside(self, closed: ClosedProgram) -> None:
-        """Follow a whole program."""
-        self.body(closed, [_Value(given=True)] * len(compat.binders(closed)[1]), back=False)
-
-    def body(
-        self, closed: ClosedProgram, values: Sequence[_Value], *, back: bool, scope: bool = False
+    def program(
+        self, closed: ClosedProgram, values: Sequence[_Value], around: tuple[bool, bool]
     ) -> list[_Value]:
-        """Follow values through a closed jaxpr."""
+        outs = super().program(closed, values, around)
+        return outs if around[0] else list(map(self.left, outs))
 
-        def equation(_: int, eqn: Equation, known: list[_Value]) -> list[_Value]:
-            stack = eqn.source_info.name_stack
-            part = back or compat.in_backward(stack)
-            scoped = scope or regions.SCALED in compat.scope_names(stack)
-            if not part:
-                known = list(map(self.left, known))
-            return self.equation(eqn, known, part, scoped)
-
-        out = interpreted(closed, values, equation, _constant)
-        return out if back else list(map(self.left, out))
+    def equation(
+        self, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
+    ) -> Sequence[_Value]:
+        stack = eqn.source_info.name_stack
+        back = around[0] or compat.in_backward(stack)
+        scope = around[1] or regions.SCALED in compat.scope_names(stack)
+        return super().equation(
+            eqn, values if back else list(map(self.left, values)), (back, scope)
+        )
 
     def left(self, value: _Value) -> _Value:
         """A value that leaves the backward pass: a gradient, if it came from there."""
         if value.low is not None and not value.scaled and self.unscaled is None:
             self.unscaled = value.low
-        return value._replace(cotangent=False, low=None, scaled=False)
+        return _Value(value.constant, value.given)
 
-    def equation(self, eqn: Equation, known: list[_Value], back: bool, scope: bool) -> list[_Value]:
-        name = eqn.primitive.name
-        programs = [one for one in inside(eqn) or _called(eqn) if one.gives]
-        if programs:
-            outs = (self.looped(one, one.of(known), back, scope) for one in programs)
-            return [_all_joined(values) for values in zip(*outs, strict=True)]
-        constant, given = _folded(name, known), _given(name, known)
-        if not back:
+    def leaf(
+        self, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
+    ) -> Sequence[_Value]:
+        name, numbers = eqn.primitive.name, [v.constant for v in values]
+        constant: float | None = None
+        if (name == "mul" and 0 in numbers) or (numbers and not any(n != 0 for n in numbers)):
+            constant = 0.0
+        elif None not in numbers:
+            constant = numbers[0] if name in _SAME else _SOME
+        given = name in _SAME and bool(values) and all(v.given for v in values)
+        if not around[0]:
             return [_Value(constant, given)] * len(eqn.outvars)
-        cotangent = any(v.cotangent for v in known) or (constant is not None and constant != 0)
-        if name in _TIMES_ONE:  # the loss's own cotangent is 1
-            cotangent |= any(v.constant == 1 for v in known)
-        scaled = scope or any(v.scaled for v in known) or _by_hand(name, eqn, known)
-        low = next((v.low for v in known if v.low), None)
-        return [
-            _Value(
-                constant,
-                given,
-                cotangent,
-                low or (_shown(eqn) if cotangent and _is_low(var) else None),
-                scaled,
-            )
-            for var in eqn.outvars
-        ]
+        cotangent = any(v.cotangent for v in values) or bool(constant)
+        if name in ("mul", "select_n"):  # the loss's own cotangent is 1
+            cotangent |= 1 in numbers
+        scaled = around[1] or any(v.scaled for v in values) or _by_hand(name, eqn, values)
+        low = next((v.low for v in values if v.low), None)
+        is_low = [getattr(var.aval, "dtype", None) == np.float16 for var in eqn.outvars]
+        here = f"{name} at {compat.where_written(eqn)}" if cotangent and any(is_low) else None
+        firsts = (low or (here if one else None) for one in is_low)
+        return [_Value(constant, given, cotangent, first, scaled) for first in firsts]
 
-    def looped(self, program: Inner, known: list[_Value], back: bool, scope: bool) -> list[_Value]:
-        """The results of a program: what may be in a loop's carry grows until it does not."""
-        start, end = program.fixed, program.fixed + program.carries
-        while True:
-            out = self.body(program.closed, known, back=back, scope=scope)
-            state, after = known[start:end], out[: program.carries]
-            joined = [a.joined(b) for a, b in zip(state, after, strict=True)]
-            if list(map(repr, joined)) == list(map(repr, state)):  # NaN != NaN
-                return [*joined, *out[program.carries :]]
-            known = [*known[:start], *joined, *known[end:]]
+    def number(self, value: jax.typing.ArrayLike) -> _Value:
+        """The facts about a number; of larger arrays, and of keys, nothing is followed."""
+        dtype = getattr(value, "dtype", np.dtype(float))
+        if np.size(value) != 1 or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
+            return _Value()
+        size = float(abs(on_host(value).reshape(()).astype(complex)))
+        return _Value(_SOME if math.isnan(size) else size)
+
+    def join(self, one: _Value, other: _Value) -> _Value:
+        constant = one.constant
+        if constant != other.constant:
+            constant = _SOME if one.constant and other.constant else None
+        rest = zip(one[2:], other[2:], strict=True)
+        return _Value(constant, one.given and other.given, *(a or b for a, b in rest))
 
 
-def _called(eqn: Equation) -> list[Inner]:
-    """The program of an unknown equation, if its inputs and outputs are those of the equation."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        held = eqn.params.get(key)
-        if held is not None and hasattr(held, "eqns"):
-            closed = compat.close(held)
-            inputs, outputs = compat.binders(closed)[1], compat.opened(closed)[0].outvars
-            if (len(inputs), len(outputs)) == (len(eqn.invars), len(eqn.outvars)):
-                return [Inner(closed, range(len(inputs)))]
-    return []
-
-
-def _all_joined(values: Sequence[_Value]) -> _Value:
-    first, *rest = values
-    for value in rest:
-        first = first.joined(value)
-    return first
-
-
-def _constant(x: jax.typing.ArrayLike) -> _Value:
-    """A number in a program; of larger arrays, and of keys, nothing is followed."""
-    dtype = getattr(x, "dtype", np.dtype(float))
-    if np.size(x) != 1 or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
-        return _PLAIN
-    return _Value(constant=float(abs(on_host(x).reshape(()).astype(complex))))
-
-
-def _folded(name: str, known: list[_Value]) -> float | None:
-    """The result of an equation on constants; None if an operand is no constant."""
-    values = [v.constant for v in known]
-    if name == "mul" and 0 in values:
-        return 0.0
-    if None in values:
-        return None
-    if values and all(value == 0 for value in values):
-        return 0.0
-    return values[0] if name in _SAME else math.nan
-
-
-def _given(name: str, known: list[_Value]) -> bool:
-    return name in _SAME and all(v.given for v in known) and bool(known)
-
-
-def _by_hand(name: str, eqn: Equation, known: list[_Value]) -> bool:
+def _by_hand(name: str, eqn: Equation, values: list[_Value]) -> bool:
     """True if a loss, as one number, was multiplied by something that can only be a scale."""
     if name != "mul" or math.prod(eqn.outvars[0].aval.shape) != 1:
         return False
     return any(
         (ct.cotangent or ct.constant is not None)
         and not ct.low
-        and (by.given or _is_scale(by.constant))
-        for ct, by in (known, known[::-1])
+        and (by.given or _is_scale(by.constant or 0.0))
+        for ct, by in (values, values[::-1])
     )
 
 
-def _is_scale(constant: float | None) -> bool:
-    known = constant is not None and _LEAST_CONSTANT <= constant < math.inf
-    return known and math.frexp(constant)[0] == 0.5  # type: ignore[arg-type]
-
-
-def _is_low(var: Atom) -> bool:
-    return getattr(var.aval, "dtype", None) == np.float16
-
-
-def _shown(eqn: Equation) -> str:
-    return f"{eqn.primitive.name} at {compat.where_written(eqn)}"
+def _is_scale(constant: float) -> bool:
+    return constant >= _LEAST_CONSTANT and math.frexp(constant)[0] == 0.5

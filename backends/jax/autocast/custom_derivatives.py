@@ -25,7 +25,6 @@ from polymp.backends.jax.autocast.frame import (
     Known,
     Plan,
     Planned,
-    Planner,
     Step,
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
@@ -55,7 +54,7 @@ class Rules(Inside):
 
     def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
         super().__init__((plan,))
-        self.planner: Planner = frame.planner
+        self.planner = frame.planner
         self.eqn = eqn
         self.floats: list[bool] = [is_inexact(var.aval) for var in eqn.invars]
         self.float_outs: list[bool] = [is_inexact(var.aval) for var in eqn.outvars]

@@ -4,13 +4,12 @@ A handler takes a frame, an equation and its region, and returns the step that t
 and what is known of its results. `planner` has the table of handlers.
 """
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cache, cached_property
-from typing import Any, ClassVar, NamedTuple, Self, SupportsFloat, final
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, SupportsFloat, final
 
 import jax
 import jax.extend.core as core
@@ -33,15 +32,6 @@ from polymp.rules import decision_log
 from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
-
-_UNKNOWN = (
-    "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
-    "dtypes it is written in."
-)
-
-
-# Plans that are kept, for all autocast calls of one function together.
-_KEPT = 512
 
 
 @final
@@ -215,89 +205,6 @@ class Plan:
         return drops[::-1]
 
 
-class PlanCache:
-    """Plans of the programs inside an autocast function, the latest ones.
-
-    JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
-    the jaxpr: with the same plan comes the same rewritten one. So too for the body of a loop.
-    """
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, Plan] = {}
-
-    def find(self, key: Hashable) -> Plan | None:
-        """The plan that is kept under a key, which is the latest one from now on."""
-        plan = self._plans.pop(key, None)
-        return None if plan is None else self.add(key, plan)
-
-    def add(self, key: Hashable, plan: Plan) -> Plan:
-        """Keep a plan; the oldest one goes."""
-        self._plans[key] = plan
-        if len(self._plans) > _KEPT:
-            self._plans.pop(next(iter(self._plans)), None)
-        return plan
-
-
-class Planner:
-    """Plans one traced program with everything inside it, each part once.
-
-    Args:
-        one: plans the program of a frame.
-        off: names of the passes that are switched off; see `planner`.
-        kept: plans of earlier calls; None for none.
-        settings: all that a plan depends on besides the arguments of `plan`.
-    """
-
-    def __init__(
-        self,
-        one: "Callable[[Frame], Plan]",
-        off: Set[str],
-        kept: PlanCache | None,
-        settings: Hashable,
-    ) -> None:
-        self.one = one
-        self.off = off
-        self.kept = kept
-        self.settings: Hashable = (settings, off)
-        self.plans: dict[Hashable, Plan] = {}
-        self.stacks: NameStacks = NameStacks()
-        self.unknown: set[str] = set()
-        self.op_plans: dict[Hashable, Any] = {}
-
-    def plan(
-        self,
-        jaxpr: ClosedProgram,
-        known: Iterable[Known],
-        region: Region,
-        results: Sequence[str | None] | None = None,
-        gradients: bool = False,
-        keep: bool = False,
-    ) -> Plan:
-        """The plan of a closed jaxpr; see `Frame`. Kept if JAX may hand out that jaxpr again."""
-        known = tuple(known)
-        key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
-        if key in self.plans:
-            return self.plans[key]
-        kept = self.kept if keep else None
-        plan = None if kept is None else kept.find((self.settings, key))
-        if plan is None:
-            plan = self.one(Frame(self, jaxpr, known, region, results, gradients))
-            if kept is not None:
-                kept.add((self.settings, key), plan)
-        self.plans[key] = plan
-        return plan
-
-    def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[Known], region: Region) -> Plan:
-        """The plan of the outermost program, which may hold its caller's arrays: it is not kept."""
-        return self.one(Frame(self, jaxpr, tuple(known), region, None, False))
-
-    def warn(self, name: str, message: str = _UNKNOWN) -> None:
-        """Name a primitive whose inner program stays as written; once."""
-        if name not in self.unknown:
-            self.unknown.add(name)
-            warnings.warn(message.format(name), stacklevel=2)
-
-
 # Makes a plan one for inputs that come in low dtypes; see `freeze`. In: the plan, by input
 # the low dtype or None, the outputs that may come low, and the name of the function. Out: the
 # plan, and by output the low dtype or None.
@@ -333,6 +240,25 @@ class Inside:
         return replace(self, plans=plans)
 
 
+class Plans(Protocol):
+    """Plans of the programs inside one, and what all of their frames share: a `Planner`."""
+
+    off: Set[str]
+    stacks: NameStacks
+    op_plans: dict[Hashable, Any]
+
+    def plan(
+        self,
+        jaxpr: ClosedProgram,
+        known: Iterable[Known],
+        region: Region,
+        results: Sequence[str | None] | None = None,
+        gradients: bool = False,
+        keep: bool = False,
+    ) -> Plan: ...
+    def warn(self, name: str, message: str = ...) -> None: ...
+
+
 class Frame:
     """One jaxpr under one set of known inputs, while its equations become steps.
 
@@ -355,7 +281,7 @@ class Frame:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: Plans,
         jaxpr: ClosedProgram,
         known: tuple[Known, ...],
         region: Region,

@@ -5,10 +5,9 @@ the table runs as it is written, which is always right, and so does everything b
 inside, where a region is disabled.
 """
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial, reduce
 from math import prod
 from typing import Any, TypeGuard
 
@@ -21,19 +20,10 @@ from polymp.backends.jax.autocast import (
     control_flow,
     custom_derivatives,
     evaluate,
+    fp8_contraction,
     function_calls,
     known_functions,
     op_handlers,
-)
-from polymp.backends.jax.autocast.contraction import Params, contraction_p, float32_result
-from polymp.backends.jax.autocast.fp8_contraction import fp8_contraction_p
-from polymp.backends.jax.autocast.fp8_operands import (
-    In8Bits,
-    Quantised,
-    dequantised,
-    fp8_quantise_p,
-    main,
-    operands_of,
 )
 from polymp.backends.jax.autocast.frame import (
     LOW_DTYPES,
@@ -47,16 +37,14 @@ from polymp.backends.jax.autocast.frame import (
     Origin,
     Pass,
     Plan,
-    PlanCache,
-    Planner,
     Step,
     declared,
     fits,
     off,
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
-from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import JITTED
 from polymp.rules import decision_log
 from polymp.rules.region import Region
@@ -85,15 +73,89 @@ TABLE: Mapping[str, Handler] = {
 _HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.SECTION}
 
 
-def planner(region: Region, kept: PlanCache | None = None) -> Planner:
-    """The planner of a program in a region."""
-    FUNCTIONS.refresh()
-    register_rules()
-    if decision_log.current() is not None:
-        kept = None
-    # What else plans depend on: jax's configuration, and the ops that are known by now.
-    settings = compat.trace_context(), len(vocabulary().registered), len(FUNCTIONS.ops)
-    return Planner(_planned, off(), kept, settings)
+class PlanCache:
+    """Plans of the programs inside an autocast function, the latest ones.
+
+    JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
+    the jaxpr: with the same plan comes the same rewritten one. So too for the body of a loop.
+    """
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Plan] = {}
+
+    def find(self, key: Hashable) -> Plan | None:
+        """The plan that is kept under a key, which is the latest one from now on."""
+        plan = self._plans.pop(key, None)
+        return None if plan is None else self.add(key, plan)
+
+    def add(self, key: Hashable, plan: Plan) -> Plan:
+        """Keep a plan; the oldest one goes."""
+        self._plans[key] = plan
+        if len(self._plans) > _KEPT:
+            self._plans.pop(next(iter(self._plans)), None)
+        return plan
+
+
+# Plans that are kept, for all autocast calls of one function together.
+_KEPT = 512
+
+_UNKNOWN = (
+    "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
+    "dtypes it is written in."
+)
+
+
+class Planner:
+    """Plans one traced program with everything inside it, each part once.
+
+    With a cache of plans, it finds those of earlier calls, and keeps its own there.
+    """
+
+    def __init__(self, kept: PlanCache | None = None) -> None:
+        FUNCTIONS.refresh()
+        fp8_contraction.register_rules()
+        self.off: Set[str] = off()  # the passes that are switched off
+        self.kept = None if decision_log.current() is not None else kept
+        # What else plans depend on: jax's configuration, and the ops that are known by now.
+        known = len(vocabulary().registered), len(FUNCTIONS.ops)
+        self.settings: Hashable = (compat.trace_context(), *known, self.off)
+        self.plans: dict[Hashable, Plan] = {}
+        self.stacks: NameStacks = NameStacks()
+        self.unknown: set[str] = set()
+        self.op_plans: dict[Hashable, Any] = {}
+
+    def plan(
+        self,
+        jaxpr: ClosedProgram,
+        known: Iterable[Known],
+        region: Region,
+        results: Sequence[str | None] | None = None,
+        gradients: bool = False,
+        keep: bool = False,
+    ) -> Plan:
+        """The plan of a closed jaxpr; see `Frame`. Kept if JAX may hand out that jaxpr again."""
+        known = tuple(known)
+        key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
+        if key in self.plans:
+            return self.plans[key]
+        kept = self.kept if keep else None
+        plan = None if kept is None else kept.find((self.settings, key))
+        if plan is None:
+            plan = _planned(Frame(self, jaxpr, known, region, results, gradients))
+            if kept is not None:
+                kept.add((self.settings, key), plan)
+        self.plans[key] = plan
+        return plan
+
+    def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[Known], region: Region) -> Plan:
+        """The plan of the outermost program, which may hold its caller's arrays: it is not kept."""
+        return _planned(Frame(self, jaxpr, tuple(known), region, None, False))
+
+    def warn(self, name: str, message: str = _UNKNOWN) -> None:
+        """Name a primitive whose inner program stays as written; once."""
+        if name not in self.unknown:
+            self.unknown.add(name)
+            warnings.warn(message.format(name), stacklevel=2)
 
 
 def _planned(frame: Frame) -> Plan:
@@ -175,80 +237,6 @@ def _is_as_written(step: Step) -> bool:
     return step.kind is Kind.CAST
 
 
-# Contractions under the transformations of jax.experimental that have rules of their own.
-#
-# `jet`, `sparsify`, `checkify` and `roofline` look a primitive up in a table. They are not
-# imported here: their tables get an entry once somebody has loaded them.
-
-
-def register_rules() -> None:
-    """Enter the contractions into the tables of the transformations that are loaded by now."""
-    for name, rules in _RULES.items():
-        table = compat.rules_of(name)
-        if table is not None:
-            for primitive, rule in rules.items():
-                table.setdefault(primitive, rule)
-
-
-def _jet(
-    primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: object
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Taylor coefficients of a bilinear op: each a sum of products of those of the operands."""
-    ls, rs = ([x, *terms] for x, terms in zip(primals[:2], series[:2], strict=True))
-    rest = primals[2:]
-    bind = partial(contraction_p.bind, **params)
-    out, *terms = (
-        reduce(operator.add, (bind(ls[i], rs[k - i], *rest) for i in range(k + 1)))
-        for k in range(len(ls))
-    )
-    return out, terms
-
-
-def _sparse(env: object, *values: object, **params: Any) -> object:
-    """A product of sparse arrays: what the contraction is made of."""
-    return compat.sparsified(partial(float32_result, **params), env, values)
-
-
-def _sparse_in_8_bits(env: object, *values: object, how: In8Bits, **params: Any) -> object:
-    """A product of sparse arrays that would be in 8 bits: as by rule `lower`."""
-
-    def lower(*flat: jax.Array) -> jax.Array:
-        wide = [
-            dequantised(*x, params["run"]) if isinstance(x, Quantised) else main(x)
-            for x in operands_of(flat, how)
-        ]
-        return float32_result(*wide, **params)
-
-    return compat.sparsified(lower, env, values)
-
-
-def _sparse_quantised(env: object, *values: object, **params: Any) -> object:
-    """A sparse operand that is saved in 8 bits for the backward pass: a dense one."""
-    return compat.densified(partial(fp8_quantise_p.bind, **params), env, values)
-
-
-def _cost(
-    context: object, *values: object, of: core.Primitive, params: Params, **_: object
-) -> object:
-    """Count the cost of jax's own product, at the types that go in and come out."""
-    table = compat.rules_of("roofline")
-    assert table is not None, "it asks"
-    return table[of](context, *values, **dict(params))
-
-
-_RULES: Mapping[str, Mapping[core.Primitive, Callable[..., object]]] = {
-    "jet": {contraction_p: _jet},
-    "sparsify": {
-        contraction_p: _sparse,
-        fp8_contraction_p: _sparse_in_8_bits,
-        fp8_quantise_p: _sparse_quantised,
-    },
-    # A NaN that a product made is reported as one of jax's own products.
-    "checkify": {p: partial(compat.nan_checked, p) for p in (contraction_p, fp8_contraction_p)},
-    "roofline": {contraction_p: _cost},
-}
-
-
 # Passes over a planned frame, so that fewer casts are left, and why the numbers stay.
 #
 #     pull_up     what float32 ops alone read is computed in float32
@@ -312,12 +300,12 @@ def improve(frame: Frame) -> None:
     """
     up, down = (p not in frame.planner.off for p in (Pass.PULL_UP, Pass.PULL_DOWN))
     if frame.casts and (up or down):
-        walk = _Walk(frame, up, down)
-        walk.run()
-        frame.reads = walk.dtypes
+        puller = _CastPuller(frame, up, down)
+        puller.run()
+        frame.reads = puller.dtypes
 
 
-class _Walk:
+class _CastPuller:
     """One walk over the steps of a program, from the last to the first.
 
     Attributes:

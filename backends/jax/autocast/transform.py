@@ -27,9 +27,9 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
-from polymp.backends.jax.autocast.frame import Plan, PlanCache, given
+from polymp.backends.jax.autocast.frame import Plan, given
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, code_of
-from polymp.backends.jax.autocast.planner import planner
+from polymp.backends.jax.autocast.planner import PlanCache, Planner
 from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.compat.programs import ClosedProgram, OpenProgram
 from polymp.backends.jax.jaxprs import JITTED
@@ -210,7 +210,7 @@ def trace(
             shown += f" and {more} more" if more > 0 else ""
             raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
         invars = compat.binders(jaxpr)[1]
-        plan = planner(region, kept).plan_whole(jaxpr, map(given, invars), region)
+        plan = Planner(kept).plan_whole(jaxpr, map(given, invars), region)
     return PlannedCall(plan, *found[0])
 
 

@@ -29,12 +29,12 @@ from polymp.backends.jax.autocast.frame import (
     Known,
     Operand,
     Plan,
-    PlanCache,
     Step,
     declared,
 )
 from polymp.backends.jax.autocast.function_calls import SECTION, Section
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
+from polymp.backends.jax.autocast.planner import PlanCache
 from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.autocast.transform import ARRAY, Made, PlannedCall, trace, transformed
 from polymp.backends.jax.compat.programs import Atom, Equation

@@ -25,30 +25,23 @@ More = TypeVar("More")
 
 JITTED = frozenset({"jit", "pjit"})
 REMATTED = frozenset({"checkpoint", "remat", "remat2"})
-# Run a program once, whose inputs are their operands and whose outputs are their results.
+# Primitives that run one program once: its inputs are the operands, its outputs the results.
 CALLS = JITTED | REMATTED | {"shard_map"}
-# The same, with derivative rules of the user's.
+# The same with derivative rules of the user's.
 RULED = frozenset({"custom_jvp_call", "custom_vjp_call"})
 HOLDERS = CALLS | RULED | {"scan", "while", "cond"}
 
 
 class Inner(NamedTuple):
-    """A program inside an equation.
-
-    Attributes:
-        closed: the program.
-        takes: by input, the place of the operand that it is.
-        fixed: how many inputs, the first ones, are the same in every turn of a loop; 0 of others.
-        carries: how many inputs after these a loop carries; the first results replace them.
-        times: how often it runs, as far as the program says.
-        gives: whether its outputs are results of the equation; not so of a loop's condition.
-    """
+    """A program inside an equation."""
 
     closed: ClosedProgram
-    takes: Sequence[int]
+    takes: Sequence[int]  # by input, the place of the operand that it is
+    # How many inputs, the first ones, are the same in every turn of a loop; 0 of others.
     fixed: int = 0
-    carries: int = 0
-    times: int = 1
+    carries: int = 0  # how many inputs after these a loop carries; the first results replace them
+    times: int = 1  # how often it runs, as far as the program says
+    # Whether its outputs are results of the equation; not so of a loop's condition.
     gives: bool = True
 
     def of(self, operands: Sequence[T]) -> list[T]:

@@ -34,9 +34,6 @@ T = TypeVar("T")
 PolicyLike = policy_files.Source | None
 
 
-# What a float32 array may do to a low one: widen it always, or only if something made it float32.
-
-
 @overload
 def autocast(
     fn: F,
@@ -100,14 +97,7 @@ def autocast(
 
 
 class Autocast:
-    """A region with its arguments: a decorator, or a context manager for traced code.
-
-    Attributes:
-        region: what holds inside.
-
-    Args:
-        region: likewise.
-    """
+    """A region with its arguments: a decorator, or a context manager for traced code."""
 
     def __init__(self, region: Region) -> None:
         self.region = region

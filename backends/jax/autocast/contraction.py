@@ -178,21 +178,16 @@ def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]
 
 contraction_p.def_impl(eager(contraction_p, ("of", "params", "run", "out")))
 
-
 contraction_p.def_abstract_eval(_abstract)
 
-
-# What a contraction is lowered as: itself, in the platform's form.
+# A contraction is lowered as this primitive, which is the same in the platform's form.
 form_p: core.Primitive = core.Primitive("polymp_contraction_form")
 
-
 form_p.def_abstract_eval(_abstract)
-
 
 ad.primitive_jvps[contraction_p] = _jvp
 ad.primitive_transposes[contraction_p] = _transpose
 batching.primitive_batchers[contraction_p] = _batch
-
 
 # What remat asks of a rule: the forward and the backward equation, whether the result is unknown
 # and whether the backward pass has it, and the variables to save.
@@ -200,8 +195,8 @@ Halves = tuple[
     core.JaxprEqn | None, core.JaxprEqn | None, Sequence[bool], Sequence[bool], list[core.Var]
 ]
 
-
-# Derivative, batched form and rematerialisation of a product, read off JAX's own primitive.
+# The next functions make the derivative, the batched form and the rematerialisation of a product
+# from those of JAX's own primitive.
 #
 # The transpose and the batched form of JAX's primitive are traced at one dtype, and every
 # product in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
@@ -256,15 +251,13 @@ def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
 compat.remat_rules[contraction_p] = remat_rule(_stands_for)
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
 
-
 # JAX would keep the program of the first contraction, and copy it for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
-
 
 compat.lower_in_place(_casts)
 
 
-# How the contraction is lowered on each platform: forms of one product that XLA runs fast there.
+# The next functions are forms of one product; each is what XLA runs fast on some platform.
 #
 # A form takes the operands and parameters of a contraction, and binds JAX's own primitive. Low
 # operands, a sum in float32 and one rounding are what all of them compute.
@@ -359,7 +352,6 @@ def row_by_row(
 # Up to so many rows, to copy the other operand costs as much as to multiply by it. Measured at 1 to
 # 128 rows and weights of 1024 x 4096.
 _FEW = 128
-
 
 # A right operand of so few columns becomes the left one, if that has more rows.
 _THIN = 8
@@ -479,10 +471,8 @@ def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
 
 lower_as(result_as_asked)
 
-
 for _platform, _form in FORMS.items():
     lower_as(_form, _platform)
-
 
 # Makes a product of ours from JAX's primitive, its operands and its parameters.
 Product = Callable[..., jax.Array]

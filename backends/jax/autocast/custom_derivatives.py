@@ -44,13 +44,7 @@ def planned(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -
 
 
 class Rules(Inside):
-    """The derivative rules of one equation, in the dtypes of its plan.
-
-    Args:
-        frame: of the program that the equation is part of.
-        eqn: the equation.
-        plan: of the program that the equation calls.
-    """
+    """The derivative rules of one equation, in the dtypes of the plan of what it calls."""
 
     def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
         super().__init__((plan,))
@@ -61,7 +55,7 @@ class Rules(Inside):
         self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
         self.name: str = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
-        self.made: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
         self.planned_as: tuple[Self, Change] | None = None
         self.lows: list[str | None] = []  # by input, the low dtype that it is stored in
 
@@ -77,10 +71,10 @@ class Rules(Inside):
     def passed_on(self) -> Sequence[int]:
         return ()  # the rule hands on what the function does, in the same dtypes
 
-    def stored(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
+    def lowered(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
         """These rules where some inputs come low: planned as ever, then changed."""
         rules = copy(self)
-        rules.plans, rules.lows, rules.made = plans, list(lows), {}
+        rules.plans, rules.lows, rules.cache = plans, list(lows), {}
         rules.planned_as = self, change
         return rules
 
@@ -105,20 +99,16 @@ class Rules(Inside):
 
 
 class Half(NamedTuple):
-    """A planned rule, or half of one.
+    """A planned rule, or half of one."""
 
-    Attributes:
-        plan: of what is computed.
-        moves: which float results have a tangent, or which differentiated arguments a gradient;
-            the others have symbolic zeros.
-        tree: of the forward half, the structure of what is saved.
-        stored: of the forward half, the dtypes in which its results come where inputs come low.
-    """
-
-    plan: Plan
+    plan: Plan  # of what is computed
+    # Which float results have a tangent, or which differentiated arguments a gradient; the others
+    # have symbolic zeros.
     moves: tuple[bool, ...] = ()
+    # Of the forward half, the structure of what is saved.
     tree: jax.tree_util.PyTreeDef | None = None
-    stored: Sequence[str | None] = ()
+    # Of the forward half, the dtypes in which its results come where inputs come low.
+    lows: Sequence[str | None] = ()
 
 
 def once(method: Callable[..., Half]) -> Callable[..., Half]:
@@ -126,9 +116,9 @@ def once(method: Callable[..., Half]) -> Callable[..., Half]:
 
     @wraps(method)
     def call(self: Rules, *choice: tuple[bool, ...]) -> Half:
-        if choice not in self.made:
-            self.made[choice] = method(self, *choice)
-        half: Half = self.made[choice]
+        if choice not in self.cache:
+            self.cache[choice] = method(self, *choice)
+        half: Half = self.cache[choice]
         return half
 
     return call
@@ -183,12 +173,12 @@ class _Forward(Rules):
     """
 
     def call(self, values: Sequence[object]) -> Sequence[object]:
-        made = self.made
-        if "function" not in made:  # one object, so that JAX's caches know it again
+        cache = self.cache
+        if "function" not in cache:  # one object, so that JAX's caches know it again
             primal = named(self.primal, self.name, self.plan.jaxpr)
-            made["function"] = function = jax.custom_jvp(primal)
+            cache["function"] = function = jax.custom_jvp(primal)
             function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
-        outs: Sequence[object] = made["function"](*values)
+        outs: Sequence[object] = cache["function"](*values)
         return outs
 
     def rule(
@@ -260,10 +250,10 @@ class _Reverse(Rules):
 
     def call(self, values: Sequence[object]) -> Sequence[object]:
         consts, args = values[: self.num_consts], values[self.num_consts :]
-        made = self.made
-        function = made.get("function") or self.function(consts)
+        cache = self.cache
+        function = cache.get("function") or self.function(consts)
         if not consts:
-            made["function"] = function
+            cache["function"] = function
         outs: Sequence[object] = function(*args)
         return outs
 
@@ -307,7 +297,7 @@ class _Reverse(Rules):
             half: Half = before.forward(moving)
             saved = range(count, len(half.plan.outs))
             plan, outs = change(half.plan, self.lows, saved, self.name)
-            return half._replace(plan=plan, stored=outs[count:])
+            return half._replace(plan=plan, lows=outs[count:])
         skip = self.num_consts
         trees: list[jax.tree_util.PyTreeDef] = []
 
@@ -338,7 +328,7 @@ class _Reverse(Rules):
         if self.planned_as is not None:
             before, change = self.planned_as
             half: Half = before.backward(moving, coming)
-            dtypes = [*first.stored, *[None] * sum(coming)]
+            dtypes = [*first.lows, *[None] * sum(coming)]
             return half._replace(plan=change(half.plan, dtypes, (), self.name)[0])
         count = len(self.plan.outs)
         saved = [var.aval for var in compat.opened(first.plan.jaxpr)[0].outvars[count:]]

@@ -132,7 +132,7 @@ def _itself(x: object) -> object:
     return x
 
 
-# How an equation comes about: from a primitive, values and parameters to results.
+# Makes an equation: of a primitive, values and parameters, its results.
 Put = Callable[[core.Primitive, Sequence[object], jax.core.ParamDict], Sequence[object]]
 
 
@@ -152,18 +152,14 @@ _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
 class SharedOperands:
-    """The shared operands of one run of a plan.
-
-    Args:
-        plan: that runs.
-    """
+    """The shared operands of one run of a plan."""
 
     def __init__(self, plan: Plan) -> None:
-        if "shared in 8 bits" not in plan.made:
+        if "shared in 8 bits" not in plan.cache:
             counts = Counter(form for step in plan.steps for _, form in _forms(step))
             several = frozenset(form for form, count in counts.items() if count > 1)
-            plan.made["shared in 8 bits"] = several
-        self._several: frozenset[_Form] = plan.made["shared in 8 bits"]
+            plan.cache["shared in 8 bits"] = several
+        self._several: frozenset[_Form] = plan.cache["shared in 8 bits"]
         self._made: dict[_Form, Quantised] = {}
 
     def operands(self, step: Step, values: Sequence[Any], put: Any) -> tuple[list[Any], In8Bits]:
@@ -256,7 +252,7 @@ def closed(plan: Plan) -> ClosedProgram:
     """The rewritten program as a closed jaxpr; made once for a plan."""
     if plan.as_written and decision_log.current() is None:
         return plan.jaxpr
-    if "closed" not in plan.made:
+    if "closed" not in plan.cache:
         invars = compat.binders(plan.jaxpr)[1]
         avals = [
             var.aval.update(dtype=np.dtype(known.dtype), weak_type=False)
@@ -271,8 +267,8 @@ def closed(plan: Plan) -> ClosedProgram:
         if decision_log.current() is not None:  # a report names the function of a program
             evaluate = compat.traced_as(evaluate, plan.jaxpr)
         with source_info_util.reset_name_stack():
-            plan.made["closed"] = jax.make_jaxpr(evaluate)(*avals)
-    found: ClosedProgram = plan.made["closed"]
+            plan.cache["closed"] = jax.make_jaxpr(evaluate)(*avals)
+    found: ClosedProgram = plan.cache["closed"]
     return found
 
 
@@ -284,14 +280,14 @@ def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
     return compat.opened(jax.make_jaxpr(evaluate)(*scalars))[0]
 
 
-# Parameters that travel between devices: rounded before they go, if only low ops read them.
+# `round_before` rounds parameters before they travel between devices, if only low ops read them.
 #
 # A program that gathers its sharded parameters itself, with `all_gather` or `reshard`, gathers
 # them in the dtype they are stored in. Where contractions are all that reads the result, it is
 # rounded in any case; rounded before, it is half the bytes and the same numbers. Its gradient
 # goes back in float32 as before: nothing is rounded before devices add it up.
 #
-# Send the elements of one array to other devices, and change none of them.
+# These send the elements of one array to other devices, and change none of them.
 TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reshard"})
 _WIDE = "float32"
 
@@ -376,7 +372,7 @@ def rounded_first(
     return [rounded(*values)]
 
 
-# Operands in 8 bits that several products of a program read: quantised and saved once.
+# Operands in 8 bits that several products of a program read are quantised and saved once.
 #
 # The queries, keys and values of attention are products of one activation. Each of them would
 # quantise it, and save it for the backward pass.

@@ -250,9 +250,7 @@ def _stands_for(
 
 fp8_contraction_p.def_impl(programs.eager(fp8_contraction_p, ("of", "params", "how", "run", "out")))
 
-
 fp8_contraction_p.def_abstract_eval(_abstract)
-
 
 ad.primitive_jvps[fp8_contraction_p] = _jvp
 ad.primitive_transposes[fp8_contraction_p] = _transpose

@@ -32,45 +32,31 @@ from polymp.fp8.recipes import (
 
 
 class Operand(NamedTuple):
-    """An operand's part in a product in 8 bits.
+    """An operand's part in a product in 8 bits."""
 
-    Attributes:
-        role: "activation", "weight" or "gradient".
-        given: True for a parameter, which is saved for the backward pass as it is.
-        own: the dimensions that vmap batches it by: each element of a batch has its own scales.
-        shared: True if it also comes in 8 bits, in the form that is saved for the backward pass,
-            which several products share.
-    """
-
-    role: str
-    given: bool = False
+    role: str  # "activation", "weight" or "gradient"
+    given: bool = False  # True for a parameter, which is saved for the backward pass as it is
+    # The dimensions that vmap batches it by: each element of a batch has its own scales.
     own: tuple[int, ...] = ()
+    # True if it also comes in 8 bits, in the form that is saved for the backward pass, which
+    # several products share.
     shared: bool = False
 
 
 class Quantised(NamedTuple):
-    """An operand in 8 bits.
+    """An operand in 8 bits."""
 
-    Attributes:
-        values: the operand multiplied by the scale, in an 8-bit format.
-        scale: float32, of as many dimensions as the values; of length 1 where it was computed along
-            a dimension.
-    """
-
-    values: jax.Array
+    values: jax.Array  # the operand multiplied by the scale, in an 8-bit format
+    # Float32, of as many dimensions as the values; of length 1 where it was computed along a
+    # dimension.
     scale: jax.Array
 
 
 class Shared(NamedTuple):
-    """An operand as it is, and in 8 bits.
+    """An operand as it is, and in 8 bits."""
 
-    Attributes:
-        wide: as it is.
-        low: in 8 bits.
-    """
-
-    wide: jax.Array
-    low: Quantised
+    wide: jax.Array  # as it is
+    low: Quantised  # in 8 bits
 
 
 # An operand: as it is, in 8 bits, or both.
@@ -78,19 +64,13 @@ Value = jax.Array | Quantised | Shared
 
 
 class In8Bits(NamedTuple):
-    """How a product runs in 8 bits.
+    """How a product runs in 8 bits."""
 
-    Attributes:
-        recipe: the name of the one in force.
-        lhs: the first operand's part.
-        rhs: the second operand's part.
-        trial: True for a product that runs in the low dtype, as without rule fp8, and says what its
-            operands would be in 8 bits, so that an audit can measure what they would lose.
-    """
-
-    recipe: str
-    lhs: Operand
-    rhs: Operand
+    recipe: str  # the name of the one in force
+    lhs: Operand  # the first operand's part
+    rhs: Operand  # the second operand's part
+    # True for a product that runs in the low dtype, as without rule fp8, and says what its operands
+    # would be in 8 bits, so that an audit can measure what they would lose.
     trial: bool = False
 
     @property
@@ -166,11 +146,9 @@ def flattened(lhs: Value, rhs: Value, how: In8Bits) -> tuple[list[jax.Array], In
     return [main(lhs), main(rhs), *rest], how._replace(lhs=parts[0], rhs=parts[1])
 
 
-# Operands of 8-bit products in JAX: an array in 8 bits, and the scale that it was multiplied by.
-#
-# The formulas are those of `polymp.fp8.quantise`. Here are JAX's verbs for them, and the axes
-# that a scale is computed along in a product of any number of dimensions, over a batch of vmap's
-# too.
+# The formulas are those of `polymp.fp8.quantise`. The next functions are JAX's verbs for them, and
+# say along which axes a scale is computed in a product of any number of dimensions, over a batch of
+# vmap's too.
 
 
 IN_8_BITS = frozenset({E4M3, E5M2})
@@ -255,7 +233,6 @@ VERBS = Verbs(
     power_of_two=_power_of_two,
 )
 
-
 # An operand in 8 bits as an equation of its own: several products may share it, and it is saved for
 # the backward pass once. It has no derivative: products have one in the operand as it was.
 fp8_quantise_p: core.Primitive = core.Primitive("polymp_fp8_quantise")
@@ -324,13 +301,10 @@ def _quantise_batch(
 
 fp8_quantise_p.def_impl(eager(fp8_quantise_p, ("recipe", "role", "axes", "differentiated")))
 
-
 fp8_quantise_p.def_abstract_eval(_quantise_abstract)
-
 
 ad.primitive_jvps[fp8_quantise_p] = _quantise_jvp
 ad.primitive_transposes[fp8_quantise_p] = _quantise_transpose
 batching.primitive_batchers[fp8_quantise_p] = _quantise_batch
-
 
 mlir.register_lowering(fp8_quantise_p, mlir.lower_fun(_quantise, multiple_results=True))

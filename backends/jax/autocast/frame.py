@@ -36,20 +36,14 @@ from polymp.rules.row import Rule
 
 @final
 class Cast(NamedTuple):
-    """An operand that is read in another dtype than its own.
+    """An operand that is read in another dtype than its own."""
 
-    Attributes:
-        atom: the variable, or the literal.
-        dtype: what to cast it to.
-        shared: True if the cast may serve other steps too. Casts of parameters do not: each would
-            hand its cotangent to the one copy, where they would be added up in the low dtype.
-        value: the number, in that dtype, that every element is.
-    """
-
-    atom: Atom
-    dtype: str
+    atom: Atom  # the variable, or the literal
+    dtype: str  # what to cast it to
+    # True if the cast may serve other steps too. Casts of parameters do not: each would hand its
+    # cotangent to the one copy, where they would be added up in the low dtype.
     shared: bool = True
-    value: "np.number[Any] | None" = None
+    value: "np.number[Any] | None" = None  # the number, in that dtype, that every element is
 
 
 # The plan of a program: in which dtype every value will be.
@@ -81,33 +75,23 @@ class Kind(StrEnum):
 
 
 class Step(NamedTuple):
-    """One equation as it is to run.
-
-    Attributes:
-        eqn: the equation.
-        kind: how it runs.
-        operands: how each operand is read.
-        params: what the primitive gets; the equation's own unless a dtype is among them.
-        writes: the actual dtype of each result as it comes; None where it is not eligible.
-        returns: dtype to cast each float result to afterwards; None to leave them.
-        stack: the name stack, without our marks.
-        low: of ROUND and CONTRACT, the dtype of the operands.
-        inside: of INSIDE, the programs inside.
-        in_8_bits: of CONTRACT, how it runs in 8 bits; None if it does not.
-        fallback: why a product that the policy wants in 8 bits runs by rule `lower`, or one with
-            rule `lower` is not lowered; "" for none.
-    """
+    """One equation as it is to run."""
 
     eqn: Equation
     kind: Kind
-    operands: Sequence[Operand]
+    operands: Sequence[Operand]  # how each operand is read
+    # What the primitive gets; the equation's own unless a dtype is among them.
     params: jax.core.ParamDict
+    # The actual dtype of each result as it comes; None where it is not eligible.
     writes: tuple[str | None, ...]
+    # Dtype to cast each float result to afterwards; None to leave them.
     returns: tuple[str | None, ...] | None
-    stack: NameStack
-    low: str | None = None
-    inside: "Inside | None" = None
-    in_8_bits: In8Bits | None = None
+    stack: NameStack  # the name stack, without our marks
+    low: str | None = None  # of ROUND and CONTRACT, the dtype of the operands
+    inside: "Inside | None" = None  # of INSIDE, the programs inside
+    in_8_bits: In8Bits | None = None  # of CONTRACT, how it runs in 8 bits; None if it does not
+    # Why a product that the policy wants in 8 bits runs by rule `lower`, or one with rule `lower`
+    # is not lowered; "" for none.
     fallback: str = ""
 
 
@@ -132,19 +116,13 @@ class Origin(Enum):
 
 
 class Known(NamedTuple):
-    """Facts about a value before it exists.
+    """Facts about a value before it exists."""
 
-    Attributes:
-        dtype: its actual dtype; None for what autocast leaves alone.
-        origin: where it comes from.
-        product: True for the low result of a contraction, to which a bias may be added.
-        numbers: the few that its elements are, where those are known: one of a literal, zero and
-            one of bools. Of integers, which may be any, these stand for a mask's.
-    """
-
-    dtype: str | None
-    origin: Origin = Origin.COMPUTED
-    product: bool = False
+    dtype: str | None  # its actual dtype; None for what autocast leaves alone
+    origin: Origin = Origin.COMPUTED  # where it comes from
+    product: bool = False  # True for the low result of a contraction, to which a bias may be added
+    # The few that its elements are, where those are known: one of a literal, zero and one of bools.
+    # Of integers, which may be any, these stand for a mask's.
     numbers: tuple[float, ...] = ()
 
     @property
@@ -165,31 +143,20 @@ class Known(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """A planned program.
+    """A planned program."""
 
-    Attributes:
-        jaxpr: the program as traced.
-        consts: the values of its constants.
-        known: of its inputs.
-        region: that holds where no mark says otherwise.
-        steps: in the order of the equations.
-        results: how each output is read.
-        outs: what is known of the outputs.
-        reads: the dtype in which each input is read, if that is one; as far as passes looked.
-        as_written: True if it is the traced program, cast for cast.
-        made: what emission keeps for this plan, such as its rewritten jaxpr.
-    """
-
-    jaxpr: ClosedProgram
-    consts: Sequence[object]
-    known: tuple[Known, ...]
-    region: Region
-    steps: list[Step]
-    results: tuple[Operand, ...]
-    outs: tuple[Known, ...]
+    jaxpr: ClosedProgram  # the program as traced
+    consts: Sequence[object]  # the values of its constants
+    known: tuple[Known, ...]  # of its inputs
+    region: Region  # that holds where no mark says otherwise
+    steps: list[Step]  # in the order of the equations
+    results: tuple[Operand, ...]  # how each output is read
+    outs: tuple[Known, ...]  # what is known of the outputs
+    # The dtype in which each input is read, if that is one; as far as passes looked.
     reads: tuple[str | None, ...]
-    as_written: bool
-    made: dict[Hashable, Any] = field(default_factory=dict)
+    as_written: bool  # True if it is the traced program, cast for cast
+    # What emission keeps for this plan, such as its rewritten jaxpr.
+    cache: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def drops(self) -> list[list[Atom]]:
@@ -215,13 +182,9 @@ Change = Callable[
 
 @dataclass(eq=False)
 class Inside:
-    """The programs inside an equation, as they are planned, and how it is put back around them.
+    """The programs inside an equation, as they are planned, and how it is put back around them."""
 
-    Attributes:
-        plans: of the programs, in the order of `jaxprs.inside`.
-    """
-
-    plans: "tuple[Plan, ...]"
+    plans: "tuple[Plan, ...]"  # of the programs, in the order of `jaxprs.inside`
 
     def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
         """The results of the step for the values of its operands."""
@@ -235,7 +198,9 @@ class Inside:
         """The outputs of the programs that the step casts, each with the dtype."""
         return {}
 
-    def stored(self, plans: "tuple[Plan, ...]", lows: Sequence[str | None], change: Change) -> Self:
+    def lowered(
+        self, plans: "tuple[Plan, ...]", lows: Sequence[str | None], change: Change
+    ) -> Self:
         """The same where some operands come low."""
         return replace(self, plans=plans)
 
@@ -260,24 +225,7 @@ class Plans(Protocol):
 
 
 class Frame:
-    """One jaxpr under one set of known inputs, while its equations become steps.
-
-    Args:
-        planner: of the whole program, for what is inside this one.
-        jaxpr: closed.
-        known: of its inputs.
-        region: that holds where no mark says otherwise.
-        results: dtypes that the outputs must have; None leaves those as they come.
-        gradients: True if the outputs are gradients: a contraction that makes one of a float32
-            value then does not round it.
-
-    Attributes:
-        env: what is known of each variable so far.
-        steps: of the equations so far.
-        stack: the name stack of the equation at hand, without our marks.
-        casts: whether there may be any.
-        reads: in which dtype all steps read a variable; of several, none. See `planner`.
-    """
+    """One closed jaxpr under one set of known inputs, while its equations become steps."""
 
     def __init__(
         self,
@@ -294,16 +242,20 @@ class Frame:
         self.consts: Sequence[Any]
         self.jaxpr, self.consts = compat.opened(jaxpr)
         self.inputs = known
-        self.region = region
-        self.wanted = results
+        self.region = region  # where no mark says otherwise
+        self.results = results  # dtypes that the outputs must have; None leaves those as they come
+        # The outputs are gradients: a contraction that makes one of a float32 value then does not
+        # round it.
         self.gradients = gradients
         constvars, invars = compat.binders(jaxpr)
         self.env: dict[Atom, Known] = {}
         self.env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         self.env.update(zip(invars, known, strict=True))
         self.steps: list[Step] = []
+        # Of the equation at hand, without our marks.
         self.stack: NameStack = compat.no_scopes()
-        self.casts: bool = results is not None
+        self.casts: bool = results is not None  # whether there may be any
+        # In which dtype all steps read a variable; of several, none. See `planner`.
         self.reads: Mapping[Atom, str | None] = {}
         self.shares: bool = Pass.SHARING not in planner.off
 

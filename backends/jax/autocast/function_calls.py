@@ -64,19 +64,12 @@ def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
 
 class _Ruled(NamedTuple):
-    """The mark by which equations are one section.
+    """The mark by which equations are one section."""
 
-    Attributes:
-        op: of the vocabulary.
-        call: what tells a call of the function in one place from those in others.
-        region: that the call is in.
-        inside: where in the function the equation was traced; None if that tells nothing.
-    """
-
-    op: str
-    call: object
-    region: Region
-    inside: object
+    op: str  # of the vocabulary
+    call: object  # what tells a call of the function in one place from those in others
+    region: Region  # that the call is in
+    inside: object  # where in the function the equation was traced; None if that tells nothing
 
     def goes_on(self, first: "_Ruled") -> bool:
         """True if this is of the same call as the first equation of a section.
@@ -91,23 +84,9 @@ SECTION = "polymp_section"
 
 
 class Section:
-    """Equations of one op, as one equation and as the program inside it.
+    """Equations of one op, as one equation and as the program inside it."""
 
-    Attributes:
-        primitive: by whose name a plan tells sections from equations.
-        op: of the vocabulary.
-        region: that it is in.
-        eqns: the equations.
-        invars: what they read from outside; variables only.
-        outvars: what of theirs is read outside.
-
-    Args:
-        ruled: the mark that the equations have in common.
-        eqns: the equations.
-        invars: what they read from outside.
-        outvars: what of theirs is read outside.
-    """
-
+    # By its name a plan tells sections from equations.
     primitive: core.Primitive = core.Primitive(SECTION)
     constvars: Sequence[Atom] = ()
     consts: Sequence[object] = ()
@@ -122,8 +101,8 @@ class Section:
         self.op: str = ruled.op
         self.region: Region = ruled.region
         self.eqns = eqns
-        self.invars = invars
-        self.outvars = outvars
+        self.invars = invars  # variables that they read from outside
+        self.outvars = outvars  # those of theirs that are read outside
         self.params: jax.core.ParamDict = {}
         self.source_info: SourceInfo = eqns[0].source_info
         self.ctx: JaxprEqnContext = eqns[0].ctx
@@ -261,14 +240,10 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
 
 @dataclass(eq=False)
 class _Inlined(Inside):
-    """A section that runs where it is.
+    """A section that runs where it is."""
 
-    Attributes:
-        reads: by operand, the dtype that the plan takes it in.
-        returns: dtype to cast each result to afterwards; None to leave them.
-    """
-
-    reads: tuple[str | None, ...]
+    reads: tuple[str | None, ...]  # by operand, the dtype that the plan takes it in
+    # Dtype to cast each result to afterwards; None to leave them.
     returns: tuple[str | None, ...] | None
 
     def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
@@ -281,7 +256,7 @@ class _Inlined(Inside):
     def rounds(self) -> Mapping[int, str]:
         return {i: dtype for i, dtype in enumerate(self.returns or ()) if dtype is not None}
 
-    def stored(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
+    def lowered(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
         reads = tuple(low or f for low, f in zip(lows, self.reads, strict=True))
         return replace(self, plans=plans, reads=reads)
 

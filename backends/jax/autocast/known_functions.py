@@ -63,28 +63,20 @@ _VARIANTS: dict[str, Callable[[Equation], str]] = {
 
 
 class Found(NamedTuple):
-    """A known function that an equation was traced in.
+    """A known function that an equation was traced in."""
 
-    Attributes:
-        op: its name in the vocabulary.
-        call: what tells a call of it in one place from those in others: the frames around it.
-        inside: what tells the equation from others of the call: frames inside, primitive, types.
-    """
-
-    op: str
-    call: object
+    op: str  # its name in the vocabulary
+    call: object  # what tells a call of it in one place from those in others: the frames around it
+    # What tells the equation from others of the call: frames inside, primitive, types.
     inside: object
 
 
 class Functions:
-    """The known functions, by their code.
-
-    Attributes:
-        ops: names in the vocabulary, by the identity of a code object.
-        places: the same, by file, first line and name of a function.
-    """
+    """The known functions, by their code."""
 
     def __init__(self) -> None:
+        # Names in the vocabulary, by the identity of a code object; and the same by file, first
+        # line and name of a function.
         self.ops: dict[int, str] = {}
         self.places: dict[tuple[str | None, int | None, str], str] = {}
         self._borders: set[int] = set()
@@ -154,10 +146,8 @@ def _called(eqn: Equation) -> list[ClosedProgram]:
 
 _NAMED = JITTED | RULED
 
-
 # The op of a loop of the user's that is what a solver's is.
 _LOOP = "while_loop"
-
 
 # Where wrappers keep what they wrap: functools, jax's custom_jvp and custom_vjp, functools.partial,
 # bound methods.
@@ -207,7 +197,6 @@ def spelled(given: object, where: str) -> tuple[tuple[str, ...], tuple[str, ...]
 
 FUNCTIONS = Functions()
 
-
 # Facts about JAX's primitives: with which float dtypes they can do what. No rules.
 #
 # A primitive that no set here names runs in the dtypes that the program was written in. That is
@@ -218,10 +207,8 @@ FUNCTIONS = Functions()
 # Sums of products of two operands: the ones that units for low dtypes are built for.
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
-
 # polymp's own primitives for them, which say in `of` which of them each stands for.
 OURS = frozenset({"polymp_contraction", "polymp_fp8_contraction"})
-
 
 # Compute in any float dtype, and return the dtype of their float operands, which must agree.
 ELEMENTWISE = frozenset(
@@ -242,7 +229,6 @@ REDUCTIONS = frozenset(
     """.split()
 )
 
-
 # Move numbers and change none of them.
 LAYOUT = frozenset(
     """
@@ -258,7 +244,6 @@ MOVES = frozenset(
     """.split()
 )
 
-
 # Each result has the dtype of the operand in its place; the operands need not agree.
 # The casts around these stay where the program's values are: the transpose of a pvary is a psum,
 # and moving a cast through it would sum gradients in the low dtype.
@@ -272,7 +257,6 @@ INDEPENDENT = frozenset(
 
 FREE = CONTRACTIONS | ELEMENTWISE | REDUCTIONS | LAYOUT | MOVES | INDEPENDENT
 
-
 # Hold a program of their own that is not the user's to rewrite: run as written, without a word.
 OPAQUE = frozenset(
     """
@@ -281,7 +265,6 @@ OPAQUE = frozenset(
     reduce reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )
-
 
 # Classes of ops that JAX has no low kernels for: their functions run as written, unless a policy
 # says otherwise, and the products inside them are not the user's to lower.

@@ -340,7 +340,6 @@ _EXACT: dict[str, Callable[..., float]] = {
     "sub": operator.sub,
 }  # fmt: skip
 
-
 # Of more numbers than these, nothing is known.
 _FEW = 8
 

@@ -68,7 +68,6 @@ TABLE: Mapping[str, Handler] = {
     function_calls.SECTION: function_calls.plan_section,
 }
 
-
 # These hold programs, which are planned in disabled regions too: a mark inside may enable one.
 _HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.SECTION}
 
@@ -190,13 +189,13 @@ def _planned(frame: Frame) -> Plan:
 def _finished(frame: Frame) -> Plan:
     """The plan, once every equation has a step."""
     atoms = frame.jaxpr.outvars
-    wanted = frame.wanted or [None] * len(atoms)
-    reads = tuple(map(frame.read, atoms, wanted))
+    results = frame.results or [None] * len(atoms)
+    reads = tuple(map(frame.read, atoms, results))
     outs = []
-    for atom, want, read in zip(atoms, wanted, reads, strict=True):
+    for atom, result, read in zip(atoms, results, reads, strict=True):
         known = frame.known(atom)
         cast = type(read) is Cast
-        dtype = want if want and known.dtype else known.dtype
+        dtype = result if result and known.dtype else known.dtype
         outs.append(known._replace(dtype=dtype, product=known.product and not cast))
     dtypes = [k.dtype for k in (*frame.inputs, *outs)]
     as_written = (
@@ -237,21 +236,15 @@ def _is_as_written(step: Step) -> bool:
     return step.kind is Kind.CAST
 
 
-# Passes over a planned frame, so that fewer casts are left, and why the numbers stay.
+# The passes `pull_up` and `pull_down` leave fewer casts: see `improve`.
 #
-#     pull_up     what float32 ops alone read is computed in float32
-#     pull_down   a layout that low ops alone read is made of low numbers
-#
-# They are one walk from the last step to the first, and none where the plan holds no cast.
-#
-# What is computed in float32 at no more cost: single results, made element by element or chosen.
+# These are computed in float32 at no more cost: single results, made element by element or chosen.
 WIDENED = known_functions.ELEMENTWISE | {
     "broadcast_in_dim", "concatenate", "copy", "pad", "reduce_max", "reduce_min",
     "reshape", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 
-
-# What a cast to a low dtype moves through, from the result to the operands, bit for bit.
+# Through these a cast to a low dtype moves, from the result to the operands, bit for bit.
 #
 # Forward. Each element of the result is one element of one operand, and which one it is depends on
 # shapes, integers and bools alone. Rounding maps each element by itself, infinities, NaNs and -0.0
@@ -306,25 +299,15 @@ def improve(frame: Frame) -> None:
 
 
 class _CastPuller:
-    """One walk over the steps of a program, from the last to the first.
-
-    Attributes:
-        dtypes: in which dtype the steps seen so far read a variable; `_MIXED` for several.
-        cast: variables and dtypes that those steps share a cast to.
-        moved: the values that have another dtype than they were planned in.
-
-    Args:
-        frame: of the program.
-        up: whether to pull casts up.
-        down: whether to pull casts down.
-    """
+    """Goes over the steps of a program, from the last to the first."""
 
     def __init__(self, frame: Frame, up: bool, down: bool) -> None:
         self.frame = frame
         self.up, self.down = up, down
+        # In which dtype the steps seen so far read a variable; `_MIXED` for several.
         self.dtypes: dict[Atom, str | None] = {}
-        self.cast: set[tuple[Atom, str]] = set()
-        self.moved: set[Atom] = set()
+        self.cast: set[tuple[Atom, str]] = set()  # to which they share a cast
+        self.moved: set[Atom] = set()  # values that have another dtype than they were planned in
         self._makers: dict[Atom, Equation] | None = None
         self._sources: dict[Atom, Atom] = {}  # what a variable is a layout of
         # By a source and a dtype, the layouts of it that are cast.
@@ -371,7 +354,7 @@ class _CastPuller:
         """The dtypes in which the program's outputs are read."""
         frame = self.frame
         atoms = frame.jaxpr.outvars
-        for atom, want in zip(atoms, frame.wanted or [None] * len(atoms), strict=True):
+        for atom, want in zip(atoms, frame.results or [None] * len(atoms), strict=True):
             if type(atom) is core.Literal:
                 continue
             have = frame.env[atom].dtype

@@ -51,18 +51,13 @@ class PlannedCall(NamedTuple):
     statics: Sequence[object]
 
 
-class Made(NamedTuple):
-    """The parts of an autocast function; its attribute `polymp`.
+class AutocastFunction(NamedTuple):
+    """The parts of an autocast function; its attribute `polymp`."""
 
-    Attributes:
-        call: the function; another one, where a wrapper has taken over the attribute.
-        fn: that it transforms.
-        region: that holds in it.
-    """
-
+    # The function; another one, where a wrapper has taken over the attribute.
     call: Callable[..., object]
-    fn: Callable[..., object]
-    region: Region
+    fn: Callable[..., object]  # that it transforms
+    region: Region  # that holds in it
 
 
 def transformed(
@@ -141,7 +136,7 @@ def transformed(
         made = new(fn, region, tree, statics, key.avals, kept)
         return made, whole(made.plan)
 
-    call.polymp = Made(call, fn, region)  # type: ignore[attr-defined]
+    call.polymp = AutocastFunction(call, fn, region)  # type: ignore[attr-defined]
     return call
 
 
@@ -161,7 +156,6 @@ _ESCAPED = (
     "in init, or samples of numpyro, wrap the whole of what returns them, as in autocast(net.init) "
     "and autocast(net.apply), or only functions inside that store nothing."
 )
-
 
 # cuDNN's kernels take low dtypes alone, and look while they are traced.
 _CUDNN = (
@@ -214,7 +208,7 @@ def trace(
     return PlannedCall(plan, *found[0])
 
 
-# Calls of a jitted function under autocast: planned once for arguments of the same types.
+# Calls of a jitted function under autocast are planned once for arguments of the same types.
 #
 # jit runs a function's Python once for arguments of the same types, so that nothing is missed if
 # the whole plan is kept. What is kept is compiled as one program, unless the user's jit has
@@ -232,14 +226,11 @@ class _Array:
 ARRAY = _Array()
 _FUNCTION = type(jax.jit(lambda: None))
 
-
 # Types of leaves of which equal ones are the same.
 _PLAIN = frozenset({_Array, bool, int, str, type(None)})
 
-
 # Computes the outputs of a plan from its inputs.
 Evaluate = Callable[[Sequence[object]], Sequence[object]]
-
 
 # Plans of a jitted function that are kept.
 KEPT = 64
@@ -251,17 +242,11 @@ def is_jitted(fn: object) -> TypeGuard[Callable[..., object]]:
 
 
 class Key(NamedTuple):
-    """All that the plan of a jitted function depends on, besides the leaves of its arguments.
+    """All that the plan of a jitted function depends on, besides the leaves of its arguments."""
 
-    Attributes:
-        avals: types of the arrays.
-        kinds: types of the leaves.
-        settings: of JAX and of polymp.
-    """
-
-    avals: tuple[object, ...]
-    kinds: tuple[type, ...]
-    settings: Hashable
+    avals: tuple[object, ...]  # types of the arrays
+    kinds: tuple[type, ...]  # types of the leaves
+    settings: Hashable  # of JAX and of polymp
 
 
 def call_key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key | None:
@@ -286,7 +271,7 @@ def whole(plan: Plan) -> Evaluate:
     if step.inside is None or not passes:
         return jax.jit(evaluate)
     # The call alone: what is compiled for its plan serves all calls that have the same one.
-    compiled: Evaluate = step.inside.plans[0].made.setdefault("whole", jax.jit(evaluate))
+    compiled: Evaluate = step.inside.plans[0].cache.setdefault("whole", jax.jit(evaluate))
     return compiled
 
 
@@ -304,7 +289,7 @@ def _is_plain(eqn: Any) -> bool:
     )
 
 
-# Values of a trace that a function stored outside of itself, where they are dead once it ends.
+# `escaped` finds values of a trace that a function stored outside of itself: they are dead there.
 #
 # What is older than the trace and refers to one of its values was given it by the function: a
 # list of the user's, an object, the parameters that a library collects. What a function made in
@@ -314,10 +299,8 @@ def _is_plain(eqn: Any) -> bool:
 
 _CACHE = type(functools.lru_cache(len))
 
-
 # They run, or are called: what they refer to, they do not hand out.
 _CODE = (FrameType, FunctionType, GeneratorType, MethodType, functools.partial, _CACHE)
-
 
 # Carriers whose holders are looked for: all, but for the largest leaks.
 _SOUGHT = 256
@@ -396,7 +379,7 @@ def _held_outside(young: Sequence[object], tracers: Sequence[object]) -> set[int
     return {id(x) for x, count in pairs if count - counting != known[id(x)]}
 
 
-# Rules by module path whose pattern matches nothing in a program: a warning that helps.
+# `warn_of_unmatched` warns of rules by module path whose pattern matches nothing in a program.
 
 
 def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None:

@@ -266,15 +266,10 @@ def in_backward(stack: NameStack) -> bool:
 
 
 class Frames(NamedTuple):
-    """The Python frames of a traceback, innermost first.
+    """The Python frames of a traceback, innermost first."""
 
-    Attributes:
-        codes: the code object of each.
-        places: where in it the frame was: offsets of instructions.
-    """
-
-    codes: Sequence[CodeType]
-    places: Sequence[int]
+    codes: Sequence[CodeType]  # the code object of each
+    places: Sequence[int]  # where in it the frame was: offsets of instructions
 
 
 def frames(traceback: Any) -> Frames:

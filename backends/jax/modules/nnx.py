@@ -107,22 +107,15 @@ def shape_of(args: object) -> Hashable:
 
 
 class Apart(NamedTuple):
-    """A pytree whose modules are taken apart.
+    """A pytree whose modules are taken apart."""
 
-    Attributes:
-        parts: the state of all modules, by their numbers, and a list of everything else; or the
-            pytree itself, where it has no modules.
-        together: makes a pytree with new modules of such parts.
-        paths: of the leaves of `parts`, as the user would write them.
-        modules: how many there are.
-        others: how many leaves there are besides.
-    """
-
+    # The state of all modules, by their numbers, and a list of everything else; or the pytree
+    # itself, where it has no modules.
     parts: Any
-    together: Callable[[Any], Any]
-    paths: list[str]
-    modules: int
-    others: int
+    together: Callable[[Any], Any]  # makes a pytree with new modules of such parts
+    paths: list[str]  # of the leaves of `parts`, as the user would write them
+    modules: int  # how many there are
+    others: int  # how many leaves there are besides
 
 
 def apart(tree: object) -> Apart:

@@ -116,14 +116,10 @@ _SAME = frozenset({
 
 
 class _Flow(Walk[_Value, tuple[bool, bool]]):
-    """Follows values through the step; a place is in the backward pass or not, in `scale` or not.
+    """Follows values; a place is in the backward pass or not, and in `scale` or not."""
 
-    Attributes:
-        unscaled: the first float16 equation on the way of a gradient that was not scaled.
-    """
-
-    def __init__(self) -> None:
-        self.unscaled: str | None = None
+    # The first float16 equation on the way of a gradient that was not scaled.
+    unscaled: str | None = None
 
     def program(
         self, closed: ClosedProgram, values: Sequence[_Value], around: tuple[bool, bool]
@@ -181,8 +177,13 @@ class _Flow(Walk[_Value, tuple[bool, bool]]):
         constant = one.constant
         if constant != other.constant:
             constant = _SOME if one.constant and other.constant else None
-        rest = zip(one[2:], other[2:], strict=True)
-        return _Value(constant, one.given and other.given, *(a or b for a, b in rest))
+        return _Value(
+            constant,
+            one.given and other.given,
+            one.cotangent or other.cotangent,
+            one.low or other.low,
+            one.scaled or other.scaled,
+        )
 
 
 def _by_hand(name: str, eqn: Equation, values: list[_Value]) -> bool:

@@ -389,13 +389,8 @@ jax.tree_util.register_pytree_with_keys(
     GradScaler, _flatten_with_keys, lambda rest, first: _make(*first, *rest), _flatten
 )
 
-
-# Gradients of a scaled loss: the function that scales it, and `value_and_grad` of that.
-#
-# A function of parameters in, one that also scales and checks out. The loss itself comes back
-# beside the scaled one, in its own dtype: the scaled loss divided by the scale may differ in its
-# last bits.
-
+# `value_and_grad` differentiates the scaled loss. The loss itself comes back beside it, in its own
+# dtype: the scaled loss divided by the scale may differ in its last bits.
 
 S = TypeVar("S")
 
@@ -469,9 +464,6 @@ def value_and_grad(
     return call
 
 
-# The warning that a loss scaler has no effect on a loss from a bfloat16 region.
-
-
 class _Told(threading.local):
     """The rules of the scalers that this thread was warned of: each step makes another scaler."""
 
@@ -489,7 +481,7 @@ def warn_in_bfloat16(rule: ScaleRule) -> None:
         warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=outside())
 
 
-# Flax's checkpoints of scalers: flax asks for a conversion of a class, and not for its leaves.
+# The rest is for flax's checkpoints, which ask for a conversion of a class, and not for its leaves.
 
 
 class _Stateful(Protocol):

@@ -25,17 +25,11 @@ _INT32 = 2**31  # a leaf with as many values is counted in int64
 
 
 class Counts(NamedTuple):
-    """Counts on their way to the host; only `rows` waits for them.
+    """Counts on their way to the host; only `rows` waits for them."""
 
-    Attributes:
-        names: of the leaves.
-        shapes: of the leaves.
-        table: Inf, NaN, zero and subnormal values of each leaf; int32 [leaves, 4].
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    table: jax.Array
+    names: tuple[str, ...]  # of the leaves
+    shapes: tuple[tuple[int, ...], ...]  # of the leaves
+    table: jax.Array  # Inf, NaN, zero and subnormal values of each leaf; int32 [leaves, 4]
 
     def rows(self) -> tuple[Gradient, ...]:
         """An entry for each leaf. Waits for the device."""

@@ -36,7 +36,6 @@ G = TypeVar("G")
 T = TypeVar("T")
 Axes = str | Sequence[str] | None
 
-
 # Where results are selected, not computed under a condition. On an H100 a step takes as long either
 # way and its call waits for neither; on rocm it is not measured.
 SELECTING = ("cuda", "rocm")
@@ -175,10 +174,8 @@ def check_replaces(old: tuple[object, ...], new: object) -> None:
             )
 
 
-# The scaling rule on arrays, bit for bit torch's, and the factor that a state stands for.
-#
-# A rule and a state in, the next state out. The rule is `polymp.scaling.scale_rule.step`; what
-# is added here is how float32 arrays multiply by a factor that float32 cannot hold.
+# The rule is `polymp.scaling.scale_rule.step`, bit for bit as in torch. What the next functions add
+# is how float32 arrays multiply by a factor that float32 cannot hold.
 
 
 class _Factor:

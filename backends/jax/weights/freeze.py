@@ -36,7 +36,13 @@ from polymp.backends.jax.autocast.function_calls import SECTION, Section
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.planner import PlanCache
 from polymp.backends.jax.autocast.regions import NameStacks
-from polymp.backends.jax.autocast.transform import ARRAY, Made, PlannedCall, trace, transformed
+from polymp.backends.jax.autocast.transform import (
+    ARRAY,
+    AutocastFunction,
+    PlannedCall,
+    trace,
+    transformed,
+)
 from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.jaxprs import Inner, inside
 from polymp.backends.jax.modules import nnx
@@ -88,7 +94,7 @@ def freeze(
             "before serving."
         )
     before = fn if isinstance(fn, Frozen) else None
-    made = before.made if before else _made(fn)
+    autocast = before.function if before else _autocast_function(fn)
     apart = nnx.apart(params)
     leaves, tree = jax.tree.flatten(apart.parts)
     typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
@@ -99,11 +105,11 @@ def freeze(
                 f"freeze(serve, params, ...): {apart.paths[i]} is {low}, as it was stored "
                 "before. Pass the float32 parameters, from which both are made."
             )
-    function, given = made.fn, ((params, *args), kwargs)
+    function, given = autocast.fn, ((params, *args), kwargs)
     if nnx.among(given):
-        policy = made.region.policy
+        policy = autocast.region.policy
         named = policy is not None and bool(policy.scopes)
-        function, parts, _ = nnx.pure_of(made.fn, *given, named)
+        function, parts, _ = nnx.pure_of(autocast.fn, *given, named)
         given = (parts, {})
     flat, given_tree = jax.tree.flatten(given)
     call = Signature(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
@@ -113,9 +119,9 @@ def freeze(
     why = {i: _reason(leaves[i]) for i in typed}
     if before:
         why = {i: text or before.kept.get(apart.paths[i]) for i, text in why.items()}
-    traced = trace(function, made.region, given_tree, call.statics, arrays)
+    traced = trace(function, autocast.region, given_tree, call.statics, arrays)
     candidates = [places[i] for i, text in why.items() if text is None]
-    found, wide = _decided(call, traced, candidates, made.region)
+    found, wide = _decided(call, traced, candidates, autocast.region)
 
     lows = {i: found[places[i]] for i in typed if places[i] in found}
     made_of: dict[tuple[int, str], object] = {}  # tied parameters stay one array
@@ -128,23 +134,18 @@ def freeze(
     dtypes = {i: dtype_of(served[i]) for i in typed}
     expected = FrozenParams(tree, apart, dtypes, lows)
     size = [sum(map(_bytes, {id(xs[i]): xs[i] for i in typed}.values())) for xs in (leaves, served)]
-    return Frozen(made, stored, kept, size, expected), apart.together(
+    return Frozen(autocast, stored, kept, size, expected), apart.together(
         jax.tree.unflatten(tree, served)
     )
 
 
 class Signature(NamedTuple):
-    """A call as it is traced.
+    """A call as it is traced."""
 
-    Attributes:
-        fn: of arrays; where modules are among the arguments, of their state and everything else.
-        tree: of the positional and keyword arguments.
-        statics: the leaves, with `ARRAY` for each array.
-    """
-
+    # Of arrays; where modules are among the arguments, of their state and everything else.
     fn: Callable[..., object]
-    tree: jax.tree_util.PyTreeDef
-    statics: tuple[object, ...]
+    tree: jax.tree_util.PyTreeDef  # of the positional and keyword arguments
+    statics: tuple[object, ...]  # the leaves, with `ARRAY` for each array
 
     def first(self, params: nnx.Apart) -> list[int]:
         """The places of the parameters among all arrays, in the order of `params.parts`."""
@@ -181,18 +182,8 @@ class Signature(NamedTuple):
         ]
 
 
-# The parameters of a frozen function: their places among a call's arrays, and their dtypes.
-
-
 class FrozenParams:
-    """The parameters that a frozen function takes.
-
-    Args:
-        tree: of the parameters, their modules taken apart.
-        params: the ones it was frozen for.
-        dtypes: by number of a leaf, that of an array.
-        lows: by number of a leaf, the low dtype that it is stored in.
-    """
+    """The parameters that a frozen function takes, by numbers of leaves, modules taken apart."""
 
     def __init__(
         self,
@@ -202,11 +193,10 @@ class FrozenParams:
         lows: Mapping[int, str],
     ) -> None:
         self.tree = tree
-        self.params: nnx.Apart = params._replace(
-            parts=None, together=lambda parts: parts
-        )  # holds no array
-        self.dtypes = dtypes
-        self.lows = lows
+        # Those it was frozen for, without the arrays.
+        self.params: nnx.Apart = params._replace(parts=None, together=lambda parts: parts)
+        self.dtypes = dtypes  # of the arrays
+        self.lows = lows  # of those that are stored low
 
     def low(self, call: Signature) -> dict[int, tuple[str, str]]:
         """By place among all arrays, path and dtype of what is stored low."""
@@ -244,10 +234,10 @@ class Frozen:
         kept: by the path of each other array among the parameters, why it is as it was.
         bytes_before: of the parameters as they came.
         bytes_after: of the parameters as they are stored.
-        made: the autocast function.
+        function: the autocast function.
 
     Args:
-        made: the autocast function.
+        function: the autocast function.
         stored: see above.
         kept: see above.
         size: bytes before and after.
@@ -256,21 +246,21 @@ class Frozen:
 
     def __init__(
         self,
-        made: Made,
+        function: AutocastFunction,
         stored: Mapping[str, str],
         kept: Mapping[str, str],
         size: Sequence[int],
         expected: FrozenParams,
     ) -> None:
-        functools.update_wrapper(self, made.call)
-        self.made = made
+        functools.update_wrapper(self, function.call)
+        self.function = function
         self.stored = stored
         self.kept = kept
         self.bytes_before: int
         self.bytes_after: int
         self.bytes_before, self.bytes_after = size
         self._expected = expected
-        self._call = transformed(made.fn, made.region, self._traced)
+        self._call = transformed(function.fn, function.region, self._traced)
 
     def __call__(self, served: object, /, *args: object, **kwargs: object) -> Any:
         """Call the autocast function with the stored parameters.
@@ -298,7 +288,7 @@ class Frozen:
         return self._call(served, *args, **kwargs)
 
     def __repr__(self) -> str:
-        name = getattr(self.made.fn, "__name__", repr(self.made.fn))
+        name = getattr(self.function.fn, "__name__", repr(self.function.fn))
         dtypes = ", ".join(sorted(set(self.stored.values()))) or "a low dtype"
         return (
             f"<frozen {name}: {len(self.stored)} of {len(self.stored) + len(self.kept)} arrays in "
@@ -321,54 +311,49 @@ class Frozen:
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
         traced = trace(fn, region, tree, statics, avals, kept)
         dtypes = [low[i][1] if i in low else None for i in range(len(arrays))]
-        made = store(traced.plan, dtypes, call.passed_on(traced))
-        for i, read in made.wide.items():
+        lowered = plan_low(traced.plan, dtypes, call.passed_on(traced))
+        for i, read in lowered.wide.items():
             path, dtype = low[i]
             raise PolicyError(
                 f"{path} is stored in {dtype}, but with these arguments {read.why}. Freeze with "
                 "these arguments as well: polymp.jax.freeze(serve, params, ...), where serve is "
                 "this function and params are the float32 parameters, keeps it in float32."
             )
-        return traced._replace(plan=made.plan)
+        return traced._replace(plan=lowered.plan)
 
 
-# What is stored
+# The next functions decide what is stored.
 
 
-def _made(fn: object) -> Made:
-    made = getattr(fn, "polymp", None)
-    if not isinstance(made, Made) or made.call is not fn:
+def _autocast_function(fn: object) -> AutocastFunction:
+    autocast = getattr(fn, "polymp", None)
+    if not isinstance(autocast, AutocastFunction) or autocast.call is not fn:
         raise TypeError(
             "freeze(fn, params, ...) needs a function that polymp.jax.autocast returned, got "
             f"{_short(fn)}. Write freeze(autocast(fn), params, ...), and put jax.jit and other "
             "transformations around what freeze returns."
         )
-    if nnx.owned(made.fn, ())[1]:
+    if nnx.owned(autocast.fn, ())[1]:
         raise TypeError(
             "freeze(fn, params, ...) needs the parameters as first argument, but "
-            f"{_short(made.fn)} holds them itself. Write "
+            f"{_short(autocast.fn)} holds them itself. Write "
             "freeze(autocast(lambda model, *args: model(*args)), model, ...)."
         )
-    return made
+    return autocast
 
 
 class Wide(NamedTuple):
-    """Why an input cannot come in a low dtype.
+    """Why an input cannot come in a low dtype."""
 
-    Attributes:
-        dtype: in which it is read; None for no read.
-        why: who reads it, as a clause.
-    """
-
-    dtype: str | None
-    why: str
+    dtype: str | None  # in which it is read; None for no read
+    why: str  # who reads it, as a clause
 
 
 def _decided(
     call: Signature, traced: PlannedCall, candidates: Iterable[int], region: Region
 ) -> tuple[dict[int, str], dict[int, Wide]]:
     """By place, the dtype in which an array can be stored, or why it cannot."""
-    free = call.passed_on(traced)
+    allowed = call.passed_on(traced)
     left: set[int] = set(candidates)
     found: dict[int, str] = {}
     wide: dict[int, Wide] = {}
@@ -376,12 +361,12 @@ def _decided(
         tried, why = set(left), {}
         while tried:
             dtypes = [dtype if i in tried else None for i in range(len(traced.plan.known))]
-            made = store(traced.plan, dtypes, free)
-            unread = tried - made.read if not made.wide else set()
-            why.update(made.wide)
+            lowered = plan_low(traced.plan, dtypes, allowed)
+            unread = tried - lowered.read if not lowered.wide else set()
+            why.update(lowered.wide)
             why.update(dict.fromkeys(unread, Wide(None, "nothing reads it")))
-            tried -= made.wide.keys() | unread
-            if not made.wide and not unread:
+            tried -= lowered.wide.keys() | unread
+            if not lowered.wide and not unread:
                 break
         found.update(dict.fromkeys(tried, dtype))
         left -= tried
@@ -440,7 +425,8 @@ def dtype_of(leaf: object) -> str:
     return str(leaf.dtype.name)
 
 
-# A plan whose inputs come in a low dtype already: casts fall away, nothing else changes.
+# `plan_low` changes a plan to one for inputs that come in a low dtype already: casts fall away,
+# nothing else changes.
 #
 #     planned     w float32 -> reshape -> cast to bfloat16 -> product
 #     stored      w bfloat16 -> reshape -> product
@@ -450,50 +436,35 @@ def dtype_of(leaf: object) -> str:
 # nothing to do. That the numbers are the same needs no comparison of two plans: rounding
 # commutes with moving. Anything else reads the value in float32, and is reported with the row
 # that makes it do so.
-#
-# Plans in, plans out; no array is made here.
 
 
 class Low(NamedTuple):
-    """A value that is low where the plan has float32.
-
-    Attributes:
-        dtype: its own.
-        inputs: numbers of the program's inputs that it is made of.
-    """
+    """A value that is low where the plan has float32."""
 
     dtype: str
-    inputs: frozenset[int]
+    inputs: frozenset[int]  # numbers of the program's inputs that it is made of
 
 
-class Stored(NamedTuple):
-    """A plan with low inputs.
+class LowPlan(NamedTuple):
+    """A plan with low inputs."""
 
-    Attributes:
-        plan: sound if nothing is read wide.
-        outs: the outputs that are low.
-        wide: by input, the first read that is not in its low dtype.
-        read: inputs that are read in it.
-    """
-
-    plan: Plan
-    outs: tuple[Low | None, ...]
-    wide: dict[int, Wide]
-    read: frozenset[int]
+    plan: Plan  # sound if nothing is read wide
+    outs: tuple[Low | None, ...]  # the outputs that are low
+    wide: dict[int, Wide]  # by input, the first read that is not in its low dtype
+    read: frozenset[int]  # inputs that are read in it
 
 
-def store(plan: Plan, dtypes: Sequence[str | None], free: Iterable[int] = ()) -> Stored:
+def plan_low(plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int] = ()) -> LowPlan:
     """A planned program, with everything inside it, for inputs in these dtypes."""
-    key = store, tuple(dtypes), frozenset(free)
-    if key not in plan.made:
-        plan.made[key] = _LowInputs(plan, key[1], key[2]).stored()
-    stored: Stored = plan.made[key]
-    return stored
+    key = plan_low, tuple(dtypes), frozenset(allowed)
+    if key not in plan.cache:
+        plan.cache[key] = _LowInputs(plan, key[1], key[2]).result()
+    lowered: LowPlan = plan.cache[key]
+    return lowered
 
 
 # These move numbers and change none of them, in any dtype.
 _MOVES = known_functions.LAYOUT | {"concatenate", "gather", "split", "stack", "unstack"}
-
 
 # These too, each operand to the result in its place.
 _EACH = frozenset(
@@ -509,15 +480,15 @@ Held = list[Low | None]
 class _LowInputs:
     """One plan, as its steps take low values."""
 
-    def __init__(self, plan: Plan, dtypes: tuple[str | None, ...], free: frozenset[int]) -> None:
+    def __init__(self, plan: Plan, dtypes: tuple[str | None, ...], allowed: frozenset[int]) -> None:
         self.plan = plan
         self.dtypes = dtypes
-        self.free = free
+        self.allowed = allowed
         self.env: dict[Atom, Low] = {}
         self.wide: dict[int, Wide] = {}
         self.read: set[int] = set()
 
-    def stored(self) -> Stored:
+    def result(self) -> LowPlan:
         plan, invars = self.plan, compat.binders(self.plan.jaxpr)[1]
         for i, (var, dtype) in enumerate(zip(invars, self.dtypes, strict=True)):
             if dtype is not None:
@@ -526,13 +497,13 @@ class _LowInputs:
         lows = []
         for i, operand in enumerate(plan.results):
             low = self.held(operand)
-            if low is not None and i not in self.free:
+            if low is not None and i not in self.allowed:
                 self.refuse(low, Wide("float32", "it is handed on in float32, as a result"))
                 low = None
             lows.append(low)
         known, outs = _lowered(plan.known, self.dtypes), _lowered(plan.outs, _dtypes(lows))
-        made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, made={})
-        return Stored(made, tuple(lows), self.wide, frozenset(self.read))
+        made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, cache={})
+        return LowPlan(made, tuple(lows), self.wide, frozenset(self.read))
 
     def held(self, operand: Operand) -> Low | None:
         """The low value that an operand hands on; one that is cast to its own dtype is read."""
@@ -608,20 +579,22 @@ class _LowInputs:
             self.refuse(lows[at], Wide("float32", f"a {name} carries it in float32 ({where})"))
             lows[at] = None
         before = set(self.wide)
-        free = self.free_outputs(step, whole, programs, lows)
-        made = [
-            self.enter(plan, program.of(lows), free if program.gives else ())
+        allowed = self.allowed_outputs(step, whole, programs, lows)
+        entered = [
+            self.enter(plan, program.of(lows), allowed if program.gives else ())
             for program, plan in zip(programs, whole.plans, strict=True)
         ]
         if name == SECTION:  # inside, nothing is asked: the op decides
             self.tell(step, before)
-        results = (m.outs for m, program in zip(made, programs, strict=True) if program.gives)
+        results = (
+            one.outs for one, program in zip(entered, programs, strict=True) if program.gives
+        )
         moved, outs = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
-        outs = [self.rounded(low, whole.rounds().get(i)) for i, low in enumerate(outs)]
-        plans = tuple(m.plan for m in made)
-        return moved._replace(inside=whole.stored(plans, _dtypes(lows), self.of_rule)), outs
+        outs = [self.after_cast(low, whole.rounds().get(i)) for i, low in enumerate(outs)]
+        plans = tuple(one.plan for one in entered)
+        return moved._replace(inside=whole.lowered(plans, _dtypes(lows), self.of_rule)), outs
 
-    def rounded(self, low: Low | None, dtype: str | None) -> Low | None:
+    def after_cast(self, low: Low | None, dtype: str | None) -> Low | None:
         """A result of a program inside, once the step has cast it: what is low is read then."""
         if low is None or dtype is None:
             return low
@@ -631,41 +604,43 @@ class _LowInputs:
             self.refuse(low, Wide(dtype, f"it is returned in {dtype}"))
         return None
 
-    def free_outputs(
+    def allowed_outputs(
         self, step: Step, whole: Inside, programs: Sequence[Inner], lows: Held
     ) -> list[int]:
         """The outputs of the programs inside that may come low: all branches agree in those."""
         passed = {*whole.passed_on(), *whole.rounds()}
-        free = [i for i in sorted(passed) if i >= programs[0].carries]
+        allowed = [i for i in sorted(passed) if i >= programs[0].carries]
         if step.eqn.primitive.name == "cond":
             pairs = zip(programs, whole.plans, strict=True)
-            made = [store(plan, _dtypes(branch.of(lows)), free).outs for branch, plan in pairs]
-            alike = [len({*_dtypes(several)}) == 1 for several in zip(*made, strict=True)]
-            free = [i for i in free if alike[i]]
-        return free
+            outs = [
+                plan_low(plan, _dtypes(branch.of(lows)), allowed).outs for branch, plan in pairs
+            ]
+            alike = [len({*_dtypes(several)}) == 1 for several in zip(*outs, strict=True)]
+            allowed = [i for i in allowed if alike[i]]
+        return allowed
 
-    def enter(self, plan: Plan, lows: Held, free: Iterable[int]) -> Stored:
+    def enter(self, plan: Plan, lows: Held, allowed: Iterable[int]) -> LowPlan:
         """The plan of a body whose inputs these are; what it reads, this program reads."""
-        made = store(plan, _dtypes(lows), free)
-        for i, wide in made.wide.items():
+        lowered = plan_low(plan, _dtypes(lows), allowed)
+        for i, wide in lowered.wide.items():
             self.refuse(lows[i], wide)
-        for i in made.read:
+        for i in lowered.read:
             self.read |= _inputs(lows[i])
-        outs = tuple(low and _of_all([lows[i] for i in low.inputs]) for low in made.outs)
-        return made._replace(outs=outs)
+        outs = tuple(low and _of_all([lows[i] for i in low.inputs]) for low in lowered.outs)
+        return lowered._replace(outs=outs)
 
     def of_rule(
-        self, plan: Plan, dtypes: Sequence[str | None], free: Iterable[int], name: str
+        self, plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int], name: str
     ) -> tuple[Plan, list[str | None]]:
         """The plan of a derivative rule, which is asked for when something is differentiated."""
-        made = store(plan, dtypes, free)
-        for at, wide in made.wide.items():
+        lowered = plan_low(plan, dtypes, allowed)
+        for at, wide in lowered.wide.items():
             raise PolicyError(
                 f"The derivative rule of {name!r} cannot take a parameter that is stored in "
                 f"{dtypes[at]}: {wide.why}. Freeze the function that computes the gradient, "
                 "polymp.jax.freeze(autocast(gradient), params, ...), which keeps it in float32."
             )
-        return made.plan, _dtypes(made.outs)
+        return lowered.plan, _dtypes(lowered.outs)
 
     def tell(self, step: Step, before: set[int]) -> None:
         """Say of what was refused since that this step reads it."""

@@ -38,7 +38,6 @@ from polymp.weights.store import Mode, Verbs, summary
 if typing.TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
 
-
 P = TypeVar("P")
 Keep = str | tuple[Any, ...]
 
@@ -165,17 +164,11 @@ def _transformation() -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class LowLeaf:
-    """The rule for one array.
-
-    Attributes:
-        mode: the mode.
-        dtype: of the low weights.
-        seed: of the random bits.
-    """
+    """The rule for one array."""
 
     mode: Mode
-    dtype: str
-    seed: int
+    dtype: str  # of the low weights
+    seed: int  # of the random bits
 
     def wide(self, x: jax.Array) -> jax.Array:
         """Return float32 or low weights as float32."""
@@ -230,9 +223,6 @@ class LowLeaf:
         to_zero = VERBS.float32(VERBS.bits(before) ^ np.int32(-(2**31)))
         moved = jnp.where(_is_small(after), to_zero, moved)
         return jnp.where(VERBS.bits16(new) == VERBS.bits16(low), -0.0, moved)
-
-
-# Paths of parameters that stay as they are while the others are stored low.
 
 
 class KeptPaths:
@@ -297,17 +287,11 @@ def _dotted(path: str) -> str:
 
 @dataclass(frozen=True)
 class _LowWeights:
-    """The functions of the transformation.
+    """The functions of the transformation."""
 
-    Attributes:
-        inside: the optimizer, which takes extra arguments.
-        leaf: the rule for one array.
-        kept: which arrays it is not for.
-    """
-
-    inside: optax.GradientTransformationExtraArgs
-    leaf: LowLeaf
-    kept: KeptPaths
+    inside: optax.GradientTransformationExtraArgs  # the optimizer, which takes extra arguments
+    leaf: LowLeaf  # the rule for one array
+    kept: KeptPaths  # which arrays it is not for
 
     def is_low(self, path: tuple[object, ...], x: object) -> bool:
         """True for an array that is low, or is to become low."""
@@ -417,10 +401,7 @@ def _flat(params: object) -> tuple[list[tuple[Any, Any]], Any]:
     return jax.tree_util.tree_flatten_with_path(params)
 
 
-# One array of low weights: read for the optimizer, stored after its step, and the update for it.
-#
-# Arrays in, arrays out, element by element; the rule is `polymp.weights.store`, given JAX's
-# verbs.
+# `LowLeaf` computes element by element. Its rule is `polymp.weights.store`, given JAX's verbs.
 #
 # The update has to be a number that is added: `optax.apply_updates` rounds float32(p) + u, of
 # the old low weight p, to the low dtype. With u = float32(q) - float32(p), in float32, the

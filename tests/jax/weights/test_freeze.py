@@ -159,7 +159,7 @@ def in_bodies(p, x):
 
     h, ws = lax.scan(jax.checkpoint(layer), x, p["stack"])
     h = lax.fori_loop(0, 2, lambda _, h: h @ p["v"], h @ ws[0] @ turned(p["w"]))
-    return lax.while_loop(lambda h: (h @ p["v"]).sum() < 0, lambda h: h @ p["w"] + 1, h)
+    return lax.while_loop(lambda h: (h @ p["v"]).argmax() < 0, lambda h: h @ p["w"] + 1, h)
 
 
 @case({"w": W, "v": V}, w=B16, v=B16)

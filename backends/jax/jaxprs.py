@@ -198,17 +198,27 @@ class Walk(Generic[T, A]):
         programs = [one for one in inside(eqn) if one.gives]
         if not programs:
             return self.leaf(eqn, values, around)
-        outs = (self._looped(one, one.of(values), around) for one in programs)
+        outs = (self._looped(one, values, around) for one in programs)
         return [reduce(self.join, several) for several in zip(*outs, strict=True)]
 
-    def _looped(self, program: Inner, values: list[T], around: A) -> list[T]:
-        start, end = program.fixed, program.fixed + program.carries
-        while True:
-            outs = self.program(program.closed, values, around)
-            state = list(map(self.join, values[start:end], outs))
-            if state == values[start:end]:
-                return [*state, *outs[program.carries :]]
-            values = [*values[:start], *state, *values[end:]]
+    def _looped(self, program: Inner, operands: list[T], around: A) -> list[T]:
+        fixed, start, over = program.split(operands)
+        outs: list[T] = []
+
+        def turn(state: list[T]) -> list[T]:
+            outs[:] = self.program(program.closed, [*fixed, *state, *over], around)
+            return outs
+
+        return [*settled(start, turn, self.join), *outs[program.carries :]]
+
+
+def settled(
+    start: list[T], turn: Callable[[list[T]], Sequence[T]], join: Callable[[T, T], T]
+) -> list[T]:
+    """What a loop carries: joined with what comes round, until that changes nothing."""
+    while (joined := list(map(join, start, turn(start)))) != start:
+        start = joined
+    return start
 
 
 def scanned(

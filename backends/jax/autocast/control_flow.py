@@ -9,7 +9,7 @@ is then bound again with the rewritten body and everything else as it was. Consi
     jit, remat, shard_map   outputs have the dtypes they come out in
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -17,7 +17,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
 from polymp.backends.jax.autocast.frame import Frame, Inside, Known, Plan, Planned, Step, fits
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.jaxprs import inside, with_programs
+from polymp.backends.jax.jaxprs import inside, settled, with_programs
 from polymp.dtypes import widest
 from polymp.rules.region import Region
 
@@ -75,16 +75,16 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     known = list(map(frame.known, eqn.invars))
     fixed, start, over = body.split(known)
     rows = [k._replace(product=False) for k in over]
-    carry = [k.dtype for k in start]
 
-    def planned(results: Sequence[str | None] | None) -> Plan:
-        state = [Known(f) for f in carry]
-        given = [*fixed, *state, *rows]
+    def planned(carry: Sequence[str | None], results: Sequence[str | None] | None = None) -> Plan:
+        given = [*fixed, *map(Known, carry), *rows]
         return frame.planner.plan(body.closed, given, region, results, keep=True)
 
-    while (wider := _join(carry, planned(None).outs[: len(carry)])) != carry:
-        carry = wider
-    plan = planned([*carry, *[None] * (len(eqn.outvars) - len(carry))])
+    def turn(carry: list[str | None]) -> list[str | None]:
+        return [k.dtype for k in planned(carry).outs]
+
+    carry = settled([k.dtype for k in start], turn, _join)
+    plan = planned(carry, [*carry, *[None] * (len(eqn.outvars) - len(carry))])
     outs = [Known(k.dtype) for k in plan.outs]
     reads: list[str | None] = [None] * len(known)
     for at, dtype in zip(body.carried, carry, strict=True):
@@ -95,11 +95,8 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     return step, outs
 
 
-def _join(carry: Sequence[str | None], outs: Iterable[Known]) -> list[str | None]:
-    return [
-        widest((have, out.dtype)) if have and out.dtype else have
-        for have, out in zip(carry, outs, strict=True)
-    ]
+def _join(have: str | None, out: str | None) -> str | None:
+    return widest((have, out)) if have and out else have
 
 
 # cond: branches

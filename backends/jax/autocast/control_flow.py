@@ -15,7 +15,7 @@ import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
-from polymp.backends.jax.autocast.frame import Frame, Inside, Known, Plan, Planned, Step, fits
+from polymp.backends.jax.autocast.frame import Frame, Inside, Plan, Planned, Step, ValueFacts, fits
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import inside, settled, with_programs
 from polymp.dtypes import widest
@@ -77,7 +77,7 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     rows = [k._replace(product=False) for k in over]
 
     def planned(carry: Sequence[str | None], results: Sequence[str | None] | None = None) -> Plan:
-        given = [*fixed, *map(Known, carry), *rows]
+        given = [*fixed, *map(ValueFacts, carry), *rows]
         return frame.planner.plan(body.closed, given, region, results, keep=True)
 
     def turn(carry: list[str | None]) -> list[str | None]:
@@ -85,10 +85,10 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
     carry = settled([k.dtype for k in start], turn, _join)
     plan = planned(carry, [*carry, *[None] * (len(eqn.outvars) - len(carry))])
-    outs = [Known(k.dtype) for k in plan.outs]
+    outs = [ValueFacts(k.dtype) for k in plan.outs]
     reads: list[str | None] = [None] * len(known)
     for at, dtype in zip(body.carried, carry, strict=True):
-        reads[at], known[at] = dtype, Known(dtype)
+        reads[at], known[at] = dtype, ValueFacts(dtype)
     tested = (frame.planner.plan(t.closed, t.of(known), region, keep=True) for t in tests)
     plans = [plan, *tested]
     step = frame.step(eqn, reads, [k.dtype for k in outs], inside=_Rebound(tuple(plans)))
@@ -111,11 +111,11 @@ def plan_cond(frame: Frame, eqn: Equation, region: Region) -> Planned:
     free = [frame.planner.plan(*branch, keep=True) for branch in branches]
     dtypes = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
     plans = tuple(frame.planner.plan(*branch, dtypes, keep=True) for branch in branches)
-    outs = [Known(f) for f in dtypes]
+    outs = [ValueFacts(f) for f in dtypes]
     return frame.step(eqn, [None] * len(known), dtypes, inside=_Rebound(plans)), outs
 
 
-def _meet(outs: Sequence[Known]) -> str | None:
+def _meet(outs: Sequence[ValueFacts]) -> str | None:
     """The dtype of an output that comes from several branches; numbers take that of the others."""
     hard = [k for k in outs if not k.is_chosen] or outs
     dtypes = [k.dtype for k in hard if k.dtype]
@@ -133,7 +133,7 @@ def plan_shard_map(frame: Frame, eqn: Equation, region: Region) -> Planned:
     (program,) = inside(eqn)
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     plan = frame.planner.plan(program.closed, known, region, keep=True)
-    outs = [Known(k.dtype, product=k.product) for k in plan.outs]
+    outs = [ValueFacts(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=_Mapped((plan,))), outs
 

@@ -3,7 +3,7 @@
 The rule is never read off the equation. The equation is wrapped as a function again, `jax.jvp` or
 `jax.vjp` of it is traced at the declared dtypes, and that program is planned like any other. A
 rule is planned when a derivative is first asked for, in the region of the call. Forward and
-reverse rules have a section each.
+reverse rules have a part each.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,10 +22,10 @@ from polymp.backends.jax.autocast.frame import (
     Change,
     Frame,
     Inside,
-    Known,
     Plan,
     Planned,
     Step,
+    ValueFacts,
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
@@ -38,7 +38,7 @@ def planned(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -
     """Plan a call of such a function, with the rules of its kind."""
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
-    outs = [Known(k.dtype, product=k.product) for k in plan.outs]
+    outs = [ValueFacts(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=rules(frame, eqn, plan)), outs
 
@@ -317,8 +317,8 @@ class _Reverse(Rules):
         jaxpr = self.trace(forward, *(var.aval for var in self.eqn.invars))
         dtypes = [k.dtype for k in self.plan.outs]
         saved_count = len(compat.opened(jaxpr)[0].outvars) - count
-        wanted = [*dtypes, *[None] * saved_count]
-        plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, wanted)
+        results = [*dtypes, *[None] * saved_count]
+        plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, results)
         return Half(plan, tree=trees[0])
 
     @once
@@ -346,10 +346,10 @@ class _Reverse(Rules):
 
         jaxpr = self.trace(backward, saved, where(results, coming))
         known = [k._replace(numbers=()) for k in first.plan.outs[count:]]
-        known += [Known(k.dtype) for k in where(self.plan.outs, coming)]
-        wanted = [k.dtype for k in where(self.plan.known[self.num_consts :], moving)]
+        known += [ValueFacts(k.dtype) for k in where(self.plan.outs, coming)]
+        dtypes = [k.dtype for k in where(self.plan.known[self.num_consts :], moving)]
         plan = self.planner.plan(
-            jaxpr, known, self.plan.region, where(wanted, moves), gradients=True
+            jaxpr, known, self.plan.region, where(dtypes, moves), gradients=True
         )
         return Half(plan, tuple(moves))
 

@@ -138,10 +138,10 @@ Put = Callable[[core.Primitive, Sequence[object], jax.core.ParamDict], Sequence[
 
 def cast(x: object, dtype: str, put: Put = compat.put) -> object:
     """The array in a dtype; the array itself if it has that already."""
-    wanted, aval = _DTYPES[dtype], compat.aval_of(x)
-    if aval.dtype == wanted:
+    target, aval = _DTYPES[dtype], compat.aval_of(x)
+    if aval.dtype == target:
         return x
-    params = {"new_dtype": wanted, "weak_type": False, "sharding": None}
+    params = {"new_dtype": target, "weak_type": False, "sharding": None}
     if (mesh := compat.other_mesh(aval)) is None:
         return put(lax.convert_element_type_p, (x,), params)[0]
     with jax.sharding.use_abstract_mesh(mesh):
@@ -190,7 +190,7 @@ def _step(step: Step, values: list[object], put: Put, shared: SharedOperands) ->
     elif kind is Kind.PICK:
         outs = _picked(step, values)
     elif kind is Kind.ROUND:
-        outs = rounded_first(step, values, bind, cast)
+        outs = _rounded_first(step, values)
     elif kind is Kind.CONTRACT:
         (out,) = step.writes
         assert step.low is not None
@@ -346,12 +346,7 @@ def _dtypes(step: Step, reads: dict[Atom, set[str]]) -> Sequence[set[str]]:
     return [dtypes] * len(step.operands)
 
 
-def rounded_first(
-    step: Step,
-    values: Sequence[object],
-    bind: Callable[[Step, Sequence[object]], Sequence[object]],
-    cast: Callable[[object, str], object],
-) -> Sequence[object]:
+def _rounded_first(step: Step, values: Sequence[object]) -> Sequence[object]:
     """The result of a step, whose operand is rounded first; its derivative is that of the step."""
     low, (out,) = step.low, step.writes
     assert low is not None

@@ -28,7 +28,7 @@ from polymp.backends.jax.autocast import contraction as programs
 from polymp.backends.jax.autocast.contraction import Params, contract, contraction_p
 from polymp.backends.jax.autocast.fp8_operands import (
     In8Bits,
-    Operand,
+    Part,
     Quantised,
     Shared,
     Value,
@@ -151,7 +151,7 @@ def _transpose(
         grads[moving] = ad.Zero(aval)
         return grads
     other, part = operands_of(flat, how)[1 - moving], how.both[1 - moving]
-    of_ct = Operand(how.role_of_result, own=_own_of_result(params, flat, how))
+    of_ct = Part(how.role_of_result, own=_own_of_result(params, flat, how))
     wide = main(other)
     avals = [programs.low(aval, run), *map(programs.low_type(run), (ct, wide))]
     program = programs.transposed(of, params, run, moving, *avals)

@@ -31,7 +31,7 @@ from polymp.fp8.recipes import (
 )
 
 
-class Operand(NamedTuple):
+class Part(NamedTuple):
     """An operand's part in a product in 8 bits."""
 
     role: str  # "activation", "weight" or "gradient"
@@ -67,8 +67,8 @@ class In8Bits(NamedTuple):
     """How a product runs in 8 bits."""
 
     recipe: str  # the name of the one in force
-    lhs: Operand  # the first operand's part
-    rhs: Operand  # the second operand's part
+    lhs: Part  # the first operand's part
+    rhs: Part  # the second operand's part
     # True for a product that runs in the low dtype, as without rule fp8, and says what its operands
     # would be in 8 bits, so that an audit can measure what they would lose.
     trial: bool = False
@@ -85,7 +85,7 @@ class In8Bits(NamedTuple):
         return self.rules.format_of(GRADIENT if GRADIENT in roles else roles[0])
 
     @property
-    def both(self) -> tuple[Operand, Operand]:
+    def both(self) -> tuple[Part, Part]:
         """The parts of the two operands."""
         return self.lhs, self.rhs
 

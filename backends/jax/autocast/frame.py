@@ -115,7 +115,7 @@ class Origin(Enum):
     __hash__: ClassVar[Callable[[Any], int]] = object.__hash__
 
 
-class Known(NamedTuple):
+class ValueFacts(NamedTuple):
     """Facts about a value before it exists."""
 
     dtype: str | None  # its actual dtype; None for what autocast leaves alone
@@ -147,11 +147,11 @@ class Plan:
 
     jaxpr: ClosedProgram  # the program as traced
     consts: Sequence[object]  # the values of its constants
-    known: tuple[Known, ...]  # of its inputs
+    known: tuple[ValueFacts, ...]  # of its inputs
     region: Region  # that holds where no mark says otherwise
     steps: list[Step]  # in the order of the equations
     results: tuple[Operand, ...]  # how each output is read
-    outs: tuple[Known, ...]  # what is known of the outputs
+    outs: tuple[ValueFacts, ...]  # what is known of the outputs
     # The dtype in which each input is read, if that is one; as far as passes looked.
     reads: tuple[str | None, ...]
     as_written: bool  # True if it is the traced program, cast for cast
@@ -215,7 +215,7 @@ class Plans(Protocol):
     def plan(
         self,
         jaxpr: ClosedProgram,
-        known: Iterable[Known],
+        known: Iterable[ValueFacts],
         region: Region,
         results: Sequence[str | None] | None = None,
         gradients: bool = False,
@@ -231,7 +231,7 @@ class Frame:
         self,
         planner: Plans,
         jaxpr: ClosedProgram,
-        known: tuple[Known, ...],
+        known: tuple[ValueFacts, ...],
         region: Region,
         results: Sequence[str | None] | None,
         gradients: bool,
@@ -248,7 +248,7 @@ class Frame:
         # round it.
         self.gradients = gradients
         constvars, invars = compat.binders(jaxpr)
-        self.env: dict[Atom, Known] = {}
+        self.env: dict[Atom, ValueFacts] = {}
         self.env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
         self.env.update(zip(invars, known, strict=True))
         self.steps: list[Step] = []
@@ -259,7 +259,7 @@ class Frame:
         self.reads: Mapping[Atom, str | None] = {}
         self.shares: bool = Pass.SHARING not in planner.off
 
-    def known(self, atom: Atom) -> Known:
+    def known(self, atom: Atom) -> ValueFacts:
         """The dtype of an operand, where it comes from, and its number if it is one."""
         if isinstance(atom, core.Literal):
             return literal(declared(atom), number_of(atom.val))
@@ -306,7 +306,7 @@ class Frame:
     def as_written(self, eqn: Equation) -> "Planned":
         """The step of an equation that runs in the dtypes that it is written in."""
         writes = [declared(v) for v in eqn.outvars]
-        return self.step(eqn, map(declared, eqn.invars), writes), [Known(f) for f in writes]
+        return self.step(eqn, map(declared, eqn.invars), writes), [ValueFacts(f) for f in writes]
 
     def decision(
         self,
@@ -338,17 +338,17 @@ class Frame:
         return decision
 
 
-Planned = tuple[Step, list[Known]]
-Handler = Callable[[Frame, Any, Region], Planned]  # of an equation, or of a section
+Planned = tuple[Step, list[ValueFacts]]
+Handler = Callable[[Frame, Any, Region], Planned]  # of an equation, or of a `FunctionCall`
 
 
-def given(var: Atom) -> Known:
+def given(var: Atom) -> ValueFacts:
     """Describe an argument or constant; a scalar of Python's is a number."""
     weak = not var.aval.shape and getattr(var.aval, "weak_type", False)
-    return Known(declared(var), Origin.LITERAL if weak else Origin.GIVEN)
+    return ValueFacts(declared(var), Origin.LITERAL if weak else Origin.GIVEN)
 
 
-def _constant(var: Atom, value: object) -> Known:
+def _constant(var: Atom, value: object) -> ValueFacts:
     """Describe a constant; a scalar that is there already is a number."""
     if var.aval.shape or declared(var) is None or isinstance(value, jax.core.Tracer):
         return given(var)
@@ -412,9 +412,9 @@ def number_of(value: Any) -> float | None:
 
 
 @cache
-def literal(dtype: str | None, number: float | None) -> Known:
+def literal(dtype: str | None, number: float | None) -> ValueFacts:
     """The facts about a number in the program."""
-    return Known(dtype, Origin.LITERAL, numbers=() if number is None else (number,))
+    return ValueFacts(dtype, Origin.LITERAL, numbers=() if number is None else (number,))
 
 
 def in_dtype(value: SupportsFloat, dtype: str) -> "np.number[Any]":

@@ -2,8 +2,8 @@
 
 A policy has a row for softmax; a trace shows a maximum, a difference, an exponential, a sum and a
 quotient. Neighbours that were traced in the same call of a function that the policy rules become
-one `Section`, which has the shape of an equation on the outside and of a closed jaxpr inside. Its
-row says how it runs. Inside it nothing else is asked: what is computed there has one dtype.
+one `FunctionCall`, which has the shape of an equation outside and of a closed jaxpr inside. Its row
+says how it runs. Inside it nothing else is asked: what is computed there has one dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ from polymp.backends.jax.autocast.frame import (
     Change,
     Frame,
     Inside,
-    Known,
     Plan,
     Planned,
     Step,
+    ValueFacts,
     declared,
     fixed,
 )
@@ -59,12 +59,12 @@ def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     returns = None
     if decision.out is not None:
         returns = tuple(decision.out if f in ELIGIBLE else None for f in writes)
-    outs = [Known(f if f in ELIGIBLE else None) for f in returns or writes]
+    outs = [ValueFacts(f if f in ELIGIBLE else None) for f in returns or writes]
     return frame.step(eqn, reads, writes, returns=returns), outs
 
 
 class _Ruled(NamedTuple):
-    """The mark by which equations are one section."""
+    """The mark by which equations are one function call."""
 
     op: str  # of the vocabulary
     call: object  # what tells a call of the function in one place from those in others
@@ -72,7 +72,7 @@ class _Ruled(NamedTuple):
     inside: object  # where in the function the equation was traced; None if that tells nothing
 
     def goes_on(self, first: "_Ruled") -> bool:
-        """True if this is of the same call as the first equation of a section.
+        """True if this is of the same call as the first equation of a function call.
 
         A call in a loop has the same place each time; a new one begins where its first equation
         comes again.
@@ -80,14 +80,14 @@ class _Ruled(NamedTuple):
         return self[:3] == first[:3] and (self.inside is None or self.inside != first.inside)
 
 
-SECTION = "polymp_section"
+FUNCTION_CALL = "polymp_section"
 
 
-class Section:
+class FunctionCall:
     """Equations of one op, as one equation and as the program inside it."""
 
-    # By its name a plan tells sections from equations.
-    primitive: core.Primitive = core.Primitive(SECTION)
+    # By its name a plan tells these from equations.
+    primitive: core.Primitive = core.Primitive(FUNCTION_CALL)
     constvars: Sequence[Atom] = ()
     consts: Sequence[object] = ()
 
@@ -109,16 +109,16 @@ class Section:
         self.effects: core.Effects = frozenset().union(*(eqn.effects for eqn in eqns))
 
     @property
-    def jaxpr(self) -> "Section":
+    def jaxpr(self) -> "FunctionCall":
         return self
 
     @property
     def debug_info(self) -> core.DebugInfo:
-        raise AttributeError("a section was traced from no function of its own")
+        raise AttributeError("a function call was traced from no function of its own")
 
 
-def sections(frame: Frame) -> Sequence[Equation]:
-    """The equations of a frame's program, those of one call as a section."""
+def grouped(frame: Frame) -> Sequence[Equation]:
+    """The equations of a frame's program, those of one call as a `FunctionCall`."""
     jaxpr = frame.jaxpr
     eqns = jaxpr.eqns
     keys = [_ruled(frame, eqn) for eqn in eqns]
@@ -146,14 +146,14 @@ def sections(frame: Frame) -> Sequence[Equation]:
         made.extend(
             group[::-1]
             if key is None or not outvars
-            else [Section(key, group, list(invars.values()), outvars)]
+            else [FunctionCall(key, group, list(invars.values()), outvars)]
         )
         read.update(id(v) for eqn in group for v in eqn.invars)
     return made[::-1]
 
 
 def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
-    """The section that an equation belongs to: the outermost function with a row."""
+    """The function call that an equation belongs to: the outermost function with a row."""
     if frame.region.policy is AS_CALLED:
         return None
     words, region = vocabulary(), None
@@ -181,27 +181,27 @@ def _rule(op: str, region: Region) -> Rule:
     return row.rule
 
 
-def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
+def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
     """Plan a call of a known function by the row of its op."""
-    known = [frame.known(atom)._replace(numbers=()) for atom in section.invars]
-    region = section.region
+    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
+    region = eqn.region
     frame.stack = compat.no_scopes()  # those inside have their own
     floats = [k.dtype for k in known if k.dtype]
     hard, like = floats, None
-    if vocabulary().ops[section.op].kind in vocabulary().traits["parameters"]:
-        pairs = zip(known, section.invars, strict=True)
+    if vocabulary().ops[eqn.op].kind in vocabulary().traits["parameters"]:
+        pairs = zip(known, eqn.invars, strict=True)
         main = [(k, v.aval.shape) for k, v in pairs if k.dtype and not k.is_parameter]
         hard = [k.dtype for k, _ in main if k.dtype] or floats
         like = {shape for _, shape in main}
     decision = Decision(Rule.PARTS)
-    if _rule(section.op, region) is not Rule.PARTS:
-        decision = frame.decision(section.op, tuple(hard), region, "")
-    if decision.rule is Rule.LOWER and vocabulary().picks(section.op):
+    if _rule(eqn.op, region) is not Rule.PARTS:
+        decision = frame.decision(eqn.op, tuple(hard), region, "")
+    if decision.rule is Rule.LOWER and vocabulary().picks(eqn.op):
         decision = Decision(decision.rule, None, decision.run)
     elif decision.rule is Rule.LOWER:
         decision = decision._replace(out=decision.run)
     run = decision.run
-    own = vocabulary().ops[section.op].rule  # a user's function, whose casts are its own
+    own = vocabulary().ops[eqn.op].rule  # a user's function, whose casts are its own
     inside = replace(
         region,
         policy=AS_CALLED,
@@ -209,38 +209,38 @@ def plan_section(frame: Frame, section: Section, _: Region) -> Planned:
         dtype="float32" if run == "float32" and not own else region.dtype,
     )
     if decision.rule is Rule.PARTS:  # jax has no low form of it
-        reads = [declared(atom) for atom in section.invars]
+        reads = [declared(atom) for atom in eqn.invars]
     else:
         reads = [(run or k.dtype) if k.dtype else None for k in known]
     met = [k._replace(dtype=f) for k, f in zip(known, reads, strict=True)]
-    plan = frame.planner.plan(section, met, inside)
+    plan = frame.planner.plan(eqn, met, inside)
     writes = tuple(k.dtype for k in plan.outs)
     outs = [k._replace(numbers=()) for k in plan.outs]
     returns = None
     if decision.out is not None and writes != (decision.out,) * len(writes):
         # Of a normalisation that is the result, not the statistics that it keeps; and not what
         # the caller asked for in float32, by a dtype argument.
-        low = not any(declared(atom) == "float32" for atom in section.invars)
+        low = not any(declared(atom) == "float32" for atom in eqn.invars)
         returns = tuple(
             decision.out
             if f
             and (like is None or v.aval.shape in like)
             and not (low and declared(v) == "float32")
             else None
-            for f, v in zip(writes, section.outvars, strict=True)
+            for f, v in zip(writes, eqn.outvars, strict=True)
         )
         outs = [k._replace(dtype=f) if f else k for k, f in zip(outs, returns, strict=True)]
-    if decision.rule is Rule.FP32_KEEP and not section.effects:
+    if decision.rule is Rule.FP32_KEEP and not eqn.effects:
         finals = tuple(k.dtype for k in outs)
         kept = _Again((plan,), tuple(reads), returns)
-        return frame.step(section, [None] * len(reads), finals, inside=kept), outs
+        return frame.step(eqn, [None] * len(reads), finals, inside=kept), outs
     inlined = _Inlined((plan,), tuple(reads), returns)
-    return frame.step(section, reads, writes, returns=returns, inside=inlined), outs
+    return frame.step(eqn, reads, writes, returns=returns, inside=inlined), outs
 
 
 @dataclass(eq=False)
 class _Inlined(Inside):
-    """A section that runs where it is."""
+    """A function call that runs where it is."""
 
     reads: tuple[str | None, ...]  # by operand, the dtype that the plan takes it in
     # Dtype to cast each result to afterwards; None to leave them.
@@ -262,7 +262,7 @@ class _Inlined(Inside):
 
 
 class _Again(_Inlined):
-    """A section that returns the dtype of its operands: they are saved as they came, nothing else.
+    """A function call that returns the dtype of its operands: it saves them as they came alone.
 
     For backward it is computed again, as a fused kernel would.
     """

@@ -23,16 +23,16 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import known_functions
 from polymp.backends.jax.autocast.contraction import free_sizes
-from polymp.backends.jax.autocast.fp8_operands import In8Bits, Operand
+from polymp.backends.jax.autocast.fp8_operands import In8Bits, Part
 from polymp.backends.jax.autocast.frame import (
     ELIGIBLE,
     LOW_DTYPES,
     Frame,
     Kind,
-    Known,
     Origin,
     Pass,
     Planned,
+    ValueFacts,
     declared,
     fits,
     fixed,
@@ -58,7 +58,7 @@ class _OpPlan(NamedTuple):
     reads: list[str | None]
     writes: tuple[str | None, ...]
     returns: tuple[str | None, ...] | None
-    outs: list[Known]
+    outs: list[ValueFacts]
     kind: Kind = Kind.BIND
 
 
@@ -68,7 +68,7 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
     old, new, known = declared(atom), declared(var), frame.known(atom)
     if region.policy is AS_CALLED and region.dtype == "float32" and old and new in LOW_DTYPES:
         # A library rounds to what it was given; what is computed in float32 stays so.
-        return frame.step(eqn, ["float32"], ["float32"], Kind.CAST), [Known("float32")]
+        return frame.step(eqn, ["float32"], ["float32"], Kind.CAST), [ValueFacts("float32")]
     if old is not None and old == new:  # the trace changed nothing but weakness
         if atom.aval.weak_type == eqn.params["weak_type"]:
             return frame.step(eqn, [None], [known.dtype], Kind.CAST), [known]
@@ -77,7 +77,7 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
     origin, numbers = converted(atom, known)
     if new is None:
         numbers = ()
-    return frame.step(eqn, [None], [new]), [Known(new, origin, numbers=numbers)]
+    return frame.step(eqn, [None], [new]), [ValueFacts(new, origin, numbers=numbers)]
 
 
 def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
@@ -88,7 +88,7 @@ def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
     if frame.known(atom).dtype is None:
         return frame.step(eqn, [None], [None], Kind.CAST), [frame.known(atom)]
     dtype = "float32" if eqn.params["name"] == UPPER else region.dtype
-    return frame.step(eqn, [dtype], [dtype], Kind.CAST), [Known(dtype)]
+    return frame.step(eqn, [dtype], [dtype], Kind.CAST), [ValueFacts(dtype)]
 
 
 def independent(frame: Frame, eqn: Equation, _: Region) -> Planned:
@@ -120,7 +120,7 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
 
 def _plan_of(
-    frame: Frame, eqn: Equation, op: str, known: list[Known], region: Region
+    frame: Frame, eqn: Equation, op: str, known: list[ValueFacts], region: Region
 ) -> _OpPlan | None:
     """How an op that is free in its dtype runs; None for as written."""
     hard = deciding(eqn, op, known)
@@ -153,7 +153,8 @@ def _plan_of(
     moved = op in known_functions.LAYOUT and op != "broadcast_in_dim"
     product = (adds or moved) and any(k.product for k in known)
     outs = [
-        Known(f, origin, product and f in LOW_DTYPES, numbers) if f else Known(None) for f in finals
+        ValueFacts(f, origin, product and f in LOW_DTYPES, numbers) if f else ValueFacts(None)
+        for f in finals
     ]
     return _OpPlan(reads, tuple(writes), returns, outs, kind)
 
@@ -186,7 +187,7 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         reads = [run if k.dtype else None for k in known]
         returns = (final,) if final != out else None
         step = frame.step(eqn, reads, [out], Kind.BIND, params, returns)
-        return step._replace(fallback=in_float32), [Known(final, product=final in LOW_DTYPES)]
+        return step._replace(fallback=in_float32), [ValueFacts(final, product=final in LOW_DTYPES)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
     reads = [run if k.dtype and not k.is_parameter else None for k in known]
     if decision.rule is Rule.FP8:
@@ -202,7 +203,7 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         step = step._replace(in_8_bits=how)
     else:
         step = step._replace(fallback=how)
-    return step, [Known(final, product=final in LOW_DTYPES)]
+    return step, [ValueFacts(final, product=final in LOW_DTYPES)]
 
 
 def _why_as_written(eqn: Equation, asked: str | None) -> str:
@@ -216,7 +217,7 @@ def _why_as_written(eqn: Equation, asked: str | None) -> str:
     return next((f"an operand is {dtype}" for dtype in other), "")
 
 
-def _why_float32(eqn: Equation, known: list[Known], region: Region) -> str:
+def _why_float32(eqn: Equation, known: list[ValueFacts], region: Region) -> str:
     """Why a product with rule lower runs in float32, though it is eligible; "" if it does not."""
     assert region.policy is not None, "it has a row"
     if not region.policy.few_rows or eqn.primitive.name != "dot_general":
@@ -228,7 +229,7 @@ def _why_float32(eqn: Equation, known: list[Known], region: Region) -> str:
 
 
 def _not_eligible(
-    frame: Frame, eqn: Equation, known: list[Known], spelled: str, region: Region
+    frame: Frame, eqn: Equation, known: list[ValueFacts], spelled: str, region: Region
 ) -> Planned:
     """A product of dtypes that autocast leaves alone: as written, and why it is not in 8 bits."""
     step, outs = frame.as_written(eqn)
@@ -269,7 +270,7 @@ def _precision_is_default(precision: object) -> bool:
 # Everything else decides, and the widest dtype wins.
 
 
-def deciding(eqn: Equation, op: str, known: Sequence[Known]) -> tuple[str, ...]:
+def deciding(eqn: Equation, op: str, known: Sequence[ValueFacts]) -> tuple[str, ...]:
     """The dtypes that decide: those of the operands that do not follow the others."""
     if any(map(fixed, eqn.invars)):
         return ()
@@ -278,7 +279,7 @@ def deciding(eqn: Equation, op: str, known: Sequence[Known]) -> tuple[str, ...]:
     return tuple(hard or [k.dtype for k in known if k.dtype])
 
 
-def alike(eqn: Equation, op: str, known: Sequence[Known], fold: bool) -> dict[str, str]:
+def alike(eqn: Equation, op: str, known: Sequence[ValueFacts], fold: bool) -> dict[str, str]:
     """Operands declared alike stay alike: for each declared dtype, the widest actual one."""
     atoms = eqn.invars
     groups: dict[str, str] = {}
@@ -300,7 +301,7 @@ def alike(eqn: Equation, op: str, known: Sequence[Known], fold: bool) -> dict[st
     return groups
 
 
-def converted(atom: Atom, known: Known) -> tuple[Origin, tuple[float, ...]]:
+def converted(atom: Atom, known: ValueFacts) -> tuple[Origin, tuple[float, ...]]:
     """Where the result of a cast comes from, and the few numbers that its elements are."""
     dtype = getattr(atom.aval, "dtype", None)
     if known.origin is Origin.LITERAL:
@@ -316,7 +317,7 @@ def converted(atom: Atom, known: Known) -> tuple[Origin, tuple[float, ...]]:
 
 
 def origin_of(
-    eqn: Equation, op: str, known: Iterable[Known], ruled: bool
+    eqn: Equation, op: str, known: Iterable[ValueFacts], ruled: bool
 ) -> tuple[Origin, tuple[float, ...]]:
     """Where a result comes from, and the few numbers that its elements are."""
     floats = [k for k in known if k.dtype]
@@ -344,7 +345,7 @@ _EXACT: dict[str, Callable[..., float]] = {
 _FEW = 8
 
 
-def _made_of_numbers(op: str, floats: Sequence[Known]) -> tuple[Origin, tuple[float, ...]]:
+def _made_of_numbers(op: str, floats: Sequence[ValueFacts]) -> tuple[Origin, tuple[float, ...]]:
     """The same, of what an op makes of bools, integers and numbers in the program.
 
     With integers, `1 - mask` is what integers are, and `0.5 * positions` is not: it is computed.
@@ -363,7 +364,7 @@ def _made_of_numbers(op: str, floats: Sequence[Known]) -> tuple[Origin, tuple[fl
     return Origin.INTEGER if integers else Origin.MASK, tuple(sorted(numbers))
 
 
-def meets_scalar(eqn: Equation, known: Sequence[Known]) -> bool:
+def meets_scalar(eqn: Equation, known: Sequence[ValueFacts]) -> bool:
     """True if a float32 scalar of unknown size takes the low dtype of an array."""
     return any(
         k.dtype == "float32" and k.origin is Origin.GIVEN and _soft(k, atom, eqn, "")
@@ -371,7 +372,7 @@ def meets_scalar(eqn: Equation, known: Sequence[Known]) -> bool:
     ) and any(k.dtype in LOW_DTYPES for k in known)
 
 
-def _soft(known: Known, atom: Atom, eqn: Equation, op: str) -> bool:
+def _soft(known: ValueFacts, atom: Atom, eqn: Equation, op: str) -> bool:
     """True if the operand takes the dtype of the others, as Python's numbers do in torch."""
     match known.origin:
         case Origin.MASK | Origin.INTEGER:
@@ -383,7 +384,7 @@ def _soft(known: Known, atom: Atom, eqn: Equation, op: str) -> bool:
     return False
 
 
-def _is_bias(hard: Sequence[Known]) -> bool:
+def _is_bias(hard: Sequence[ValueFacts]) -> bool:
     """True for a contraction's low result, or more of them, plus parameters in float32."""
     return (
         any(k.product for k in hard)
@@ -410,7 +411,7 @@ _GRADIENT = "it is in the backward rule of a jax.custom_vjp function, whose grad
 
 
 def in_8_bits(
-    frame: Frame, eqn: Equation, known: Sequence[Known], op: str, region: Region
+    frame: Frame, eqn: Equation, known: Sequence[ValueFacts], op: str, region: Region
 ) -> In8Bits | str:
     """How a product runs in 8 bits, or why it runs by rule `lower` instead."""
     assert region.policy is not None, "it has a row with rule fp8"
@@ -444,7 +445,7 @@ def in_8_bits(
         return why
     own = _own(frame)
     parts = [
-        Operand(
+        Part(
             WEIGHT if i == weight else ACTIVATION,
             not isinstance(atom, Literal) and atom in own and known[i].origin is Origin.GIVEN,
         )
@@ -454,7 +455,7 @@ def in_8_bits(
 
 
 def in_trial(
-    frame: Frame, eqn: Equation, known: Sequence[Known], op: str, spelled: str, region: Region
+    frame: Frame, eqn: Equation, known: Sequence[ValueFacts], op: str, spelled: str, region: Region
 ) -> In8Bits | None:
     """How a product that runs low would run in 8 bits by the policy that a recorder tries."""
     recorder = decision_log.current()
@@ -468,7 +469,7 @@ def in_trial(
     return None if isinstance(how, str) else how._replace(trial=True)
 
 
-def _weight(known: Sequence[Known]) -> int:
+def _weight(known: Sequence[ValueFacts]) -> int:
     """The place of the weight among the operands."""
     given = [k.origin is Origin.GIVEN for k in known]
     return 0 if given == [True, False] else 1

@@ -32,12 +32,12 @@ from polymp.backends.jax.autocast.frame import (
     Handler,
     Inside,
     Kind,
-    Known,
     Operand,
     Origin,
     Pass,
     Plan,
     Step,
+    ValueFacts,
     declared,
     fits,
     off,
@@ -65,11 +65,11 @@ TABLE: Mapping[str, Handler] = {
     "shard_map": control_flow.plan_shard_map,
     "custom_jvp_call": custom_derivatives.plan_jvp,
     "custom_vjp_call": custom_derivatives.plan_vjp,
-    function_calls.SECTION: function_calls.plan_section,
+    function_calls.FUNCTION_CALL: function_calls.plan_function_call,
 }
 
 # These hold programs, which are planned in disabled regions too: a mark inside may enable one.
-_HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.SECTION}
+_HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.FUNCTION_CALL}
 
 
 class PlanCache:
@@ -126,7 +126,7 @@ class Planner:
     def plan(
         self,
         jaxpr: ClosedProgram,
-        known: Iterable[Known],
+        known: Iterable[ValueFacts],
         region: Region,
         results: Sequence[str | None] | None = None,
         gradients: bool = False,
@@ -146,7 +146,7 @@ class Planner:
         self.plans[key] = plan
         return plan
 
-    def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[Known], region: Region) -> Plan:
+    def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[ValueFacts], region: Region) -> Plan:
         """The plan of the outermost program, which may hold its caller's arrays: it is not kept."""
         return _planned(Frame(self, jaxpr, tuple(known), region, None, False))
 
@@ -162,7 +162,7 @@ def _planned(frame: Frame) -> Plan:
     env, steps, region, stack = frame.env, frame.steps, frame.region, None
     place = frame.planner.stacks.place
     record = decision_log.current() if region.policy is not AS_CALLED else None
-    for eqn in function_calls.sections(frame):
+    for eqn in function_calls.grouped(frame):
         if eqn.source_info.name_stack is not stack:  # most are that of the one before
             stack = eqn.source_info.name_stack
             here, plain = place(stack, region)
@@ -513,8 +513,8 @@ class _CastPuller:
 
 
 def _widened(
-    atoms: Sequence[Atom], known: Sequence[Known], reads: Sequence[str | None]
-) -> tuple[Known, ...]:
+    atoms: Sequence[Atom], known: Sequence[ValueFacts], reads: Sequence[str | None]
+) -> tuple[ValueFacts, ...]:
     """The same facts, with float32 for what is low and read in float32 alone."""
     return tuple(
         k._replace(dtype=read, product=False)

@@ -86,18 +86,12 @@ class Recorder:
     rule, by way of jax's cache. What `bind` does before that is the same for all equations of a
     program: it finds the current trace, looks whether a value is one of that trace's own and
     whether its mesh is the current one. Since jax 0.10.
-
-    Attributes:
-        meshless: True if no mesh holds here, so that no value varies over manual axes.
-
-    Args:
-        trace: that records.
-        mesh: that holds here.
     """
 
     def __init__(
         self, trace: _partial_eval.DynamicJaxprTrace, mesh: jax.sharding.AbstractMesh
     ) -> None:
+        # No mesh holds here, so that no value varies over manual axes.
         self.meshless: bool = mesh.empty
         self._mesh = mesh
         self._trace = trace

@@ -17,7 +17,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.frame import Step
-from polymp.backends.jax.autocast.function_calls import Section
+from polymp.backends.jax.autocast.function_calls import FunctionCall
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.compat.programs import ClosedProgram
 from polymp.backends.jax.modules import nnx
@@ -66,7 +66,7 @@ class Record(decision_log.Recorder):
         entry, self._latest = self._latest, None
         self.policy = self.policy or policy
         name = f"{regions.CALL}{len(self.calls)}"
-        if isinstance(what.eqn, Section):
+        if isinstance(what.eqn, FunctionCall):
             op = spelled = what.eqn.op
         else:
             spelled = spelling(what.eqn)

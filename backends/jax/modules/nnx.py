@@ -106,7 +106,7 @@ def shape_of(args: object) -> Hashable:
     return tuple(nnx.graphdef(leaf) for leaf in leaves if is_node(leaf))
 
 
-class Apart(NamedTuple):
+class SplitModules(NamedTuple):
     """A pytree whose modules are taken apart."""
 
     # The state of all modules, by their numbers, and a list of everything else; or the pytree
@@ -118,14 +118,14 @@ class Apart(NamedTuple):
     others: int  # how many leaves there are besides
 
 
-def apart(tree: object) -> Apart:
+def split_modules(tree: object) -> SplitModules:
     """A pytree, its modules taken apart; they are left as they are."""
     key = jax.tree_util.keystr
     loaded = "flax.nnx" in sys.modules
     leaves, outer = jax.tree_util.tree_flatten_with_path(tree, is_leaf if loaded else None)
     if not loaded or not any(is_node(leaf) for _, leaf in leaves):
         paths = [key(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        return Apart(tree, lambda tree: tree, paths, 0, len(leaves))
+        return SplitModules(tree, lambda tree: tree, paths, 0, len(leaves))
     from flax import nnx
 
     places = [is_node(leaf) for _, leaf in leaves]
@@ -145,7 +145,7 @@ def apart(tree: object) -> Apart:
     for name, leaf in others:
         paths += [name + key(path) for path, _ in jax.tree_util.tree_leaves_with_path(leaf)]
     parts = state, [leaf for _, leaf in others]
-    return Apart(parts, together, paths, len(modules), len(others))
+    return SplitModules(parts, together, paths, len(modules), len(others))
 
 
 def is_pure(fn: object) -> bool:

@@ -91,10 +91,11 @@ def _paths(pairs: Sequence[tuple[tuple[Any, ...], object]]) -> list[str]:
 def _given(names: object, grads: object) -> list[str]:
     leaves = jax.tree.leaves(names)
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(names)
-    wanted: jax.tree_util.PyTreeDef = jax.tree.structure(grads)
-    if structure != wanted or not all(isinstance(name, str) for name in leaves):
+    expected: jax.tree_util.PyTreeDef = jax.tree.structure(grads)
+    if structure != expected or not all(isinstance(name, str) for name in leaves):
         raise TypeError(
-            f"names must be a tree of strings of the gradients' structure, {wanted}; got {names!r}."
+            "names must be a tree of strings of the gradients' structure, "
+            f"{expected}; got {names!r}."
         )
     return leaves
 

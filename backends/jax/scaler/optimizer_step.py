@@ -206,15 +206,6 @@ def factor(state: ScaleState) -> jax.Array:
 
     A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its inverse,
     for 0.
-
-    Args:
-        state: of one scaler.
-
-    Returns:
-        Float32 [].
-
-    Raises:
-        TypeError: the state is that of several scalers.
     """
     scale = state.scale
     if scale.shape != ():

@@ -26,13 +26,13 @@ from polymp.backends.jax.autocast.frame import (
     Cast,
     Inside,
     Kind,
-    Known,
     Operand,
     Plan,
     Step,
+    ValueFacts,
     declared,
 )
-from polymp.backends.jax.autocast.function_calls import SECTION, Section
+from polymp.backends.jax.autocast.function_calls import FUNCTION_CALL, FunctionCall
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.planner import PlanCache
 from polymp.backends.jax.autocast.regions import NameStacks
@@ -95,7 +95,7 @@ def freeze(
         )
     before = fn if isinstance(fn, Frozen) else None
     autocast = before.function if before else _autocast_function(fn)
-    apart = nnx.apart(params)
+    apart = nnx.split_modules(params)
     leaves, tree = jax.tree.flatten(apart.parts)
     typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
     for i in typed if before else ():
@@ -147,7 +147,7 @@ class Signature(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # of the positional and keyword arguments
     statics: tuple[object, ...]  # the leaves, with `ARRAY` for each array
 
-    def first(self, params: nnx.Apart) -> list[int]:
+    def first(self, params: nnx.SplitModules) -> list[int]:
         """The places of the parameters among all arrays, in the order of `params.parts`."""
         leaves = jax.tree.unflatten(self.tree, range(len(self.statics)))
         if nnx.is_pure(self.fn):
@@ -188,13 +188,13 @@ class FrozenParams:
     def __init__(
         self,
         tree: jax.tree_util.PyTreeDef,
-        params: nnx.Apart,
+        params: nnx.SplitModules,
         dtypes: Mapping[int, str],
         lows: Mapping[int, str],
     ) -> None:
         self.tree = tree
         # Those it was frozen for, without the arrays.
-        self.params: nnx.Apart = params._replace(parts=None, together=lambda parts: parts)
+        self.params: nnx.SplitModules = params._replace(parts=None, together=lambda parts: parts)
         self.dtypes = dtypes  # of the arrays
         self.lows = lows  # of those that are stored low
 
@@ -205,7 +205,7 @@ class FrozenParams:
 
     def check(self, served: object) -> None:
         """Refuse parameters that are not of this structure and these dtypes."""
-        apart = nnx.apart(served)
+        apart = nnx.split_modules(served)
         leaves, tree = jax.tree.flatten(apart.parts)
         paths = self.params.paths
         if tree != self.tree:
@@ -572,7 +572,7 @@ class _LowInputs:
         """The same of a step with programs inside; what a loop carries stays wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
         programs = inside(eqn)
-        if isinstance(eqn, Section):
+        if isinstance(eqn, FunctionCall):
             programs = [Inner(eqn, range(len(lows)))]
         for at in dict.fromkeys(at for program in programs for at in program.carried):
             where = compat.where_written(eqn)
@@ -584,7 +584,7 @@ class _LowInputs:
             self.enter(plan, program.of(lows), allowed if program.gives else ())
             for program, plan in zip(programs, whole.plans, strict=True)
         ]
-        if name == SECTION:  # inside, nothing is asked: the op decides
+        if name == FUNCTION_CALL:  # inside, nothing is asked: the op decides
             self.tell(step, before)
         results = (
             one.outs for one, program in zip(entered, programs, strict=True) if program.gives
@@ -652,7 +652,7 @@ class _LowInputs:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""
         eqn, name = step.eqn, step.eqn.primitive.name
         region, _ = NameStacks().place(eqn.source_info.name_stack, self.plan.region)
-        if isinstance(eqn, Section):
+        if isinstance(eqn, FunctionCall):
             op, region, spelled = eqn.op, eqn.region, ""
             name = op
         else:
@@ -664,7 +664,7 @@ class _LowInputs:
             row = "autocast is off there"
         elif name == "convert_element_type":
             return f"a cast to {eqn.params['new_dtype'].name} reads it ({where})"
-        elif policy is None or eqn.primitive.name not in known_functions.FREE | {SECTION}:
+        elif policy is None or eqn.primitive.name not in known_functions.FREE | {FUNCTION_CALL}:
             row = "it runs as written"
         else:
             winner = policy.at(region.scope).winner(op, region.dtype, spelled)
@@ -701,7 +701,7 @@ def _inputs(low: Low | None) -> frozenset[int]:
     return low.inputs if low else frozenset()
 
 
-def _lowered(known: Sequence[Known], dtypes: Sequence[str | None]) -> tuple[Known, ...]:
+def _lowered(known: Sequence[ValueFacts], dtypes: Sequence[str | None]) -> tuple[ValueFacts, ...]:
     pairs = zip(known, dtypes, strict=True)
     return tuple(k._replace(dtype=f) if f else k for k, f in pairs)
 

@@ -266,7 +266,7 @@ class KeptPaths:
 
 def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
     """By path, the parameters that an autocast function reads in float32 or not at all, and why."""
-    apart = nnx.apart(params)
+    apart = nnx.split_modules(params)
     leaves, tree = jax.tree.flatten(apart.parts)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_typed(x) else x for x in leaves]
     kept = freeze(fn, apart.together(jax.tree.unflatten(tree, shapes)), *args)[0].kept

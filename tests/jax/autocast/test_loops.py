@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax.autocast.frame import Cast, Frame, Known
+from polymp.backends.jax.autocast.frame import Cast, Frame, ValueFacts
 from polymp.jax import autocast
 from tests.support.jax import corpus_runs, hlo, transformer
 from tests.support.jax.corpus_runs import QUICK
@@ -267,7 +267,7 @@ def merge_all_casts(monkeypatch: pytest.MonkeyPatch) -> None:
         return operand._replace(shared=True) if type(operand) is Cast else operand
 
     monkeypatch.setattr(Frame, "read", read)
-    monkeypatch.setattr(Known, "is_parameter", False)
+    monkeypatch.setattr(ValueFacts, "is_parameter", False)
 
 
 def test_the_gradient_of_a_weight_used_often_is_as_exact(monkeypatch):

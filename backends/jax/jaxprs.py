@@ -209,13 +209,13 @@ class Walk(Generic[T, A]):
             outs[:] = self.program(program.closed, [*fixed, *state, *over], around)
             return outs
 
-        return [*settled(start, turn, self.join), *outs[program.carries :]]
+        return [*fixed_point(start, turn, self.join), *outs[program.carries :]]
 
 
-def settled(
+def fixed_point(
     start: list[T], turn: Callable[[list[T]], Sequence[T]], join: Callable[[T, T], T]
 ) -> list[T]:
-    """What a loop carries: joined with what comes round, until that changes nothing."""
+    """Join what a loop carries with what comes round, until that changes nothing."""
     while (joined := list(map(join, start, turn(start)))) != start:
         start = joined
     return start

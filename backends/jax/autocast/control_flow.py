@@ -17,7 +17,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
 from polymp.backends.jax.autocast.frame import Frame, Inside, Plan, Planned, Step, ValueFacts, fits
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.jaxprs import inside, settled, with_programs
+from polymp.backends.jax.jaxprs import fixed_point, inside, with_programs
 from polymp.dtypes import widest
 from polymp.rules.region import Region
 
@@ -83,7 +83,7 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     def turn(carry: list[str | None]) -> list[str | None]:
         return [k.dtype for k in planned(carry).outs]
 
-    carry = settled([k.dtype for k in start], turn, _join)
+    carry = fixed_point([k.dtype for k in start], turn, _join)
     plan = planned(carry, [*carry, *[None] * (len(eqn.outvars) - len(carry))])
     outs = [ValueFacts(k.dtype) for k in plan.outs]
     reads: list[str | None] = [None] * len(known)

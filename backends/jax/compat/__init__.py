@@ -18,10 +18,6 @@ import jax.extend.core as core
 from jax.core import AbstractValue
 from jax.interpreters import ad
 
-from polymp.backends.jax.compat.programs import Atom as Atom
-from polymp.backends.jax.compat.programs import ClosedProgram as ClosedProgram
-from polymp.backends.jax.compat.programs import Equation as Equation
-from polymp.backends.jax.compat.programs import OpenProgram as OpenProgram
 from polymp.backends.jax.compat.programs import binders as binders
 from polymp.backends.jax.compat.programs import close as close
 from polymp.backends.jax.compat.programs import dtypes_out as dtypes_out

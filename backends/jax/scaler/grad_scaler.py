@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from polymp.backends.jax.arrays import float_dtype
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.scaler import gradient_stats, optimizer_step, tree_math
-from polymp.backends.jax.scaler.optimizer_step import Axes, factor, look, update
+from polymp.backends.jax.scaler.optimizer_step import factor, look
 from polymp.backends.jax.scaler.tree_math import shown_dtype
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
@@ -111,7 +111,8 @@ class GradScaler:
         else:
             rule, init_scale = ScaleRule(), 1.0
         _set(self, optimizer_step.on_device(ScaleState(init_scale)), rule, bool(enabled))
-        register(GradScaler, GradScaler._with)
+        if (serialization := sys.modules.get("flax.serialization")) is not None:
+            _register(serialization)
 
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every float of a pytree, by the scale.
@@ -142,7 +143,7 @@ class GradScaler:
         if not self.enabled:
             return tree
         warn_in_bfloat16(self.rule)
-        return tree_math.multiplied(tree, optimizer_step.factor(self.state))
+        return tree_math.multiplied(tree, factor(self.state))
 
     def unscale(
         self, grads: T, *, axis_names: str | Sequence[str] | None = None
@@ -160,7 +161,7 @@ class GradScaler:
         """
         if not self.enabled:
             return grads, jnp.asarray(True)
-        scale, grads = optimizer_step.factor(self.state), tree_math.settled(grads)
+        scale, grads = factor(self.state), tree_math.settled(grads)
         return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
 
     def update(
@@ -231,7 +232,7 @@ class GradScaler:
         """
         rule = self.rule if self.enabled else None
         result, after, finite = optimizer_step.step(
-            rule, self.state, grads, update, state, loss=loss, axis_names=axis_names
+            rule, self.state, grads, update, state, loss, axis_names
         )
         return result, self._with(after), finite
 
@@ -268,17 +269,23 @@ class GradScaler:
         Raises:
             TypeError: `fun` is no function; when called, it returned something else.
         """
-        return value_and_grad(
-            self.rule if self.enabled else None,
-            self.state,
-            self.scale,
-            fun,
-            argnums,
-            has_aux,
-            self._with,
-            axis_names=axis_names,
-            allow_int=allow_int,
-        )
+        given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
+            raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")
+        scaled_loss = _with_scale(self.scale, fun, has_aux)
+        differentiated = jax.value_and_grad(scaled_loss, argnums, has_aux=True, allow_int=allow_int)
+
+        def call(*args: object, **kwargs: object) -> tuple[tuple[Any, Any], GradScaler, jax.Array]:
+            (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+            value = (loss, aux) if has_aux else loss
+            if not self.enabled:
+                return (value, grads), self, jnp.asarray(True)
+            scale, grads = factor(self.state), tree_math.settled(grads)
+            finite, loss_finite = look(self.state, grads, loss, axis_names)
+            after = self.update(finite, loss_finite=loss_finite)
+            return (value, tree_math.divided(grads, scale)), after, finite
+
+        return call
 
     def report(self, grads: object, names: object = None, *, scaled: bool = True) -> GradientReport:
         """Report how many values of each gradient are Inf, NaN, 0 and too small, by name.
@@ -315,7 +322,7 @@ class GradScaler:
         """
         if not self.enabled:
             return {}
-        if isinstance(optimizer_step.factor(self.state), jax.core.Tracer):
+        if isinstance(factor(self.state), jax.core.Tracer):
             raise TypeError(
                 "state_dict() gives Python numbers, which traced code does not have: return the "
                 "scaler from the function, and call state_dict() outside."
@@ -389,16 +396,14 @@ jax.tree_util.register_pytree_with_keys(
     GradScaler, _flatten_with_keys, lambda rest, first: _make(*first, *rest), _flatten
 )
 
-# `value_and_grad` differentiates the scaled loss. The loss itself comes back beside it, in its own
-# dtype: the scaled loss divided by the scale may differ in its last bits.
-
-S = TypeVar("S")
-
 
 def _with_scale(
     scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
-    """Wrap a loss function so that it returns the scaled loss to differentiate."""
+    """Wrap a loss function so that it returns the scaled loss to differentiate, and its own loss.
+
+    The scaled loss divided by the scale may differ from that in its last bits.
+    """
     if not callable(fun):
         raise TypeError(f"value_and_grad needs the function that computes the loss, got {fun!r}.")
 
@@ -432,38 +437,6 @@ def _shown(x: object) -> str:
     return shown_dtype(x) if tree_math.is_carried(x) else f"{type(x)}"
 
 
-def value_and_grad(
-    rule: ScaleRule | None,
-    state: ScaleState,
-    scale: Callable[[jax.Array], jax.Array],
-    fun: Callable[..., object],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    after: Callable[[ScaleState], S],
-    *,
-    axis_names: Axes,
-    **options: Any,
-) -> Callable[..., tuple[tuple[Any, Any], S, jax.Array]]:
-    """`GradScaler.value_and_grad` for a rule and a state."""
-    given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
-        raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")
-    scaled_loss = _with_scale(scale, fun, has_aux)
-    differentiated = jax.value_and_grad(scaled_loss, argnums, has_aux=True, **options)
-
-    def call(*args: object, **kwargs: object) -> tuple[tuple[Any, Any], S, jax.Array]:
-        (_, (loss, aux)), grads = differentiated(*args, **kwargs)
-        value = (loss, aux) if has_aux else loss
-        if rule is None:
-            return (value, grads), after(state), jnp.asarray(True)
-        grads = tree_math.settled(grads)
-        finite, loss_finite = look(state, grads, loss, axis_names)
-        new = update(rule, state, finite, loss_finite)
-        return (value, tree_math.divided(grads, factor(state))), after(new), finite
-
-    return call
-
-
 class _Told(threading.local):
     """The rules of the scalers that this thread was warned of: each step makes another scaler."""
 
@@ -481,32 +454,14 @@ def warn_in_bfloat16(rule: ScaleRule) -> None:
         warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=outside())
 
 
-# The rest is for flax's checkpoints, which ask for a conversion of a class, and not for its leaves.
-
-
-class _Stateful(Protocol):
-    @property
-    def state(self) -> object: ...
-
-
-State = TypeVar("State", bound=_Stateful)
-
-
-def register(kind: type[State], with_state: Callable[[State, Any], State]) -> None:
-    """Let flax save and restore objects of a class by their state, where flax is loaded."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
-        _register(serialization, kind, with_state)
-
-
 @cache
-def _register(
-    serialization: Any, kind: type[State], with_state: Callable[[State, Any], State]
-) -> None:
-    def to_state_dict(one: State) -> dict[str, object]:
-        return {"state": serialization.to_state_dict(one.state)}
+def _register(serialization: Any) -> None:
+    """Let flax save and restore scalers by their state: it does not look at leaves."""
 
-    def from_state_dict(one: State, saved: Mapping[str, object]) -> State:
-        return with_state(one, serialization.from_state_dict(one.state, saved["state"]))
+    def to_state_dict(scaler: GradScaler) -> dict[str, object]:
+        return {"state": serialization.to_state_dict(scaler.state)}
 
-    serialization.register_serialization_state(kind, to_state_dict, from_state_dict)
+    def from_state_dict(scaler: GradScaler, saved: Mapping[str, object]) -> GradScaler:
+        return scaler._with(serialization.from_state_dict(scaler.state, saved["state"]))
+
+    serialization.register_serialization_state(GradScaler, to_state_dict, from_state_dict)

@@ -7,35 +7,21 @@ a tree, and the counts come to the host in one array.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.scaler.optimizer_step import factor
 from polymp.backends.jax.scaler.tree_math import is_scalable
 from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient, GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 _INT32 = 2**31  # a leaf with as many values is counted in int64
-
-
-class Counts(NamedTuple):
-    """Counts on their way to the host; only `rows` waits for them."""
-
-    names: tuple[str, ...]  # of the leaves
-    shapes: tuple[tuple[int, ...], ...]  # of the leaves
-    table: jax.Array  # Inf, NaN, zero and subnormal values of each leaf; int32 [leaves, 4]
-
-    def rows(self) -> tuple[Gradient, ...]:
-        """An entry for each leaf. Waits for the device."""
-        table = on_host(self.table).tolist()
-        rows = zip(self.names, self.shapes, table, strict=True)
-        return tuple(Gradient(name, shape, *numbers) for name, shape, numbers in rows)
 
 
 def report(
@@ -45,7 +31,7 @@ def report(
     if any(isinstance(x, jax.core.Tracer) for x in state):
         raise TypeError(_TRACED)
     scale = factor(state)
-    rows = counted(grads, names, jnp.float32(1) if scaled else on_host(scale)).rows()
+    rows = _counted(grads, names, jnp.float32(1) if scaled else on_host(scale))
     scale, *counts = (on_host(x).item() for x in state)
     return GradientReport(rule, ScaleState(scale, *counts), rows)
 
@@ -56,17 +42,19 @@ _TRACED = (
 )
 
 
-def counted(grads: object, names: object, factor: jax.typing.ArrayLike) -> Counts:
-    """Count every float leaf of a tree."""
+def _counted(grads: object, names: object, factor: jax.typing.ArrayLike) -> tuple[Gradient, ...]:
+    """Count every float leaf of a tree. Waits for the device."""
     pairs = jax.tree_util.tree_leaves_with_path(grads)
     if any(isinstance(x, jax.core.Tracer) for _, x in pairs):
         raise TypeError(_TRACED)
-    paths = _paths(pairs) if names is None else _given(names, grads)
+    if names is None:
+        paths = [leaf_path(path) or "gradient" for path, _ in pairs]
+    else:
+        paths = _given(names, grads)
     rows = [(path, x) for path, (_, x) in zip(paths, pairs, strict=True) if is_scalable(x)]
-    shapes = tuple(tuple(np.shape(x)) for _, x in rows)
-    table = _table([x for _, x in rows], factor)
-    table.copy_to_host_async()
-    return Counts(tuple(path for path, _ in rows), shapes, table)
+    table = on_host(_table([x for _, x in rows], factor)).tolist()
+    counts = zip(rows, table, strict=True)
+    return tuple(Gradient(path, tuple(np.shape(x)), *numbers) for (path, x), numbers in counts)
 
 
 def on_host(x: jax.typing.ArrayLike) -> np.ndarray[Any, Any]:
@@ -74,18 +62,6 @@ def on_host(x: jax.typing.ArrayLike) -> np.ndarray[Any, Any]:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = x.addressable_data(0)
     return np.asarray(x)
-
-
-def _paths(pairs: Sequence[tuple[tuple[Any, ...], object]]) -> list[str]:
-    """Names of the leaves, joined by dots. A flax nnx variable is called by its own name."""
-    paths = []
-    for path, _ in pairs:
-        shown = jax.tree_util.keystr(path, simple=True, separator=".")
-        last = path[-1] if len(path) > 1 else None
-        if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
-            shown = shown.removesuffix(".value")
-        paths.append(shown or "gradient")
-    return paths
 
 
 def _given(names: object, grads: object) -> list[str]:

@@ -32,7 +32,6 @@ from polymp.backends.jax.scaler.tree_math import shown_dtype
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
-G = TypeVar("G")
 T = TypeVar("T")
 Axes = str | Sequence[str] | None
 
@@ -53,34 +52,51 @@ def look(
     return finite, tree_math.all_finite(loss, jnp.float32(1), axis_names)
 
 
-def choose(
+def step(
     rule: ScaleRule | None,
-    state: ScaleState,
-    grads: G,
-    take: Callable[[G], T],
-    skip: Callable[[], T],
-    *,
-    loss: object = None,
-    axis_names: Axes = None,
-) -> tuple[T, ScaleState, jax.Array]:
-    """Call `take` with the true gradients, or `skip` if something is not finite."""
-    if rule is None:
-        return take(grads), state, jnp.asarray(True)
-    scale, grads = factor(state), tree_math.settled(grads)
-    finite, loss_finite = look(state, grads, loss, axis_names)
+    scaling: ScaleState,
+    grads: object,
+    new_state: Callable[..., object],
+    state: tuple[object, ...],
+    loss: object,
+    axis_names: Axes,
+) -> tuple[Any, ScaleState, jax.Array]:
+    """`GradScaler.step` for a rule and a state; without a rule, gradients are the true ones."""
+    if not callable(new_state):
+        raise TypeError(
+            f"step(grads, update, *state) needs a function for update, got {type(new_state)}."
+        )
+    kept, together = apart(state, tree_math.is_carried)
 
-    def apply(grads: G) -> T:
+    def take(grads: object) -> list[jax.Array]:
+        # A copy of the containers: what `update` changes in place is its own.
+        made = new_state(grads, *together(kept))
+        new = (made,) if len(state) == 1 else made
+        check_replaces(state, new)
+        return apart(new, tree_math.is_carried)[0]
+
+    def apply(grads: object) -> list[jax.Array]:
         # Divided again and not kept from the check: XLA fuses the quotients into their use.
         return take(tree_math.divided(grads, scale))
 
-    if isinstance(finite, jax.core.Tracer):
-        result = _either(finite, grads, apply, skip)
+    if rule is None:
+        result, after, finite = take(grads), scaling, jnp.asarray(True)
     else:
-        result = apply(grads) if finite else skip()
-    return result, update(rule, state, finite, loss_finite), finite
+        scale, grads = factor(scaling), tree_math.settled(grads)
+        finite, loss_finite = look(scaling, grads, loss, axis_names)
+        if isinstance(finite, jax.core.Tracer):
+            result = _either(finite, grads, apply, lambda: kept)
+        else:
+            result = apply(grads) if finite else kept
+        after = update(rule, scaling, finite, loss_finite)
+    whole = together(result)
+    nnx.write_back(state, whole)
+    return whole[0] if len(state) == 1 else whole, after, finite
 
 
-def _either(finite: jax.Array, grads: G, apply: Callable[[G], T], skip: Callable[[], T]) -> T:
+def _either(
+    finite: jax.Array, grads: object, apply: Callable[[Any], T], skip: Callable[[], T]
+) -> T:
     """`apply(grads)` if finite, else `skip()`, in traced code: see the top of this file.
 
     Each is traced once. What has effects, such as a print, is always a conditional.
@@ -108,34 +124,6 @@ def _either(finite: jax.Array, grads: G, apply: Callable[[G], T], skip: Callable
 
 def _selected(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return old if old.dtype == float0 else lax.select(finite, new, old)
-
-
-def step(
-    rule: ScaleRule | None,
-    scaling: ScaleState,
-    grads: object,
-    update: Callable[..., object],
-    state: tuple[object, ...],
-    **options: Any,
-) -> tuple[Any, ScaleState, jax.Array]:
-    """`GradScaler.step` for a rule and a state; the options are those of `choose`."""
-    if not callable(update):
-        raise TypeError(
-            f"step(grads, update, *state) needs a function for update, got {type(update)}."
-        )
-    kept, together = apart(state, tree_math.is_carried)
-
-    def take(grads: object) -> list[jax.Array]:
-        # A copy of the containers: what `update` changes in place is its own.
-        made = update(grads, *together(kept))
-        new = (made,) if len(state) == 1 else made
-        check_replaces(state, new)
-        return apart(new, tree_math.is_carried)[0]
-
-    result, scaling, finite = choose(rule, scaling, grads, take, lambda: kept, **options)
-    after = together(result)
-    nnx.write_back(state, after)
-    return after[0] if len(state) == 1 else after, scaling, finite
 
 
 def check_replaces(old: tuple[object, ...], new: object) -> None:

@@ -1,4 +1,4 @@
-"""Tests of what counts as an array, and as one of floats; and the largest number in an array."""
+"""Tests of what counts as an array, and as one of floats; the largest number in one; copies."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from polymp import dtypes
+from polymp.backends.jax import compat
 
 T = TypeVar("T")
 
@@ -79,6 +80,22 @@ def apart(
         return whole
 
     return [x for x, at in zip(leaves, places, strict=True) if at], together
+
+
+class AsyncCopy:
+    """A copy of an array on its way to the host, for a `polymp.mailbox.Mailbox`."""
+
+    def __init__(self, x: jax.Array) -> None:
+        self._array = x if x.is_fully_addressable else x.addressable_data(0)
+        self._array.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Return whether `values` would not wait."""
+        return compat.is_ready(self._array)
+
+    def values(self) -> np.ndarray[Any, Any]:
+        """Return the values. Waits for them."""
+        return np.asarray(self._array)  # faster than jax's own conversions
 
 
 def largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:

@@ -17,7 +17,7 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes code_origin text_table progress
+errors dtypes code_origin text_table progress mailbox
 versions
 integrations
 fp8
@@ -28,7 +28,7 @@ diagnostics
 backends
 backends.torch backends.jax
 backends.torch.compat backends.jax.compat
-backends.jax.arrays
+backends.torch.async_copy backends.jax.arrays
 backends.jax.jaxprs
 backends.jax.modules
 backends.torch.autocast backends.jax.autocast

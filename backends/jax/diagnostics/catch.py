@@ -9,7 +9,6 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
 import math
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -18,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from polymp import code_origin
-from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_float, is_inexact
+from polymp.backends.jax.arrays import AsyncCopy, is_float, is_inexact
 from polymp.backends.jax.diagnostics import locate as finder
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
+from polymp.mailbox import Mailbox
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -453,7 +452,7 @@ class LossChecks:
     def __init__(self, jump: float | None, means: Means | None = None) -> None:
         self.means: Means = means or {}
         self._jump = math.inf if jump is None else jump
-        self._arriving: deque[jax.Array] = deque()
+        self._mailbox: Mailbox[None] = Mailbox()
 
     def add(self, losses: Mapping[int, Any]) -> bool:
         """Check the losses of a call; return whether a loss of any call so far is known to be bad.
@@ -461,7 +460,7 @@ class LossChecks:
         Several processes learn of it in `now` alone, so that all of them stop at the same step.
         """
         for at, loss in losses.items():
-            self._arriving.append(self._is_bad(at, loss))
+            self._mailbox.post(AsyncCopy(self._is_bad(at, loss)), None)
         return jax.process_count() == 1 and self._arrived(wait=False)
 
     def now(self) -> bool:
@@ -493,10 +492,7 @@ class LossChecks:
         return bad
 
     def _arrived(self, *, wait: bool) -> bool:
-        found = False
-        while self._arriving and (wait or compat.is_ready(self._arriving[0])):
-            found = bool(np.asarray(self._arriving.popleft())) or found  # faster than jax's bool
-        return found
+        return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
 
 
 @jax.jit

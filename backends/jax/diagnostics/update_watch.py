@@ -7,41 +7,25 @@ The watch runs on the host, after each step. In most steps it only counts; in on
 keeps a sample of each low array, and compares it with the next step's.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from warnings import warn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.arrays import AsyncCopy, is_float
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.measures import few
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.low_weights import LowWeightsState
 from polymp.errors import LowWeightsWarning
+from polymp.mailbox import Mailbox
 from polymp.weights import lost_updates
 from polymp.weights.lost_updates import LostUpdates
 
 INSTEAD = "polymp.jax.low_weights(optimizer)"
-
-
-class _Sent(NamedTuple):
-    """Counts on their way to the host.
-
-    Attributes:
-        names: of the low arrays, and their dtypes.
-        counts: int32 [arrays, 2], updates and those that were lost.
-        gradients: whether those are updates whose gradient is not 0, or all.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    counts: jax.Array
-    gradients: bool
 
 
 class UpdateWatch:
@@ -79,7 +63,9 @@ class UpdateWatch:
         self._every, self._first = every, first
         self._step = 0
         self._before: list[jax.Array] | None = None
-        self._on_their_way: deque[_Sent] = deque()  # oldest first
+        # Counts of `_counted`, with the names and dtypes of the arrays, and whether they are of
+        # updates whose gradient is not 0, or of all.
+        self._mailbox: Mailbox[tuple[list[tuple[str, str]], bool]] = Mailbox()
         self._told = False
 
     def watch(self, params: object, opt_state: object = None, grads: object = None) -> None:
@@ -111,12 +97,11 @@ class UpdateWatch:
         at = [i for i, (_, x) in enumerate(paths) if is_float(x) and x.dtype.name in LOW_DTYPES]
         low = [paths[i][1] for i in at]
         if since == 0 and self._before is not None and low:
-            names = tuple((leaf_path(paths[i][0]), paths[i][1].dtype.name) for i in at)
+            names = [(leaf_path(paths[i][0]), paths[i][1].dtype.name) for i in at]
             tree: Any = jax.tree.structure(params)
             given = [] if grads is None else [tree.flatten_up_to(grads)[i] for i in at]
-            counts = _counted(self._before, low, given)
-            counts.copy_to_host_async()
-            self._on_their_way.append(_Sent(names, counts, bool(given)))
+            counts = AsyncCopy(_counted(self._before, low, given))
+            self._mailbox.post(counts, (names, bool(given)))
         self._before = sampled(low) if (step + 1 - self._first) % self._every == 0 else None
 
     def finish(self) -> tuple[LostUpdates, ...]:
@@ -132,15 +117,12 @@ class UpdateWatch:
         return self.records
 
     def _arrive(self, *, wait: bool) -> None:
-        while self._on_their_way and (wait or compat.is_ready(self._on_their_way[0].counts)):
-            sent = self._on_their_way.popleft()
-            table = np.asarray(sent.counts.addressable_data(0)).tolist()
-            self.records = tuple(
-                LostUpdates(*name, *row) for name, row in zip(sent.names, table, strict=True)
-            )
+        for counts, (names, gradients) in self._mailbox.taken(wait=wait):
+            rows = zip(names, counts.tolist(), strict=True)
+            self.records = tuple(LostUpdates(*name, *row) for name, row in rows)
             if lost_updates.share(self.records) >= lost_updates.TOO_MANY and not self._told:
                 self._told = True
-                text = lost_updates.message(self.records, INSTEAD, gradients=sent.gradients)
+                text = lost_updates.message(self.records, INSTEAD, gradients=gradients)
                 warn(text, LowWeightsWarning, stacklevel=3)
 
 

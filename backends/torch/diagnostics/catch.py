@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from polymp import code_origin
+from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.training_state import (
@@ -34,6 +35,7 @@ from polymp.backends.torch.diagnostics.training_state import (
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
+from polymp.mailbox import Mailbox
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -477,7 +479,7 @@ class StepChecks:
     def __init__(self, jump: float | None, mean: MeanLoss | None = None) -> None:
         self.mean: MeanLoss = mean or MeanLoss()
         self._jump = jump
-        self._arriving: list[tuple[torch.Tensor, torch.Event]] = []
+        self._mailbox: Mailbox[None] = Mailbox()
 
     def add(self, result: object, bad_gradients: Sequence[torch.Tensor]) -> bool:
         """Check the results of a step; return whether something is not finite, if that is known.
@@ -502,9 +504,7 @@ class StepChecks:
             found = over_ranks(found)
         if device.type == "cpu":
             return bool(found)
-        copy, event = found.to("cpu", non_blocking=True), torch.Event(device)
-        event.record()
-        self._arriving.append((copy, event))
+        self._mailbox.post(AsyncCopy(found), None)
         return ranks == 1 and self._arrived(wait=False)
 
     def now(self) -> bool:
@@ -512,12 +512,7 @@ class StepChecks:
         return self._arrived(wait=True)
 
     def _arrived(self, *, wait: bool) -> bool:
-        found = False
-        while self._arriving and (wait or self._arriving[0][1].query()):
-            copy, event = self._arriving.pop(0)
-            event.synchronize()
-            found = found or bool(copy)
-        return found
+        return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from weakref import WeakMethod
 
 import torch
 
+from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import dynamo
 from polymp.backends.torch.scaler import unscale
+from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict
 
@@ -389,8 +391,8 @@ class AsyncRead:
     def __init__(self) -> None:
         self.seen: ScaleState | None = None
         self.age: int = 0
-        self._on_its_way: tuple[torch.Tensor, torch.Event | None, int] | None = None
         self._given = 0  # how often the user has set the scale
+        self._mailbox: Mailbox[int] = Mailbox()  # with `_given` when a copy was started
         self._seen_of = 0  # `_given` when the copy in `seen` was started
         self._sent = 0  # updates since the copy on its way was started
         self._left: tuple[torch.Tensor, int] | None = None  # the scale and its version
@@ -403,23 +405,15 @@ class AsyncRead:
         self.age += 1
         self._sent += 1
         new = False
-        if self._on_its_way is not None:
-            copy, event, given = self._on_its_way
-            if event is None or event.query():
-                (tracker,), numbers = copy[:1].tolist(), copy[1:].view(torch.float32).tolist()
-                self.seen = state_of(numbers[0], tracker, *numbers[1:])
-                self.age = self._sent
-                self._on_its_way, self._seen_of, new = None, given, True
-        device = state[0].device
-        if self._on_its_way is None and self._sent >= _EVERY:
+        for copy, given in self._mailbox.taken():
+            (tracker,), numbers = copy[:1].tolist(), copy[1:].view(torch.float32).tolist()
+            self.seen = state_of(numbers[0], tracker, *numbers[1:])
+            self.age, self._seen_of, new = self._sent, given, True
+        if not self._mailbox and self._sent >= _EVERY:
             # One copy for all, as bits, so that no number is converted or rounded.
             together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
-            event = None
-            copy = together.to("cpu", non_blocking=True)
-            if device.type != "cpu":
-                event = torch.Event(device)
-                event.record()
-            self._on_its_way, self._sent = (copy, event, self._given), 0
+            self._mailbox.post(AsyncCopy(together), self._given)
+            self._sent = 0
         return new
 
     def given(self) -> None:

@@ -42,6 +42,7 @@ from polymp.backends.torch.scaler.findings import (
 )
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
+from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import NO_EFFECT, GradientReport, OnStuck, tell
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
@@ -623,7 +624,7 @@ class GradScaler(ScalerProperties):
 
 
 # The classes whose objects change as a scaler is used.
-PARTS = (DeviceState, AsyncRead, Findings, StuckWatch)
+PARTS = (DeviceState, AsyncRead, Mailbox, Findings, StuckWatch)
 
 
 def findings_of(scaler: ScalerProperties) -> Findings:

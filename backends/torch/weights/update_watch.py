@@ -12,10 +12,12 @@ from types import MappingProxyType
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.autocast.dtype_names import NAMES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.errors import LowWeightsWarning
+from polymp.mailbox import Mailbox
 from polymp.weights import lost_updates
 from polymp.weights.lost_updates import LostUpdates
 
@@ -132,7 +134,7 @@ class UpdateWatch:
         self._steps = 0
         self._warned = False
         self._sample: Sample | None = None
-        self._on_its_way: tuple[Sample, torch.Tensor, torch.Event | None] | None = None
+        self._mailbox: Mailbox[Sample] = Mailbox()  # counts of samples
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -155,30 +157,20 @@ class UpdateWatch:
     def _after(self, *_: object) -> None:
         if is_dynamo_compiling():
             return
-        if self._on_its_way is not None:
-            self._look()
+        self._look()
         if self._sample is None:
             return
         with torch.no_grad():
             counts = self._sample.counts()
         if counts is not None:
-            event = None
-            copy = counts.to("cpu", non_blocking=True)
-            if counts.device.type != "cpu":
-                event = torch.Event(counts.device)
-                event.record()
-            self._on_its_way = self._sample, copy, event
+            self._mailbox.post(AsyncCopy(counts), self._sample)
         self._sample = None
 
     def _look(self) -> None:
         """Read counts that have arrived, and warn, once."""
-        assert self._on_its_way is not None
-        sample, counts, event = self._on_its_way
-        if event is not None and not event.query():
-            return
-        self._on_its_way = None
-        self.records = sample.records(counts)
-        if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
-            self._warned = True
-            text = lost_updates.message(self.records, INSTEAD)
-            warnings.warn(text, LowWeightsWarning, stacklevel=2)
+        for counts, sample in self._mailbox.taken():
+            self.records = sample.records(counts)
+            if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
+                self._warned = True
+                text = lost_updates.message(self.records, INSTEAD)
+                warnings.warn(text, LowWeightsWarning, stacklevel=2)

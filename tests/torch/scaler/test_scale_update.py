@@ -175,6 +175,8 @@ class Late:
         self.left -= 1
         return self.left < 0
 
+    def synchronize(self) -> None: ...
+
 
 class FarAway(torch.Tensor):
     """A tensor that says it is on a GPU; its copies to the CPU are true ones."""

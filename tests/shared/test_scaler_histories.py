@@ -149,7 +149,7 @@ def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
                 scaler.update()
             elif event.kind == SCALE:
                 scaler.update(event.scale)
-            state = scaler._state.tensors()
+            state = scaler._tensors()
             kept.append(torch.cat([tensor.view(-1) for tensor in state]))
         saved = scaler.state_dict()
         last = tuple(

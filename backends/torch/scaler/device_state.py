@@ -1,14 +1,18 @@
-"""`DeviceState`: a loss scaler's constants, and its state on a device, often known to the host.
+"""`DeviceState`: a loss scaler's rule, and its state on a device, often known to the host.
 
-The state is tensors, because other libraries read and write them under torch.amp's names. An update
-that computes the next state in Python notes its numbers with the versions of the tensors; as long
-as the versions stay, the state can be read without waiting for the device.
+The state is tensors, because other libraries read and write them under torch.amp's names. The next
+one comes from `scale_rule.step` in two ways:
+
+    on the host      on Python numbers, where the host knows what was found; it notes the numbers
+                     with the versions of the tensors that it writes, and as long as the versions
+                     stay, the state can be read without waiting for the device
+    on the device    on the tensors, or by the kernel of torch.amp, which does the same
 """
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakMethod
 
 import torch
@@ -30,100 +34,101 @@ class _Known(NamedTuple):
 
 
 class DeviceState:
-    """The rule of a loss scaler, and its state: tensors on a device once the first loss is scaled.
+    """The base of `GradScaler`: its rule, and its state, tensors once the first loss is scaled."""
 
-    Args:
-        rule: the constants.
-        first: the state to start with, as Python numbers.
-        notes_losses: whether `GradScaler.scale` writes to `loss`.
+    _rule: ScaleRule
+    _checks_loss: bool  # whether `_loss` is written
+    # The numbers that the tensors are made from; the counts are `skips`, `spoiled` and `skipped`.
+    _init_scale: float
+    _init_growth_tracker: int
+    _init_counts: tuple[int, int, int]
+    # Others may write to these two, or put other tensors here.
+    _scale: torch.Tensor | None  # float32 []
+    _growth_tracker: torch.Tensor | None  # int32 []
+    _counts: torch.Tensor | None  # float32 [3], of `counted`
+    _bars: torch.Tensor | None  # of `new_bars`
+    _loss: torch.Tensor | None  # float32 [], one of the bars: not 0 if a loss was not finite
+    _captured: torch.Tensor | None  # the scale that a CUDA graph updates, without a new version
+    _known: _Known | None
+    _regular: bool  # see `regular`
+    _arriving: "AsyncRead"
 
-    Attributes:
-        rule: the constants now.
-        first: the state that the tensors are made from.
-        scale: float32 [], None until it is made. Others may write to it, or put another here.
-        tracker: int32 [], likewise.
-        counts: float32 [3], of `counted`.
-        loss: float32 [], one of the bars of a finding: not 0 if a loss was not finite.
-        arriving: copies to the host, for which it does not wait.
-    """
+    def _begin(self) -> None:
+        """Have no tensors yet."""
+        self._scale = self._growth_tracker = self._counts = None
+        self._bars = self._loss = self._captured = self._known = None
+        self._regular = regular(self._rule, self._first())
+        self._arriving = AsyncRead()
 
-    def __init__(self, rule: ScaleRule, first: ScaleState, *, notes_losses: bool) -> None:
-        self.rule: ScaleRule = rule
-        self.first: ScaleState = first
-        self.scale: torch.Tensor | None = None
-        self.tracker: torch.Tensor | None = None
-        self.counts: torch.Tensor | None = None
-        self.loss: torch.Tensor | None = None
-        self.arriving: AsyncRead = AsyncRead()
-        self._notes_losses = notes_losses
-        self._bars: torch.Tensor | None = None  # of `new_bars`
-        self._known: _Known | None = None
-        self._regular = regular(rule, first)
-        # The scale that a CUDA graph updates, whose replays write without a new version.
-        self._captured: torch.Tensor | None = None
+    def _first(self) -> ScaleState:
+        return ScaleState(self._init_scale, self._init_growth_tracker, *self._init_counts)
 
-    def at_rest(self) -> "DeviceState":
-        """Return the same numbers without tensors, to be loaded where the device is missing."""
-        return DeviceState(self.rule, self.read(), notes_losses=self._notes_losses)
+    def _set_first(self, state: ScaleState) -> None:
+        self._init_scale, self._init_growth_tracker, *counts = state
+        self._init_counts = cast(tuple[int, int, int], tuple(counts))
 
-    def change(self, **constants: float) -> None:
+    def _change(self, **constants: float) -> None:
         """Go on with other constants, unchecked."""
-        rule = self.rule._replace(**constants)  # type: ignore[arg-type]
-        self._regular = self._regular and rule.interval >= self.rule.interval
-        if rule.backoff != self.rule.backoff:
-            self.arriving = AsyncRead()  # its bound of the scale followed from the old factor
-        self.rule = rule
+        rule = self._rule._replace(**constants)  # type: ignore[arg-type]
+        self._regular = self._regular and rule.interval >= self._rule.interval
+        if rule.backoff != self._rule.backoff:
+            self._arriving = AsyncRead()  # its bound of the scale followed from the old factor
+        self._rule = rule
 
-    def make(self, device: torch.device) -> None:
-        """Make the tensors."""
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AssertionError("_growth_tracker initialized before _scale")
+        first = self._first()
         with _versioned():
-            scale = torch.full((), self.first.scale, dtype=torch.float32, device=device)
-            tracker = torch.full((), self.first.tracker, dtype=torch.int32, device=device)
-            self._make_counts(device)
-        self.scale, self.tracker = scale, tracker  # at once: half of it would be no state
+            scale = torch.full((), first.scale, dtype=torch.float32, device=dev)
+            tracker = torch.full((), first.tracker, dtype=torch.int32, device=dev)
+            self._make_counts(dev)
+        self._scale, self._growth_tracker = scale, tracker  # at once: half of it would be no state
         self._stay()
-        if self.capturing():
-            self._captured = self.scale  # and every replay fills it anew
-        self.remember(self.first._replace(scale=scale_rule.as_float32(float(self.first.scale))))
+        if self._capturing():
+            self._captured = self._scale  # and every replay fills it anew
+        self._remember(first._replace(scale=scale_rule.as_float32(float(first.scale))))
 
     def _make_counts(self, device: torch.device) -> None:
         """Without a copy from the host, which a CUDA graph cannot capture."""
         counts = torch.zeros(3, dtype=torch.float32, device=device)
-        for at, number in enumerate(counted(self.first)):
+        for at, number in enumerate(counted(self._first())):
             if number:
                 counts.select(0, at).fill_(number)
-        self.counts, (self._bars, self.loss) = counts, new_bars(device)
+        self._counts, (self._bars, self._loss) = counts, new_bars(device)
 
     def _stay(self) -> None:
         """Let compiled code write to the state where it is."""
         if not torch.compiler.is_compiling():
-            for tensor in (*self.tensors(), self.loss):
+            for tensor in (*self._tensors(), self._loss):
                 dynamo.stays(cast(torch.Tensor, tensor))
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return scale, tracker and counts. Other libraries may have made the first two."""
-        assert self.scale is not None
-        assert self.tracker is not None
-        if self.counts is None:
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        if self._counts is None:
             with _versioned():
-                self._make_counts(self.scale.device)
+                self._make_counts(self._scale.device)
                 self._stay()
-        assert self.counts is not None
-        return self.scale, self.tracker, self.counts
+        assert self._counts is not None
+        return self._scale, self._growth_tracker, self._counts
 
-    def noted_loss(self) -> torch.Tensor:
-        """Return `loss`, made if it is not there."""
-        if self.loss is None:
-            self.tensors()
-        assert self.loss is not None
-        return self.loss
+    def _noted_loss(self) -> torch.Tensor:
+        """Return `_loss`, made if it is not there."""
+        if self._loss is None:
+            self._tensors()
+        assert self._loss is not None
+        return self._loss
 
-    def remember(self, state: ScaleState) -> None:
+    # What the host knows.
+
+    def _remember(self, state: ScaleState) -> None:
         """Note that the tensors hold this state now."""
-        self._regular = regular(self.rule, state)
+        self._regular = regular(self._rule, state)
         if torch.compiler.is_compiling():
             return
-        tensors = self.tensors()
+        tensors = self._tensors()
         self._known = _Known(state, tensors, tuple(t._version for t in tensors))
 
     def _replays(self) -> bool:
@@ -132,83 +137,84 @@ class DeviceState:
         So it is in code that is compiled, while a CUDA graph is captured, and for as long as the
         scale is one that a graph updates.
         """
-        if torch.compiler.is_compiling() or self.capturing():
+        if torch.compiler.is_compiling() or self._capturing():
             return True
-        return self._captured is not None and self._captured is self.scale
+        return self._captured is not None and self._captured is self._scale
 
-    def capturing(self) -> bool:
+    def _capturing(self) -> bool:
         """Return whether a CUDA graph is captured, other than by a compiler."""
-        if torch.compiler.is_compiling() or self.scale is None:
+        if torch.compiler.is_compiling() or self._scale is None:
             return False
-        return self.scale.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._scale.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def recall(self) -> ScaleState | None:
+    def _recall(self) -> ScaleState | None:
         """Return the state if the host knows it; None if something has written to the tensors."""
         if self._replays():
             return None
         known = self._known
-        if known is None or self.scale is None:
+        if known is None or self._scale is None:
             return None
-        for tensor, now, version in zip(known.tensors, self.tensors(), known.versions, strict=True):
-            if tensor is not now or tensor._version != version:
-                return None
-        return known.state
+        pairs = zip(known.tensors, self._tensors(), known.versions, strict=True)
+        same = all(was is now and was._version == version for was, now, version in pairs)
+        return known.state if same else None
 
-    def read(self) -> ScaleState:
+    def _read(self) -> ScaleState:
         """Return the state as Python numbers. Waits for the device if the host does not know it."""
-        if self.scale is None:
-            return self.first
-        state = self.recall()
+        if self._scale is None:
+            return self._first()
+        state = self._recall()
         if state is None:
-            scale, tracker, counts = self.tensors()
+            scale, tracker, counts = self._tensors()
             state = state_of(scale.item(), tracker.item(), *counts.tolist())
-            self.remember(state)
+            self._remember(state)
         return state
 
-    def may_be_below_one(self) -> bool:
+    def _may_be_below_one(self) -> bool:
         """Return False where the host can rule out that the scale is below 1.
 
         With a scale of 1 or more no quotient overflows, so that the pass that looks for overflows
         is saved. What is found does not depend on the answer.
         """
-        if self.rule.min_scale >= 1:
+        if self._rule.min_scale >= 1:
             return False
         if self._replays():
             return True
-        state = self.recall()
+        state = self._recall()
         if state is not None:
             return bool(state.scale < 1)
-        if not self.arriving.follows(self.tensors()[0]):
+        if not self._arriving.follows(self._tensors()[0]):
             return True
-        return self.arriving.at_least(self.rule.backoff, self.rule.min_scale) < 1
+        return self._arriving.at_least(self._rule.backoff, self._rule.min_scale) < 1
 
-    def set_scale(self, new: Any, device: str) -> None:
+    # The next state.
+
+    def _set_scale(self, new: Any, device: str) -> None:
         """Set the scale to a number, or a tensor on the device type."""
-        scale, *_ = self.tensors()
-        before = self.recall()
-        if self.capturing():
+        scale, *_ = self._tensors()
+        before = self._recall()
+        if self._capturing():
             self._captured = scale
         if isinstance(new, torch.Tensor):
             _check_new_scale(new, device)
             bounded = new.detach().reshape(()).to(scale.dtype)
-            bounded = bounded.clamp(self.rule.min_scale, self.rule.max_scale)
+            bounded = bounded.clamp(self._rule.min_scale, self._rule.max_scale)
             scale.copy_(torch.where(bounded.isnan(), scale, bounded))
             number = None
         else:
-            number = scale_rule.checked_scale("new_scale", new, self.rule)
+            number = scale_rule.checked_scale("new_scale", new, self._rule)
             scale.fill_(number)
-        self.arriving.given()
+        self._arriving.given()
         self._known = None
         if number is not None and before is not None:
-            self.remember(before._replace(scale=scale_rule.as_float32(number)))
+            self._remember(before._replace(scale=scale_rule.as_float32(number)))
 
-    def update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
+    def _update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
         """Apply the rule to Python numbers, and write the ones that have changed."""
-        before = self.read()
-        after = scale_rule.step(self.rule, before, not skipped, loss_finite=not loss_lost)
+        before = self._read()
+        after = scale_rule.step(self._rule, before, not skipped, loss_finite=not loss_lost)
         if given:
             after = ScaleState(*before[:2], *after[2:])
-        scale, tracker, counts = self.tensors()
+        scale, tracker, counts = self._tensors()
         if after.scale != before.scale:
             scale.fill_(after.scale)
         if after.tracker != before.tracker:
@@ -217,42 +223,43 @@ class DeviceState:
         for at, (old, new) in enumerate(numbers):
             if new != old:
                 counts[at].fill_(new)
-        self.remember(after)
-        if self._notes_losses:
-            self.noted_loss().zero_()
-        self.arriving = AsyncRead()
+        self._remember(after)
+        if self._checks_loss:
+            self._noted_loss().zero_()
+        self._arriving = AsyncRead()
         return after
 
-    def update_on_device(
+    def _update_on_device(
         self, found: torch.Tensor, losses: Sequence[torch.Tensor], *, given: bool
     ) -> None:
         """Apply the rule on the device, where only the device knows what was found."""
-        scale, tracker, counts = self.tensors()
-        loss = unscale.either(losses)
-        if self.capturing():
+        scale, tracker, counts = self._tensors()
+        loss = unscale.largest(losses)
+        if self._capturing():
             self._captured = scale
         bars = self._bars if self._regular else None
-        if bars is not None and loss is not None and loss is not self.loss:
-            self.noted_loss().copy_(loss)  # the ranks have found another together
-        elif loss is None and self._notes_losses:
-            self.noted_loss().zero_()
+        if bars is not None and loss is not None and loss is not self._loss:
+            self._noted_loss().copy_(loss)  # the ranks have found another together
+        elif loss is None and self._checks_loss:
+            self._noted_loss().zero_()
         moved = (scale.clone(), tracker.clone()) if given else (scale, tracker)
-        update(self.rule, *moved, counts, found, loss, bars)
+        update(self._rule, *moved, counts, found, loss, bars)
         if loss is not None:
-            self.noted_loss().zero_()
+            self._noted_loss().zero_()
         self._known = None
         if not torch.compiler.is_compiling():
-            self.arriving.wrote(scale)
+            self._arriving.wrote(scale)
 
-    def load(self, state_dict: Mapping[str, Any]) -> None:
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state that `from_state_dict` accepts; raises as that does."""
-        self.rule, self.first = from_state_dict(state_dict, self.rule)
-        self.arriving = AsyncRead()
-        if self.scale is not None:
-            values = (*self.first[:2], counted(self.first))
-            for tensor, value in zip(self.tensors(), values, strict=True):
+        self._rule, first = from_state_dict(state_dict, self._rule)
+        self._set_first(first)
+        self._arriving = AsyncRead()
+        if self._scale is not None:
+            values = (*first[:2], counted(first))
+            for tensor, value in zip(self._tensors(), values, strict=True):
                 tensor.copy_(torch.tensor(value, dtype=tensor.dtype))
-            self.remember(self.first)
+            self._remember(first)
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
@@ -273,16 +280,12 @@ def _versioned() -> Any:
 
 
 def _check_new_scale(new_scale: torch.Tensor, device: str) -> None:
-    reason = (
-        "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-        "torch.FloatTensor with requires_grad=False."
-    )
-    if new_scale.device.type != device:
-        raise AssertionError(reason)
-    if new_scale.numel() != 1:
-        raise AssertionError(reason)
-    if new_scale.requires_grad is not False:
-        raise AssertionError(reason)
+    on_device, one = new_scale.device.type == device, new_scale.numel() == 1
+    if not (on_device and one and new_scale.requires_grad is False):
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+            "torch.FloatTensor with requires_grad=False."
+        )
 
 
 # `scale_rule.step` on a device: state and findings are tensors, and the host does not wait.
@@ -396,9 +399,6 @@ class AsyncRead:
         self._seen_of = 0  # `_given` when the copy in `seen` was started
         self._sent = 0  # updates since the copy on its way was started
         self._left: tuple[torch.Tensor, int] | None = None  # the scale and its version
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
 
     def updated(self, *state: torch.Tensor) -> bool:
         """Note an update; read a copy that has arrived, and start another."""

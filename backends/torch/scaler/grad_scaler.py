@@ -1,373 +1,98 @@
 """`GradScaler`: dynamic loss scaling for torch optimizers.
 
 The drop-in for `torch.amp.GradScaler`: scale the loss, unscale and check the gradients, step or
-skip, update the scale. The rule is `polymp.scaling.scale_rule.step`: the host applies it to Python
-numbers where it knows what was found, else it runs on the device's tensors.
-
-    scale      `scaled`, below
-    unscale_   `findings`, which calls `unscale`
-    step       the host decides, or one of the ways in `optimizer_step`
-    update     `advance`, below: the state in `device_state`; then `StuckWatch`
-    the rest   `ScalerProperties`
+skip, update the scale. The state and its update are in `device_state`, the pass over gradients in
+`unscale`, the ways to step in `optimizer_step`, the rows of reports in `report`.
 """
 
 import math
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
-from polymp.backends.torch.autocast import regions
-from polymp.backends.torch.compat import distributed, modes, optimizers
+from polymp.backends.torch.autocast import dtype_names, regions
+from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import AsyncRead, DeviceState
-from polymp.backends.torch.scaler.findings import (
-    Entry,
-    Findings,
-    Named,
-    Names,
-    Options,
-    SkipOn,
-    acts_on,
-    checked,
-    checked_rule,
-)
-from polymp.backends.torch.scaler.findings import (
-    _refresh_per_optimizer_state as _refresh_per_optimizer_state,
-)
+from polymp.backends.torch.scaler.report import Named, Names, gradients
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import NO_EFFECT, GradientReport, OnStuck, tell
+from polymp.scaling.gradient_report import (
+    NO_EFFECT,
+    GradientReport,
+    OnStuck,
+    checked_on_stuck,
+    tell,
+)
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 
 Outputs = TypeVar("Outputs")
 
-
-def _part(part: str, name: str) -> Any:
-    """Make a property for an attribute of one of a scaler's parts."""
-
-    def get(scaler: "ScalerProperties") -> Any:
-        return getattr(getattr(scaler, part), name)
-
-    def put(scaler: "ScalerProperties", value: object) -> None:
-        setattr(getattr(scaler, part), name, value)
-
-    return property(get, put)
+# What an iteration knows of an optimizer. Other libraries read and write it, so it has torch.amp's
+# keys `stage` and `found_inf_per_device`, and once they are known: `loss`, float32 [], 0 if no loss
+# was lost; `optimizer`, a weak reference; `inverse`, by which the gradients were multiplied;
+# `skipped`, where the host knows it; and `mixed`, in trainers: whether a backward pass added scaled
+# gradients to unscaled ones.
+Entry = dict[str, Any]
 
 
-class StuckWatch:
-    """The reaction of a scaler to `stuck_after` skips in a row, once in each row.
-
-    Args:
-        findings: the scaler's.
-        names: of parameters, for the report.
-        told: the row of skips that was reported, by the number of skips before it; None if none.
-    """
-
-    def __init__(self, findings: Findings, names: Names, told: int | None = None) -> None:
-        self.findings = findings
-        self.names = names
-        self.told = told
-        self._name = device_state.listen(self._updated)
-
-    def updated(self) -> None:
-        """Note an update of the state on the device, in compiled code, too."""
-        state = self.findings.state.tensors()
-        if torch.compiler.is_compiling():
-            device_state.tell(self._name, *state)
-        else:
-            self._updated(*state)
-
-    def _updated(self, *state: torch.Tensor) -> None:
-        ours = self.findings.state
-        replayed = torch.compiler.is_compiling() or ours.capturing()  # when no Python runs
-        if not replayed and ours.arriving.updated(*state):
-            assert ours.arriving.seen is not None
-            self.look(ours.arriving.seen)
-
-    def look(self, state: ScaleState) -> None:
-        """React if the state has `stuck_after` skips in a row, and this row had no reaction yet."""
-        options = self.findings.options
-        stuck = state.skips >= options.stuck_after
-        row = state.skipped - state.skips if stuck else None  # skips before it
-        if stuck and row != self.told:
-            self.told = row
-            report = self.findings.report(self.names, last=True)._replace(state=state)
-            tell(options.on_stuck, report)
-        self.told = row
+def _refresh_per_optimizer_state() -> Entry:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
-# `ScalerProperties`: the getters and setters of a loss scaler, its state, and its reports.
-#
-# None of them writes a gradient: each name reads or sets something in a `DeviceState`,
-# `Findings` or a `StuckWatch`. Other libraries use the names with a leading underscore, which
-# are torch.amp's.
+def _fresh_entries() -> dict[int, Entry]:
+    make: Callable[[], Entry] = _refresh_per_optimizer_state
+    return defaultdict(make)
+
+
+SkipOn = Literal["auto", "host", "device"]
+
+
+class Options(NamedTuple):
+    """Arguments of `GradScaler` by their names."""
+
+    on_stuck: OnStuck
+    stuck_after: int
+    strict: bool
+    allow_fp16: bool
+    check_loss: bool
+    skip_on: SkipOn
+    process_group: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Options":
+        return self  # a process group cannot be copied
+
+    def __reduce__(self) -> Any:
+        if self.process_group is not None:
+            raise TypeError(
+                "a scaler with a process_group cannot be pickled. Save its state_dict() and load "
+                "it into one that was made with the group."
+            )
+        return Options, tuple(self)
 
 
 def _constant(name: str) -> Any:
-    """Make a property for a constant of a scaler's rule; values are not checked."""
+    """Make a property for a constant of a scaler's rule; nothing is checked."""
 
-    def get(scaler: "ScalerProperties") -> Any:
-        return getattr(scaler._state.rule, name)
+    def get(scaler: "GradScaler") -> Any:
+        return getattr(scaler._rule, name)
 
-    def put(scaler: "ScalerProperties", value: float) -> None:
-        scaler._state.change(**{name: value})
-
-    return property(get, put)
-
-
-def _first(name: str) -> Any:
-    """Make a property for a number that a scaler's state starts with."""
-
-    def get(scaler: "ScalerProperties") -> Any:
-        return getattr(scaler._state.first, name)
-
-    def put(scaler: "ScalerProperties", value: object) -> None:
-        scaler._state.first = scaler._state.first._replace(**{name: value})
+    def put(scaler: "GradScaler", value: float) -> None:
+        scaler._change(**{name: value})
 
     return property(get, put)
 
 
-class ScalerProperties:
-    """The base of `GradScaler`; disabled, it has `_device` and `_enabled` only, as in torch.amp."""
-
-    _device: str
-    _enabled: bool
-    _state: DeviceState
-    _findings: Findings
-    _stuck: StuckWatch
-
-    _scale = _part("_state", "scale")
-    _growth_tracker = _part("_state", "tracker")
-    _per_optimizer_states = _part("_findings", "entries")
-    _options = _part("_findings", "options")
-    _init_scale = _first("scale")
-    _init_growth_tracker = _first("tracker")
-    _growth_factor = _constant("growth")
-    _backoff_factor = _constant("backoff")
-    _growth_interval = _constant("interval")
-
-    def _put_together(
-        self,
-        state: DeviceState,
-        asked: Options,
-        names: Names,
-        told: int | None = None,
-    ) -> None:
-        self._state = state
-        self._findings = Findings(state, asked)
-        self._stuck = StuckWatch(self._findings, names, told)
-        watch(self._findings)
-
-    def __getstate__(self) -> dict[str, object]:
-        kept = self.__dict__.copy()
-        if self._enabled:
-            if self._per_optimizer_states:
-                raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning "
-                    "of an iteration, or at the end after scaler.update()."
-                )
-            state, findings, stuck = (kept.pop(part) for part in ("_state", "_findings", "_stuck"))
-            kept["_parts"] = state.at_rest(), findings.options, stuck.names, stuck.told
-        return kept
-
-    def __setstate__(self, kept: Mapping[str, object]) -> None:
-        self.__dict__.update(kept)
-        if self._enabled:
-            self._put_together(*self.__dict__.pop("_parts"))
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        scale, tracker = self._state.scale, self._state.tracker
-        if scale is None or tracker is None:
-            name = "_scale" if scale is None else "_growth_tracker"
-            raise AssertionError(
-                f"Attempted {funcname} but {name} is None.  This may indicate your script did "
-                "not use scaler.scale(loss or outputs) earlier in the iteration."
-            )
-        return scale, tracker
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError("_growth_tracker initialized before _scale")
-        self._state.make(dev)
-
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return self._state.scale
-
-    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        entry: Entry = self._per_optimizer_states[id(optimizer)]
-        return cast(dict[str, Any], entry["found_inf_per_device"])
-
-    def get_scale(self) -> float:
-        """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
-        return cast(float, self._state.read().scale) if self._enabled else 1.0
-
-    def get_growth_factor(self) -> float:
-        """Return the growth factor."""
-        return cast(float, self._growth_factor)
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor.
-
-        Args:
-            new_factor: a number above 1; others raise as in `GradScaler`.
-        """
-        if self._enabled:
-            self._growth_factor = self._checked(growth=new_factor).growth
-
-    def get_backoff_factor(self) -> float:
-        """Return the backoff factor."""
-        return cast(float, self._backoff_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor.
-
-        Args:
-            new_factor: a number between 0 and 1; others raise as in `GradScaler`.
-        """
-        if self._enabled:
-            self._backoff_factor = self._checked(backoff=new_factor).backoff
-
-    def get_growth_interval(self) -> int:
-        """Return the growth interval, in steps."""
-        return cast(int, self._growth_interval)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval.
-
-        Args:
-            new_interval: in steps, from 1; other numbers raise as in `GradScaler`.
-        """
-        if self._enabled:
-            self._growth_interval = self._checked(interval=new_interval).interval
-
-    def _checked(self, **constants: float) -> ScaleRule:
-        return scale_rule.checked(self._state.rule._replace(**constants))  # type: ignore[arg-type]
-
-    def _get_growth_tracker(self) -> int:
-        return int(self._state.read().tracker) if self._enabled else 0
-
-    def is_enabled(self) -> bool:
-        """Return False if every method passes through."""
-        return self._enabled
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as Python numbers under torch.amp's names; {} if disabled.
-
-        torch.amp's scaler and polymp's for JAX load it, too. Call it after `update`. It waits for
-        the device if the host does not know the state.
-
-        Returns:
-            A dictionary; see `polymp.scaling.to_state_dict` for its keys.
-        """
-        return to_state_dict(self._state.rule, self._state.read()) if self._enabled else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; does nothing if disabled. Nothing is changed if it raises.
-
-        Args:
-            state_dict: from `state_dict` of a scaler, polymp's or torch.amp's.
-
-        Raises:
-            RuntimeError: the state is empty, as a disabled scaler's is.
-            KeyError: an entry is missing.
-            TypeError: an entry is not a number.
-            ValueError: an entry is out of its range.
-        """
-        if not self._enabled:
-            return
-        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
-        self._state.load(state_dict)
-
-    def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Return whether Inf or NaN was last found for the optimizer.
-
-        In a gradient on any rank, before or after it was unscaled, or in a loss. The host waits for
-        the device when the tensor is read.
-
-        Args:
-            optimizer: the optimizer.
-
-        Returns:
-            bool [], on the scale's device.
-
-        Raises:
-            RuntimeError: the scaler has not looked at the optimizer in this iteration or the last.
-        """
-        if not self._enabled:
-            return torch.tensor(False)
-        return self._findings.found_inf(optimizer)
-
-    def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Return whether the last `step` of the optimizer was skipped.
-
-        It is skipped for Inf or NaN, or because the optimizer had no gradient. Call it after
-        `step`, before or after `update`. `if scaler.step_skipped(optimizer):` waits for the device
-        if the host does not know the answer.
-
-        Args:
-            optimizer: the optimizer.
-
-        Returns:
-            bool [], on the scale's device.
-
-        Raises:
-            RuntimeError: the scaler has not stepped the optimizer in this iteration or the last.
-        """
-        if not self._enabled:
-            return torch.tensor(False)
-        entry = self._findings.latest(optimizer)
-        if entry["stage"] is not OptState.STEPPED:
-            raise RuntimeError(
-                f"step_skipped() was called before this {type(optimizer).__name__}'s step()."
-            )
-        return self.found_inf(optimizer) if entry["found_inf_per_device"] else torch.tensor(True)
-
-    @property
-    def skipped_steps(self) -> torch.Tensor:
-        """The number of iterations so far with a skipped step; int32 [], on the scale's device."""
-        if not self._enabled or self._state.scale is None:
-            return torch.tensor(
-                self._state.first.skipped if self._enabled else 0, dtype=torch.int32
-            )
-        return self._state.tensors()[2][2].to(torch.int32)
-
-    def report(self, named: Named | None = None) -> GradientReport:
-        """Report on the gradients of the optimizers of this iteration, or of the last one.
-
-        Counts Inf, NaN, zeros and values too small for float16, gradient by gradient. Call it after
-        `step` or `unscale_`, and before `zero_grad`; before them it has no entries. Waits for the
-        device. Of a DTensor, this rank's part is counted.
-
-        Args:
-            named: a module, or pairs of a name and a parameter, for names in the report; None for
-                the argument `named` of the scaler.
-
-        Returns:
-            The report.
-
-        Raises:
-            TypeError: `named` is something else.
-        """
-        if not self._enabled:
-            return GradientReport(ScaleRule(), ScaleState(1.0), ())
-        names = self._stuck.names if named is None else Names(named)
-        # Once a loss of this iteration is scaled, gradients of the last one may have changed.
-        return self._findings.report(names, last=not self._findings.has_scaled())
-
-
-class GradScaler(ScalerProperties):
+class GradScaler(DeviceState):
     """Loss scaling, which keeps small float16 gradients from becoming zero.
 
         scaler = GradScaler("cuda")
@@ -421,6 +146,11 @@ class GradScaler(ScalerProperties):
         torch.amp, "Automatic Mixed Precision package", `torch.amp.GradScaler`.
     """
 
+    _per_optimizer_states: dict[int, Entry]
+    _before: dict[int, Entry]  # the entries of the last iteration
+    _scaled_in: object  # the entries of the iteration in which a loss was scaled last
+    _listener: str  # see `device_state.listen`
+
     def __init__(
         self,
         device: str = "cuda",
@@ -444,22 +174,29 @@ class GradScaler(ScalerProperties):
         process_group: Any = None,
     ) -> None:
         self._device = device
-        self._enabled = acts_on(device, dtype, enabled)
+        self._enabled = _acts_on(device, dtype, enabled)
         if not self._enabled:
             return
-        rule = checked_rule(
+        self._rule = _checked_rule(
             ScaleRule(
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             )
         )
-        asked = checked(
+        self._options = _checked(
             Options(on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group)
         )
-        first = ScaleState(scale_rule.checked_first_scale("init_scale", init_scale, rule))
-        state = DeviceState(rule, first, notes_losses=check_loss)
+        first = scale_rule.checked_first_scale("init_scale", init_scale, self._rule)
         regions.entries.latest.clear()  # regions from before say nothing about this scaler's
-        self._looked = False  # whether its region is bfloat16
-        self._put_together(state, asked, Names(named))
+        self._knows_region = False  # whether it is bfloat16, where scaling has no effect
+        self._checks_loss = check_loss
+        self._names = Names(named)
+        self._reported_row: int | None = None  # of skips, by the number of skips before it
+        self._set_first(ScaleState(first))
+        self._begin()
+
+    _growth_factor = _constant("growth")
+    _backoff_factor = _constant("backoff")
+    _growth_interval = _constant("interval")
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply one output or many by the scale.
@@ -481,25 +218,6 @@ class GradScaler(ScalerProperties):
             return outputs
         return scaled(outputs, self._scale_of)
 
-    def _scale_of(self, loss: torch.Tensor) -> torch.Tensor:
-        if self._state.scale is None:
-            self._lazy_init_scale_growth_tracker(loss.device)
-        self._looked = self._looked or warned_of_bfloat16(loss.device.type)
-        self._findings.note_scaled()
-        if self._findings.options.check_loss:
-            note(loss, self._state.noted_loss())
-        return self._state.tensors()[0]
-
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients by `inv_scale`; returns found_inf of each device, float32 []."""
-        return unscale.unscale(optimizer, inv_scale, found_inf, allow_fp16)
-
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note Inf and NaN.
 
@@ -518,34 +236,15 @@ class GradScaler(ScalerProperties):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
-        inverse = device_state.inverse(scale)
-        self._findings.unscale(optimizer, inverse, self._unscale_grads_)
-
-    def _check_inf_per_device(
-        self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
-    ) -> dict[str, Any]:
-        """Look for Inf and NaN without unscaling; for optimizers that unscale by themselves.
-
-        Given the `divisor`, float32 [], also for quotients that overflow.
-        """
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        entry = self._findings.look(
-            optimizer, None, self._unscale_grads_, allow_fp16=True, divisor=divisor
-        )
-        return cast(dict[str, Any], entry["found_inf_per_device"])
-
-    def _maybe_opt_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        optimizer_state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> float | None:
-        found = sum(v.item() for v in optimizer_state["found_inf_per_device"].values())
-        optimizer_state["skipped"] = bool(found)
-        if found:
-            return None
-        return cast("float | None", optimizer.step(*args, **kwargs))
+        entry = self._per_optimizer_states[id(optimizer)]
+        if entry["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        if entry["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._look(optimizer, device_state.inverse(scale), allow_fp16=self._options.allow_fp16)
+        entry["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that is not done, then call `optimizer.step(*args, **kwargs)` or skip it.
@@ -575,26 +274,21 @@ class GradScaler(ScalerProperties):
         closure = optimizer_step.closure_of(args, kwargs)
         if closure is None:
             self._check_scale_growth_tracker("step")
-        findings = self._findings
-        entry = findings.entries[id(optimizer)]
+        entry = self._per_optimizer_states[id(optimizer)]
         if entry["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         result: Any
         if closure is not None:
-            result = optimizer_step.step_with_closure(
-                self.unscale_, findings, optimizer, entry, args, kwargs
-            )
+            result = self._step_with_closure(optimizer, entry, args, kwargs)
         elif getattr(optimizer, "_step_supports_amp_scaling", False):
-            result = optimizer_step.fused_step(self, findings, optimizer, entry, args, kwargs)
+            result = self._step_fused(optimizer, entry, args, kwargs)
         else:
             if entry["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            if findings.nothing_to_step(entry):
+            if self._has_nothing_to_step(entry):
                 result = None
-            elif optimizer_step.wanted(findings.options.skip_on, optimizer):
-                result = optimizer_step.step_or_undo(
-                    optimizer, findings.found(entry), *args, **kwargs
-                )
+            elif optimizer_step.decides_on_device(self._options.skip_on, optimizer):
+                result = optimizer_step.step_or_undo(optimizer, self._found(entry), *args, **kwargs)
             else:
                 result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = OptState.STEPPED
@@ -618,40 +312,520 @@ class GradScaler(ScalerProperties):
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
-        if new_scale is not None:
-            self._state.set_scale(new_scale, self._device)
-        advance(self._findings, self._stuck, given=new_scale is not None)
+        given = new_scale is not None
+        if given:
+            self._set_scale(new_scale, self._device)
+        looked = [e for e in self._per_optimizer_states.values() if e["found_inf_per_device"]]
+        if not looked and not given:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._before, self._per_optimizer_states = self._per_optimizer_states, _fresh_entries()
+        if not looked:
+            return
+        losses = [e["loss"] for e in looked if e.get("loss") is not None]
+        if not torch.compiler.is_compiling() and all("skipped" in e for e in looked):
+            skipped = any(e["skipped"] for e in looked)
+            lost = skipped and any(loss.item() for loss in losses)
+            state = self._update_on_host(skipped=skipped, loss_lost=lost, given=given)
+            self._react_if_stuck(state)
+        else:
+            found = cast(torch.Tensor, unscale.largest(self._largest(e) for e in looked))
+            self._update_on_device(found, losses, given=given)
+            if torch.compiler.is_compiling():
+                device_state.tell(self._listener, *self._tensors())
+            else:
+                self._updated(*self._tensors())
 
+    def get_scale(self) -> float:
+        """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
+        return cast(float, self._read().scale) if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """Return the growth factor."""
+        return self._rule.growth
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor.
+
+        Args:
+            new_factor: a number above 1; others raise as in `GradScaler`.
+        """
+        if self._enabled:
+            self._set_constant(growth=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the backoff factor."""
+        return self._rule.backoff
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor.
+
+        Args:
+            new_factor: a number between 0 and 1; others raise as in `GradScaler`.
+        """
+        if self._enabled:
+            self._set_constant(backoff=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the growth interval, in steps."""
+        return self._rule.interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval.
+
+        Args:
+            new_interval: in steps, from 1; other numbers raise as in `GradScaler`.
+        """
+        if self._enabled:
+            self._set_constant(interval=new_interval)
+
+    def _set_constant(self, **constants: float) -> None:
+        rule = scale_rule.checked(self._rule._replace(**constants))  # type: ignore[arg-type]
+        self._change(**{name: getattr(rule, name) for name in constants})
+
+    def is_enabled(self) -> bool:
+        """Return False if every method passes through."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as Python numbers under torch.amp's names; {} if disabled.
+
+        torch.amp's scaler and polymp's for JAX load it, too. Call it after `update`. It waits for
+        the device if the host does not know the state.
+
+        Returns:
+            A dictionary; see `polymp.scaling.to_state_dict` for its keys.
+        """
+        return to_state_dict(self._rule, self._read()) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state; does nothing if disabled. Nothing is changed if it raises.
+
+        Args:
+            state_dict: from `state_dict` of a scaler, polymp's or torch.amp's.
+
+        Raises:
+            RuntimeError: the state is empty, as a disabled scaler's is.
+            KeyError: an entry is missing.
+            TypeError: an entry is not a number.
+            ValueError: an entry is out of its range.
+        """
+        if not self._enabled:
+            return
+        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved "
+                "from a disabled instance of GradScaler."
+            )
+        self._load(state_dict)
+
+    def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Return whether Inf or NaN was last found for the optimizer.
+
+        In a gradient on any rank, before or after it was unscaled, or in a loss. The host waits for
+        the device when the tensor is read.
+
+        Args:
+            optimizer: the optimizer.
+
+        Returns:
+            bool [], on the scale's device.
+
+        Raises:
+            RuntimeError: the scaler has not looked at the optimizer in this iteration or the last.
+        """
+        if not self._enabled:
+            return torch.tensor(False)
+        entry = self._latest(optimizer)
+        if not entry["found_inf_per_device"]:
+            return torch.tensor(False)
+        return self._found(entry) != 0
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Return whether the last `step` of the optimizer was skipped.
+
+        It is skipped for Inf or NaN, or because the optimizer had no gradient. Call it after
+        `step`, before or after `update`. `if scaler.step_skipped(optimizer):` waits for the device
+        if the host does not know the answer.
+
+        Args:
+            optimizer: the optimizer.
+
+        Returns:
+            bool [], on the scale's device.
+
+        Raises:
+            RuntimeError: the scaler has not stepped the optimizer in this iteration or the last.
+        """
+        if not self._enabled:
+            return torch.tensor(False)
+        entry = self._latest(optimizer)
+        if entry["stage"] is not OptState.STEPPED:
+            raise RuntimeError(
+                f"step_skipped() was called before this {type(optimizer).__name__}'s step()."
+            )
+        return self.found_inf(optimizer) if entry["found_inf_per_device"] else torch.tensor(True)
+
+    @property
+    def skipped_steps(self) -> torch.Tensor:
+        """The number of iterations so far with a skipped step; int32 [], on the scale's device."""
+        if not self._enabled or self._scale is None:
+            return torch.tensor(self._init_counts[2] if self._enabled else 0, dtype=torch.int32)
+        return self._tensors()[2][2].to(torch.int32)
+
+    def report(self, named: Named | None = None) -> GradientReport:
+        """Report on the gradients of the optimizers of this iteration, or of the last one.
+
+        Counts Inf, NaN, zeros and values too small for float16, gradient by gradient. Call it after
+        `step` or `unscale_`, and before `zero_grad`; before them it has no entries. Waits for the
+        device. Of a DTensor, this rank's part is counted.
+
+        Args:
+            named: a module, or pairs of a name and a parameter, for names in the report; None for
+                the argument `named` of the scaler.
+
+        Returns:
+            The report.
+
+        Raises:
+            TypeError: `named` is something else.
+        """
+        if not self._enabled:
+            return GradientReport(ScaleRule(), ScaleState(1.0), ())
+        names = self._names if named is None else Names(named)
+        # Once a loss of this iteration is scaled, gradients of the last one may have changed.
+        return self._reported(names, last=not self._has_scaled())
+
+    # Names of torch.amp's that other libraries use or override.
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, tracker = self._scale, self._growth_tracker
+        if scale is None or tracker is None:
+            name = "_scale" if scale is None else "_growth_tracker"
+            raise AssertionError(
+                f"Attempted {funcname} but {name} is None.  This may indicate your script did "
+                "not use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        return scale, tracker
+
+    def _get_scale_async(self) -> torch.Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._read().tracker) if self._enabled else 0
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients by `inv_scale`; returns found_inf of each device, float32 []."""
+        return unscale.unscale(optimizer, inv_scale, found_inf, allow_fp16)
+
+    def _check_inf_per_device(
+        self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Look for Inf and NaN without unscaling; for optimizers that unscale by themselves.
+
+        Given the `divisor`, float32 [], also for quotients that overflow.
+        """
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        entry = self._look(optimizer, None, allow_fp16=True, divisor=divisor)
+        return cast(dict[str, Any], entry["found_inf_per_device"])
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        entry = self._per_optimizer_states[id(optimizer)]
+        return cast(dict[str, Any], entry["found_inf_per_device"])
+
+    def _maybe_opt_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> float | None:
+        found = sum(v.item() for v in optimizer_state["found_inf_per_device"].values())
+        optimizer_state["skipped"] = bool(found)
+        if found:
+            return None
+        return cast("float | None", optimizer.step(*args, **kwargs))
+
+    # Beginnings: without tensors, and without entries.
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
+        self._listener = device_state.listen(self._updated)
+        with watched.lock:
+            watched.unwarned.add(self)
+        _watch_clipping()
+
+    def __getstate__(self) -> dict[str, object]:
+        kept = self.__dict__.copy()
+        if self._enabled:
+            if self._per_optimizer_states:
+                raise AssertionError(
+                    "A GradScaler instance may only be pickled at the beginning "
+                    "of an iteration, or at the end after scaler.update()."
+                )
+            scale, tracker, *counts = self._read()
+            kept |= {"_init_scale": scale, "_init_growth_tracker": tracker}
+            kept["_init_counts"] = tuple(counts)
+            for name in _NOT_KEPT:
+                del kept[name]
+        return kept
+
+    def __setstate__(self, kept: Mapping[str, object]) -> None:
+        self.__dict__.update(kept)
+        if self._enabled:
+            self._begin()
+
+    # The steps of an iteration.
+
+    def _scale_of(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(loss.device)
+        self._knows_region = self._knows_region or warned_of_bfloat16(loss.device.type)
+        self._scaled_in = self._per_optimizer_states
+        if self._checks_loss:
+            note(loss, self._noted_loss())
+        return self._tensors()[0]
+
+    def _has_scaled(self) -> bool:
+        """Return whether a loss was scaled in this iteration, outside of compiled code.
+
+        Iterations are told apart by the object in `_per_optimizer_states`, which the `update` of a
+        subclass replaces, too.
+        """
+        return self._scaled_in is self._per_optimizer_states
+
+    def _look(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inverse: torch.Tensor | None,
+        *,
+        allow_fp16: bool,
+        divisor: torch.Tensor | None = None,
+    ) -> Entry:
+        """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
+        scale = self._tensors()[0]
+        entry = self._per_optimizer_states[id(optimizer)]
+        ranks = unscale.ALONE
+        if unscale.has_peers():
+            parameters = unscale.parameters(optimizer)
+            ranks = unscale.rank_groups(parameters, self._options.process_group)
+        loss = self._loss if ranks.everybody and self._checks_loss else None
+        by = torch.ones_like(scale) if inverse is None else inverse
+        found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
+        divided = inverse is not None or divisor is not None
+        if divided and self._may_be_below_one():
+            # A quotient can be Inf where the scaled gradient was not.
+            by = torch.ones_like(scale) if divisor is None else divisor
+            for device, finding in unscale.overflows(optimizer, by).items():
+                before = found.get(device)
+                found[device] = finding if before is None else torch.maximum(before, finding)
+        if ranks.groups:
+            found, loss = unscale.agreed(found, loss, scale, ranks.groups)
+        if not torch.compiler.is_compiling():
+            regions.entries.unscaled.clear()
+        entry["found_inf_per_device"] = found
+        entry["loss"] = loss
+        entry["optimizer"] = weakref.ref(optimizer)
+        entry["inverse"] = inverse
+        return entry
+
+    def _has_nothing_to_step(self, entry: Entry) -> bool:
+        """Return whether there was no gradient to look at, so that the step does nothing."""
+        if entry["found_inf_per_device"]:
+            return False
+        if self._options.strict:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        return True
+
+    def _step_fused(
+        self, optimizer: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call `optimizer.step(*args, **kwargs)`, with scale and finding set on the optimizer."""
+        if optimizer_step.takes_scaler(optimizer):
+            warnings.warn(
+                "GradScaler is going to stop passing itself as a keyword argument to the passed "
+                "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
+                "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
+                "directly.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            return optimizer.step(*args, **kwargs, grad_scaler=self)
+        outer = getattr(optimizer, "grad_scale", None)
+        scale = outer
+        if entry["stage"] is OptState.READY:
+            scale = cast(torch.Tensor, self._get_scale_async()) * (1 if outer is None else outer)
+            self._check_inf_per_device(optimizer, scale)
+            entry["grad_scale"] = scale
+        if self._has_nothing_to_step(entry):
+            return None
+        return optimizer_step.step_fused(optimizer, scale, self._found(entry), args, kwargs)
+
+    def _step_with_closure(
+        self, optimizer: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation had Inf or NaN."""
+
+        def spoiled() -> bool:
+            if not self._has_scaled():
+                raise RuntimeError(
+                    "the closure given to step() did not scale its loss: call "
+                    "scaler.scale(loss).backward() in it, and return the loss itself."
+                )
+            if entry["stage"] is not OptState.UNSCALED:
+                self.unscale_(optimizer)
+            entry["stage"] = OptState.READY  # for the next evaluation
+            bad = any(f.item() for f in entry["found_inf_per_device"].values())
+            if not bad:
+                self._scaled_in = None
+            return bad
+
+        # Gradients that this iteration has made already are for an optimizer that uses them before
+        # it calls the closure (SAM).
+        if self._has_scaled() and spoiled():
+            entry["skipped"] = True
+            return None
+        result, entry["skipped"] = optimizer_step.step_or_take_back(
+            optimizer, spoiled, args, kwargs
+        )
+        return result
+
+    # What was found.
+
+    def _found(self, entry: Entry) -> torch.Tensor:
+        """Return 1 if any device found Inf or NaN, else 0; float32 [], on the scale's device.
+
+        torch's sharded scaler adds up the findings of ranks, other libraries take their mean; but
+        fused kernels skip for 1 and for nothing else.
+        """
+        return self._largest(entry).sign()
+
+    def _largest(self, entry: Entry) -> torch.Tensor:
+        """Return the largest finding of all devices: 0, or above 0."""
+        device = self._tensors()[0].device
+        findings = list(entry["found_inf_per_device"].values())
+        most: torch.Tensor = findings[0]
+        if len(findings) > 1 or most.device != device:
+            moved = (unscale.moved(t, device) for t in findings)
+            most = cast(torch.Tensor, unscale.largest(moved))
+        # The findings of torch's sharded scaler have the shape [1].
+        return most if most.dim() == 0 else most.reshape(())
+
+    def _latest(self, optimizer: torch.optim.Optimizer) -> Entry:
+        """Return the optimizer's entry of this iteration, or else of the one before."""
+        for entries in (self._per_optimizer_states, self._before):
+            entry = entries.get(id(optimizer))
+            if entry is not None and "optimizer" in entry and entry["optimizer"]() is optimizer:
+                return entry
+        raise RuntimeError(
+            f"this scaler has not looked at the gradients of this {type(optimizer).__name__} in "
+            "this iteration or the last: call step(optimizer) or unscale_(optimizer) first."
+        )
+
+    def _reported(self, names: Names, *, last: bool) -> GradientReport:
+        """Report on the gradients; if asked for, with optimizers of the `last` iteration."""
+        rows = []
+        for entry in {**(self._before if last else {}), **self._per_optimizer_states}.values():
+            optimizer = entry["optimizer"]() if "optimizer" in entry else None
+            if optimizer is not None:
+                inverse = entry["inverse"]
+                one = torch.ones_like(self._tensors()[0])
+                factor = one if inverse is None else inverse.reciprocal()
+                if inverse is None and "grad_scale" in entry and entry["found_inf_per_device"]:
+                    # torch's fused optimizers leave true gradients, if they have stepped.
+                    factor = torch.where(self._found(entry) != 0, one, entry["grad_scale"])
+                rows += gradients(optimizer, names.of(optimizer), factor)
+        state = self._read()
+        return GradientReport(self._rule, state, tuple(rows))
+
+    def _updated(self, *state: torch.Tensor) -> None:
+        """Note an update of the state on the device, and react to one that has arrived since."""
+        replayed = torch.compiler.is_compiling() or self._capturing()  # when no Python runs
+        if not replayed and self._arriving.updated(*state):
+            assert self._arriving.seen is not None
+            self._react_if_stuck(self._arriving.seen)
+
+    def _react_if_stuck(self, state: ScaleState) -> None:
+        """React to `stuck_after` skips in a row, once in each row."""
+        stuck = state.skips >= self._options.stuck_after
+        row = state.skipped - state.skips if stuck else None
+        if stuck and row != self._reported_row:
+            self._reported_row = row
+            report = self._reported(self._names, last=True)._replace(state=state)
+            tell(self._options.on_stuck, report)
+        self._reported_row = row
+
+    def _has_yet_to_unscale(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return whether gradients of parameters are scaled now: after `scale`, before `unscale_`.
+
+        Only the optimizers that were stepped in the iteration before are known.
+        """
+        if not self._has_scaled():
+            return False
+        for key, before in self._before.items():
+            now = self._per_optimizer_states.get(key)
+            optimizer = before["optimizer"]() if "optimizer" in before else None
+            if optimizer is not None and (now is None or now["stage"] is OptState.READY):
+                given = {id(p) for p in parameters}
+                if any(id(p) in given for p in unscale.parameters(optimizer)):
+                    return True
+        return False
+
+
+# The attributes that `_begin` makes. A copy makes its own: it has no tensors, so that it can be
+# loaded where the device is missing.
+_NOT_KEPT = (
+    *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
+    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_listener"),
+)
 
 # The classes whose objects change as a scaler is used.
-PARTS = (DeviceState, AsyncRead, Mailbox, Findings, StuckWatch)
+PARTS = (AsyncRead, Mailbox)
 
 
-def findings_of(scaler: ScalerProperties) -> Findings:
-    """Return the findings of an enabled scaler, for code that combines those of several."""
-    return scaler._findings
+def _acts_on(device: object, dtype: object, enabled: bool) -> bool:
+    """Return whether a scaler with these arguments is enabled."""
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(
+            f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
+            "is GradScaler(device, init_scale)."
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        dtype = dtype_names.of(dtype, "GradScaler(): dtype")
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be the region's low dtype, a float dtype, got {dtype}.")
+    acts = enabled and dtype in (None, torch.float16)
+    if acts and device == "cuda" and accelerators.cuda_missing():
+        warnings.warn(
+            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+            stacklevel=3,
+        )
+        return False
+    return acts
 
 
-# The end of an iteration: the next scale, by what was found for its optimizers.
+def _checked_rule(rule: ScaleRule) -> ScaleRule:
+    """Check the constants of a rule; the errors are torch.amp's where torch.amp has one."""
+    if scale_rule.number("growth_factor", rule.growth) <= 1.0:
+        raise AssertionError("The growth factor must be > 1.0.")
+    if scale_rule.number("backoff_factor", rule.backoff) >= 1.0:
+        raise AssertionError("The backoff factor must be < 1.0.")
+    return scale_rule.checked(rule)
 
 
-def advance(findings: Findings, stuck: StuckWatch, *, given: bool) -> None:
-    """End the iteration, and bring the state on: on the host where it knows what was found."""
-    looked = findings.looked()
-    if not looked and not given:
-        raise AssertionError("No inf checks were recorded prior to update.")
-    findings.end_iteration()
-    if not looked:
-        return
-    losses = [e["loss"] for e in looked if e.get("loss") is not None]
-    if not torch.compiler.is_compiling() and all("skipped" in e for e in looked):
-        skipped = any(e["skipped"] for e in looked)
-        lost = skipped and any(loss.item() for loss in losses)
-        stuck.look(findings.state.update_on_host(skipped=skipped, loss_lost=lost, given=given))
-    else:
-        found = cast(torch.Tensor, unscale.either(findings.largest(e) for e in looked))
-        findings.state.update_on_device(found, losses, given=given)
-        stuck.updated()
+def _checked(options: Options) -> Options:
+    """Check the options."""
+    if options.skip_on not in ("auto", "host", "device"):
+        raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {options.skip_on!r}.")
+    checked_on_stuck(options.on_stuck, options.stuck_after)
+    unscale.check_group(options.process_group)
+    return options
 
 
 # Outputs multiplied by the scale, and a note of those that are not finite.
@@ -716,12 +890,12 @@ class Watched:
     """The scalers of this process whose gradients must not be clipped before they are unscaled.
 
     Attributes:
-        warned: by the findings of a scaler, whether the warning was given for it.
+        unwarned: those for which the warning was not given yet.
         lock: held while it changes or is gone through.
     """
 
     def __init__(self) -> None:
-        self.warned: weakref.WeakKeyDictionary[Findings, bool] = weakref.WeakKeyDictionary()
+        self.unwarned: weakref.WeakSet[GradScaler] = weakref.WeakSet()
         self.lock: threading.Lock = threading.Lock()
 
 
@@ -735,25 +909,19 @@ TOO_EARLY = (
 )
 
 
-def watch(findings: Findings) -> None:
-    """Warn of clipping between a scaler's `scale` and its `unscale_` from now on."""
-    with watched.lock:
-        watched.warned[findings] = False
-    _install()
-
-
 @cache
-def _install() -> None:
-    optimizers.before_clipping(_look)
+def _watch_clipping() -> None:
+    optimizers.before_clipping(_look_for_scaled)
 
 
-def _look(parameters: Sequence[torch.Tensor]) -> None:
+def _look_for_scaled(parameters: Sequence[torch.Tensor]) -> None:
     """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
     if torch.compiler.is_compiling():
         return
     with watched.lock:
-        unwarned = [findings for findings, warned in watched.warned.items() if not warned]
-    for findings in unwarned:
-        if findings.has_yet_to_unscale(parameters):
-            watched.warned[findings] = True
+        unwarned = list(watched.unwarned)
+    for scaler in unwarned:
+        if scaler._has_yet_to_unscale(parameters):
+            with watched.lock:
+                watched.unwarned.discard(scaler)
             warnings.warn(TOO_EARLY, ScalerWarning, stacklevel=outside())

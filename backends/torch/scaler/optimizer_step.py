@@ -7,7 +7,6 @@ a closure    the loss is evaluated, scaled and unscaled within the step, as for 
 
 import copy
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -15,11 +14,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.amp.grad_scaler import OptState
 
 from polymp.backends.torch.compat import distributed, dynamo, optimizers
 from polymp.backends.torch.scaler import unscale
-from polymp.backends.torch.scaler.findings import Entry, Findings, SkipOn
 
 
 class Steps:
@@ -34,36 +31,6 @@ class Steps:
 
 
 steps: Steps = Steps()
-
-
-def fused_step(
-    scaler: Any,
-    findings: Findings,
-    optimizer: Any,
-    entry: Entry,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`, with scale and finding set on the optimizer."""
-    if takes_scaler(optimizer):
-        warnings.warn(
-            "GradScaler is going to stop passing itself as a keyword argument to the passed "
-            "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
-            "`found_inf: Tensor` to the passed optimizer and let the optimizer use them "
-            "directly.",
-            FutureWarning,
-            stacklevel=3,
-        )
-        return optimizer.step(*args, **kwargs, grad_scaler=scaler)
-    outer = getattr(optimizer, "grad_scale", None)
-    scale = outer
-    if entry["stage"] is OptState.READY:
-        scale = scaler._get_scale_async() * (1 if outer is None else outer)
-        scaler._check_inf_per_device(optimizer, scale)
-        entry["grad_scale"] = scale
-    if findings.nothing_to_step(entry):
-        return None
-    return _step_under(optimizer, scale, findings.found(entry), args, kwargs)
 
 
 def takes_scaler(optimizer: Any) -> bool:
@@ -84,7 +51,7 @@ def takes_scaler(optimizer: Any) -> bool:
 @dynamo.untraced(
     "dynamo does not trace fused optimizers; in compiled code make them without fused=True"
 )
-def _step_under(
+def step_fused(
     optimizer: Any,
     scale: torch.Tensor | None,
     found: torch.Tensor,
@@ -217,7 +184,7 @@ def step_or_undo(
     return result
 
 
-def wanted(skip_on: SkipOn, optimizer: torch.optim.Optimizer) -> bool:
+def decides_on_device(skip_on: str, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the device decides on a step.
 
     By "auto" it does so in compiled code, and for optimizers whose steps can be captured in a CUDA
@@ -329,41 +296,8 @@ def _needs_closure(kind: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def step_with_closure(
-    unscale: Callable[[torch.optim.Optimizer], None],
-    findings: Findings,
-    optimizer: torch.optim.Optimizer,
-    entry: Entry,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`; take it back if an evaluation had Inf or NaN."""
-
-    def spoiled() -> bool:
-        if not findings.has_scaled():
-            raise RuntimeError(
-                "the closure given to step() did not scale its loss: call "
-                "scaler.scale(loss).backward() in it, and return the loss itself."
-            )
-        if entry["stage"] is not OptState.UNSCALED:
-            unscale(optimizer)
-        entry["stage"] = OptState.READY  # for the next evaluation
-        bad = any(f.item() for f in entry["found_inf_per_device"].values())
-        if not bad:
-            findings.note_scaled(False)
-        return bad
-
-    # Gradients that this iteration has made already are for an optimizer that uses them before it
-    # calls the closure (SAM).
-    if findings.has_scaled() and spoiled():
-        result, entry["skipped"] = None, True
-    else:
-        result, entry["skipped"] = _step_or_take_back(optimizer, spoiled, args, kwargs)
-    return result
-
-
 @dynamo.untraced("a step that is taken back when an evaluation fails cannot be traced")
-def _step_or_take_back(
+def step_or_take_back(
     optimizer: torch.optim.Optimizer,
     spoiled: Callable[[], bool],
     args: tuple[Any, ...],

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch.scaler.findings import Entry, _refresh_per_optimizer_state
-from polymp.backends.torch.scaler.grad_scaler import GradScaler
+from polymp.backends.torch.scaler.grad_scaler import (
+    Entry,
+    GradScaler,
+    _refresh_per_optimizer_state,
+)
 
 
 def begin_backward(scaler: GradScaler | None) -> None:
@@ -80,7 +83,7 @@ def metrics_on_device(scaler: GradScaler) -> dict[str, Any]:
 
 def known_metrics(scaler: GradScaler) -> tuple[float, int] | None:
     """Return the scale and the number of skipped steps; None where the host does not know them."""
-    known = scaler._state.recall()
+    known = scaler._recall()
     return None if known is None else (float(known.scale), int(known.skipped))
 
 

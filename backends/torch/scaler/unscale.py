@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from polymp.backends.torch.compat import distributed, optimizers
 
+Findings = dict[torch.device, torch.Tensor]
+
 
 class OnDevices:
     """Copies of a scalar tensor on other devices, made when they are needed.
@@ -48,18 +50,18 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def either(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
+def largest(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """Return the largest of findings on one device, float32 []; None if there are none.
 
     If all are one tensor, that tensor is returned.
     """
-    found = None
+    most = None
     for finding in findings:
-        if found is None:
-            found = finding
-        elif finding is not found:
-            found = torch.maximum(found, finding)
-    return found
+        if most is None:
+            most = finding
+        elif finding is not most:
+            most = torch.maximum(most, finding)
+    return most
 
 
 def unscale(
@@ -67,7 +69,7 @@ def unscale(
     inverse: torch.Tensor,
     found: torch.Tensor,
     float16: bool,
-) -> dict[torch.device, torch.Tensor]:
+) -> Findings:
     """Multiply every gradient by `inverse`, in place; find Inf and NaN in what it was before."""
     inverses, founds = OnDevices(inverse, copy=False), OnDevices(found)
 
@@ -98,9 +100,7 @@ def unscale(
     return founds.copies
 
 
-def overflows(
-    optimizer: torch.optim.Optimizer, divisor: torch.Tensor
-) -> dict[torch.device, torch.Tensor]:
+def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findings:
     """Find gradients whose quotient by `divisor` is not finite; none is written.
 
     The largest magnitude of a gradient is divided, as torch's fused optimizers divide: in float32,
@@ -202,7 +202,7 @@ def _values(param: torch.Tensor) -> torch.Tensor:
 # gradients up, so that Inf reaches every rank by itself.
 
 
-class Circle(NamedTuple):
+class RankGroups(NamedTuple):
     """The ranks that a finding is exchanged with.
 
     Attributes:
@@ -214,7 +214,7 @@ class Circle(NamedTuple):
     everybody: bool
 
 
-ALONE = Circle((), True)
+ALONE = RankGroups((), True)
 
 
 def has_peers() -> bool:
@@ -222,7 +222,7 @@ def has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
+def rank_groups(params: Iterable[torch.Tensor], given: Any = None) -> RankGroups:
     """Return the groups over which a finding about parameters has to be exchanged.
 
     They are the same on every rank that holds the same parameters, with gradients or without. A
@@ -234,7 +234,7 @@ def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
         return ALONE
     world = dist.get_world_size()
     if given is not None and dist.get_world_size(given) == world:
-        return Circle((given,), True)
+        return RankGroups((given,), True)
     params = list(params)
     meshes = distributed.meshes(params)
     found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
@@ -243,11 +243,31 @@ def circle(params: Iterable[torch.Tensor], given: Any = None) -> Circle:
     sizes = {group: dist.get_world_size(group) for group in found if group is not given}
     for group, size in sizes.items():
         if size == world:
-            return Circle((group,), True)
+            return RankGroups((group,), True)
     over = [group for group, size in sizes.items() if size > 1]
     if given is not None:
         over.append(given)
-    return Circle(tuple(over), any(mesh.size() == world for mesh in meshes))
+    return RankGroups(tuple(over), any(mesh.size() == world for mesh in meshes))
+
+
+def agreed(
+    found: Findings, loss: torch.Tensor | None, scale: torch.Tensor, groups: Iterable[Any]
+) -> tuple[Findings, torch.Tensor | None]:
+    """Return findings and the note of a loss as all ranks of the groups have them together.
+
+    A rank may have no loss, or no gradient, where others have: stages of a pipeline.
+    """
+    together = torch.zeros_like(scale)
+    for finding in found.values():
+        together.copy_(torch.maximum(together, finding.to(scale.device)))
+    bad = torch.zeros_like(scale) if loss is None else (loss != 0).float()
+    any_gradient = torch.full_like(scale, bool(found))
+    agree([together, bad, any_gradient], groups)
+    if not found and any_gradient.item():
+        found = {scale.device: together}
+    for finding in found.values():
+        finding.copy_(together)
+    return found, None if loss is None else bad
 
 
 def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:

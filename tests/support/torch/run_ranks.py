@@ -562,11 +562,11 @@ def meshes() -> Notes:
     }
     alone = DeviceMesh("cpu", [0])
     circles = {
-        "one": unscale.circle([on(one), torch.ones(2), on(other)]),
-        "of one rank": unscale.circle([on(alone)]),
-        "plain": unscale.circle([torch.ones(2)]),
-        "given": unscale.circle([torch.ones(2)], dist.group.WORLD),
-        "given and one": unscale.circle([on(one)], dist.group.WORLD),
+        "one": unscale.rank_groups([on(one), torch.ones(2), on(other)]),
+        "of one rank": unscale.rank_groups([on(alone)]),
+        "plain": unscale.rank_groups([torch.ones(2)]),
+        "given": unscale.rank_groups([torch.ones(2)], dist.group.WORLD),
+        "given and one": unscale.rank_groups([on(one)], dist.group.WORLD),
     }
     if ranks == 4:
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -574,13 +574,13 @@ def meshes() -> Notes:
         half = dist.new_group([0, 1]), dist.new_group([2, 3])
         mine = half[rank // 2]
         circles |= {
-            "grid": unscale.circle([on(grid)]),
-            "dp, tp": unscale.circle([on(dp), on(tp), on(dp)]),
-            "tp, dp": unscale.circle([on(tp), on(dp)]),
-            "tp, grid": unscale.circle([on(tp), on(grid)]),
-            "dp, given": unscale.circle([on(dp)], mine),
-            "given first": unscale.circle([on(dp)], dp.get_group()),
-            "dp, one": unscale.circle([on(dp), on(one)]),
+            "grid": unscale.rank_groups([on(grid)]),
+            "dp, tp": unscale.rank_groups([on(dp), on(tp), on(dp)]),
+            "tp, dp": unscale.rank_groups([on(tp), on(dp)]),
+            "tp, grid": unscale.rank_groups([on(tp), on(grid)]),
+            "dp, given": unscale.rank_groups([on(dp)], mine),
+            "given first": unscale.rank_groups([on(dp)], dp.get_group()),
+            "dp, one": unscale.rank_groups([on(dp), on(one)]),
         }
     for name, circle in circles.items():
         notes[name] = (

@@ -471,7 +471,7 @@ def test_fifty_fused_steps_are_torch_s(kind: str, factor: float, dtype: torch.dt
             def __init__(self, *args: Any, knows: bool | None = knows, **options: Any) -> None:
                 super().__init__(*args, **options)
                 if knows is not None:
-                    self._state.may_be_below_one = lambda: knows  # type: ignore[method-assign]
+                    self._may_be_below_one = lambda: knows  # type: ignore[method-assign]
 
         assert fifty(Told, **run) == expected
 
@@ -556,7 +556,7 @@ def test_an_update_captured_after_steps_that_the_host_took() -> None:
     with on_a_side_stream():
         for _ in range(3):
             loop.iterate()
-    assert loop.scaler._state.recall() is not None
+    assert loop.scaler._recall() is not None
     loop.scaler._options = loop.scaler._options._replace(skip_on="device")
     with on_a_side_stream():
         for _ in range(2):

@@ -334,7 +334,7 @@ def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             if knows is not None:
-                self._state.may_be_below_one = lambda: knows  # type: ignore[method-assign]
+                self._may_be_below_one = lambda: knows  # type: ignore[method-assign]
 
     expected = fifty(torch.amp.GradScaler, **run)
     assert fifty(Told, **run) == expected
@@ -347,7 +347,7 @@ class DividesBefore(GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"].name == "READY":
             inverse = device_state.inverse(self._scale)
-            self._findings.look(optimizer, inverse, self._unscale_grads_, allow_fp16=True)
+            self._look(optimizer, inverse, allow_fp16=True)
             state["stage"] = type(state["stage"]).UNSCALED
         return super().step(optimizer, *args, **kwargs)
 

@@ -229,8 +229,8 @@ def test_in_a_graph_that_is_replayed_nothing_the_host_knew_decides(
         scaler = GradScaler("cuda", 4.0, skip_on="device")
 
         def knows() -> bool:
-            assert scaler._state.may_be_below_one() == (scaler._state.recall() is None)
-            return scaler._state.recall() is not None
+            assert scaler._may_be_below_one() == (scaler._recall() is None)
+            return scaler._recall() is not None
 
         scaler.scale(torch.ones((), device="cuda"))
         assert knows()
@@ -243,7 +243,7 @@ def test_in_a_graph_that_is_replayed_nothing_the_host_knew_decides(
         scaler.step(optimizer)
         scaler.update()
         capturing = False
-        scaler._state.remember(ScaleState(4.0))
+        scaler._remember(ScaleState(4.0))
         assert not knows()
         scaler._scale = scaler._growth_tracker = None  # as a subclass may, for another device
         scaler._lazy_init_scale_growth_tracker(w.device)
@@ -268,7 +268,7 @@ def test_nothing_comes_over_from_the_host_in_a_capture(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with FakeTensorMode():
         optimizer, scaler = on_a_fake_gpu(name)
-        scaler._state.first = ScaleState(2.0**16, 0, 3, 1, 7)  # as a state that was loaded before
+        scaler._init_counts = (3, 1, 7)  # as a state that was loaded before
         with EachOp(copies) as seen:
             run(optimizer, scaler, steps=6)
     assert seen.seen == []
@@ -320,7 +320,7 @@ def in_graphs(kind: Any, graphed: bool, clip: bool = False) -> tuple[list[Any], 
 
     graph = Graph()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceState, "capturing", lambda self: True)
+        patch.setattr(DeviceState, "_capturing", lambda self: True)
         with graph:
             forward_and_backward()
     seen = []
@@ -345,7 +345,7 @@ def test_a_graph_that_scales_notes_what_it_finds_when_it_is_replayed(clip: bool)
     last = seen[-1][0]
     assert [last[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 4]
     assert [state["spoiled"] for state, _ in seen] == [int(at in (4, 6, 9)) for at in range(12)]
-    assert scaler._state.recall() is not None
+    assert scaler._recall() is not None
 
 
 @pytest.mark.parametrize("name", ["SGD, fused", "Adam, fused", "Adam, capturable"])
@@ -371,7 +371,7 @@ def test_a_whole_iteration_replayed_is_that_of_eager_code(name: str) -> None:
         graph, seen = Graph(), []
         with pytest.MonkeyPatch.context() as patch:
             if graphed:
-                patch.setattr(DeviceState, "capturing", lambda self: True)
+                patch.setattr(DeviceState, "_capturing", lambda self: True)
                 with graph:
                     iterate()
             else:

@@ -28,7 +28,7 @@ diagnostics
 backends
 backends.torch backends.jax
 backends.torch.compat backends.jax.compat
-backends.torch.async_copy backends.jax.arrays
+backends.torch.async_copy backends.torch.snapshot backends.jax.arrays
 backends.jax.jaxprs
 backends.jax.modules
 backends.torch.autocast backends.jax.autocast

@@ -23,15 +23,13 @@ from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.training_state import (
-    Settings,
     TrainingObjects,
     TrainingState,
     named_tensors,
-    put_settings,
-    settings,
     training_objects,
     weights,
 )
+from polymp.backends.torch.snapshot import Settings
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
 from polymp.errors import BadStepError, CatchWarning
@@ -240,7 +238,7 @@ class Catch(CaughtStep, Generic[P, R]):
         """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
         versions = versions_of((args, kwargs))
-        call = Call(args, kwargs, versions, settings(copy.objects), [])
+        call = Call(args, kwargs, versions, Settings(copy.objects.optimizers), [])
         copy.calls.append(call)
         self.step += 1
         scaled, steps = copy.objects.scaled, list[torch.optim.Optimizer]()
@@ -335,7 +333,7 @@ class Catch(CaughtStep, Generic[P, R]):
         copy.state.put_back()
         losses: list[float] = []
         for at, call in enumerate(calls):
-            put_settings(objects, call.settings)
+            call.settings.put_back()
             before, gradients = TrainingState(objects), dict[str, str]()
 
             def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:

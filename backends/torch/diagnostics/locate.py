@@ -28,6 +28,7 @@ from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, number
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Values
 from polymp.backends.torch.scaler.grad_scaler import PARTS, GradScaler
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics.audit_records import Fault
 
 
@@ -218,12 +219,11 @@ def _copied(value: Any) -> Any:
 @contextmanager
 def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
     """Let code run in the mode that is yielded, and put back what it wrote."""
-    optimizers: dict[int, tuple[Any, Any, Any]] = {}
+    optimizers: dict[int, Snapshot] = {}
 
     def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        states = {p: dict(state) for p, state in optimizer.state.items()}
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        optimizers.setdefault(id(optimizer), (optimizer, states, groups))
+        before = Snapshot(optimizers=[optimizer], values=False)  # `undo` has those of the tensors
+        optimizers.setdefault(id(optimizer), before)
 
     scalers = _scalers()
     hook = register_optimizer_step_pre_hook(keep)
@@ -241,11 +241,8 @@ def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
         for own, attributes in scalers:
             own.clear()
             own.update(attributes)
-        for optimizer, states, groups in optimizers.values():
-            optimizer.state.clear()
-            optimizer.state.update(states)
-            for group, was in zip(optimizer.param_groups, groups, strict=True):
-                group.update(was)
+        for before in optimizers.values():
+            before.put_back()
 
 
 # `locate` measures the inputs of the ops that may be at fault.

@@ -1,14 +1,11 @@
-"""Copies of all that a training step changes, to go back to.
+"""`TrainingState`: a copy of all that a training step changes; and the search for what that is.
 
-parameters, buffers, gradients    copied, and written back in place
-states of optimizers              likewise; state made since is dropped
-schedulers, loss scalers          by `state_dict` and `load_state_dict`
-random numbers                    of torch, of Python, and of numpy's global generator
+A `Snapshot` of parameters, buffers, gradients, optimizers and random numbers; schedulers and loss
+scalers are copied by `state_dict` and `load_state_dict`.
 """
 
 import copy
 import functools
-import random
 import sys
 import types
 import warnings
@@ -20,11 +17,9 @@ import torch.nn as nn
 from torch.utils.data import DataLoader
 
 from polymp import code_origin
-from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.errors import CatchWarning
-
-_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class TrainingObjects(NamedTuple):
@@ -48,7 +43,7 @@ class TrainingObjects(NamedTuple):
         return any(isinstance(it, scalers) and it.is_enabled() for it in own)
 
 
-class TrainingState:
+class TrainingState(Snapshot):
     """A copy of a training's state.
 
     Args:
@@ -56,35 +51,15 @@ class TrainingState:
     """
 
     def __init__(self, objects: TrainingObjects) -> None:
-        self._objects = objects
         tensors = list(named_tensors(objects).values())
-        self._tensors = _copies(tensors)
-        self._grads = [(t, t.grad, None if t.grad is None else _copy(t.grad)) for t in tensors]
-        self._states = [
-            {p: {k: _kept(v) for k, v in state.items()} for p, state in it.state.items()}
-            for it in objects.optimizers
-        ]
-        self._settings = settings(objects)
+        super().__init__(tensors, grads=tensors, optimizers=objects.optimizers, random_numbers=True)
         self._others = [(it, state) for it in objects.others if (state := _state_of(it))]
-        self._random = _random_state()
 
     def put_back(self) -> None:
         """Give the training the state that it had when this was made."""
-        with torch.no_grad():
-            _write_back(self._tensors)
-            for t, grad, values in self._grads:
-                if grad is not None and values is not None:
-                    distributed.local(grad).copy_(values)
-                t.grad = grad
-            for it, states in zip(self._objects.optimizers, self._states, strict=True):
-                it.state.clear()
-                it.state.update(
-                    {p: {k: _restored(v) for k, v in s.items()} for p, s in states.items()}
-                )
-        put_settings(self._objects, self._settings)
+        super().put_back()
         for it, state in self._others:
             it.load_state_dict(copy.deepcopy(state))
-        _set_random_state(self._random)
 
 
 def _state_of(it: Any) -> Any:
@@ -99,26 +74,6 @@ def _state_of(it: Any) -> Any:
             stacklevel=code_origin.outside(),
         )
         return None
-
-
-# Of each group of each optimizer, all but its parameters.
-Settings = list[list[dict[str, Any]]]
-
-
-def settings(objects: TrainingObjects) -> Settings:
-    """Return copies of the settings of all optimizers, such as the learning rate."""
-    return [
-        [{k: _kept(v) for k, v in g.items() if k != "params"} for g in it.param_groups]
-        for it in objects.optimizers
-    ]
-
-
-def put_settings(objects: TrainingObjects, settings: Settings) -> None:
-    """Give the optimizers settings that they had."""
-    with torch.no_grad():
-        for it, groups in zip(objects.optimizers, settings, strict=True):
-            for group, was in zip(it.param_groups, groups, strict=False):
-                group.update({k: _restored(v) for k, v in was.items()})
 
 
 def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
@@ -153,62 +108,6 @@ def weights(objects: TrainingObjects) -> dict[str, torch.Tensor]:
     """Return the parameters that optimizers write, by name."""
     written = {id(p) for it in objects.optimizers for g in it.param_groups for p in g["params"]}
     return {name: t for name, t in named_tensors(objects).items() if id(t) in written}
-
-
-def _copy(t: torch.Tensor) -> torch.Tensor:
-    return distributed.local(t.detach()).clone()
-
-
-def _copies(tensors: Iterable[torch.Tensor]) -> _Pairs:
-    with torch.no_grad():
-        return [(t, _copy(t)) for t in tensors]
-
-
-def _write_back(pairs: _Pairs) -> None:
-    for t, values in pairs:
-        local = distributed.local(t)
-        if local.untyped_storage().nbytes() or not values.numel():  # else FSDP has freed it
-            local.copy_(values)
-
-
-class _Tensor:
-    """A tensor of an optimizer's state, and its values."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.values = tensor, _copy(tensor)
-
-    def restored(self) -> torch.Tensor:
-        distributed.local(self.tensor).copy_(self.values)
-        return self.tensor
-
-
-def _kept(value: Any) -> Any:
-    return _Tensor(value) if isinstance(value, torch.Tensor) else _copied(value)
-
-
-def _restored(value: Any) -> Any:
-    return value.restored() if isinstance(value, _Tensor) else _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool, type(None))) else copy.deepcopy(value)
-
-
-def _random_state() -> list[Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    numpy = sys.modules.get("numpy")
-    states = [torch.get_rng_state(), cuda, random.getstate()]
-    return [*states, None if numpy is None else numpy.random.get_state()]
-
-
-def _set_random_state(states: list[Any]) -> None:
-    cpu, cuda, python, numpy = states
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)
 
 
 # The models, optimizers, schedulers and loss scalers that a training step works with.

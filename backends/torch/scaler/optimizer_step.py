@@ -5,7 +5,6 @@ undone       it steps, and what a bad step changed is put back: the host does no
 a closure    the loss is evaluated, scaled and unscaled within the step, as for LBFGS
 """
 
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 
 from polymp.backends.torch.compat import distributed, dynamo, optimizers
 from polymp.backends.torch.scaler import unscale
+from polymp.backends.torch.snapshot import Snapshot
 
 
 class Steps:
@@ -318,18 +318,9 @@ def step_or_take_back(
     else:
         args = (evaluate, *args[1:])
     optimizers.complete_state(optimizer)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    values = [p.detach().clone() for p in params]
-    states = {key: copy.deepcopy(state) for key, state in optimizer.state.items()}
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    before = Snapshot(unscale.parameters(optimizer), optimizers=[optimizer])
     try:
         return optimizer.step(*args, **kwargs), False
     except _NotFinite:
-        with torch.no_grad():
-            for p, value in zip(params, values, strict=True):
-                p.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(states)
-        for group, was in zip(optimizer.param_groups, settings, strict=True):
-            group.update(was)
+        before.put_back()
         return None, True

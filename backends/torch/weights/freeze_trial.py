@@ -4,12 +4,10 @@
 which the two differ.
 """
 
-import collections
 import contextlib
 import copy
-import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, region_casts
 from polymp.backends.torch.compat import modes
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.backends.torch.weights import freeze_usage
 from polymp.backends.torch.weights.freeze_usage import Group, module_path
 from polymp.backends.torch.weights.originals import Original
@@ -153,12 +152,9 @@ class Trial:
         """Return the results of a call and their gradients; nothing is changed."""
         args, kwargs = _copied((case.example, self._kwargs))
         region_casts.drop()  # the next run would use casts of a region around this
-        with (
-            left_alone(self._model, self.groups),
-            same_random(self._region.device),
-            torch.set_grad_enabled(case.grad),
-        ):
-            with watch or asks or contextlib.nullcontext():
+        before = Snapshot(modules=self._model.modules(), random_numbers=True)
+        try:
+            with torch.set_grad_enabled(case.grad), watch or asks or contextlib.nullcontext():
                 with region or contextlib.nullcontext():
                     returned = self._model(*args, **kwargs)
                 if watch is not None:
@@ -166,6 +162,10 @@ class Trial:
                 gradients = self._gradients(returned, (args, kwargs))
             parts = [*freeze_usage.leaves(returned), *gradients]
             return [p.detach().clone() if isinstance(p, torch.Tensor) else p for p in parts]
+        finally:
+            before.put_back()
+            for group in self.groups:
+                group.put_back()
 
     def _gradients(self, returned: Any, inputs: Any) -> Sequence[Any]:
         given = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
@@ -228,46 +228,6 @@ def _copied(tree: Any) -> Any:
         return made[id(leaf)]
 
     return tree_map(copied, tree)
-
-
-_CONTAINERS = (dict, collections.OrderedDict, list, set)
-
-
-@contextlib.contextmanager
-def left_alone(model: nn.Module, groups: Sequence[freeze_usage.Group]) -> Iterator[None]:
-    """At the end put back attributes of modules, containers in them, and written tensors."""
-    before = [
-        (m, dict(vars(m)), {k: copy.copy(v) for k, v in vars(m).items() if type(v) in _CONTAINERS})
-        for m in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, containers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for key, inside in containers.items():
-                container = attributes[key]
-                container.clear()
-                container.extend(inside) if isinstance(inside, list) else container.update(inside)
-        for group in groups:
-            group.put_back()
-
-
-@contextlib.contextmanager
-def same_random(device: str) -> Iterator[None]:
-    """At the end put back the random state of torch, Python and NumPy."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn = numpy.random.get_state() if numpy else None
-    kind = "cuda" if device == "cpu" else device
-    devices = [] if device == "cpu" else range(torch.get_device_module(kind).device_count())
-    try:
-        with torch.random.fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(drawn)
 
 
 # The places in which a program reads the dtype of a tensor: what depends on it cannot be seen.

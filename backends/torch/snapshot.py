@@ -1,0 +1,163 @@
+"""`Snapshot`: a copy of what a piece of a training may change, to go back to.
+
+tensors and gradients     copied, and written back in place
+states of optimizers      likewise; what was added since is dropped
+modules                   their attributes, and what is in containers among these
+random numbers            of torch, of Python, and of numpy's global generator
+"""
+
+import collections
+import copy
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from polymp.backends.torch.compat import accelerators, distributed
+
+_CONTAINERS = (dict, collections.OrderedDict, list, set)
+
+
+class Snapshot:
+    """A copy of the state of tensors, optimizers, modules and generators.
+
+    Args:
+        tensors: to be copied.
+        grads: tensors whose gradients are copied.
+        optimizers: whose states and settings are copied.
+        modules: whose attributes are noted; their tensors are not copied.
+        random_numbers: True to copy the states of the generators.
+        values: False to note the tensors of optimizers, and not their values.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor] = (),
+        *,
+        grads: Iterable[torch.Tensor] = (),
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        modules: Iterable[nn.Module] = (),
+        random_numbers: bool = False,
+        values: bool = True,
+    ) -> None:
+        self._tensors = [_Values(t) for t in tensors]
+        self._grads = [(t, None if t.grad is None else _Values(t.grad)) for t in grads]
+        self._states = [
+            (it, {p: {k: _kept(v, values) for k, v in s.items()} for p, s in it.state.items()})
+            for it in optimizers
+        ]
+        self._settings = Settings((it for it, _ in self._states), values)
+        self._modules = [
+            (m, dict(vars(m)), {k: copy.copy(v) for k, v in vars(m).items() if _is_container(v)})
+            for m in modules
+        ]
+        self._random = _random_state() if random_numbers else None
+
+    def put_back(self) -> None:
+        """Bring everything back to the state that it had when this was made."""
+        with torch.no_grad():
+            for values in self._tensors:
+                values.put_back()
+            for t, grad in self._grads:
+                t.grad = None if grad is None else grad.put_back()
+            for it, states in self._states:
+                it.state.clear()
+                it.state.update(
+                    {p: {k: _restored(v) for k, v in s.items()} for p, s in states.items()}
+                )
+        self._settings.put_back()
+        for module, attributes, containers in self._modules:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for key, inside in containers.items():
+                container = attributes[key]
+                container.clear()
+                container.extend(inside) if isinstance(inside, list) else container.update(inside)
+        if self._random is not None:
+            _set_random_state(self._random)
+
+
+class Settings:
+    """The settings of optimizers, such as the learning rate: of each group, all but its parameters.
+
+    Args:
+        optimizers: the optimizers.
+        values: as for `Snapshot`.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], values: bool = True) -> None:
+        self._groups = [
+            (it, [_settings(group, values) for group in it.param_groups]) for it in optimizers
+        ]
+
+    def put_back(self) -> None:
+        """Give the optimizers their settings back."""
+        with torch.no_grad():
+            for it, groups in self._groups:
+                for group, was in zip(it.param_groups, groups, strict=False):
+                    group.update({k: _restored(v) for k, v in was.items()})
+
+
+def _settings(group: dict[str, Any], values: bool) -> dict[str, Any]:
+    return {name: _kept(value, values) for name, value in group.items() if name != "params"}
+
+
+class _Values:
+    """A tensor, and a copy of its values."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.values = distributed.local(tensor.detach()).clone()
+
+    def put_back(self) -> torch.Tensor:
+        local = distributed.local(self.tensor)
+        if local.untyped_storage().nbytes() or not self.values.numel():  # else FSDP has freed it
+            local.copy_(self.values)
+        return self.tensor
+
+
+def _kept(value: Any, values: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Values(value) if values else value
+    return _copied(value) if values else value
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, _Values):
+        return value.put_back()
+    return value if isinstance(value, torch.Tensor) else _copied(value)
+
+
+def _copied(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else copy.deepcopy(value)
+
+
+def _is_container(value: object) -> bool:
+    return type(value) in _CONTAINERS
+
+
+def _random_state() -> list[Any]:
+    device = _generators()
+    numpy = sys.modules.get("numpy")
+    states = [torch.get_rng_state(), device and device.get_rng_state_all(), random.getstate()]
+    return [*states, None if numpy is None else numpy.random.get_state()]
+
+
+def _set_random_state(states: list[Any]) -> None:
+    cpu, on_device, python, numpy = states
+    torch.set_rng_state(cpu)
+    if on_device:
+        _generators().set_rng_state_all(on_device)
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+def _generators() -> Any:
+    """Return the module of torch with the generators of the accelerator; None if none is used."""
+    kind = accelerators.accelerator()
+    module: Any = None if kind == "cpu" else torch.get_device_module(kind)
+    return module if getattr(module, "is_initialized", bool)() else None

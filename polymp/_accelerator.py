@@ -64,7 +64,7 @@ class InUse:
                 "before the step: if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)."
             )
         asked: Any = self._optimizers if optimizer is None else optimizer
-        trainer_steps.unscale(
+        trainer_steps.unscale_each(
             self.scaler,
             map(_plain, asked if isinstance(asked, list | tuple) else [asked]),
             "To accumulate gradients, write Accelerator(gradient_accumulation_steps=...) and with "

@@ -127,7 +127,7 @@ class FabricPrecision(Region, FSDPPrecision):
             RuntimeError: gradients were clipped before the last backward pass.
         """
         if self.scaler is not None:
-            trainer_steps.unscale(
+            trainer_steps.unscale_each(
                 self.scaler, [optimizer], "Call fabric.clip_gradients(...) after the last "
                 "fabric.backward(...) and before optimizer.step().",
             )  # fmt: skip

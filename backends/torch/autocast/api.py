@@ -105,17 +105,14 @@ class autocast:  # the name is torch's
         if isinstance(dtype, str):
             dtype = dtype_names.of(dtype, "autocast(): dtype")
         self.device = device_type
-        if dtype is None and policy is not None and _in_8_bits(policy):
-            dtype = torch.bfloat16
-        self.fast_dtype: torch.dtype = (
-            torch.get_autocast_dtype(device_type) if dtype is None else dtype
-        )
+        around = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         if cache_enabled is None:
             traced = is_dynamo_compiling()
             cache_enabled = torch.is_autocast_cache_enabled() if traced else regions.wants_cache()
         self._cache_enabled = cache_enabled
-        self._ticket, self._enabled = _prepare(
-            device_type, self.fast_dtype, enabled, self._cache_enabled, policy
+        self.fast_dtype: torch.dtype
+        self._ticket, self._enabled, self.fast_dtype = _prepare(
+            device_type, dtype, around, enabled, self._cache_enabled, policy
         )
         # Open entries in code that torch.compile traces, linked from the youngest to the oldest.
         self._traced: _Entries | None = None
@@ -220,21 +217,25 @@ def _leave_interrupted(error: BaseException) -> None:
 
 
 @dynamo.at_trace_time
-def _in_8_bits(policy: PolicyLike) -> bool:
-    """Return whether a policy has rows with rule fp8."""
-    return bool(policy_files.load(policy).fp8)
-
-
-@dynamo.at_trace_time
 def _prepare(
-    device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: PolicyLike | None
-) -> tuple[str, bool]:
-    """Check the arguments and prepare their region; return its ticket, and if it is enabled."""
+    device: str,
+    dtype: torch.dtype | None,
+    around: torch.dtype,
+    enabled: bool,
+    cache: bool,
+    policy: PolicyLike | None,
+) -> tuple[str, bool, torch.dtype]:
+    """Check the arguments and prepare their region; return its ticket, if it is enabled, its dtype.
+
+    Without a dtype it is that of the region around, and bfloat16 for a policy with rule fp8.
+    """
     if not is_autocast_available(device):
         raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"autocast's dtype must be a torch.dtype, got {dtype!r}")
+    if not isinstance(around, torch.dtype):
+        raise TypeError(f"autocast's dtype must be a torch.dtype, got {around!r}")
     loaded = None if policy is None else policy_files.load(policy)
+    if dtype is None:
+        dtype = torch.bfloat16 if loaded is not None and loaded.fp8 else around
     if loaded is not None and loaded.scopes:
         raise PolicyError(
             f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
@@ -242,7 +243,7 @@ def _prepare(
             "the region, for what runs outside of the model, policy.at('') or none."
         )
     enabled = _supported(device, dtype, bool(enabled))
-    return _ready(device, dtype, enabled, bool(cache), loaded)
+    return *_ready(device, dtype, enabled, bool(cache), loaded), dtype
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""The kernel of an op on torch's autocast key: it runs the op by its rule in the region in force.
+"""The kernels of ours of an op, which run it by its rule in the region in force.
 
-If the policy of that region agrees with torch for the op, the kernel passes the call on to the
-compiled kernel that it replaced. torch.compile traces through it.
+One is on torch's autocast key of a device, one in front of torch.func's transforms. If the policy
+of the region agrees with torch for the op, a kernel passes the call on to torch's own kernel, which
+it replaced. torch.compile traces through it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.library import get_kernel
+from torch.utils._pytree import tree_map_only
 
 from polymp.backends.torch.autocast import (
+    compiled_region,
     dtype_names,
     fp8_ops,
     op_facts,
@@ -32,51 +35,39 @@ from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 
-class _Compiled:
-    """Whether compiled kernels are used where they agree with the policy."""
+class _TorchKernels:
+    """Whether torch's own kernels are used where they agree with the policy."""
 
     used = True
 
 
-_compiled = _Compiled()
+_torch_kernels = _TorchKernels()
 
 
 @contextmanager
-def compiled_unused() -> Iterator[None]:
-    """Run ops on kernels of ours even where the compiled ones agree with the policy. For tests."""
-    _compiled.used = False
+def torch_kernels_unused() -> Iterator[None]:
+    """Run ops on kernels of ours even where torch's agree with the policy. For tests."""
+    _torch_kernels.used = False
     try:
         yield
     finally:
-        _compiled.used = True
+        _torch_kernels.used = True
 
 
 Function = Callable[..., Any]
 
 
 def make(name: str, device: str, key: str) -> Function | None:
-    """Make the kernel of an op; None if torch lacks the op, or it cannot have one of ours."""
+    """Make the kernel of an op on an autocast key; None if the op cannot have one of ours."""
     op = dispatcher.overload(name)
     if op is None or name in op_facts.UNTOUCHED:
         return None
-    replaced = _compiled_kernel(name, key) if name in torch_table.kernels(device) else None
-    return _kernel(op, name, device, key, replaced)
-
-
-@cache
-def _compiled_kernel(name: str, key: str) -> Any:  # torch's own class of kernels is private
-    """Return torch's own kernel on the key; read once, before one of ours replaces it."""
-    op = dispatcher.overload(name)
-    assert op is not None, "torch registers what it has"
-    return get_kernel(op, key)
-
-
-def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replaced: Any) -> Function:
+    replaced: Any = _torch_kernel(name, key) if name in torch_table.kernels(device) else None
     excluded = dispatcher.keyset(key)
     pass_on, call = dispatcher.passing_on(op, key), dispatcher.calling(op)
     run = runner(op, name, device)
     rulings = Rulings(name, device)
-    compiled_only = name in op_facts.COMPILED_ONLY
+    run_by_torch = name in op_facts.RUN_BY_TORCH
     writes = op._schema.is_mutable
     if writes:
         region_casts.watch(device)  # first, for this kernel replaces one of those that it puts
@@ -94,7 +85,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
         row = ruling.row
         unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
         if ruling.agrees and replaced is not None and not unsummed:
-            if compiled_only or _compiled.used:
+            if run_by_torch or _torch_kernels.used:
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
         # made, every op has one, also where torch, which has none, does as the row says; the record
@@ -114,10 +105,86 @@ def _kernel(op: torch._ops.OpOverload, name: str, device: str, key: str, replace
     return dynamo.no_frame(kernel, inside=True)
 
 
+@cache
+def _torch_kernel(name: str, key: str) -> Any:  # torch's own class of kernels is private
+    """Return torch's own kernel on the key; read once, before one of ours replaces it."""
+    op = dispatcher.overload(name)
+    assert op is not None, "torch registers what it has"
+    return get_kernel(op, key)
+
+
+def make_in_front(name: str) -> Function | None:
+    """Make the kernel of an op in front of torch.func's transforms; None if torch lacks the op.
+
+    vmap and grad take composite ops such as linear apart before autocast sees them. Where a policy
+    has another rule for such an op than torch, the op is cast as a whole first, here. Where it has
+    the same rule, as without a policy, the transform does what it does under torch.autocast, bit
+    for bit.
+    """
+    op = dispatcher.overload(name)
+    if op is None:
+        return None
+    front = get_kernel(op, dispatcher.FUNC_FRONT)
+    rulings = {device: Rulings(name, device) for device in torch_table.DEVICES}
+    places = dispatcher.tensors_of(op)
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
+            return front.call_boxed(keys, *args, **kwargs)
+
+        device = _device(args)
+        args = tuple(_wrapped(places, args))
+        if (
+            device not in rulings
+            or not torch.is_autocast_enabled(device)
+            or not compiled_region.in_region()
+        ):
+            return call(*args, **kwargs)
+        ruling = rulings[device].of(regions.in_force(device))
+        row = ruling.row
+        if row is None or ruling.agrees:
+            return call(*args, **kwargs)
+        key = dispatcher.autocast_key(device)
+        if key is None or row.rule is Rule.FORBID:
+            return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises
+        with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
+            args = tree_map_only(torch.Tensor, modes.matched_tangent, args)
+            run = runner(op, name, device)
+            if (found := decision_log.current()) is not None:
+                entry = entry_of(op, name, device, ruling, args, kwargs)
+                return found.around(entry, run, ruling, plain, call, args, kwargs)
+            return run(ruling, plain, call, args, kwargs)
+
+    return dynamo.no_frame(kernel, inside=True)
+
+
+def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
+    """Replace numbers in the places of tensors by tensors, as torch wraps them."""
+    if all(at >= len(args) or isinstance(args[at], torch.Tensor) for at in places):
+        return args
+    made, tensors = list(args), [args[at] for at in places if isinstance(args[at], torch.Tensor)]
+    for at in places:
+        if at < len(args) and isinstance(args[at], (bool, int, float, complex)):
+            wide = {float: torch.float64, complex: torch.complex128}.get(type(args[at]))
+            if tensors and all(t.dim() == 0 for t in tensors):  # then dtypes count alike
+                wide = torch.result_type(tensors[0], args[at])
+            made[at] = torch.tensor(args[at], dtype=wide)
+    return made
+
+
+def _device(args: Sequence[Any]) -> str | None:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device.type
+        if isinstance(arg, (list, tuple)) and (found := _device(arg)):
+            return found
+    return None
+
+
 # One op, run by its row: the decision of the policy, and the casts that follow from it.
 #
 # A `Ruling` is the decision for an op in a region, worked out once; `runner` makes the function
-# that casts and calls. The kernels here and in `kernel_registry` call both.
+# that casts and calls. Both kernels of an op call both.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +195,7 @@ class Ruling:
         region: the region.
         policy: its own, or torch's table of the device.
         row: the row that won; None if the policy has no row for the op.
-        agrees: True if torch's compiled kernel does the same.
+        agrees: True if torch's own kernel does the same.
         how: how the op is made to run in float32 under rule fp32.
         decision: the decision, if it does not depend on the dtypes of the inputs; else None.
         mul: the row for calls in which a product adds nothing up; None if `row` holds for all.
@@ -175,7 +242,7 @@ def entry_of(
     return entry._replace(recipe="" if why else recipe.name, fallback=why)
 
 
-Cast = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
+CastFunction = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
 
 
 class Rulings:
@@ -262,7 +329,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     with_low_input = set(range(1, len(schema))) if written else set()
     prepare = recurrent_arguments(name, device)
 
-    def run(ruling: Ruling, cast: Cast, call: Function, args: Any, kwargs: Any) -> Any:
+    def run(ruling: Ruling, cast: CastFunction, call: Function, args: Any, kwargs: Any) -> Any:
         if ruling.how is not Apply.CAST:
             return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
         decision = ruling.decided(op, name, device, args)
@@ -284,18 +351,20 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             dtype = dtype_names.DTYPES[decision.out or decision.run]
             if device == "cpu" and torch.is_grad_enabled() and args[0].requires_grad:
                 # Kernels of backward there add up in the dtype of the input.
-                args = [_cast(args[0], device, torch.float32, dtype, plain), *args[1:]]
-            return _cast(call(*args, **kwargs), device, dtype, dtype, plain)
+                args = [_cast_argument(args[0], device, torch.float32, dtype, plain), *args[1:]]
+            return _cast_argument(call(*args, **kwargs), device, dtype, dtype, plain)
         if decision.run is not None:
             dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
             uncast = () if dtype is torch.float32 else with_low_input
             if prepare is not None:
                 args = prepare(args, dtype)
-            # Last first, as torch's compiled kernels come to do it: autograd adds gradients up in
+            # Last first, as torch's own kernels come to do it: autograd adds gradients up in
             # the order in which the casts were made.
             if kwargs:
                 pairs = reversed(kwargs.items())
-                kwargs = {key: _cast(value, device, dtype, low, cast) for key, value in pairs}
+                kwargs = {
+                    key: _cast_argument(value, device, dtype, low, cast) for key, value in pairs
+                }
             made = None
             for at in range(len(args) - 1, -1, -1):
                 value = args[at]
@@ -306,7 +375,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
                     continue
                 if at not in uncast:
                     made = made or list(args)
-                    made[at] = _cast(value, device, dtype, low, cast)
+                    made[at] = _cast_argument(value, device, dtype, low, cast)
             given, args = args, made or args
             result = call(*args, **kwargs)
             for at in written:
@@ -324,14 +393,16 @@ def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor
     return t.to(dtype)
 
 
-def _cast(value: Any, device: str, dtype: torch.dtype, low: torch.dtype, cast: Cast) -> Any:
+def _cast_argument(
+    value: Any, device: str, dtype: torch.dtype, low: torch.dtype, cast: CastFunction
+) -> Any:
     """Cast the eligible tensors of an argument."""
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not _eligible(value, device):
             return value
         return cast(value, dtype, low)
     if isinstance(value, (list, tuple)):
-        return [_cast(inner, device, dtype, low, cast) for inner in value]
+        return [_cast_argument(inner, device, dtype, low, cast) for inner in value]
     return value
 
 
@@ -468,7 +539,7 @@ def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
 
 def _as_cast(t: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return the numbers of `low` as a cast of `t`, which autograd can differentiate."""
-    node: torch.Tensor = _Cast.apply(t, _Box(low))  # type: ignore[no-untyped-call]
+    node: torch.Tensor = _CastInBuffer.apply(t, _Box(low))  # type: ignore[no-untyped-call]
     return node
 
 
@@ -478,7 +549,7 @@ class _Box(NamedTuple):
     tensor: torch.Tensor
 
 
-class _Cast(torch.autograd.Function):
+class _CastInBuffer(torch.autograd.Function):
     """A cast: forward returns the numbers that are in the buffer, backward casts the gradient."""
 
     @staticmethod

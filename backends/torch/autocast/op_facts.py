@@ -33,11 +33,11 @@ UNTOUCHED = frozenset({"detach"})
 # Lowered by torch's own kernels alone, also where every other op has one of ours. They cast to
 # float16, in bfloat16 regions too, and bring the weights into the one buffer that cuDNN needs.
 # Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
-COMPILED_ONLY = frozenset({"_cudnn_rnn", "miopen_rnn"})
+RUN_BY_TORCH = frozenset({"_cudnn_rnn", "miopen_rnn"})
 
 
 # Products that may have nothing to add up. Those of linear layers, which are called most, stay with
-# torch's compiled kernels.
+# torch's own kernels.
 PRODUCTS = frozenset("addr bmm dot einsum inner kron matmul mm mv outer tensordot vdot".split())
 
 # Views whose schema does not say so.

@@ -1,6 +1,6 @@
 """The casts of parameters that a region keeps: which thread has them, and when they are dropped.
 
-torch's compiled kernels keep a cast of every float32 parameter until the outermost region ends, in
+torch's own kernels keep a cast of every float32 parameter until the outermost region ends, in
 one map for the whole process, keyed by the parameter alone. That is right for one thread, one low
 dtype and constant weights. This module makes it right in all cases:
 
@@ -138,7 +138,7 @@ def watch(device: str) -> None:
     key = dispatcher.autocast_key(device)
     if key is None:
         return
-    torch_table.kernels(device)  # what is compiled must be read before ours stand beside it
+    torch_table.kernels(device)  # torch's must be read before ours stand beside them
     _watch_steps()
     for name in op_facts.WRITERS:
         packet = getattr(torch.ops.aten, name)

@@ -1,7 +1,7 @@
 """Entering and leaving regions: the core's stack on one side, torch's autocast state on the other.
 
 The state in force is always torch's own, per thread: enabled flag, low dtype, cache flag, and the
-policies as a code. Compiled kernels, torch.compile's guards and torch's own autocast class read and
+policies as a code. torch's kernels, torch.compile's guards and torch's own autocast class read and
 write the same state. The stack of regions keeps what leaving has to restore.
 """
 

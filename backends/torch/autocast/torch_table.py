@@ -1,8 +1,8 @@
-"""The compiled kernels on torch's own autocast keys, as policies.
+"""torch's own kernels on its autocast keys, as policies.
 
-For each device that has one, the shipped table `torch-<device>` describes torch's compiled
+For each device that has one, the shipped table `torch-<device>` describes torch's own
 kernels: the rows of all supported versions, of which those count whose op the installed torch has.
-An op runs on its compiled kernel wherever a policy agrees with that table.
+An op runs on torch's kernel wherever a policy agrees with that table.
 """
 
 import difflib
@@ -52,7 +52,7 @@ def policy(device: str) -> Policy:
 
 @cache
 def kernels(device: str) -> frozenset[str]:
-    """Return the ops that have a compiled autocast kernel in this torch on the device.
+    """Return the ops that have a kernel of torch's own on the device's autocast key.
 
     Read before polymp registers a kernel of its own on that device's key. Without the overloads
     that take named dimensions, until torch 2.12: no policy has rules for them.
@@ -114,7 +114,7 @@ def as_mul(device: str, policy: Policy, op: str, dtype: str) -> Row | None:
 
 
 def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
-    """Return whether torch's compiled kernel, or the lack of one, does what `other` asks for."""
+    """Return whether torch's own kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
         if vocabulary().picks(vocabulary().of_aten(op)):

@@ -521,7 +521,7 @@ class GradScaler(DeviceState):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply the gradients by `inv_scale`; returns found_inf of each device, float32 []."""
-        return unscale.unscale(optimizer, inv_scale, found_inf, allow_fp16)
+        return unscale.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _check_inf_per_device(
         self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None

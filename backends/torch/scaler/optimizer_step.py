@@ -66,13 +66,13 @@ def step_fused(
     optimizer.grad_scale = scale
     optimizer.found_inf = found
     try:
-        return optimizer.step(*args, **kwargs) if may_step(optimizer, found) else None
+        return optimizer.step(*args, **kwargs) if prepare_to_skip(optimizer, found) else None
     finally:  # left behind, they would scale the next try twice
         del optimizer.grad_scale
         del optimizer.found_inf
 
 
-def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
+def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
     """Prepare the optimizer for a step that `found` may skip.
 
     The fused step of SGD makes its momentum without a value and lets the first step write it. If

@@ -26,7 +26,9 @@ def begin_backward(scaler: GradScaler | None) -> None:
             entry["mixed"] = entry["stage"] is OptState.UNSCALED
 
 
-def unscale(scaler: GradScaler, optimizers: Iterable[torch.optim.Optimizer], write: str) -> None:
+def unscale_each(
+    scaler: GradScaler, optimizers: Iterable[torch.optim.Optimizer], write: str
+) -> None:
     """Unscale the gradients of optimizers, of each once."""
     for optimizer in optimizers:
         entry = _entry(scaler, optimizer)

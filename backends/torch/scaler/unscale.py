@@ -64,7 +64,7 @@ def largest(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
     return most
 
 
-def unscale(
+def unscale_gradients(
     optimizer: torch.optim.Optimizer,
     inverse: torch.Tensor,
     found: torch.Tensor,

@@ -69,7 +69,7 @@ def test_torch_reads_what_the_memory_held() -> None:
 
 
 def test_that_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_step, "may_step", lambda optimizer, found: True)
+    monkeypatch.setattr(optimizer_step, "prepare_to_skip", lambda optimizer, found: True)
     seen, _ = train(GradScaler, fused=True, momentum=0.5)
     assert str(seen[-1]) == "[nan, nan]"
 
@@ -80,12 +80,12 @@ def test_nothing_waits_without_dampening() -> None:
     p.grad = torch.ones(2)
     found = torch.zeros((), device="meta")
     plain = torch.optim.SGD([p], lr=0.1, momentum=0.5, fused=True)
-    assert optimizer_step.may_step(plain, found)
+    assert optimizer_step.prepare_to_skip(plain, found)
     assert plain.state[p]["momentum_buffer"].tolist() == [0.0, 0.0]
     damped = torch.optim.SGD([p], lr=0.1, momentum=0.5, dampening=0.1, fused=True)
     with pytest.raises(RuntimeError, match="meta"):
-        optimizer_step.may_step(damped, found)
-    assert optimizer_step.may_step(torch.optim.AdamW([p], fused=True), found)
+        optimizer_step.prepare_to_skip(damped, found)
+    assert optimizer_step.prepare_to_skip(torch.optim.AdamW([p], fused=True), found)
 
 
 KINDS = {

@@ -10,10 +10,10 @@ one comes from `scale_rule.step` in two ways:
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, cast
-from weakref import WeakMethod
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -439,42 +439,33 @@ class AsyncRead:
 
 
 # In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
-Listener = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-
-
 class Listeners:
-    """The listeners of this process.
-
-    Attributes:
-        methods: weak references to them by name; one goes when its object does.
-        numbers: for the next name.
-    """
+    """The scalers of this process, by name, as long as they live."""
 
     def __init__(self) -> None:
-        self.methods: dict[str, WeakMethod[Listener]] = {}
+        self.by_name: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.numbers: count[int] = count()
 
 
 listeners: Listeners = Listeners()
 
 
-def listen(listener: Listener) -> str:
-    """Register a method to be called by `tell`, as long as its object lives."""
+def listen(scaler: object) -> str:
+    """Return the name by which `tell` calls the scaler's `_updated`."""
     name = f"scaler {next(listeners.numbers)}"
-    listeners.methods[name] = WeakMethod(listener, lambda _: listeners.methods.pop(name, None))
+    listeners.by_name[name] = scaler
     return name
 
 
 def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
-    """Call the listener of that name whenever the code that is being traced runs."""
+    """Call the scaler of that name whenever the code that is being traced runs."""
     torch.ops.polymp.updated(counts, scale, tracker, name)
 
 
 def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
-    reference = listeners.methods.get(name)
-    listener = None if reference is None else reference()
-    if listener is not None:
-        listener(scale, tracker, counts)
+    scaler = listeners.by_name.get(name)
+    if scaler is not None:
+        scaler._updated(scale, tracker, counts)
 
 
 _library = torch.library.Library("polymp", "DEF")

@@ -556,7 +556,7 @@ class GradScaler(DeviceState):
     def _begin(self) -> None:
         super()._begin()
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
-        self._listener = device_state.listen(self._updated)
+        self._listener = device_state.listen(self)
         with watched.lock:
             watched.unwarned.add(self)
         _watch_clipping()

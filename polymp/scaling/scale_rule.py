@@ -113,16 +113,6 @@ def checked(rule: ScaleRule) -> ScaleRule:
 
     An interval above 2**31 - 1, which no run reaches, becomes that. The bounds are rounded to the
     nearest float32 number, so that Python numbers and arrays stop at the same scale.
-
-    Args:
-        rule: as the user gave it.
-
-    Returns:
-        The rule.
-
-    Raises:
-        TypeError: one is not a number, or a count is not whole.
-        ValueError: one is out of its range.
     """
     growth = number("growth_factor", rule.growth)
     backoff = number("backoff_factor", rule.backoff)
@@ -165,19 +155,6 @@ def checked_first_scale(name: str, value: object, rule: ScaleRule) -> float:
 
     The default bounds limit growth and backoff, not the first scale, as in torch.amp. Bounds that
     the caller has set limit the first scale, too.
-
-    Args:
-        name: of the argument, for messages.
-        value: as the user gave it.
-        rule: whose bounds hold.
-
-    Returns:
-        The scale.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is 0, negative, Inf or NaN in float32, or not from `min_scale` to `max_scale`
-            where these were given.
     """
     scale = number(name, value)
     if not 0 < as_float32(scale) < math.inf:

@@ -10,20 +10,23 @@ before it is sent: half the bytes, and the same bits. A weight that the policy u
 as that of a normalisation, has to be sent in float32. Gradients are added up in float32.
 """
 
+import warnings
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
 from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
 
+from polymp import code_origin
+from polymp.backends.torch.autocast import dtype_names, regions, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.accelerators import accelerator
-from polymp.backends.torch.modules.sharded_parameters import (
-    ParameterUses,
-    RegionCheck,
-    device_of,
-    joined,
-)
+from polymp.rules import policy_files
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW, Rule
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,7 +58,7 @@ def mixed_precision(
         ValueError: `dtype` is not a low dtype.
         PolicyError: the policy cannot be read.
     """
-    uses = ParameterUses(policy, dtype, path, "mixed_precision()", accelerator())
+    uses = _ParameterUses(policy, dtype, path, "mixed_precision()", accelerator())
     return uses.sent(uses.are_low(nn.Linear, path))
 
 
@@ -99,7 +102,7 @@ def fully_shard(
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"polymp.torch.fsdp.fully_shard() takes a torch.nn.Module, got {module!r}.")
-    uses = ParameterUses(policy, dtype, path, "fully_shard()", device_of(module))
+    uses = _ParameterUses(policy, dtype, path, "fully_shard()", _device_of(module))
     low = uses.of(module, path)
     most = low.get(module, any(low.values()))  # of the module's own group
     others: list[nn.Module] = []
@@ -110,12 +113,122 @@ def fully_shard(
         inside = [n for n in m.modules() if n in low]
         settled.update(inside)
         if any(low[n] is most for n in inside):
-            fully_shard(m, policy, dtype, path=joined(path, name), **kwargs)
+            fully_shard(m, policy, dtype, path=_joined(path, name), **kwargs)
         else:
             others.append(m)
     if others:
         fsdp.fully_shard(others, mp_policy=uses.sent(not most), **kwargs)
     fsdp.fully_shard(module, mp_policy=uses.sent(most), **kwargs)
-    check = RegionCheck(uses, device_of(module), path, [*low], [module, *others[:1]])
+    check = _RegionCheck(uses, _device_of(module), path, [*low], [module, *others[:1]])
     module.register_forward_pre_hook(check)
     return module
+
+
+# The op that reads the parameters of a module itself. Those of other classes are sent in float32.
+_OPS: dict[type[nn.Module], str] = {
+    nn.Linear: "linear",
+    nn.Bilinear: "bilinear",
+    nn.MultiheadAttention: "linear",
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+}
+
+
+class _ParameterUses:
+    """How the region of a policy uses parameters; without a policy, that of the device's table."""
+
+    def __init__(self, policy: Any, dtype: Any, path: object, what: str, device: str) -> None:
+        if not isinstance(path, str):
+            raise TypeError(
+                f"{what}: path is that of the module in the model, such as 'layers.0', got {path!r}"
+            )
+        self.dtype = dtype_names.of(dtype, f"{what}: dtype", LOW)
+        table = torch_table.policy(device)
+        self.policy: Policy = table if policy is None else policy_files.load(policy)
+
+    def sent(self, low: bool) -> fsdp.MixedPrecisionPolicy:
+        """Return the FSDP policy of a group of parameters that the region uses low, or does not."""
+        return fsdp.MixedPrecisionPolicy(
+            param_dtype=self.dtype if low else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+
+    def are_low(self, kind: type[nn.Module], path: str) -> bool:
+        """Return whether the op that reads the parameters of such a module runs low at a path."""
+        op = next((op for known, op in _OPS.items() if issubclass(kind, known)), "")
+        row = self.policy.at(path).winner(op, dtype_names.NAMES[self.dtype]) if op else None
+        return row is not None and row.rule is Rule.LOWER
+
+    def of(self, module: nn.Module, path: str) -> dict[nn.Module, bool]:
+        """Return modules with parameters that are not sharded yet, and whether all are low."""
+        found: dict[nn.Module, bool] = {}
+        full: set[nn.Parameter] = set()
+        for name, m in module.named_modules():
+            own = list(m.parameters(recurse=False))
+            if own and not any(isinstance(p, DTensor) for p in own):
+                found[m] = self.are_low(type(m), _joined(path, name))
+                full.update(() if found[m] else own)
+        return {m: low and full.isdisjoint(m.parameters(recurse=False)) for m, low in found.items()}
+
+
+class _RegionCheck:
+    """A hook that warns if the region in force uses parameters in dtypes that are not sent."""
+
+    def __init__(
+        self,
+        uses: _ParameterUses,
+        device: str,
+        path: str,
+        inside: Sequence[nn.Module],
+        sharded: Sequence[nn.Module],
+    ) -> None:
+        self._sharded = sharded
+        self._uses, self._device, self._path = uses, device, path
+        self._kinds = {type(m) for m in inside}
+        self._warned = False
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for one in self._sharded:
+            distributed.settle_dtypes(one)
+        if self._warned:
+            return
+        region, uses = regions.in_force(self._device), self._uses
+        policy = region.policy or torch_table.policy(self._device)
+        low = dtype_names.NAMES[uses.dtype]
+        if not region.enabled or (policy, region.dtype) == (uses.policy, low):
+            return
+        other = _ParameterUses(policy, region.dtype, self._path, "fully_shard()", self._device)
+        differ = [
+            kind.__name__
+            for kind in self._kinds
+            if uses.are_low(kind, self._path) != other.are_low(kind, self._path)
+            or (region.dtype != low and uses.are_low(kind, self._path))
+        ]
+        if differ:
+            self._warned = True
+            warnings.warn(
+                f"{type(module).__name__} was sharded for policy {uses.policy.name!r} in {low}, "
+                f"and runs in a region of policy {policy.name!r} in {region.dtype}, which uses the "
+                f"weights of {', '.join(sorted(differ))} in another dtype than FSDP sends. Write "
+                f"polymp.torch.fsdp.fully_shard(module, {policy.name!r}, torch.{region.dtype}), or "
+                f"autocast({self._device!r}, torch.{low}, policy={uses.policy.name!r}).",
+                stacklevel=code_origin.outside(),
+            )
+
+
+def _joined(path: str, name: str) -> str:
+    """Return the path of a module below another."""
+    return ".".join(filter(None, (path, name)))
+
+
+def _device_of(module: nn.Module) -> str:
+    """Return the device type of a module's parameters; the accelerator's if they have none."""
+    kinds = {p.device.type for p in module.parameters()} - {"meta"}
+    return kinds.pop() if kinds else accelerator()

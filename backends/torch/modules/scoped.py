@@ -263,12 +263,6 @@ def enter(code: Code) -> None:
 
     It holds in every enabled region, the one around and those entered inside that have no policy of
     their own. Region, dtype and cache stay as they are.
-
-    Args:
-        code: of the policy, from `regions.of_scope`.
-
-    Raises:
-        PolicyError: the call is being exported.
     """
     if is_dynamo_compiling():
         _allow()

@@ -836,16 +836,6 @@ def scaled(outputs: Outputs, scale_of: Callable[[torch.Tensor], torch.Tensor]) -
 
     Autograd saves the scale itself, where it is on the tensor's device: a backward pass after an
     update that has changed it raises, as with torch.amp.
-
-    Args:
-        outputs: a tensor, or an iterable of outputs.
-        scale_of: returns the scale, float32 []; called with each tensor.
-
-    Returns:
-        The same structure; lists and tuples keep their type, other iterables become iterators.
-
-    Raises:
-        ValueError: something in `outputs` is neither a tensor nor an iterable.
     """
     if isinstance(outputs, torch.Tensor):
         return cast(Outputs, outputs * unscale.moved(scale_of(outputs), outputs.device))

@@ -10,13 +10,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.torch import GradScaler
-from polymp.torch._trainers import Opener, attach, open_in
+from polymp.torch._trainers import RegionSettings, attach, open_in
 
 
 class InUse:
     """The methods of an `Accelerator` that differ after `use`; the first base of its class."""
 
-    polymp: Opener
+    polymp: RegionSettings
     scaler: GradScaler | None
     _optimizers: Any
 

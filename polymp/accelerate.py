@@ -14,7 +14,7 @@ from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.integrations import require
 from polymp.rules import policy_files
 from polymp.torch import GradScaler
-from polymp.torch._trainers import Opener, check_scaler, extend
+from polymp.torch._trainers import RegionSettings, check_scaler, extend
 
 require("accelerate")
 
@@ -91,8 +91,8 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
     _check(words, accelerator, scaler)
     loaded = None if policy is None else policy_files.load(policy)
     dtype, device = _DTYPES[accelerator.mixed_precision], accelerator.device.type
-    opener = Opener(device, dtype, loaded, words.opener, words.line)
-    opener.region()  # raises for a policy that torch cannot follow
+    settings = RegionSettings(device, dtype, loaded, words.opener, words.line)
+    settings.region()  # raises for a policy that torch cannot follow
     if dtype is DTYPES["float16"]:
         handler = accelerator.scaler_handler
         kwargs = {} if handler is None else handler.to_kwargs()
@@ -101,7 +101,7 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
     if accelerator.distributed_type is DistributedType.FSDP and loaded is not None:
         _let_the_policy_cast(accelerator.state.fsdp_plugin, accelerator.mixed_precision)
     extend(accelerator, InUse)
-    accelerator.polymp = opener
+    accelerator.polymp = settings
     return accelerator
 
 

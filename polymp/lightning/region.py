@@ -12,7 +12,7 @@ from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.torch import GradScaler
-from polymp.torch._trainers import Opener, check_scaler
+from polymp.torch._trainers import RegionSettings, check_scaler
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
 # Names of Lightning's, and of other libraries', for these modes.
@@ -53,7 +53,7 @@ class Region(Plain):
         self.precision: Any = precision
         self.scaler: Any = scaler
         self.device: str | None = None
-        self._opener: Opener | None = None
+        self._settings: RegionSettings | None = None
 
     def begin(self, device: str) -> None:
         """Make the region, and the scaler if none was given, once the device is known.
@@ -67,8 +67,8 @@ class Region(Plain):
         if dtype is not None:
             name = type(self).__name__
             line = f"{name}({self.precision!r}, policy=...)"
-            self._opener = Opener(device, dtype, self.policy, name, line)
-            self._autocast = self._opener.region()
+            self._settings = RegionSettings(device, dtype, self.policy, name, line)
+            self._autocast = self._settings.region()
         if dtype is torch.float16 and self.scaler is None:
             self.scaler = GradScaler(device)
 
@@ -76,9 +76,9 @@ class Region(Plain):
         """Return the region; a context that does nothing for 32-true, which has no policy."""
         if self.device is None:
             self._find_device()
-        if self._opener is None:
+        if self._settings is None:
             return nullcontext()
-        self._opener.check()
+        self._settings.check()
         return self._autocast
 
     def _find_device(self) -> None:

@@ -27,8 +27,8 @@ def check_scaler(scaler: object, asked: str, half: bool, write: str) -> None:
     )
 
 
-class Opener(NamedTuple):
-    """Who opens the region of an adapter.
+class RegionSettings(NamedTuple):
+    """The region of an adapter, and who opens it.
 
     Attributes:
         device: the device type of the region.
@@ -80,36 +80,36 @@ class Opener(NamedTuple):
 class _Attached(NamedTuple):
     """A policy on a model, and the check before its forward."""
 
-    opener: Opener
+    settings: RegionSettings
     handles: tuple[Any, ...]
 
 
 _attached: WeakKeyDictionary[nn.Module, _Attached] = WeakKeyDictionary()
 
 
-def attach(model: nn.Module, opener: Opener) -> None:
+def attach(model: nn.Module, settings: RegionSettings) -> None:
     """Put a policy on a model whose forward a framework calls in a region.
 
-    It takes the place of what another opener has put there; the same opener changes nothing, nor
-    does any on a model whose calls open a region.
+    It takes the place of one that other settings have put there. The same settings change nothing,
+    nor do any on a model whose calls open a region.
     """
     if opens_region(model):
         return
     before = _attached.get(model)
     if before is not None:
-        if before.opener is opener:
+        if before.settings is settings:
             return
         for handle in before.handles:
             handle.remove()
-    scopings = () if opener.policy is None else (scoped(model, opener.policy),)
-    check: Any = opener
-    _attached[model] = _Attached(opener, (*scopings, model.register_forward_pre_hook(check)))
+    scopings = () if settings.policy is None else (scoped(model, settings.policy),)
+    check: Any = settings
+    _attached[model] = _Attached(settings, (*scopings, model.register_forward_pre_hook(check)))
 
 
-def open_in(model: nn.Module, opener: Opener) -> None:
+def open_in(model: nn.Module, settings: RegionSettings) -> None:
     """Have the calls of a model open the region, for a framework that opens none."""
     if not opens_region(model):
-        open_region(model, opener.policy, opener.dtype, opener.device)
+        open_region(model, settings.policy, settings.dtype, settings.device)
 
 
 def extend(instance: Any, mixin: type) -> None:

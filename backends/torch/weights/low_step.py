@@ -119,10 +119,8 @@ def _lent(loan: Loan) -> Iterator[None]:
     loan.give()
     try:
         yield
-    except BaseException:
+    finally:
         loan.take_back()
-        raise
-    loan.take_back()
 
 
 def _outside(loan: Loan, closure: Closure) -> Closure:

@@ -11,7 +11,7 @@ from polymp.rules import policy_files
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
 from tests.support import processes
-from tests.support.processes import process
+from tests.support.commands import process
 
 
 def test_check_of_a_policy_that_both_accept(polymp, answer):

@@ -15,7 +15,7 @@ from tests.conftest import need
 from tests.site.test_package import HEAVY, loaded_after
 from tests.support import processes
 from tests.support.blocks import ROOT, read
-from tests.support.processes import process, project
+from tests.support.commands import process, project
 
 
 def test_the_script_is_this_function():

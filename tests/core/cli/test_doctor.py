@@ -13,7 +13,7 @@ from polymp.cli import doctor, model_times
 from polymp.cli.doctor import Device, Engine, Framework
 from tests.conftest import need
 from tests.support.blocks import ROOT
-from tests.support.processes import FULL, JAX, TORCH, XEON, facts, process, project, table
+from tests.support.commands import FULL, JAX, TORCH, XEON, facts, process, project, table
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from polymp.rules import policy_files, scopes
 from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
+from tests.support.commands import table
 from tests.support.dtype_spellings import NAMES
-from tests.support.processes import table
 
 
 def test_policies_lists_all_that_are_shipped(polymp, answer):

@@ -1,0 +1,35 @@
+"""The command line in a process of its own, what it prints as data, and machines made up."""
+
+import re
+import tomllib
+
+from polymp.cli.doctor import Engine, Facts, Framework
+from tests.support import processes
+from tests.support.processes import ROOT
+
+TORCH, JAX = Framework("torch", "2.13.0+cpu", "", "cpu"), Framework("jax", "0.10.2", "", "cpu")
+XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
+FULL = Engine("cpu", 127, {"default": 0, "amp": 182, "lean": 211})
+NONE: dict[str, str] = {}
+
+
+def facts(*devices, frameworks=(TORCH, JAX), engines=(FULL,), nvidia=False, libraries=NONE):
+    """Return the facts of a machine with these devices."""
+    return Facts("Linux x86_64", "3.11.7", frameworks, devices, engines, nvidia, libraries)
+
+
+def process(*argv, blocked=(), cwd=ROOT, **env):
+    """The command in a process of its own, in which some modules cannot be imported."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
+    code += f"from polymp.cli import main; sys.exit(main({argv!r}))"
+    return processes.python("-c", code, code=None, cwd=cwd, env={"COLUMNS": "80", **env})
+
+
+def table(out: str) -> dict[str, list[str]]:
+    """Cells of a table's lines by the first of them; none of the cells may have two spaces."""
+    lines = [re.split(r" {2,}", line.strip()) for line in out.splitlines()]
+    return {first: rest for first, *rest in lines if rest}
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -4,16 +4,18 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
-from polymp.backends.torch.diagnostics.op_call import float_tensors
+from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors
 from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
 from polymp.dtypes import FORMATS
+
+LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.
 SAMPLE = 4096
@@ -272,34 +274,49 @@ class Bins:
         return found if not all(map(math.isfinite, rest)) else found.unmasked()
 
 
-def in_float16(
-    func: torch._ops.OpOverload,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    results: list[torch.Tensor],
-) -> Lost | None:
+def lost(ran: Ran, results: Sequence[torch.Tensor]) -> Lost | None:
     """Return the values that float16 lost in an op, by running it on the same inputs in float32.
 
     None for an op that writes into its arguments, draws random numbers or has no float32 form.
     """
-    if dispatcher.writes(func) or torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-    args, kwargs = _widened(args), _widened(kwargs)
-    try:
-        wide = [t for t in float_tensors(func(*args, **kwargs)) if measurable(t)]
-    except (RuntimeError, TypeError, ValueError):
-        return None
+    wide = [] if ran.facts.writes else list(filter(measurable, in_float32(ran)))
     if not wide or wide[0].shape != results[0].shape:
         return None
     return Lost.of(wide[0], results[0])
 
 
-def _widened(tree: object) -> Any:
-    """Replace float16 by float32 in an op's arguments."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(torch.float32) if tree.dtype is torch.float16 else tree
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(_widened, tree))
-    if isinstance(tree, dict):
-        return {key: _widened(value) for key, value in tree.items()}
-    return torch.float32 if tree is torch.float16 else tree
+def in_float32(
+    ran: Ran, twin: Callable[[torch.Tensor], torch.Tensor | None] = lambda t: None
+) -> list[torch.Tensor]:
+    """Run an op in float32, on the twins that tensors have; [] if it has no such form.
+
+    What it writes into are copies, which are returned if it makes nothing else.
+    """
+    if torch.Tag.nondeterministic_seeded in ran.func.tags:
+        return []
+    into, clones = written(ran), list[torch.Tensor]()
+
+    def wide(tree: object) -> Any:
+        if isinstance(tree, torch.Tensor):
+            known = twin(tree) if measurable(tree) else None
+            low = tree.to(torch.float32) if tree.dtype in LOW_DTYPES else tree
+            found = low if known is None else known
+            if any(t is tree for t in into):
+                found = found.clone()
+                clones.append(found)
+            return found
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(map(wide, tree))
+        if isinstance(tree, dict):
+            return {key: wide(value) for key, value in tree.items()}
+        return torch.float32 if tree in LOW_DTYPES else tree
+
+    try:
+        return float_tensors(ran.func(*wide(ran.args), **wide(ran.kwargs))) or clones
+    except (RuntimeError, TypeError, ValueError):
+        return []
+
+
+def written(ran: Ran) -> list[torch.Tensor]:
+    """Return the tensors that an op writes into."""
+    return [*dispatcher.written(ran.func, ran.args, ran.kwargs)] if ran.facts.writes else []

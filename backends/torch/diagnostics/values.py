@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,15 +23,18 @@ from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.fault import Event, Provenance, Reads, first_fault
 from polymp.backends.torch.diagnostics.measure import (
+    LOW_DTYPES,
     Bins,
     BinTable,
     Lost,
     Range,
     RangeTable,
-    in_float16,
+    in_float32,
+    lost,
     measurable,
     range_of,
     sample,
+    written,
 )
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
@@ -130,12 +133,11 @@ class Values(Subscriber):
             func=ran.func, single=single, beside=others,
         )  # fmt: skip
         if not op_call.place.updating:
-            lost = (x for x in floats if rounded(x, run) in facts.keeps)
-            event = event._replace(numbers=tuple(lost))
+            numbers = (x for x in floats if rounded(x, run) in facts.keeps)
+            event = event._replace(numbers=tuple(numbers))
         if run == "float16" and not op_call.place.updating:
             if self.compares(event, results, ranges):
-                both = in_float16(ran.func, ran.args, ran.kwargs, results)
-                event = event._replace(lost=both)
+                event = event._replace(lost=lost(ran, results))
         self.events.append(self.noted(event, [] if makes else results, ranges, inputs))
         self._written(ran, made)
 
@@ -190,12 +192,11 @@ class Values(Subscriber):
         last = len(self.events) - 1
         for t in made:
             self._provenance.made(t, last)
-        if ran.facts.writes:
-            for t in dispatcher.written(ran.func, ran.args, ran.kwargs):
-                if ran.op_call.place.updating:
-                    self._provenance.forget(t)  # a parameter, after its step
-                else:
-                    self._provenance.made(t, last)
+        for t in written(ran):
+            if ran.op_call.place.updating:
+                self._provenance.forget(t)  # a parameter, after its step
+            else:
+                self._provenance.made(t, last)
 
     # Updates
 
@@ -463,7 +464,6 @@ def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
 # written, and nothing is read from the device.
 
 
-_LOW = (torch.float16, torch.bfloat16)
 _SWEEP = 512  # tensors after which twins of freed ones are let go
 
 
@@ -556,10 +556,10 @@ class RoundingErrors(Subscriber):
             self._run_twins(ran)
 
     def _run_twins(self, ran: Ran) -> None:
-        own = _run(ran, self._uncast.of) if any(t.dtype in _LOW for t in ran.reads) else []
-        whole = own
+        low = any(t.dtype in LOW_DTYPES for t in ran.reads)
+        own = whole = in_float32(ran, self._uncast.of) if low else []
         if any(self._twins.of(t) is not None for t in ran.reads):
-            whole = _run(ran, self._twins.of)
+            whole = in_float32(ran, self._twins.of)
         self._wide = own, whole
         forward = torch.is_grad_enabled() and dispatcher.backward_node() is None
         graded = forward and any(t.requires_grad for t in ran.reads)
@@ -569,7 +569,7 @@ class RoundingErrors(Subscriber):
             # Ops before it that need no gradient have no node: their errors enter the loss here.
             maker = None if read.requires_grad else self._twins.maker(read)
             if maker is not None:
-                self._entering.append((maker, _run(ran, partial(self._mended, read))))
+                self._entering.append((maker, in_float32(ran, partial(self._mended, read))))
 
     def _mended(self, of: torch.Tensor, t: torch.Tensor) -> torch.Tensor | None:
         """Return the twin of an input; of one of them, that without the errors before it."""
@@ -579,19 +579,19 @@ class RoundingErrors(Subscriber):
         """Compare an op's results with its twins', and keep these."""
         (own, whole), bins = self._wide, self._values.bins
         if bins is not None and made and measurable(made[0]):
-            if own and made[0].dtype in _LOW:
+            if own and made[0].dtype in LOW_DTYPES:
                 bins.rounding.append(_difference(made[0], own[0]))
             if whole:
                 bins.drift.append(_difference(made[0], whole[0]))
         if self._node is not None and made and measurable(made[0]):
             self._note_effects(self._node, made[0], own, bins)
-        written = _written(ran)
-        for t in written:
+        into = written(ran)
+        for t in into:
             self._uncast.forget(t)
             if not whole:
                 self._twins.forget(t)
         maker = bins or next(filter(None, map(self._twins.maker, ran.reads)), None)
-        for t, wide in zip(made or written, whole, strict=False):
+        for t, wide in zip(made or into, whole, strict=False):
             if measurable(t) and t.shape == wide.shape:
                 self._twins.put(t, wide, maker)
 
@@ -601,7 +601,7 @@ class RoundingErrors(Subscriber):
         """Keep the errors of a result until its gradient is there, and it if it may be the loss."""
         if result.numel() == 1:
             self._effects.may_be_loss(node, result)
-        if bins is not None and own and result.dtype in _LOW:
+        if bins is not None and own and result.dtype in LOW_DTYPES:
             self._effects.error(node, bins, result, own[0])
         for maker, wide in self._entering:
             if wide:
@@ -723,37 +723,6 @@ class LossEffects:
         self._errors.clear()
         self._may_be_loss.clear()
         self._reached.clear()
-
-
-def _run(ran: Ran, twin: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
-    """Run an op on twins, or in float32 where there are none; [] if it has no such form."""
-    if torch.Tag.nondeterministic_seeded in ran.func.tags:
-        return []
-    written, clones = _written(ran), list[torch.Tensor]()
-
-    def wide(tree: object) -> Any:
-        if isinstance(tree, torch.Tensor):
-            known = twin(tree) if measurable(tree) else None
-            low = tree.to(torch.float32) if tree.dtype in _LOW else tree
-            found = low if known is None else known
-            if any(t is tree for t in written):
-                found = found.clone()
-                clones.append(found)
-            return found
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(map(wide, tree))
-        if isinstance(tree, dict):
-            return {key: wide(value) for key, value in tree.items()}
-        return torch.float32 if tree in _LOW else tree
-
-    try:
-        return float_tensors(ran.func(*wide(ran.args), **wide(ran.kwargs))) or clones
-    except (RuntimeError, TypeError, ValueError):
-        return []
-
-
-def _written(ran: Ran) -> list[torch.Tensor]:
-    return [*dispatcher.written(ran.func, ran.args, ran.kwargs)] if ran.facts.writes else []
 
 
 def _difference(low: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:

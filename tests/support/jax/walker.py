@@ -74,7 +74,7 @@ class Site:
     params: Mapping[str, Any]
     where: str  # the constructs around it, outermost first
     scope: str  # the name stack, transformations included
-    as_written: bool  # inside a construct that is left alone
+    as_written: bool  # left alone: inside a construct that is, or a product that sums nothing
 
     @property
     def transposed(self) -> bool:
@@ -144,7 +144,7 @@ def _judge(site: Site, run: str) -> Violation | None:
 
 
 def _derived(site: Site) -> bool:
-    if site.op == "convert_element_type":
+    if site.op in ("convert_element_type", "dot_general"):  # of a product that sums nothing
         return site.transposed
     return site.differentiated and site.op in (*LINEAR, "integer_pow", "square")
 
@@ -185,7 +185,7 @@ def _walk(jaxpr: Any, where: str, scope: str, as_written: bool, off: str) -> Ite
             eqn.params,
             where,
             here,
-            left,
+            left or _sums_nothing(op, eqn),
         )
         if op == OURS or AS_WRITTEN.get(op) == "a kernel is opaque":
             continue
@@ -216,6 +216,14 @@ def _shifts(jaxpr: Any, off: str) -> Iterator[Site]:
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
             if results[0] in LOW and not _under(here, off):
                 yield Site("sub", operands, results, source.params, "the shift", here, False)
+
+
+def _sums_nothing(op: str, eqn: Any) -> bool:
+    """True for a product of each with each, which the vocabulary takes for a `mul`."""
+    if op != "dot_general":
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return all(eqn.invars[0].aval.shape[d] == 1 for d in contracted)
 
 
 def _jaxprs(jaxpr: Any, scope: str, left: bool, off: str) -> Iterator[tuple[Any, str, bool]]:

@@ -53,6 +53,7 @@ class Rules(Inside):
         self.floats: list[bool] = [is_inexact(var.aval) for var in eqn.invars]
         self.float_outs: list[bool] = [is_inexact(var.aval) for var in eqn.outvars]
         self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
+        self.num_consts: int = eqn.params.get("num_consts", 0)
         self.name: str = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
         self.cache: dict[Hashable, Any] = {}
@@ -157,16 +158,8 @@ def named(function: Callable[..., T], name: str, of: ClosedProgram) -> Callable[
     return compat.traced_as(call, of)
 
 
-# `jax.custom_jvp`: a function that brings a rule for its tangents.
-
-
-def plan_jvp(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """Plan a `jax.custom_jvp` function."""
-    return planned(frame, eqn, region, _Forward)
-
-
-class _Forward(Rules):
-    """The rule of a `jax.custom_jvp` function.
+class Forward(Rules):
+    """The rule of a `jax.custom_jvp` function, for its tangents.
 
     One that asked for symbolic zeros is told which arguments move, and gets a plan for each such
     choice.
@@ -228,25 +221,13 @@ class _Forward(Rules):
         return Half(plan, tuple(moves))
 
 
-# `jax.custom_vjp`: a function that brings a rule for its gradients, in two halves.
-
-
-def plan_vjp(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """Plan a `jax.custom_vjp` function."""
-    return planned(frame, eqn, region, _Reverse)
-
-
-class _Reverse(Rules):
-    """The rule of a `jax.custom_vjp` function.
+class Reverse(Rules):
+    """The rule of a `jax.custom_vjp` function, for its gradients, in two halves.
 
     Its leading constants are closed over, here as there: they are not differentiated. A rule that
     asked for symbolic zeros is told which arguments are differentiated and which results have a
     cotangent, and gets a plan for each such choice.
     """
-
-    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
-        super().__init__(frame, eqn, plan)
-        self.num_consts = eqn.params.get("num_consts", 0)
 
     def call(self, values: Sequence[object]) -> Sequence[object]:
         consts, args = values[: self.num_consts], values[self.num_consts :]

@@ -203,10 +203,6 @@ def _where(test: jax.Array, one: jax.Array | float, other: jax.Array | float) ->
     return lax.select(test, *both)
 
 
-def _clip(x: jax.Array, lowest: float, highest: float) -> jax.Array:
-    return lax.clamp(np.float32(lowest), x, np.float32(highest))
-
-
 def _power_of_two(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, np.uint32)
     return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), np.float32)
@@ -219,16 +215,12 @@ def _float32(x: jax.Array) -> jax.Array:
     return wide if digits == 23 else lax.reduce_precision(wide, 8, digits)
 
 
-def _cast(x: jax.Array, format: str) -> jax.Array:
-    return lax.convert_element_type(x, np.dtype(format))
-
-
 VERBS = Verbs(
     amax=_amax,
     float32=_float32,
     where=_where,
-    clip=_clip,
-    cast=_cast,
+    clip=lambda x, lowest, highest: lax.clamp(np.float32(lowest), x, np.float32(highest)),
+    cast=lambda x, format: lax.convert_element_type(x, np.dtype(format)),
     isfinite=lax.is_finite,
     power_of_two=_power_of_two,
 )

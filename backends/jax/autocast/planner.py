@@ -8,6 +8,7 @@ inside, where a region is disabled.
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, TypeGuard
 
@@ -63,8 +64,8 @@ TABLE: Mapping[str, Handler] = {
     "while": control_flow.plan_loop,
     "cond": control_flow.plan_cond,
     "shard_map": control_flow.plan_shard_map,
-    "custom_jvp_call": custom_derivatives.plan_jvp,
-    "custom_vjp_call": custom_derivatives.plan_vjp,
+    "custom_jvp_call": partial(custom_derivatives.planned, rules=custom_derivatives.Forward),
+    "custom_vjp_call": partial(custom_derivatives.planned, rules=custom_derivatives.Reverse),
     function_calls.FUNCTION_CALL: function_calls.plan_function_call,
 }
 

@@ -124,11 +124,13 @@ def freeze(
     found, wide = _decided(call, traced, candidates, autocast.region)
 
     lows = {i: found[places[i]] for i in typed if places[i] in found}
-    made_of: dict[tuple[int, str], object] = {}  # tied parameters stay one array
+    cast: dict[tuple[int, str], object] = {}  # tied parameters stay one array
     served = list(leaves)
     for i, low in lows.items():
         key = id(leaves[i]), low
-        served[i] = made_of[key] = made_of.get(key) if key in made_of else _cast(leaves[i], low)
+        if key not in cast:
+            cast[key] = _stored_leaf(leaves[i], low)
+        served[i] = cast[key]
     stored = {apart.paths[i]: low for i, low in lows.items()}
     kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in lows}
     dtypes = {i: dtype_of(served[i]) for i in typed}
@@ -395,7 +397,7 @@ def _bytes(x: jax.Array) -> int:
     return prod(map(int, x.shape)) * int(x.dtype.itemsize)
 
 
-def _cast(x: jax.Array, dtype: str) -> object:
+def _stored_leaf(x: jax.Array, dtype: str) -> object:
     """The array, or what stands for one, in a dtype, on the same devices."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, np.dtype(dtype), sharding=x.sharding)

@@ -205,6 +205,15 @@ def three_layers(framework: str, dtype: str, scale: float = 1.0) -> Layers:
     random = np.random.default_rng(3)
     arrays = [random.standard_normal(s).astype(np.float32) / s[0] ** 0.5 for s in WEIGHTS]
     x = random.standard_normal((16, 32)).astype(np.float32)
+    return (in_torch if framework == "torch" else in_jax)(arrays, x, dtype, scale)
+
+
+def layers(losses: list[float], audit: Audit) -> Layers:
+    each = np.diff(losses) / losses[-1]
+    return Layers(audit, float(each.sum()), list(each))
+
+
+def in_torch(arrays: list[Any], x: Any, dtype: str, scale: float) -> Layers:
     import torch
 
     import polymp.torch
@@ -229,8 +238,31 @@ def three_layers(framework: str, dtype: str, scale: float = 1.0) -> Layers:
         (loss(0, 1, 2) * scale).backward()
     with torch.no_grad():
         losses = [float(loss(*range(low))) for low in range(4)]
-    each = np.diff(losses) / losses[-1]
-    return Layers(audit, float(each.sum()), list(each))
+    return layers(losses, audit)
+
+
+def in_jax(arrays: list[Any], x: Any, dtype: str, scale: float) -> Layers:
+    import jax
+    import jax.numpy as jnp
+
+    import polymp.jax
+
+    def region(product: Any, low: bool) -> Any:
+        return polymp.jax.autocast(product, dtype=dtype, enabled=low)()
+
+    def loss(arrays: Any, x: Any, low: int = 3) -> Any:
+        a, b, c = arrays
+        y = region(lambda: x @ a, low > 0)  # a product at a line, for each is a row
+        y = jnp.tanh(y.astype(jnp.float32))
+        y = region(lambda: y @ b, low > 1)
+        y = jnp.tanh(y.astype(jnp.float32))
+        y = region(lambda: y @ c, low > 2)
+        return jnp.mean((jnp.tanh(y.astype(jnp.float32)) - 0.5) ** 2) * scale
+
+    arrays, x = list(map(jnp.asarray, arrays)), jnp.asarray(x)  # numpy multiplies by itself
+    audited = polymp.jax.audit(jax.grad(loss), rounding=True)
+    audited(arrays, x)
+    return layers([float(loss(arrays, x, low)) for low in range(4)], audited.audit)
 
 
 def effects(audit: Audit) -> list[float]:
@@ -238,7 +270,7 @@ def effects(audit: Audit) -> list[float]:
     return [m.loss_effect for m in audit.results if m.loss_effect is not None]
 
 
-@pytest.mark.parametrize("framework", ["torch"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_effects_on_the_loss_add_up_to_its_change(framework: str, dtype: str, scale: float) -> None:
@@ -247,7 +279,7 @@ def test_effects_on_the_loss_add_up_to_its_change(framework: str, dtype: str, sc
     assert found.audit.loss_effect == pytest.approx(found.change, rel=0.05)
 
 
-@pytest.mark.parametrize("framework", ["torch"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_each_effect_on_the_loss_is_that_of_its_op(framework: str) -> None:
     found = three_layers(framework, "bfloat16")
     measured = effects(found.audit)
@@ -255,30 +287,77 @@ def test_each_effect_on_the_loss_is_that_of_its_op(framework: str) -> None:
     assert np.roll(measured, 1) != pytest.approx(found.each, rel=0.5), "any others do as well"
 
 
-@pytest.mark.parametrize("framework", ["torch"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_positions_that_collapse_move_the_loss_most(framework: str) -> None:
-    """They need no gradient; their errors reach the loss where they meet what needs one."""
+    """They need no gradient: in torch their errors stand where they meet what needs one."""
     far = measured(framework, "bfloat16", 65536).audit
     near = measured(framework, "bfloat16", 0).audit
     worst = max(effects(far), key=abs)
-    assert row(far, "cos").loss_effect == worst
+    first = {"torch": "cos", "jax": "to"}[framework]
+    assert row(far, first).loss_effect == worst
     assert abs(worst) > 0.05 > 10 * abs(near.loss_effect)
     table = far.table(sort="loss", width=200).partition("-- forward")[2].splitlines()
-    assert table[2].split()[0] == "cos"
+    assert table[2].split()[0] == first
 
 
-@pytest.mark.parametrize("framework", ["torch"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_step_without_a_backward_pass_says_that_effects_were_not_measured(framework: str) -> None:
     need(framework)
-    import torch
+    if framework == "torch":
+        import torch
 
-    import polymp.torch
+        import polymp.torch
 
-    weight = torch.tensor(W, requires_grad=True)
-    with polymp.torch.audit(rounding=True) as audit, polymp.torch.autocast("cpu", torch.bfloat16):
-        (torch.tensor(X) @ weight).square().mean()
+        weight, low = torch.tensor(W, requires_grad=True), torch.bfloat16
+        with polymp.torch.audit(rounding=True) as audit, polymp.torch.autocast("cpu", low):
+            (torch.tensor(X) @ weight).square().mean()
+    else:
+        import polymp.jax
+
+        low = polymp.jax.autocast(lambda x, w: ((x @ w) ** 2).mean())
+        audited = polymp.jax.audit(low, rounding=True)
+        audited(X, W)
+        audit = audited.audit
     assert audit.loss_effect is None
     assert all(m.loss_effect is None for m in audit.results)
     assert row(audit, "matmul", "linear").rounding > 0
     assert "of the loss: not measured, for it needs the backward pass" in str(audit)
     assert three_layers(framework, "bfloat16").audit.loss_effect is not None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_effects_in_loops_and_of_several_calls_in_jax(dtype: str) -> None:
+    """They are the mean of the calls; metrics that are computed after the loss are no loss."""
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    import polymp.jax
+
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(s).astype(np.float32) / 8 for s in ((32, 64), (64, 64))]
+    y = random.standard_normal((64, 64)).astype(np.float32)
+
+    def net(arrays: Any, x: Any) -> Any:
+        first, again = arrays
+
+        def body(h: Any, _: Any) -> Any:
+            return lax.cond(h.sum() > 1e9, jnp.sin, lambda h: jnp.tanh(h @ again), h), None
+
+        x = lax.while_loop(lambda x: jnp.abs(x).max() > 4, lambda x: x / 2, x)
+        return lax.scan(body, jax.nn.gelu(x @ first), None, length=2)[0]
+
+    def loss(arrays: Any, x: Any, enabled: bool = True) -> Any:
+        low = polymp.jax.autocast(net, dtype=dtype, policy="lean", enabled=enabled)
+        out = low(arrays, x).astype(jnp.float32)
+        return jnp.mean((out - y) ** 2), jnp.mean((out > 0).astype(jnp.float32))
+
+    audited = polymp.jax.audit(jax.jit(jax.value_and_grad(loss, has_aux=True)), rounding=True)
+    changes = []
+    for _ in range(2):
+        x = random.standard_normal((64, 32)).astype(np.float32)
+        (low, _), _ = audited(arrays, x)
+        changes.append(1 - float(loss(arrays, x, False)[0]) / float(low))
+    assert abs(np.mean(changes)) > 1e-6, "there is nothing to measure"
+    assert audited.audit.loss_effect == pytest.approx(np.mean(changes), rel=0.1)

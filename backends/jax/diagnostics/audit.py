@@ -169,7 +169,7 @@ def audit(fn: Callable[..., object], *, fp8: str | None = None, rounding: bool =
 
     With `rounding=True`, the twin also measures rounding errors: of each op in a low dtype, against
     its last equation in float32 on the same inputs, and of each result, against the same call in
-    float32, by a second twin.
+    float32, by a second twin; and what these errors change the loss by, by the gradient of a third.
 
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
@@ -295,7 +295,7 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
     measured: list[Sequence[Facts]] = []
     products: list[Measurement] = []
     for program, packed, scale in runs:
-        facts, peaks = program.packed.read(packed)
+        facts, peaks, *effects = program.packed.read(packed)
         measured.append(facts)
         audit.scale = float(np.asarray(scale))
         if recipe:
@@ -304,7 +304,8 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         handed = parameter_names.short(_handed(program), forward)
         nodes = nodes_of(program, facts, peaks)
         masks = meant(nodes)
-        for m, number in _results(program, facts, audit.scale):
+        shares = effects[0] / len(runs) if effects else np.empty(0)  # their sum is the mean
+        for m, number in _results(program, facts, audit.scale, shares):
             if number in masks:
                 m = m._replace(magnitudes=m.magnitudes.unmasked())
             results.setdefault(m[:8], []).append(m)
@@ -329,10 +330,14 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
 
 
 def _results(
-    program: MeasuredCall, facts: Sequence[Facts], scale: float
+    program: MeasuredCall,
+    facts: Sequence[Facts],
+    scale: float,
+    effects: "np.ndarray[Any, Any]",
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
     late = derived(program)
+    effect = {at: float(x) for at, x in enumerate(effects) if np.isfinite(x)}
     events, made = program.twin.events, list[Magnitudes | float]()
     for event, fact in zip(events, facts, strict=True):
         lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
@@ -349,6 +354,7 @@ def _results(
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
             call.row, event.dtype, magnitudes, (), _error(fact.rounding), _error(fact.drift),
+            effect.pop(event.group, None),
         ), number  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import count_of, is_symbol
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import IN_8_BITS, In8Bits
+from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
 from polymp.backends.jax.diagnostics.call_site import Scope, Scopes, Site, equations, source
@@ -99,7 +100,8 @@ def with_sites(
 ) -> Iterator[tuple[Call, list[Site]]]:
     """The calls of a program, in its order, each with its equations.
 
-    An equation is one if it reads a value that `counts`; None for the floats alone.
+    An equation is one if it reads a value that `counts`, or rounds an integer; None for an equation
+    that reads floats.
     """
     of = counts or float_dtype
     groups: list[list[Site]] = []
@@ -279,10 +281,11 @@ _SILENT = LAYOUT | frozenset("pvary optimization_barrier iota real imag".split()
 
 def _computes(eqn: Equation, counts: Callable[[Atom], object]) -> bool:
     """True for an equation that computes with values that count, or casts them."""
-    if _is_cast(eqn):
-        return True
     name = eqn.primitive.name
-    if name in _SILENT or name in ("convert_element_type", "polymp_fp8_quantise"):
+    if name == "convert_element_type":
+        rounds = counts is not float_dtype and float_dtype(eqn.outvars[0]) in LOW_DTYPES
+        return _is_cast(eqn) or (rounds and not float_dtype(eqn.invars[0]))
+    if name in _SILENT or name == "polymp_fp8_quantise":
         return False
     return any(counts(v) for v in eqn.invars if not hasattr(v, "val"))
 

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import ad
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.fp8_operands import VERBS, In8Bits, product_of
-from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OURS
+from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OPAQUE, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
 from polymp.backends.jax.diagnostics.call_site import (
@@ -86,6 +87,11 @@ _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 _NOTHING: Any = np.empty(0, np.float32)
 _NO_BINS: Any = np.empty(0, np.int32)
 _NO_OPERANDS: Any = np.empty((0, 6), np.float32)
+_UNMEASURED: Any = (np.float32(-1), _NOTHING, _NO_BINS, _NO_OPERANDS, _NO_BINS, *[_NOTHING] * 3)
+
+
+# Of an equation: what it is inside of, as `Site.parent`, and its id.
+Key = tuple[tuple[int, ...], int]
 
 
 class Twin:
@@ -191,13 +197,9 @@ class Twin:
         return self._program(programs[0].closed, read, (*place, 0))
 
     def _leaf(self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...]) -> _Made:
-        args = values_of(read)
-        if self.wide:
-            outs = measures.results_in_float32(eqn, args)
-        else:
-            outs = list(compat.put(eqn.primitive, args, eqn.params))
+        args, key = values_of(read), (parent, id(eqn))
+        outs = self._results(eqn, args, key)
         through = Origin.of_all([NOWHERE, *origins_of(read)])
-        key = parent, id(eqn)
         given = self._of_call(eqn, read) if key in self.asked else []
         self._came.update((id(x), (x, given)) for x in outs if key in self.asked)
         site = self.sites.get(key)
@@ -216,7 +218,8 @@ class Twin:
         some = any(is_measured(x) for x in args)
         tried = is_tried(eqn)
         tells = some and not made and not _is_layout(eqn)
-        if site is None or not some or not (group is not None or alone or tells or apart or tried):
+        counts = group is not None or (some and (alone or tells or apart or tried))
+        if site is None or not counts:
             return [Tracked(x, through) for x in outs], []
         number = len(self.events)
         if number == self.ask:
@@ -231,19 +234,36 @@ class Twin:
         )  # fmt: skip
         self.events.append(event)
         self._carried[number] = through.carried
+        came = Origin(frozenset([number]))
+        fact = self._fact(eqn, args, outs, made, given)
+        return [Tracked(x, came) for x in outs], [fact]
+
+    def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
+        if self.wide:
+            return measures.results_in_float32(eqn, args)
+        return list(compat.put(eqn.primitive, args, eqn.params))
+
+    def _fact(
+        self,
+        eqn: Equation,
+        args: list[jax.Array],
+        outs: Sequence[jax.Array],
+        made: Sequence[jax.Array],
+        given: Sequence[Tracked],
+    ) -> Facts:
+        """Measure the latest event."""
+        number, group = len(self.events) - 1, self.events[-1].group
         ends = made and group is not None
-        fact = Facts(
+        return Facts(
             measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs) if event.dtype in LOW else _NOTHING,
+            measures.lost(eqn, args, outs) if self.events[-1].dtype in LOW else _NOTHING,
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
             measures.operands(values_of(given)) if number == self.ask and given else _NO_OPERANDS,
             _NO_BINS,
-            loss_of(eqn, args) if tried and not self.wide else _NOTHING,
+            loss_of(eqn, args) if is_tried(eqn) and not self.wide else _NOTHING,
             measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
             measures.values(made[0]) if ends and (self.rounding or self.wide) else _NOTHING,
         )  # fmt: skip
-        came = Origin(frozenset([number]))
-        return [Tracked(x, came) for x in outs], [fact]
 
     def _of_call(self, eqn: Equation, read: Sequence[Tracked]) -> list[Tracked]:
         """The values that its call was given, of which an equation makes its results."""
@@ -401,6 +421,116 @@ def _is_layout(eqn: Equation) -> bool:
     return eqn.primitive.name in LAYOUT
 
 
+# Effects on the loss: the gradient of the loss by a share of each call's rounding errors.
+
+
+class MovedTwin(Twin):
+    """A twin whose low results are moved by shares of their errors; it hands out lone numbers.
+
+    Args:
+        closed: the program.
+        groups: as of `Twin`.
+        sites: as of `Twin`.
+        calls: by equation, the number of the call that it is part of.
+
+    Attributes:
+        moved: the calls of which a result was moved.
+        led_to: the events that a differentiated move leads to.
+    """
+
+    def __init__(
+        self,
+        closed: ClosedProgram,
+        groups: Mapping[Key, int],
+        sites: Mapping[Key, Site],
+        calls: Mapping[Key, int],
+    ) -> None:
+        super().__init__(closed, groups, sites)
+        self._calls = calls
+        self._scopes = Scopes()
+        self.moved: set[int] = set()
+        self.led_to: set[int] = set()
+
+    def effects(self, arrays: Sequence[jax.Array], count: int) -> jax.Array:
+        """By call, what its rounding changes the loss by, as a fraction of it, to first order.
+
+        The loss is the last number of the forward pass that a move leads to; of several, as of the
+        rounds of a loop, it is the mean. NaN where it is not known: float32 [calls], or [0].
+        """
+        ends: list[int] = []
+
+        def change(shares: jax.Array) -> jax.Array:
+            self._shares = shares
+            facts, _ = self.run(arrays)
+            back = [at for at, e in enumerate(self.events) if e.site.scope.direction == BACKWARD]
+            ends[:] = [at for at in self.led_to if at < min(back, default=0)]
+            losses = jnp.ravel(facts[max(ends)].drift) if ends else jnp.zeros(1)
+            size = lax.stop_gradient(jnp.abs(losses))
+            counts = (size > 0) & jnp.isfinite(size)
+            parts = jnp.where(counts, losses / jnp.where(counts, size, 1), 0)
+            return _AMPLIFIED * jnp.sum(parts) / jnp.maximum(jnp.sum(counts), 1)
+
+        try:
+            found = jax.grad(change)(jnp.zeros(count)) / _AMPLIFIED
+        except NotImplementedError:  # an op that cannot be differentiated
+            return jnp.zeros(0)
+        known = self.moved if ends else ()
+        return jnp.where(jnp.array([at in known for at in range(count)]), found, jnp.nan)
+
+    def _equation(
+        self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...], at: int
+    ) -> _Made:
+        scope = self._scopes.inside(Scope(), eqn.source_info.name_stack)
+        name, has_rule = eqn.primitive.name, eqn.primitive in ad.primitive_jvps or inside(eqn)
+        if name == "while" or name in OPAQUE or scope.direction != FORWARD or not has_rule:
+            read = [x._replace(value=lax.stop_gradient(x.value)) for x in read]
+        return super()._equation(eqn, read, parent, at)
+
+    def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
+        outs = super()._results(eqn, args, key)
+        in_while = any(counts for _, counts in self._loops)
+        of = None if in_while or key not in self.sites else self._calls.get(key)
+        if of is None or self.sites[key].scope.direction != FORWARD:
+            return outs
+        wide = measures.exact(eqn, args, outs)
+        if wide is None:
+            return outs
+        self.moved.add(of)
+        off = outs[0].astype(jnp.float32) - wide
+        off = lax.stop_gradient(jnp.where(jnp.isfinite(off), off, 0))
+        return [outs[0] + (self._shares[of] * off).astype(outs[0].dtype), *outs[1:]]
+
+    def _fact(
+        self,
+        eqn: Equation,
+        args: list[jax.Array],
+        outs: Sequence[jax.Array],
+        made: Sequence[jax.Array],
+        given: Sequence[Tracked],
+    ) -> Facts:
+        number, ends = len(self.events) - 1, self.events[-1].group is not None
+
+        @jax.custom_jvp
+        def value(x: jax.Array) -> jax.Array:
+            return measures.values(x)
+
+        def rule(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+            (x,), (tangent,) = primals, tangents
+            if isinstance(tangent, jax.custom_derivatives.SymbolicZero):
+                return value(x), compat.symbolic_zero(value(x))
+            self.led_to.add(number)
+            return jax.jvp(measures.values, (x,), (tangent,))
+
+        value.defjvp(rule, symbolic_zeros=True)
+        lone = ends and self.events[-1].site.scope.direction == FORWARD and made[0].size == 1
+        rest = Facts(*_UNMEASURED)
+        return rest._replace(drift=value(made[0])) if lone else rest
+
+
+# So that gradients in float16 do not vanish.
+_AMPLIFIED = 1024.0
+
+
 # `Packed`: a compiled function whose results leave the device as one array for each dtype.
 #
 # A program that measures has hundreds of results of a few numbers each. To make an array of its
@@ -454,7 +584,8 @@ class MeasuredCall(NamedTuple):
         calls: its calls; by their numbers.
         of_event: the number of the call that an equation is part of, by (parent, id).
         twin: what is run, once it was traced.
-        packed: the twin, compiled; its results are those of `Twin.run`.
+        packed: the twin, compiled; its results are those of `Twin.run`, and of
+            `MovedTwin.effects` where rounding errors are measured.
     """
 
     traced: Traced
@@ -596,13 +727,17 @@ def measured(
     twin = Twin(found.closed, ends, places, samples=not once, rounding=rounding)
     wide = Twin(found.closed, ends, places, wide=True)
 
-    def compared(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
+    moved = MovedTwin(found.closed, ends, places, of_event)
+
+    def compared(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array], jax.Array]:
         facts, peaks = twin.run(arrays)
         pairs = zip(facts, wide.run(arrays)[0], strict=True)
-        return [
+        facts = [
             one._replace(drift=difference(one.drift, other.drift)) if one.drift.size else one
             for one, other in pairs
-        ], peaks
+        ]
+        backward = any(event.site.scope.direction == BACKWARD for event in twin.events)
+        return facts, peaks, moved.effects(arrays, len(calls)) if backward else jnp.zeros(0)
 
     options = quick_options(found.arrays) if once else None
     if rounding:  # else XLA leaves out roundings that the program has

@@ -112,8 +112,13 @@ def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax
 
 def rounding(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
     """The error of an equation's result in a low dtype, as `Facts` has it."""
-    wide = in_float32(eqn, args) if outs[0].dtype in _LOW else None
+    wide = exact(eqn, args, outs)
     return jnp.zeros(0, jnp.float32) if wide is None else difference(values(outs[0]), values(wide))
+
+
+def exact(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array | None:
+    """The result in float32 of an equation whose result is in a low dtype; None of others."""
+    return in_float32(eqn, args) if outs and outs[0].dtype in _LOW else None
 
 
 def values(x: jax.Array) -> jax.Array:
@@ -175,7 +180,8 @@ def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
     """The first result of an equation whose low dtypes are float32; None if it has no such form."""
     wide = [wider(x) for x in args]
     if eqn.primitive.name == "convert_element_type":
-        return jnp.asarray(wide[0]) if is_measured(wide[0]) else None
+        x = jnp.asarray(wide[0])
+        return x if is_measured(x) else lax.convert_element_type(x, np.float32)
     if eqn.primitive.name not in _WIDENS:
         return None
     return results_in_float32(eqn, args)[0]

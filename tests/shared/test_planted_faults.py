@@ -374,14 +374,14 @@ SINGLE = (
 )
 
 
-IN_JAX = [case for case in SINGLE if "complex" in case.name or case.name == "transform"] + [
+SINGLE_IN_JAX = [case for case in SINGLE if "complex" in case.name or case.name == "transform"] + [
     Single("complex loop", "mul", "operation", says="input 0: complex64[3], |x| from 1e+30"),
 ]
 
 
 @pytest.mark.parametrize(
     ("framework", "case"),
-    [*(("torch", case) for case in SINGLE), *(("jax", case) for case in IN_JAX)],
+    [*(("torch", case) for case in SINGLE), *(("jax", case) for case in SINGLE_IN_JAX)],
     ids=lambda part: part.name if isinstance(part, Single) else part,
 )
 def test_a_step_that_breaks_is_explained_by_all_tools_alike(framework: str, case: Single) -> None:

@@ -361,3 +361,42 @@ def test_effects_in_loops_and_of_several_calls_in_jax(dtype: str) -> None:
         changes.append(1 - float(loss(arrays, x, False)[0]) / float(low))
     assert abs(np.mean(changes)) > 1e-6, "there is nothing to measure"
     assert audited.audit.loss_effect == pytest.approx(np.mean(changes), rel=0.1)
+
+
+def test_effects_of_several_losses_in_one_jax_program() -> None:
+    """Of two backward passes, in a loop or not, it is the mean; of a loss summed up, the sum's."""
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    import polymp.jax
+
+    random = np.random.default_rng(0)
+    w = jnp.asarray(random.standard_normal((32, 8)), "float32")
+    batches = jnp.asarray(random.standard_normal((2, 16, 32)), "float32")
+
+    def loss(w: Any, x: Any, low: bool = True) -> Any:
+        product = polymp.jax.autocast(lambda x, w: x @ w, dtype="bfloat16", enabled=low)
+        return jnp.mean((jnp.tanh(product(x, w).astype(jnp.float32)) - 0.5) ** 2)
+
+    def one_by_one(w: Any, batches: Any) -> Any:
+        return [jax.grad(loss)(w, x) for x in batches]
+
+    def looped(w: Any, batches: Any) -> Any:
+        return lax.scan(lambda w, x: (w, jax.grad(loss)(w, x)), w, batches)
+
+    def summed(w: Any, batches: Any, low: bool = True) -> Any:
+        return lax.scan(lambda sum, x: (sum + loss(w, x, low), None), 0.0, batches)[0]
+
+    def effect(step: Any) -> Any:
+        audited = polymp.jax.audit(step, rounding=True)
+        audited(w, batches)
+        return audited.audit.loss_effect
+
+    change = np.mean([1 - loss(w, x, False) / loss(w, x) for x in batches])
+    assert abs(change) > 1e-6, "there is nothing to measure"
+    assert effect(one_by_one) == pytest.approx(change, rel=0.1)
+    assert effect(looped) == pytest.approx(change, rel=0.1)
+    whole = 1 - float(summed(w, batches, False) / summed(w, batches))
+    assert effect(jax.grad(summed)) == pytest.approx(whole, rel=0.1)

@@ -251,7 +251,7 @@ class Twin:
         made: Sequence[jax.Array],
         given: Sequence[Tracked],
     ) -> Facts:
-        """Measure the latest event."""
+        """The facts of the latest event."""
         number, group = len(self.events) - 1, self.events[-1].group
         ends = made and group is not None
         return Facts(
@@ -434,7 +434,7 @@ class MovedTwin(Twin):
         calls: by equation, the number of the call that it is part of.
 
     Attributes:
-        moved: the calls of which a result was moved.
+        moved: the calls of which a result was moved, each with the number of events before that.
         led_to: the events that a differentiated move leads to.
     """
 
@@ -448,23 +448,20 @@ class MovedTwin(Twin):
         super().__init__(closed, groups, sites)
         self._calls = calls
         self._scopes = Scopes()
-        self.moved: set[int] = set()
+        self.moved: dict[int, int] = {}
         self.led_to: set[int] = set()
 
     def effects(self, arrays: Sequence[jax.Array], count: int) -> jax.Array:
         """By call, what its rounding changes the loss by, as a fraction of it, to first order.
 
-        The loss is the last number of the forward pass that a move leads to; of several, as of the
-        rounds of a loop, it is the mean. NaN where it is not known: float32 [calls], or [0].
+        Of several losses it is the mean. NaN where it is not known; float32 [calls].
         """
-        ends: list[int] = []
 
         def change(shares: jax.Array) -> jax.Array:
             self._shares = shares
             facts, _ = self.run(arrays)
-            back = [at for at, e in enumerate(self.events) if e.site.scope.direction == BACKWARD]
-            ends[:] = [at for at in self.led_to if at < min(back, default=0)]
-            losses = jnp.ravel(facts[max(ends)].drift) if ends else jnp.zeros(1)
+            made = [self._loss(at, facts) for at in self._losses()]
+            losses = jnp.concatenate([jnp.zeros(1), *made])
             size = lax.stop_gradient(jnp.abs(losses))
             counts = (size > 0) & jnp.isfinite(size)
             parts = jnp.where(counts, losses / jnp.where(counts, size, 1), 0)
@@ -473,9 +470,22 @@ class MovedTwin(Twin):
         try:
             found = jax.grad(change)(jnp.zeros(count)) / _AMPLIFIED
         except NotImplementedError:  # an op that cannot be differentiated
-            return jnp.zeros(0)
-        known = self.moved if ends else ()
-        return jnp.where(jnp.array([at in known for at in range(count)]), found, jnp.nan)
+            return jnp.full(count, jnp.nan)
+        last = max(self._losses(), default=-1)
+        known = [self.moved.get(at, last) < last for at in range(count)]
+        return jnp.where(np.array(known, bool), found, jnp.nan)
+
+    def _losses(self) -> list[int]:
+        """The events that make losses: before each backward pass, the last that a move leads to."""
+        back = np.cumsum([event.site.scope.direction == BACKWARD for event in self.events])
+        last = {back[at]: at for at in sorted(self.led_to) if back[at] < back[-1]}
+        return list(last.values())
+
+    def _loss(self, at: int, facts: Sequence[Facts]) -> jax.Array:
+        """The numbers that an event made; of a loop with no backward pass in it, the last one."""
+        made, loops = jnp.ravel(facts[at].drift), self.events[at].loops
+        back = (event for event in self.events if event.site.scope.direction == BACKWARD)
+        return made if any(event.loops == loops for event in back) else made[-1:]
 
     def _equation(
         self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...], at: int
@@ -495,7 +505,7 @@ class MovedTwin(Twin):
         wide = measures.exact(eqn, args, outs)
         if wide is None:
             return outs
-        self.moved.add(of)
+        self.moved.setdefault(of, len(self.events))
         off = outs[0].astype(jnp.float32) - wide
         off = lax.stop_gradient(jnp.where(jnp.isfinite(off), off, 0))
         return [outs[0] + (self._shares[of] * off).astype(outs[0].dtype), *outs[1:]]

@@ -120,7 +120,7 @@ class Audit(AuditRecord):
         Raises:
             ValueError: `sort` is none of the four.
         """
-        return page.written(page.html(page.audit_page(self, sort, fold)), path)
+        return page.written(page.html(audit_text.audit_page(self, sort, fold)), path)
 
     def plot(
         self,

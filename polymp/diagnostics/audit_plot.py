@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 
 from polymp import progress
 from polymp.diagnostics.audit_records import AuditRecord, Measured, effect_of, split
-from polymp.diagnostics.audit_text import SORTS, Measures, ordered
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, folded
+from polymp.diagnostics.audit_text import LARGEST, LOSS, by_effect, by_loss, by_size
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.page import replacing
-from polymp.diagnostics.report_text import OUTSIDE, PROGRAM, check_sort
+from polymp.diagnostics.tables import COST, OUTSIDE, PROGRAM, RowKind, arranged, check_sort
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
@@ -78,11 +78,11 @@ def audit_figure(
     sort: str = PROGRAM,
 ) -> "Figure":
     """Draw an audit; see `Audit.plot`, which raises the same."""
-    check_sort(sort, SORTS)
+    check_sort(sort, _LAYERS)
     dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
     if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
-    rows = ordered(layers(audit, fold), sort, _measures)
+    rows = layers(audit, fold, sort)
     if not rows:
         raise ValueError("nothing was measured: run a step in the audit's block first.")
     try:
@@ -111,23 +111,14 @@ def audit_figure(
 
 
 class Layer(NamedTuple):
-    """A row: a module with the magnitudes of its results and of its gradients, if it has any.
+    """A row: a module with the magnitudes of its results and of its gradients, if it has any."""
 
-    Attributes:
-        module: its path; of equal layers, as in tables: "layers.*.attn".
-        forward: magnitudes of the results of its ops; None if it has none.
-        gradient: magnitudes of its gradients; None if it has none.
-        loss_effect: of the rounding of its ops; None if it was not measured.
-        modules: how many modules these are.
-        ops: names of its ops and parameters; equal layers have the same.
-    """
-
-    module: str
+    module: str  # its path; of equal layers, as in tables: "layers.*.attn"
     forward: Magnitudes | None
     gradient: Magnitudes | None
     loss_effect: float | None
     modules: int = 1
-    ops: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()  # names of its ops and parameters; equal layers have the same
 
 
 def _figure(
@@ -302,8 +293,8 @@ def _key(axes: "Axes", look: Look) -> None:
 #     AuditRecord -> results and gradients by module -> Layers, equal ones added up
 
 
-def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
-    """A row for every module, in the order in which they were first reached; equal layers as one.
+def layers(audit: AuditRecord, fold: bool = True, sort: str = PROGRAM) -> list[Layer]:
+    """A row for every module, in an order of `Audit.table`; equal layers as one.
 
     The gradients of a module are those of its parameters and those that its ops made.
     """
@@ -334,15 +325,10 @@ def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
         )
         for m in names
     ]
-    modules = folded(rows, lambda row: ("", row.module), _alike, _together, fold)
+    modules, _, _ = arranged(rows, _LAYERS, sort, fold)
     return [
         row._replace(module=one.module, modules=one.layers) for one in modules for row in one.rows
     ]
-
-
-def _measures(row: Layer) -> list[Measures]:
-    sides = (row.forward, row.gradient)
-    return [Measures(side, row.loss_effect) for side in sides if side is not None]
 
 
 def _union(found: Iterable[Magnitudes | None]) -> Magnitudes | None:
@@ -361,6 +347,23 @@ def _together(rows: Sequence[Layer]) -> Layer:
         gradient=_union(row.gradient for row in rows),
         loss_effect=effect_of(row.loss_effect for row in rows),
     )
+
+
+def _sides(rows: Iterable[Layer]) -> list[Magnitudes]:
+    return [side for row in rows for side in (row.forward, row.gradient) if side is not None]
+
+
+_LAYERS: RowKind[Layer] = RowKind(
+    {"": ""},
+    lambda row: ("", row.module),
+    _alike,
+    _together,
+    {
+        COST: lambda rows: by_loss(_sides(rows)),
+        LARGEST: lambda rows: by_size(_sides(rows)),
+        LOSS: lambda rows: by_effect(row.loss_effect for row in rows),
+    },
+)
 
 
 def _module(gradient: Measured, known: set[str]) -> str:

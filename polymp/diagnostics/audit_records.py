@@ -5,11 +5,10 @@ make of the numbers. Nothing here knows a framework.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics.call_record import ModuleRows, folded
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
@@ -73,19 +72,6 @@ class Measured(NamedTuple):
         return data | {name: getattr(m, name) for name in kept} | {"shares": shares}
 
 
-def by_module(results: Iterable[Measured], fold: bool = True) -> list[ModuleRows[Measured]]:
-    """Return results of ops by direction and module, equal layers as one.
-
-    A layer that its dtype broke, by an Inf or by making most values zero, is not equal to others.
-    """
-    return folded(results, lambda m: (m.direction, m.module), _alike, together, fold)
-
-
-def by_owner(gradients: Iterable[Measured], fold: bool = True) -> list[ModuleRows[Measured]]:
-    """Return gradients of parameters by the module that has them, equal layers as one."""
-    return folded(gradients, lambda m: ("", split(m.module)[0]), _alike_gradient, together, fold)
-
-
 def split(parameter: str) -> tuple[str, str]:
     """The module of a parameter and its name there."""
     module, _, name = parameter.rpartition(".")
@@ -109,22 +95,6 @@ def effect_of(effects: Iterable[float | None]) -> float | None:
     """The sum of effects on the loss that were measured; None if none was."""
     known = [effect for effect in effects if effect is not None]
     return math.fsum(known) if known else None
-
-
-def _alike(measured: Measured) -> Hashable:
-    same = measured._replace(module="", magnitudes=_EMPTY)
-    return same._replace(rounding=None, drift=None, loss_effect=None), *_broken(measured.magnitudes)
-
-
-def _alike_gradient(measured: Measured) -> Hashable:
-    return split(measured.module)[1], measured.run, *_broken(measured.magnitudes)
-
-
-def _broken(m: Magnitudes) -> tuple[bool, ...]:
-    return m.inf, m.nan, m.burst > 0, m.vanished > MANY
-
-
-_EMPTY = Magnitudes(0, 0, (), 0.0)
 
 
 class Operand(NamedTuple):

@@ -1,23 +1,20 @@
-"""An audit as text, as `print(audit)` shows it.
+"""An audit as text, as `print(audit)` shows it, and as a page.
 
-    AuditRecord -> the fault, the fitting scale, then a row for every op and parameter
-
-Plain characters, and equal layers as one, as in `report_text`; nothing but the standard library is
-needed.
+AuditRecord -> the fault, the fitting scale, then a row for every op and parameter
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import groupby
-from typing import NamedTuple, TypeVar
+from collections.abc import Hashable, Iterable, Iterator
 
 from polymp import text_table
-from polymp.diagnostics.audit_records import AuditRecord, Measured, by_module, by_owner, split
+from polymp.diagnostics import fp8_loss, tables
+from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, split, together
 from polymp.diagnostics.blame import lost_constants
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, folded, label
-from polymp.diagnostics.fp8_loss import LIMIT, Fp8Loss, together
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.fp8_loss import LIMIT, Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
-from polymp.diagnostics.report_text import COST, OUTSIDE, PROGRAM, check_limit, check_sort, folding
+from polymp.diagnostics.page import Page
+from polymp.diagnostics.tables import COST, PROGRAM
 from polymp.errors import escaped
 from polymp.fp8 import loss
 from polymp.fp8.recipes import (
@@ -31,21 +28,28 @@ from polymp.fp8.recipes import (
 )
 from polymp.weights import lost_updates
 
+_PARAMETERS = "parameters"
+
 SECTIONS = {
     FORWARD: "forward: results of ops",
     RECOMPUTE: "recompute: the forward again, for the backward",
     BACKWARD: "backward: gradients that ops made",
+    _PARAMETERS: "backward: gradients of parameters",
 }
 
-PARAMETERS = "backward: gradients of parameters"
 _FIRST, *_OTHERS = NARROW
 
-HEADS = (
-    "op", "source", "largest |x|", "over", "under", "sub", "rounding", "drift", "of the loss",
-    *(f"in {text_table.short(name)}" for name in _OTHERS), "here",
+COLUMNS = (
+    tables.Column("op"),
+    tables.Column("source"),
+    *(tables.Column(name, True) for name in (
+        "largest |x|", "over", "under", "sub", "rounding", "drift", "of the loss",
+        *(f"in {text_table.short(name)}" for name in _OTHERS),
+    )),
+    tables.Column("here"),
 )  # fmt: skip
 
-RIGHT = HEADS[2:-1]
+_HEADS = tuple(column.name for column in COLUMNS)
 
 _LEGEND = (
     f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
@@ -58,43 +62,7 @@ _ERRORS = (
     "changes the loss, to first order"
 )
 
-_Rows = list[str | tuple[str, ...]]
 _WORST = 8  # parameters named of those that lose updates
-
-
-class Listed(NamedTuple):
-    """A row of a table: its section and its module in words, and what was measured."""
-
-    section: str
-    module: str
-    name: str
-    measured: Measured
-
-
-def listed(
-    audit: AuditRecord, sort: str = PROGRAM, fold: bool = True, limit: int | None = None
-) -> tuple[list[Listed], list[str]]:
-    """The rows of an audit in order, and notes on what is folded and what is left out."""
-    check_sort(sort, SORTS)
-    check_limit(limit)
-    results, owners = by_module(audit.results, fold), by_owner(audit.gradients, fold)
-    rows: list[Listed] = []
-    for title, modules in [
-        *((name, [m for m in results if m.section == key]) for key, name in SECTIONS.items()),
-        (PARAMETERS, owners),
-    ]:
-        for one in ordered(modules, sort, lambda one: map(_measures, one.rows)):
-            for m in ordered(one.rows, sort, lambda m: (_measures(m),)):
-                name = split(m.module)[1] if title == PARAMETERS else m.op
-                rows.append(Listed(title, label(one, OUTSIDE), name, m))
-    rank = COST if sort == PROGRAM else sort
-    first = ordered(rows, rank, lambda row: (_measures(row.measured),))
-    kept = {id(row) for row in first[:limit]}
-    notes = [folding([*results, *owners])]
-    if hidden := len(rows) - len(kept):
-        less = "that change the loss less" if sort == LOSS else "of which float16 loses less"
-        notes.append(f"{text_table.plural(hidden, 'row')} {less} not listed")
-    return [row for row in rows if id(row) in kept], list(filter(None, notes))
 
 
 def audit_table(
@@ -106,26 +74,56 @@ def audit_table(
 ) -> str:
     """Return an audit as text; see `Audit.table`, which raises the same."""
     width = text_table.terminal_width() if width is None else width
-    found, notes = listed(audit, sort, fold, limit)
-    rows, above = _Rows(), ""
-    for (section, module), many in groupby(found, lambda row: row[:2]):
-        rows += [module] if section == above else [text_table.heading(section, width), module]
-        rows += [cells(row.measured, f"  {row.name}") for row in many]
-        above = section
-    whole = text_table.needed(HEADS, rows)
+    table, notes = _listed(audit, sort, fold, limit)
+    rows = [row for row in tables.text_rows(table, width) if row]  # no empty lines
+    whole = text_table.needed(_HEADS, rows)
     rows, left_out = _fitting(rows, width)
     if left_out:
         notes.append(f"no room for {', '.join(left_out)}: table(width={whole}) has them")
-    lines = [*head(audit), *(["", *legend(audit), *notes, ""] if rows else [])]
+    lines = [*summary(audit), *(["", *legend(audit), *notes, ""] if rows else [])]
     lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
     if rows:
-        lines += text_table.columns(HEADS, rows, RIGHT, width)
+        right = [column.name for column in COLUMNS if column.numeric]
+        lines += text_table.columns(_HEADS, rows, right, width)
     if audit.fp8:
         lines += ["", *fp8_table(audit, width, fold)]
     return escaped("\n".join(lines))
 
 
-def head(audit: AuditRecord) -> Iterator[str]:
+def audit_page(audit: AuditRecord, sort: str = PROGRAM, fold: bool = True) -> Page:
+    """The page of an audit; see `Audit.to_html`, which raises the same."""
+    table, notes = _listed(audit, sort, fold)
+    first, *others = filter(None, summary(audit))
+    return Page(
+        title=first,
+        about="",
+        figures=(),
+        notes=[*others, *legend(audit), *notes],
+        table=table.without_empty(),
+        sorted=("#", True) if sort == PROGRAM else None,
+        what="row",
+    )
+
+
+def _listed(
+    audit: AuditRecord, sort: str, fold: bool, limit: int | None = None
+) -> tuple[tables.Table, list[str]]:
+    """The rows of an audit in order, and notes on what is folded and what is left out."""
+    every = [*audit.results, *audit.gradients]
+    modules, hidden, note = tables.arranged(every, MEASURED, sort, fold, limit)
+    lines = [
+        tables.Line(SECTIONS[one.section], one.label, cells(m), (SECTIONS[one.section], m.run))
+        for one in modules
+        for m in one.rows
+    ]
+    notes = [note] if note else []
+    if hidden:
+        less = "that change the loss less" if sort == LOSS else "of which float16 loses less"
+        notes.append(f"{text_table.plural(hidden, 'row')} {less} not listed")
+    return tables.Table(COLUMNS, ("section", "dtype"), lines), notes
+
+
+def summary(audit: AuditRecord) -> Iterator[str]:
     """Lines on the whole run, above the table."""
     yield f"audit of {text_table.plural(audit.steps, 'step')}"
     if audit.fault is not None:
@@ -156,18 +154,18 @@ def legend(audit: AuditRecord) -> list[str]:
     return [_LEGEND, *([_ERRORS] if audit.rounding else [])]
 
 
-def _fitting(rows: _Rows, width: int) -> tuple[_Rows, list[str]]:
+def _fitting(rows: list[tables.TextRow], width: int) -> tuple[list[tables.TextRow], list[str]]:
     """Rows that fit, without columns of `_OTHERS`, which are named; or with ops above numbers."""
     for apart in (False, True):
-        made: _Rows = []
+        made = list[tables.TextRow]()
         for row in rows:
             alone = isinstance(row, str) or not apart
             made += [row] if alone else [f"{row[0]} {row[1]}".rstrip(), ("    ", "", *row[2:])]
         for shown in range(len(_OTHERS), -1, -1):
-            first = HEADS.index("here") - len(_OTHERS) + shown
+            first = _HEADS.index("here") - len(_OTHERS) + shown
             gone = [""] * (len(_OTHERS) - shown)
             cut = [r if isinstance(r, str) else (*r[:first], *gone, r[-1]) for r in made]
-            if text_table.needed(HEADS, cut) <= width:
+            if text_table.needed(_HEADS, cut) <= width:
                 return cut, list(_OTHERS[shown:])
     return cut, _OTHERS
 
@@ -217,19 +215,21 @@ def unsummed(audit: AuditRecord) -> list[str]:
     return ["", *list(lines.values())[:_WORST], *(more if rest > 0 else [])] if lines else []
 
 
-def cells(measured: Measured, name: str) -> tuple[str, ...]:
-    """The cells of a row."""
+def cells(measured: Measured) -> tuple[tables.Cell, ...]:
+    """The cells of a row; the numbers are what columns are sorted by."""
     m = measured.magnitudes
     errors = (measured.rounding, measured.drift, measured.loss_effect)
-    others = (tuple(map(_percent, m.shares(dtype))) for dtype in _OTHERS)
+    first, *others = (m.shares(dtype) for dtype in NARROW)
+    texts = (tuple(map(_percent, shares)) for shares in others)
+    joined = ("/".join(part or "-" for part in parts) if any(parts) else "" for parts in texts)
     return (
-        name,
-        measured.source,
-        power(m.largest),
-        *map(_percent, m.shares(_FIRST)),
-        *("" if x is None else _error(x) for x in errors),
-        *("/".join(part or "-" for part in parts) if any(parts) else "" for parts in others),
-        ", ".join(_here(measured)),
+        tables.Cell(split(measured.module)[1] if _is_gradient(measured) else measured.op),
+        tables.Cell(measured.source),
+        tables.Cell(power(m.largest), m.largest),
+        *(tables.Cell(_percent(share), share) for share in first),
+        *(tables.Cell("" if x is None else _error(x), abs(x or 0.0)) for x in errors),
+        *(tables.Cell(words, sum(shares)) for words, shares in zip(joined, others, strict=True)),
+        tables.Cell(", ".join(_here(measured))),
     )
 
 
@@ -277,17 +277,79 @@ def power(value: float) -> str:
     return f"2**{exponent:.1f} = {value:.2g}"
 
 
+# How an audit's rows are placed, folded and ordered.
+#
+# A layer that its dtype broke, by an Inf or by making most values zero, is not equal to others.
+
+
+LARGEST, LOSS = "largest", "loss"
+
+
+def _is_gradient(measured: Measured) -> bool:
+    """True of the gradient of a parameter."""
+    return measured.op == "gradient" and not measured.spelling
+
+
+def _place(measured: Measured) -> tuple[str, str]:
+    if _is_gradient(measured):
+        return _PARAMETERS, split(measured.module)[0]
+    return measured.direction, measured.module
+
+
+def _alike_measured(measured: Measured) -> Hashable:
+    m = measured.magnitudes
+    broken = m.inf, m.nan, m.burst > 0, m.vanished > MANY
+    if _is_gradient(measured):
+        return split(measured.module)[1], measured.run, *broken
+    same = measured._replace(module="", magnitudes=_EMPTY)
+    return same._replace(rounding=None, drift=None, loss_effect=None), *broken
+
+
+_EMPTY = Magnitudes(0, 0, (), 0.0)
+
+
+def by_loss(many: Iterable[Magnitudes]) -> tuple[float, ...]:
+    """The sort key that puts first that of which float16 would lose most; see `Audit.table`."""
+    return min(tuple(-share for share in m.shares(_FIRST)) for m in many)
+
+
+def by_size(many: Iterable[Magnitudes]) -> tuple[float, ...]:
+    """The sort key that puts the largest magnitudes first."""
+    return (-max(m.largest for m in many),)
+
+
+def by_effect(effects: Iterable[float | None]) -> tuple[float, ...]:
+    """The sort key that puts the largest effect on the loss first, whatever its sign."""
+    return (-max(abs(effect or 0.0) for effect in effects),)
+
+
+MEASURED: tables.RowKind[Measured] = tables.RowKind(
+    SECTIONS,
+    _place,
+    _alike_measured,
+    together,
+    {
+        COST: lambda rows: by_loss(m.magnitudes for m in rows),
+        LARGEST: lambda rows: by_size(m.magnitudes for m in rows),
+        LOSS: lambda rows: by_effect(m.loss_effect for m in rows),
+    },
+)
+
+
 # The losses of products, were they in 8 bits: a table below that of an audit.
 
 
 _OPERANDS = (ACTIVATION, WEIGHT, GRADIENT)
 _RESULTS = (RESULT, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
-_HEADS = (
-    "op", "source", *_OPERANDS, "result", "input grad", "weight grad", "times",
-)  # fmt: skip
-
-_RIGHT = _HEADS[2:]
+_LOSSES = (
+    tables.Column("op"),
+    tables.Column("source"),
+    *(
+        tables.Column(name, True)
+        for name in (*_OPERANDS, "result", "input grad", "weight grad", "times")
+    ),
+)
 
 
 def fp8_table(audit: AuditRecord, width: int | None = None, fold: bool = True) -> list[str]:
@@ -307,15 +369,10 @@ def fp8_table(audit: AuditRecord, width: int | None = None, fold: bool = True) -
         f"slash, the percent of values that would become zero; by rounding alone, {alone}; times: "
         "the largest change over that of rounding alone"
     )
-    modules = folded(audit.fp8_losses, lambda one: ("", one.module), _alike, together, fold)
-    rows: list[str | tuple[str, ...]] = []
-    for module in modules:
-        rows.append(label(module, OUTSIDE))
-        rows += map(_cells, module.rows)
-    return [
-        title, *text_table.folded(legend, width), "",
-        *text_table.columns(_HEADS, rows, _RIGHT, width),
-    ]  # fmt: skip
+    modules, _, _ = tables.arranged(audit.fp8_losses, _FP8, fold=fold)
+    lines = [tables.Line("", one.label, _cells(row)) for one in modules for row in one.rows]
+    table = tables.text(tables.Table(_LOSSES, (), lines), width)
+    return [title, *text_table.folded(legend, width), "", *table]
 
 
 def _alike(one: Fp8Loss) -> Hashable:
@@ -323,15 +380,21 @@ def _alike(one: Fp8Loss) -> Hashable:
     return one.op, one.source, tuple(one.operands), tuple(one.results), worst
 
 
-def _cells(one: Fp8Loss) -> tuple[str, ...]:
+_FP8: tables.RowKind[Fp8Loss] = tables.RowKind(
+    {"": ""}, lambda one: ("", one.module), _alike, fp8_loss.together
+)
+
+
+def _cells(one: Fp8Loss) -> tuple[tables.Cell, ...]:
     operands = (one.operands.get(role) for role in _OPERANDS)
-    return (
-        f"  {one.op}",
+    texts = (
+        one.op,
         one.source,
         *("" if o is None else _both(o.error, o.zero) for o in operands),
         *(_short_percent(one.results[p]) if p in one.results else "" for p in _RESULTS),
         f"{one.worst.times:.3g}",
     )
+    return tuple(map(tables.Cell, texts))
 
 
 def _both(error: float, zero: float) -> str:
@@ -343,50 +406,3 @@ def _short_percent(part: float) -> str:
     if 0 < percent < 0.1:
         return "<.1"
     return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"
-
-
-# The orders of an audit's rows, in its table and in its picture.
-#
-#     rows, each with magnitudes and effects -> the same rows, those first that an order asks for
-
-
-LARGEST, LOSS = "largest", "loss"
-SORTS = (PROGRAM, COST, LARGEST, LOSS)
-R = TypeVar("R")
-_NARROWEST = NARROW[0]
-
-
-class Measures(NamedTuple):
-    """The measures by which rows are ordered."""
-
-    magnitudes: Magnitudes
-    loss_effect: float | None
-
-
-def ordered(
-    rows: Sequence[R], sort: str, measures: Callable[[R], Iterable[Measures]]
-) -> Sequence[R]:
-    """Return rows in one of the `SORTS`.
-
-    A row of several measures stands where the first of them would.
-    """
-    if sort == PROGRAM:
-        return rows
-    key = {COST: _lost, LARGEST: _largest, LOSS: _effect}[sort]
-    return sorted(rows, key=lambda row: min(map(key, measures(row))))
-
-
-def _measures(measured: Measured) -> Measures:
-    return Measures(measured.magnitudes, measured.loss_effect)
-
-
-def _lost(measures: Measures) -> tuple[float, ...]:
-    return tuple(-share for share in measures.magnitudes.shares(_NARROWEST))
-
-
-def _largest(measures: Measures) -> tuple[float, ...]:
-    return (-measures.magnitudes.largest,)
-
-
-def _effect(measures: Measures) -> tuple[float, ...]:
-    return (-abs(measures.loss_effect or 0.0),)

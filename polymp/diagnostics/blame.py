@@ -99,18 +99,11 @@ class Node(NamedTuple):
 
 
 class Blame(NamedTuple):
-    """The node to blame.
+    """The node to blame."""
 
-    Attributes:
-        node: its place in the run.
-        first: the place of the node whose result was the first that is not finite.
-        kind: as in `audit_records.Fault`.
-        why: a sentence.
-    """
-
-    node: int
-    first: int
-    kind: str
+    node: int  # its place in the run
+    first: int  # the place of the node whose result was the first that is not finite
+    kind: str  # as in `audit_records.Fault`
     why: str
 
 

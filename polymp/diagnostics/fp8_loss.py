@@ -17,19 +17,12 @@ LIMIT = 2.0
 
 
 class Measurement(NamedTuple):
-    """One product at one call.
+    """One product at one call."""
 
-    Attributes:
-        site: name of the op, path of its module, file and line.
-        product: "result", "input_gradient" or "weight_gradient".
-        roles: of its two operands.
-        numbers: five, as `polymp.fp8.loss.product_loss` has them.
-    """
-
-    site: tuple[str, str, str]
-    product: str
-    roles: tuple[str, str]
-    numbers: Sequence[float]
+    site: tuple[str, str, str]  # name of the op, path of its module, file and line
+    product: str  # "result", "input_gradient" or "weight_gradient"
+    roles: tuple[str, str]  # of its two operands
+    numbers: Sequence[float]  # five, as `polymp.fp8.loss.product_loss` has them
 
 
 class OperandLoss(NamedTuple):

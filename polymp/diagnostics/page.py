@@ -23,60 +23,7 @@ from string import Template
 from typing import NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics.audit_records import AuditRecord, Measured
-from polymp.diagnostics.audit_text import HEADS, RIGHT, cells, head, legend, listed
-from polymp.diagnostics.call_record import Call, CallList, ModuleRows, by_module, label
-from polymp.diagnostics.magnitudes import NARROW
-from polymp.diagnostics.report_text import (
-    COST,
-    PROGRAM,
-    SECTIONS,
-    check_sort,
-    cost,
-    folding,
-    headline,
-    in_8_bits,
-    ruled,
-    widening,
-)
-
-
-class Head(NamedTuple):
-    """A column.
-
-    Attributes:
-        name: its heading.
-        numeric: True if its cells are numbers, which sort the largest first.
-        about: a sentence that explains it.
-    """
-
-    name: str
-    numeric: bool = False
-    about: str = ""
-
-
-class Cell(NamedTuple):
-    """A cell.
-
-    Attributes:
-        text: that it shows.
-        value: to sort by, if that is not the text.
-        about: a hint that the browser shows over it.
-        breaks: where a line of it may end: "never", "parts" of a path, after each of them, or
-            "spaces". "" for "never" in a cell with a value, and "spaces" in others.
-    """
-
-    text: str
-    value: float | None = None
-    about: str = ""
-    breaks: str = ""
-
-
-class Line(NamedTuple):
-    """A row, with what the selects filter by: a value for each of them."""
-
-    cells: Sequence[Cell]
-    kinds: Sequence[str]
+from polymp.diagnostics.tables import Cell, Column, Line, Table
 
 
 class Bar(NamedTuple):
@@ -88,29 +35,22 @@ class Bar(NamedTuple):
 
 
 class Page(NamedTuple):
-    """The contents of a page.
-
-    Attributes:
-        title: of the page.
-        about: the line below.
-        figures: heads and bars.
-        notes: sentences.
-        heads: of the table.
-        sorted: the column that the lines are sorted by, and whether upwards; None if by none.
-        selects: names of the selects.
-        lines: of the table.
-        what: name of a line, such as "call site".
-    """
+    """The contents of a page."""
 
     title: str
-    about: str
-    figures: Sequence[tuple[str, Sequence[Bar]]]
+    about: str  # the line below the title
+    figures: Sequence[tuple[str, Sequence[Bar]]]  # headings and bars
     notes: Sequence[str]
-    heads: Sequence[Head]
-    sorted: tuple[str, bool] | None
-    selects: Sequence[str]
-    lines: Sequence[Line]
-    what: str
+    table: Table  # its sections are one on a page, by the ranks of its lines
+    sorted: tuple[str, bool] | None  # the column that it is sorted by, and whether upwards
+    what: str  # name of a line, such as "call site"
+
+
+# The columns in front of those of every table.
+_START = (
+    Column("#", True, "the place in the printed table"),
+    Column("module", breaks="parts"),
+)
 
 
 class _Markup(str):
@@ -121,19 +61,21 @@ class _Markup(str):
 
 def html(page: Page) -> str:
     """The page as one text; everything that comes from a program is escaped."""
+    table, columns = page.table, (*_START, *page.table.columns)
+    lines = sorted(enumerate(table.lines, 1), key=lambda pair: pair[1].rank)
     text = _filled(
         Template(_file("page.html")),
         title=page.title,
         style=_Markup(_file("page.css")),
         about=page.about,
-        figures=_joined(_figure(head, bars) for head, bars in page.figures),
+        figures=_joined(_figure(name, bars) for name, bars in page.figures),
         notes=_joined(_part("note", text=note) for note in page.notes),
-        selects=_joined(_select(at, name, page) for at, name in enumerate(page.selects)),
-        orders=_orders(page),
+        selects=_joined(_select(at, table) for at in range(len(table.selects))),
+        orders=_orders(columns, page.sorted),
         what=page.what,
-        count=text_table.plural(len(page.lines), page.what),
-        heads=_joined(_head(head, page.sorted) for head in page.heads),
-        rows=_joined(map(_row, page.lines)),
+        count=text_table.plural(len(lines), page.what),
+        heads=_joined(_head(column, page.sorted) for column in columns),
+        rows=_joined(_row(at, line, columns) for at, line in lines),
         script=_Markup(_file("page.js")),
     )
     return str(text)
@@ -173,10 +115,10 @@ def _attributes(values: Mapping[str, object]) -> _Markup:
     return _Markup(" ".join(f'{name}="{escape(str(value))}"' for name, value in given))
 
 
-def _figure(head: str, bars: Sequence[Bar]) -> _Markup:
+def _figure(name: str, bars: Sequence[Bar]) -> _Markup:
     longest = max((bar.length for bar in bars), default=0) or 1
     drawn = _joined(_bar(bar, bar.length / longest) for bar in bars)
-    return _part("figure", head=head, bars=drawn or _part("no-bars"))
+    return _part("figure", head=name, bars=drawn or _part("no-bars"))
 
 
 def _bar(bar: Bar, share: float) -> _Markup:
@@ -184,11 +126,11 @@ def _bar(bar: Bar, share: float) -> _Markup:
     return _part("bar", label=bar.label, words=bar.words, length=length)
 
 
-def _select(at: int, name: str, page: Page) -> _Markup:
-    found = dict.fromkeys(line.kinds[at] for line in page.lines)
-    known = [kind for kind in SECTIONS if kind in found]
-    kinds = known if len(known) == len(found) else sorted(found)
-    return _part("select", name=name, at=at, options=_joined(_option(k, k) for k in kinds))
+def _select(at: int, table: Table) -> _Markup:
+    """The values of the lines: those of the first select in order, of others by the alphabet."""
+    values = list(dict.fromkeys(line.kinds[at] for line in table.lines))
+    options = _joined(_option(value, value) for value in (sorted(values) if at else values))
+    return _part("select", name=table.selects[at], at=at, options=options)
 
 
 def _option(value: object, text: str, selected: bool = False) -> _Markup:
@@ -196,33 +138,36 @@ def _option(value: object, text: str, selected: bool = False) -> _Markup:
     return _part("option", value=value, text=text, attributes=chosen)
 
 
-def _orders(page: Page) -> _Markup:
+def _orders(columns: Sequence[Column], sorted: tuple[str, bool] | None) -> _Markup:
     """The columns as options: on a narrow screen the table has no heads to press."""
-    now = page.sorted[0] if page.sorted else page.heads[0].name
-    return _joined(_option(at, head.name, head.name == now) for at, head in enumerate(page.heads))
+    now = sorted[0] if sorted else columns[0].name
+    return _joined(_option(at, c.name, c.name == now) for at, c in enumerate(columns))
 
 
-def _head(head: Head, sorted: tuple[str, bool] | None) -> _Markup:
+def _head(column: Column, sorted: tuple[str, bool] | None) -> _Markup:
     order = ""
-    if sorted and sorted[0] == head.name:
+    if sorted and sorted[0] == column.name:
         order = "ascending" if sorted[1] else "descending"
-    button = _part("button", text=head.name, attributes=_attributes({"title": head.about}))
-    given = _attributes({"class": "n" if head.numeric else "", "aria-sort": order})
-    return _part("head", button=button, attributes=given)
+    title = _attributes({"title": column.about})
+    button = _part("button", text=column.name, attributes=title)
+    kind = {"class": "n" if column.numeric else "", "aria-sort": order}
+    return _part("head", button=button, attributes=_attributes(kind))
 
 
-def _row(line: Line) -> _Markup:
+def _row(at: int, line: Line, columns: Sequence[Column]) -> _Markup:
     kinds = _attributes({f"data-k{at}": kind for at, kind in enumerate(line.kinds)})
-    return _part("row", attributes=kinds, cells=_joined(map(_cell, line.cells)))
+    cells = Cell(str(at), at), Cell(line.module), *line.cells
+    drawn = (_cell(cell, column.breaks) for cell, column in zip(cells, columns, strict=True))
+    return _part("row", attributes=kinds, cells=_joined(drawn))
 
 
 @lru_cache(maxsize=4096)  # most cells of a long table are like others
-def _cell(cell: Cell) -> _Markup:
-    number: dict[str, object] = {"class": cell.breaks}
+def _cell(cell: Cell, breaks: str) -> _Markup:
+    given: dict[str, object] = {"class": breaks}
     if cell.value is not None:
-        number = {"class": f"n {cell.breaks}".rstrip(), "data-v": cell.value}
-    given = _attributes({**number, "title": cell.about})
-    return _part("cell", text=cell.text, attributes=given)
+        given = {"class": f"n {breaks}".rstrip(), "data-v": cell.value}
+    text = cell.text.replace(" -> ", " \u2192 ")  # a browser breaks lines after dashes
+    return _part("cell", text=text, attributes=_attributes({**given, "title": cell.about}))
 
 
 def written(page: str, path: "str | PathLike[str] | None") -> str:
@@ -250,142 +195,3 @@ def replacing(path: "str | PathLike[str]") -> Iterator[Path]:
 def framed(page: str, title: str) -> str:
     """The page in a frame, which keeps its style and its script apart from a notebook's."""
     return str(_part("frame", title=title, page=page))
-
-
-# A report as a page: its sums as figures, and a row for each call site.
-
-
-_HEADS = (
-    Head("#", True, "the order in which modules, and calls in them, were first reached"),
-    Head("module"),
-    Head("op", about="its name in the vocabulary, or the framework's own"),
-    Head("times", True, "how often it ran; all counts are for all times together"),
-    Head("direction"),
-    Head("source"),
-    Head("rule", about="the rule, and the op, scope and source of its row"),
-    Head("dtypes", about="inputs before casts -> outputs (in the dtype it ran in, if another)"),
-    Head("casts", True, "arrays that were cast for it, there and back"),
-    Head("bytes", True, "read and written by these casts"),
-    Head("saved", True, "casts that were not made, and why"),
-    Head("FLOPs", True, "of products, convolutions and attention"),
-    Head("kept", True, "bytes of float32 kept for the backward pass, parameters aside"),
-)
-
-_MODULES = 4  # in the figure of bytes by module
-
-
-def report_page(report: CallList, sort: str = COST, fold: bool = True) -> Page:
-    """The page of a report, sorted as in `Report.table`; equal layers are one if `fold`."""
-    check_sort(sort)
-    modules = by_module(report.calls, fold)
-    calls = [(call, one) for one in modules for call in one.rows]
-    lines = [(cost(c), _line(c, label(one, ""), at)) for at, (c, one) in enumerate(calls)]
-    if sort == COST:
-        lines.sort(key=lambda pair: pair[0])
-    by_bytes = ("bytes", False) if report.cast_bytes else None
-    note = folding(modules)
-    return Page(
-        title=report.title or "report",
-        about=headline(report).partition(": ")[2],
-        figures=_figures(report, modules),
-        notes=list(filter(None, [in_8_bits(report), widening(report), note])),
-        heads=_HEADS,
-        sorted=by_bytes if sort == COST else ("#", True),
-        selects=("direction", "ran in", "rule"),
-        lines=[line for _, line in lines],
-        what="row" if note else "call site",
-    )
-
-
-def _figures(report: CallList, modules: Iterable[ModuleRows[Call]]) -> list[tuple[str, list[Bar]]]:
-    flops, total = report.flops, sum(report.flops.values())
-    by_dtype = [
-        Bar(dtype, n, f"{text_table.amount(n)}, {text_table.share(n / total)}")
-        for dtype, n in sorted(flops.items(), key=lambda item: -item[1])
-    ]
-    counts = [Bar("done", report.casts, f"{report.casts:,}")] if report.casts else []
-    counts += [Bar(f"saved: {why}", n, f"{n:,}") for why, n in sorted(report.saved.items())]
-    moved, kept = dict[str, int](), dict[str, int]()
-    for one in modules:
-        for call in one.rows:
-            name = label(one, "top level")
-            moved[name] = moved.get(name, 0) + call.cast_bytes
-            kept[name] = kept.get(name, 0) + call.kept
-    return [
-        ("FLOPs by dtype", by_dtype),
-        ("Casts", counts),
-        (f"Bytes cast: {text_table.size(report.cast_bytes)}", _widest(moved)),
-        (f"float32 kept: {text_table.size(report.kept)}", _widest(kept)),
-    ]
-
-
-def _widest(by_module: dict[str, int]) -> list[Bar]:
-    """A bar for each of the modules with most bytes; the others as a number."""
-    ranked = sorted(((m, n) for m, n in by_module.items() if n), key=lambda item: -item[1])
-    bars = [Bar(m, n, text_table.size(n)) for m, n in ranked[:_MODULES]]
-    if others := ranked[_MODULES:]:
-        rest = sum(n for _, n in others)
-        bars.append(Bar(text_table.plural(len(others), "other module"), 0, text_table.size(rest)))
-    return bars
-
-
-def _line(call: Call, module: str, at: int) -> Line:
-    saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
-    words = text_table.dtypes(call.inputs, call.run, call.outputs)
-    full = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
-    cells = (
-        Cell(str(at + 1), at),
-        Cell(module, breaks="parts"),
-        Cell(call.op, about=call.spelling, breaks="parts"),
-        Cell(f"{call.times:,}", call.times),
-        Cell(call.direction),
-        Cell(call.source, breaks="never"),
-        Cell(ruled(call), about=str(call.row or "")),
-        Cell(words.replace("->", "\u2192"), about=full),  # a browser breaks lines after dashes
-        _number(call.casts, f"{call.casts:,}"),
-        _number(call.cast_bytes, text_table.size(call.cast_bytes)),
-        _number(sum(count for _, count in call.saved), saved, "spaces"),
-        _number(call.flops, text_table.amount(call.flops)),
-        _number(call.kept, text_table.size(call.kept)),
-    )
-    return Line(cells, (call.direction, call.run or "no float", call.rule or "no region"))
-
-
-def _number(value: int, words: str, breaks: str = "") -> Cell:
-    return Cell(words if value else "", value, breaks=breaks)
-
-
-# An audit as a page: what is said of the run, and a row for every op and parameter.
-
-
-def audit_page(audit: AuditRecord, sort: str = PROGRAM, fold: bool = True) -> Page:
-    """The page of an audit; see `Audit.to_html`, which raises the same."""
-    rows, notes = listed(audit, sort, fold)
-    first, *said = filter(None, head(audit))
-    table = [cells(row.measured, row.name) for row in rows]
-    used = [i for i in range(len(HEADS)) if any(texts[i] for texts in table)]
-    lines = []
-    for at, (row, texts) in enumerate(zip(rows, table, strict=True)):
-        values = dict(zip(RIGHT, _values(row.measured), strict=True))
-        start = Cell(str(at + 1), at), Cell(row.module, breaks="parts")
-        shown = [Cell(texts[i], values.get(HEADS[i])) for i in used]
-        lines.append(Line((*start, *shown), (row.section, row.measured.run)))
-    return Page(
-        title=first,
-        about="",
-        figures=(),
-        notes=[*said, *legend(audit), *notes],
-        heads=(Head("#", True), Head("module"), *(Head(HEADS[i], HEADS[i] in RIGHT) for i in used)),
-        sorted=("#", True) if sort == PROGRAM else None,
-        selects=("section", "dtype"),
-        lines=lines,
-        what="row",
-    )
-
-
-def _values(measured: Measured) -> tuple[float, ...]:
-    """Numbers that the columns are sorted by."""
-    m, (low, *others) = measured.magnitudes, NARROW
-    effect = abs(measured.loss_effect or 0.0)
-    errors = measured.rounding or 0.0, measured.drift or 0.0, effect
-    return m.largest, *m.shares(low), *errors, *(sum(m.shares(name)) for name in others)

@@ -123,7 +123,7 @@ class Report(CallList):
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        return page.written(page.html(page.report_page(self, sort, fold)), path)
+        return page.written(page.html(report_text.report_page(self, sort, fold)), path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Compare with another report: under another policy, or from the other framework.

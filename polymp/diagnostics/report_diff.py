@@ -11,19 +11,11 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics import page
-from polymp.diagnostics.call_record import Call, CallList, ModuleRows, added, alike, folded, label
-from polymp.diagnostics.page import Bar, Cell, Head, Line, Page
-from polymp.diagnostics.report_text import (
-    COST,
-    OUTSIDE,
-    SECTIONS,
-    check_sort,
-    cost,
-    folding,
-    ranked,
-    ruled,
-)
+from polymp.diagnostics import page, tables
+from polymp.diagnostics.call_record import Call, CallList, added
+from polymp.diagnostics.page import Bar, Page
+from polymp.diagnostics.report_text import SECTIONS, alike, cost, ruled
+from polymp.diagnostics.tables import COST, PROGRAM
 from polymp.errors import escaped
 
 
@@ -139,34 +131,44 @@ class ReportDiff:
         return page.written(page.html(self._page(sort, fold)), path)
 
     def _page(self, sort: str, fold: bool) -> Page:
-        check_sort(sort)
-        names, modules = self.names, by_module(self.rows, fold)
+        tables.check_sort(sort, DIFFERENCES)
+        modules, _, note = tables.arranged(self.rows, DIFFERENCES, fold=fold)
+        names = self.names
         figures = [
             (what, [Bar(side, n, _words(what, n)) for side, n in zip(names, pair, strict=True)])
             for what, pair in self.totals().items()
         ]
-        heads = (Head("#", True), *map(Head, ("module", "op", "direction", "what", *names)))
-        every = ((label(one, ""), row) for one in modules for row in one.rows)
-        listed = list(enumerate(every, 1))
-        if sort == COST:
-            listed.sort(key=lambda pair: difference_cost(pair[1][1]))
-        lines = [
-            Line(
-                (
-                    Cell(str(at), at),
-                    *map(Cell, (module, row.op, row.direction, kind, *_sides(row))),
-                ),
-                (row.direction, kind),
-            )
-            for at, (module, row) in listed
-            for kind in [self._kind(row)]
-        ]
-        note = folding(modules)
         return Page(
-            f"{names[0]} and {names[1]}", self._headline(), figures, (note,) if note else (), heads,
-            None if sort == COST else ("#", True), ("direction", "what"), lines,
-            "row" if note else "difference",
-        )  # fmt: skip
+            title=" and ".join(names),
+            about=self._headline(),
+            figures=figures,
+            notes=(note,) if note else (),
+            table=self._table(modules, sort),
+            sorted=None if sort == COST else ("#", True),
+            what="row" if note else "difference",
+        )
+
+    def _table(
+        self, modules: Iterable[tables.ModuleRows[Difference]], sort: str = PROGRAM
+    ) -> tables.Table:
+        columns = (
+            tables.Column("op", breaks="parts"),
+            tables.Column("direction", on_page=True),
+            tables.Column("what", on_page=True),
+            *map(tables.Column, self.names),
+        )
+        lines = [
+            tables.Line(
+                SECTIONS[one.section],
+                one.label,
+                tuple(map(tables.Cell, (row.op, row.direction, self._kind(row), *_sides(row)))),
+                (row.direction, self._kind(row)),
+                difference_cost([row]) if sort == COST else (),
+            )
+            for one in modules
+            for row in one.rows
+        ]
+        return tables.Table(columns, ("direction", "what"), lines)
 
     def _kind(self, row: Difference) -> str:
         if row.one is None:
@@ -209,24 +211,18 @@ class ReportDiff:
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        check_sort(sort)
-        names, modules = self.names, by_module(self.rows, fold)
-        rows = list[str | tuple[str, ...]]()
-        for direction, name in SECTIONS.items():
-            section = [one for one in modules if one.section == direction]
-            rows += ["", text_table.heading(name, width)] if section else []
-            for one in ranked(section, difference_cost) if sort == COST else section:
-                rows += [label(one, OUTSIDE), *((f"  {r.op}", *_sides(r)) for r in one.rows)]
+        modules, _, note = tables.arranged(self.rows, DIFFERENCES, sort, fold)
+        names = self.names
         lines = [f"{names[0]} and {names[1]}: {self._headline()}"]
         sums = [
             (what, *(_words(what, count) for count in pair)) for what, pair in self.totals().items()
         ]
         if sums:
             lines += ["", *text_table.columns(("totals", *names), sums, names, width)]
-        if note := folding(modules):
+        if note:
             lines += ["", *text_table.folded(note, width)]
-        if rows:
-            lines += ["", *text_table.columns(("op", *names), rows, width=width)]
+        if self.rows:
+            lines += ["", *tables.text(self._table(modules), width)]
         return escaped("\n".join(lines))
 
     def _repr_html_(self) -> str:
@@ -310,11 +306,6 @@ def differences(
                 yield Difference(*place, op, one, other, changed)
 
 
-def by_module(rows: Iterable[Difference], fold: bool = True) -> list[ModuleRows[Difference]]:
-    """Return differences by direction and module, those of equal layers as one."""
-    return folded(rows, lambda row: (row.direction, row.module), _alike, _added, fold)
-
-
 def _alike(row: Difference) -> Hashable:
     sides = (call and alike(call) for call in (row.one, row.other))
     return row.op, row.changed, *sides
@@ -327,11 +318,20 @@ def _added(rows: Sequence[Difference]) -> Difference:
     return rows[0]._replace(one=added(one) if one else None, other=added(other) if other else None)
 
 
-def difference_cost(row: Difference) -> tuple[int, int]:
+def difference_cost(rows: Sequence[Difference]) -> tuple[int, int]:
     """The sort key that puts first what costs the most more, or the most less."""
-    sides = [cost(call) if call else (0, 0) for call in (row.one, row.other)]
-    moved, flops = (-abs(one - other) for one, other in zip(*sides, strict=True))
+    sides = [[cost([call] if call else []) for call in (row.one, row.other)] for row in rows]
+    moved, flops = (-sum(abs(one[at] - other[at]) for one, other in sides) for at in (0, 1))
     return moved, flops
+
+
+DIFFERENCES: tables.RowKind[Difference] = tables.RowKind(
+    SECTIONS,
+    lambda row: (row.direction, row.module),
+    _alike,
+    _added,
+    {COST: difference_cost},
+)
 
 
 def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[tuple[str, str], list[Call]]:

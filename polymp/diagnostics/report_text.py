@@ -1,4 +1,4 @@
-"""A report as text, as `print(report)` shows it.
+"""A report as text, as `print(report)` shows it, and as a page.
 
     CallList -> totals, then sections by direction, in each the modules, in each the calls
 
@@ -7,20 +7,13 @@ in a log; equal layers are one; nothing but the standard library is needed.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Sequence
 
 from polymp import text_table
-from polymp.diagnostics.call_record import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
-    Call,
-    CallList,
-    ModuleRows,
-    by_module,
-    label,
-)
+from polymp.diagnostics import tables
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call, CallList, added
+from polymp.diagnostics.page import Bar, Page
+from polymp.diagnostics.tables import COST, PROGRAM
 from polymp.rules.row import Row
 from polymp.rules.scopes import depth
 
@@ -29,12 +22,27 @@ SECTIONS = {
     BACKWARD: "backward",
     RECOMPUTE: "recompute: the forward again, for the backward",
 }
-OUTSIDE = "(top level)"
-PROGRAM, COST = SORTS = ("program", "cost")
-_HEADS = ("op", "times", "source", "rule", "dtypes", "casts", "bytes", "saved", "FLOPs")
-_RIGHT = ("times", "casts", "bytes", "FLOPs")
-R = TypeVar("R")
+
+_COLUMNS = (
+    tables.Column("op", about="its name in the vocabulary, or the framework's own", breaks="parts"),
+    tables.Column("times", True, "how often it ran; all counts are for all times together"),
+    tables.Column("direction", on_page=True),
+    tables.Column("source", breaks="never"),
+    tables.Column("rule", about="the rule, and the op, scope and source of its row"),
+    tables.Column(
+        "dtypes", about="inputs before casts -> outputs (in the dtype it ran in, if another)"
+    ),
+    tables.Column("casts", True, "arrays that were cast for it, there and back"),
+    tables.Column("bytes", True, "read and written by these casts"),
+    tables.Column("saved", True, "casts that were not made, and why", "spaces"),
+    tables.Column("FLOPs", True, "of products, convolutions and attention"),
+    tables.Column(
+        "kept", True, "bytes of float32 kept for the backward pass, parameters aside", on_page=True
+    ),
+)
+
 _NAMED = 5  # widened calls that are named; of more, how many
+_MODULES = 4  # in the figure of bytes by module
 
 
 def report_table(
@@ -45,50 +53,84 @@ def report_table(
     fold: bool = True,
 ) -> str:
     """Return a report as text."""
-    check_limit(limit)
-    check_sort(sort)
-    modules = by_module(report.calls, fold)
-    calls = sorted((call for one in modules for call in one.rows), key=cost)
-    listed, rows = {id(call) for call in calls[:limit]}, list[str | tuple[str, ...]]()
-    for direction, name in SECTIONS.items():
-        section = [one for one in modules if one.section == direction]
-        if shown := list(_section(section, listed, report.policy, sort)):
-            rows += ["", text_table.heading(name, width), *shown]
+    modules, hidden, note = tables.arranged(report.calls, CALLS, sort, fold, limit)
     lines = [headline(report)]
     if len(report):
-        lines += ["", *totals(report, width)]
-        lines += text_table.folded(folding(modules), width)
-    lines += ["", *text_table.columns(_HEADS, rows, _RIGHT, width)]
-    if hidden := len(calls) - len(listed):
+        lines += ["", *totals(report, width), *text_table.folded(note, width)]
+    lines += ["", *tables.text(_table(report, modules), width)]
+    if hidden:
         lines += ["", f"{text_table.plural(hidden, 'row')} with lower costs not listed"]
     return "\n".join(lines).rstrip()
 
 
-def check_limit(limit: int | None) -> None:
-    """Refuse a number of rows that is none."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
-
-
-def check_sort(sort: str, orders: Sequence[str] = SORTS) -> None:
-    """Refuse an order that there is not."""
-    if sort not in orders:
-        *others, last = (f'"{order}"' for order in orders)
-        known = f"{', '.join(others)} or {last}"
-        raise ValueError(f"sort={sort!r} is no order of these rows: write {known}.")
-
-
-def folding(modules: Iterable[ModuleRows[R]]) -> str:
-    """A line that says that equal layers are shown as one; "" if there are none."""
-    listed = list(modules)
-    rows = sum(len(one.rows) for one in listed)
-    sites = sum(len(one.rows) * one.layers for one in listed)
-    if rows == sites:
-        return ""
-    return (
-        f"equal layers are one, with the counts of all of them: {sites:,} rows in {rows:,}; "
-        "fold=False lists each"
+def report_page(report: CallList, sort: str = COST, fold: bool = True) -> Page:
+    """The page of a report; see `Report.to_html`, which raises the same."""
+    tables.check_sort(sort, CALLS)
+    modules, _, note = tables.arranged(report.calls, CALLS, fold=fold)
+    by_bytes = ("bytes", False) if report.cast_bytes else None
+    return Page(
+        title=report.title or "report",
+        about=headline(report).partition(": ")[2],
+        figures=_figures(report, modules),
+        notes=list(filter(None, [in_8_bits(report), widening(report), note])),
+        table=_table(report, modules, sort),
+        sorted=by_bytes if sort == COST else ("#", True),
+        what="row" if note else "call site",
     )
+
+
+def _table(
+    report: CallList, modules: Iterable[tables.ModuleRows[Call]], sort: str = PROGRAM
+) -> tables.Table:
+    lines = [
+        tables.Line(
+            SECTIONS[one.section],
+            one.label,
+            _cells(call, report.policy),
+            (call.direction, call.run or "no float", call.rule or "no region"),
+            cost([call]) if sort == COST else (),
+        )
+        for one in modules
+        for call in one.rows
+    ]
+    return tables.Table(_COLUMNS, ("direction", "ran in", "rule"), lines)
+
+
+def _cells(call: Call, policy: str) -> tuple[tables.Cell, ...]:
+    dtypes = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
+    saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
+    return (
+        tables.Cell(call.op, about=call.spelling),
+        tables.Cell(f"{call.times:,}", call.times),
+        tables.Cell(call.direction),
+        tables.Cell(call.source),
+        tables.Cell(ruled(call, policy), about=str(call.row or "")),
+        tables.Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
+        tables.number(call.casts, f"{call.casts:,}"),
+        tables.number(call.cast_bytes, text_table.size(call.cast_bytes)),
+        tables.number(sum(count for _, count in call.saved), saved),
+        tables.number(call.flops, text_table.amount(call.flops)),
+        tables.number(call.kept, text_table.size(call.kept)),
+    )
+
+
+def cost(calls: Sequence[Call]) -> tuple[int, int]:
+    """The sort key that puts the highest costs first: bytes of casts, then FLOPs."""
+    return -sum(call.cast_bytes for call in calls), -sum(call.flops for call in calls)
+
+
+def alike(call: Call) -> Hashable:
+    """All in which the calls of equal layers agree.
+
+    They differ in their modules and the casts made for them: those of a first layer may be spared
+    in the others.
+    """
+    return call._replace(module="", casts=0, cast_bytes=0, saved=(), kept=0)
+
+
+CALLS: tables.RowKind[Call] = tables.RowKind(
+    SECTIONS, lambda call: (call.direction, call.module), alike, added, {COST: cost}
+)
 
 
 def headline(report: CallList) -> str:
@@ -96,47 +138,6 @@ def headline(report: CallList) -> str:
     under = f"policy {report.policy} in {report.low}" if report.policy else report.low
     sites = text_table.plural(len(report), "call site")
     return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
-
-
-def cost(call: Call) -> tuple[int, int]:
-    """The sort key that puts the highest costs first."""
-    return -call.cast_bytes, -call.flops
-
-
-def _section(
-    modules: Sequence[ModuleRows[Call]], listed: Container[int], policy: str, sort: str
-) -> Iterator[str | tuple[str, ...]]:
-    """The calls of a direction, by module."""
-    for one in ranked(modules, cost) if sort == COST else modules:
-        if calls := [call for call in one.rows if id(call) in listed]:
-            yield label(one, OUTSIDE)
-            yield from (_cells(call, policy) for call in calls)
-
-
-def ranked(
-    modules: Iterable[ModuleRows[R]], cost: Callable[[R], tuple[int, int]]
-) -> list[ModuleRows[R]]:
-    """Modules with the highest costs first, and in each the rows with the highest costs first."""
-
-    def whole(one: ModuleRows[R]) -> tuple[int, ...]:
-        return tuple(map(sum, zip(*map(cost, one.rows), strict=True)))
-
-    inside = (one._replace(rows=tuple(sorted(one.rows, key=cost))) for one in modules)
-    return sorted(inside, key=whole)
-
-
-def _cells(call: Call, policy: str) -> tuple[str, ...]:
-    return (
-        f"  {call.op}",
-        f"{call.times:,}",
-        call.source,
-        ruled(call, policy),
-        text_table.dtypes(call.inputs, call.run, call.outputs),
-        f"{call.casts:,}" if call.casts else "",
-        text_table.size(call.cast_bytes) if call.cast_bytes else "",
-        ", ".join(f"{count:,} {reason}" for reason, count in call.saved),
-        text_table.amount(call.flops) if call.flops else "",
-    )
 
 
 def ruled(call: Call, known: str = "") -> str:
@@ -197,14 +198,49 @@ def totals(report: CallList, width: int | None = None) -> list[str]:
 def widening(report: CallList) -> str:
     """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
     calls = report.widened()
-    found = [(call, one) for one in by_module(calls) for call in one.rows]
+    modules, _, _ = tables.arranged(calls, CALLS)
+    found = [(call, one) for one in modules for call in one.rows]
     named = [
-        ", ".join(filter(None, (f"{c.op} in {label(one, '')}" if c.module else c.op, c.source)))
+        ", ".join(filter(None, (f"{c.op} in {one.label}" if c.module else c.op, c.source)))
         for c, one in found[:_NAMED]
     ]
     if more := len(calls) - sum(one.layers for _, one in found[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
     return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+
+
+def _figures(
+    report: CallList, modules: Iterable[tables.ModuleRows[Call]]
+) -> list[tuple[str, list[Bar]]]:
+    flops, total = report.flops, sum(report.flops.values())
+    by_dtype = [
+        Bar(dtype, n, f"{text_table.amount(n)}, {text_table.share(n / total)}")
+        for dtype, n in sorted(flops.items(), key=lambda item: -item[1])
+    ]
+    counts = [Bar("done", report.casts, f"{report.casts:,}")] if report.casts else []
+    counts += [Bar(f"saved: {why}", n, f"{n:,}") for why, n in sorted(report.saved.items())]
+    moved, kept = dict[str, int](), dict[str, int]()
+    for one in modules:
+        for call in one.rows:
+            name = one.label
+            moved[name] = moved.get(name, 0) + call.cast_bytes
+            kept[name] = kept.get(name, 0) + call.kept
+    return [
+        ("FLOPs by dtype", by_dtype),
+        ("Casts", counts),
+        (f"Bytes cast: {text_table.size(report.cast_bytes)}", _widest(moved)),
+        (f"float32 kept: {text_table.size(report.kept)}", _widest(kept)),
+    ]
+
+
+def _widest(by_module: dict[str, int]) -> list[Bar]:
+    """A bar for each of the modules with most bytes; the others as a number."""
+    ranked = sorted(((m, n) for m, n in by_module.items() if n), key=lambda item: -item[1])
+    bars = [Bar(m, n, text_table.size(n)) for m, n in ranked[:_MODULES]]
+    if others := ranked[_MODULES:]:
+        rest = sum(n for _, n in others)
+        bars.append(Bar(text_table.plural(len(others), "other module"), 0, text_table.size(rest)))
+    return bars
 
 
 def chosen(

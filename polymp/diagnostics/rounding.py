@@ -80,17 +80,11 @@ EXACT = frozenset(
 
 
 class Step(NamedTuple):
-    """One call of a run.
-
-    Attributes:
-        call: its record in a report.
-        values: its float results in float64; () if they were not kept.
-        reads: places of the steps whose results it reads.
-    """
+    """One call of a run."""
 
     call: Call
-    values: tuple[Any, ...] = ()
-    reads: frozenset[int] = frozenset()
+    values: tuple[Any, ...] = ()  # its float results in float64; () if they were not kept
+    reads: frozenset[int] = frozenset()  # places of the steps whose results it reads
 
 
 def results(tree: object, of: str) -> dict[str, Any]:
@@ -105,21 +99,13 @@ def results(tree: object, of: str) -> dict[str, Any]:
 
 
 class Run(NamedTuple):
-    """The results and gradients of a function as numpy arrays, with its calls.
+    """The results and gradients of a function as numpy arrays, with its calls."""
 
-    Attributes:
-        results: by path; numpy arrays, floats in float64.
-        gradients: of the float inputs, by path; float64.
-        dtypes: of the results, by path: the names of their dtypes.
-        steps: its calls, in order.
-        makers: by kind and path of an array, the place of the step that made it, where steps have
-            values: "gradients[0]".
-    """
-
-    results: dict[str, Any]
-    gradients: dict[str, Any]
-    dtypes: dict[str, str]
+    results: dict[str, Any]  # by path; floats in float64
+    gradients: dict[str, Any]  # of the float inputs, by path; float64
+    dtypes: dict[str, str]  # of the results, by path
     steps: tuple[Step, ...] = ()
+    # By kind and path of an array, such as "gradients[0]", the place of the step that made it.
     makers: Mapping[str, int] = MappingProxyType({})
 
 

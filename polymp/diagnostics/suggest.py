@@ -114,15 +114,7 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         an op overflows, or loses most of its values  that op in float32, in its module
         gradients overflow, or most of them vanish    the loss scale that fits; bfloat16 if none
 
-    Args:
-        audit: of steps in float16.
-        base: the policy that they ran by. An op that ran by a float32 row of it gets no other.
-
-    Returns:
-        The suggestion.
-
-    Raises:
-        PolicyError: no such policy.
+    An op that ran by a float32 row of `base` gets no other.
     """
     policy, fault = policy_files.load(base), audit.fault
     if fault is not None and fault.kind in ("input", "index", "operation"):

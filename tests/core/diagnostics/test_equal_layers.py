@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.diagnostics import audit_plot, call_record
+from polymp.diagnostics import audit_plot
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.call_record import BACKWARD, Call, CallList, folded, label
+from polymp.diagnostics.call_record import BACKWARD, Call, CallList
 from polymp.diagnostics.report import Report
+from polymp.diagnostics.tables import RowKind, arranged
 from tests.support import reports
 from tests.support.reports import call, gradient, linear, measured
 
@@ -19,13 +20,13 @@ Row = tuple[str, str, int]  # module, kind, count
 
 
 def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[str, int]]]]:
-    found = folded(
-        rows,
+    kind: RowKind[Row] = RowKind(
+        {"": ""},
         lambda row: ("", row[0]),
         lambda row: row[1],
         lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
-        fold,
     )
+    found, _, _ = arranged(rows, kind, fold=fold)
     return [(one.module, one.layers, [row[1:] for row in one.rows]) for one in found]
 
 
@@ -42,12 +43,13 @@ def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[st
         (["h.0.up", "h.1.gate", "h.2.up", "h.3.up"], ["h.0,2-3.up x3", "h.1.gate"]),
         (["h.0", "g.1"], ["h.0", "g.1"]),
         (["h.0.a", "h.1.b"], ["h.0.a", "h.1.b"]),
-        (["layer1", "layer2", ""], ["layer1", "layer2", "outside"]),
+        (["layer1", "layer2", ""], ["layer1", "layer2", "(top level)"]),
     ],
 )
 def test_names(modules: list[str], names: list[str]) -> None:
-    found = folded(modules, lambda m: ("", m), lambda m: None, lambda many: many[0])
-    assert [label(one, "outside") for one in found] == names
+    kind: RowKind[str] = RowKind({"": ""}, lambda m: ("", m), lambda m: None, lambda many: many[0])
+    found, _, _ = arranged(modules, kind)
+    assert [one.label for one in found] == names
 
 
 def test_a_layer_that_differs_stays_apart_and_in_its_place() -> None:
@@ -202,7 +204,8 @@ def test_the_picture_folds() -> None:
 def test_a_record_is_what_it_was() -> None:
     report = deep()
     before = list(report.calls)
-    assert call_record.by_module(report.calls)
+    assert report.table()
+    assert report.to_html()
     assert list(report.calls) == before
     assert len(report) == len(report.to_dict()["calls"]) == 97
     assert CallList(before).casts == reports.Report(before).casts == 48 * 3

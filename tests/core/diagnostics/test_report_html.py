@@ -281,7 +281,7 @@ def test_a_page_of_differences() -> None:
 def test_differences_by_cost() -> None:
     diff = reports.in_torch().diff(reports.in_jax())
     parsed = Parsed(diff.to_html(sort="cost"))
-    costs = [difference_cost(row) for row in diff]
+    costs = [difference_cost([row]) for row in diff]
     order = [int(at) for at in parsed.column("#")]
     assert order != sorted(order)
     assert [costs[at - 1] for at in order] == sorted(costs)

@@ -1,0 +1,297 @@
+"""Tables: rows by section and module, equal layers as one, in an order, printed or on a page.
+
+    rows and their RowKind -> arranged -> modules with their rows -> Table -> text_rows
+                                                                          -> page.html
+
+A report, a difference of two, an audit and its picture arrange their rows here, and the first three
+make a `Table` of them: one that `print` shows in the columns of `text_table`, and `page` as HTML.
+Nothing here knows what a row holds.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from polymp import text_table
+
+# The module of rows that are outside of all.
+OUTSIDE = "(top level)"
+
+# The orders that every kind of rows has; COST is that by which a limited table chooses.
+PROGRAM, COST = "program", "cost"
+
+R = TypeVar("R")
+
+
+class RowKind(NamedTuple, Generic[R]):
+    """How rows of one kind are placed, added up and ordered."""
+
+    sections: Mapping[str, str]  # headings, in order, by their keys
+    place: Callable[[R], tuple[str, str]]  # the key of its section, and its module
+    alike: Callable[[R], Hashable]  # in what the rows of equal layers agree
+    added: Callable[[Sequence[R]], R]  # one row in place of several, with the counts of all
+    # By name, the sort key of rows that stand together.
+    orders: Mapping[str, Callable[[Sequence[R]], tuple[float, ...]]] = {}
+
+
+class ModuleRows(NamedTuple, Generic[R]):
+    """The rows of a module, or those of equal modules, added up."""
+
+    section: str
+    module: str  # its path; of several, with `*` or a range of numbers: "layers.0-6.attn"
+    layers: int  # how many modules these are
+    rows: tuple[R, ...]
+
+    @property
+    def label(self) -> str:
+        """The module in a table: "layers.*.attn x24"."""
+        return (self.module or OUTSIDE) + (f" x{self.layers}" if self.layers > 1 else "")
+
+
+class Arranged(NamedTuple, Generic[R]):
+    """Rows as a table has them: modules in order, how many rows are left out, and a note."""
+
+    modules: list[ModuleRows[R]]
+    hidden: int
+    note: str
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    name: str
+    numeric: bool = False  # its cells are numbers, which sort the largest first
+    about: str = ""  # a sentence that explains it on a page
+    # Where a line of its cells may end on a page: "never", after "parts" of a path, or at "spaces";
+    # "" for "never" in cells with a value, and "spaces" in others.
+    breaks: str = ""
+    on_page: bool = False  # on pages alone
+
+
+class Cell(NamedTuple):
+    """A cell: its text, the value to sort by if that is not the text, and a hint on a page."""
+
+    text: str
+    value: float | None = None
+    about: str = ""
+
+
+def number(value: float, words: str) -> Cell:
+    """A cell with a number in words; an empty one for 0."""
+    return Cell(words if value else "", value)
+
+
+class Line(NamedTuple):
+    """A row of a table."""
+
+    section: str  # heading, "" in a table without sections
+    module: str  # label
+    cells: Sequence[Cell]  # one for each column
+    kinds: Sequence[str] = ()  # one for each select of a page
+    rank: tuple[float, ...] = ()  # the sort key among all rows of a page; () for their order here
+
+
+class Table(NamedTuple):
+    """Columns, the selects of a page, which filter by the `kinds` of lines, and the lines."""
+
+    columns: Sequence[Column]
+    selects: Sequence[str]
+    lines: Sequence[Line]
+
+    def without_empty(self) -> "Table":
+        """The table without the columns in which no line has a text."""
+        used = [at for at in range(len(self.columns)) if any(x.cells[at].text for x in self.lines)]
+        lines = [line._replace(cells=[line.cells[at] for at in used]) for line in self.lines]
+        return self._replace(columns=[self.columns[at] for at in used], lines=lines)
+
+
+def arranged(
+    rows: Iterable[R],
+    kind: RowKind[R],
+    sort: str = PROGRAM,
+    fold: bool = True,
+    limit: int | None = None,
+) -> Arranged[R]:
+    """Return rows by section and module, equal layers as one.
+
+    In another order than that of the program, modules are sorted in their section, and rows in
+    their module. A limit keeps the rows that come first by that order, or by cost.
+    """
+    check_sort(sort, kind)
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
+    sections = {section: at for at, section in enumerate(kind.sections)}
+    modules = sorted(folded(rows, kind, fold), key=lambda one: sections[one.section])
+    note = _folding(modules)
+    every = [row for one in modules for row in one.rows]
+    if sort != PROGRAM:
+        key = kind.orders[sort]
+        modules = [
+            one._replace(rows=tuple(sorted(one.rows, key=lambda row: key([row]))))
+            for one in modules
+        ]
+        modules.sort(key=lambda one: (sections[one.section], key(one.rows)))
+    if limit is None or limit >= len(every):
+        return Arranged(modules, 0, note)
+    first = kind.orders[COST if sort == PROGRAM else sort]
+    kept = {id(row) for row in sorted(every, key=lambda row: first([row]))[:limit]}
+    cut = (one._replace(rows=tuple(r for r in one.rows if id(r) in kept)) for one in modules)
+    return Arranged([one for one in cut if one.rows], len(every) - limit, note)
+
+
+def check_sort(sort: str, kind: RowKind[Any]) -> None:
+    """Refuse an order that there is not."""
+    orders = (PROGRAM, *kind.orders)
+    if sort not in orders:
+        *others, last = (f'"{order}"' for order in orders)
+        raise ValueError(
+            f"sort={sort!r} is no order of these rows: write {', '.join(others)} or {last}."
+        )
+
+
+def _folding(modules: Sequence[ModuleRows[Any]]) -> str:
+    """A line that says that equal layers are shown as one; "" if there are none."""
+    rows = sum(len(one.rows) for one in modules)
+    sites = sum(len(one.rows) * one.layers for one in modules)
+    if rows == sites:
+        return ""
+    return (
+        f"equal layers are one, with the counts of all of them: {sites:,} rows in {rows:,}; "
+        "fold=False lists each"
+    )
+
+
+TextRow = str | tuple[str, ...]
+
+
+def text_rows(table: Table, width: int | None = None) -> list[TextRow]:
+    """The rows of a printed table: sections and modules are lines above their rows."""
+    shown = [at for at, column in enumerate(table.columns) if not column.on_page]
+    rows, above = list[TextRow](), ("", "")
+    for line in table.lines:
+        if line.section != above[0]:
+            rows += ["", text_table.heading(line.section, width)]
+        if line[:2] != above:
+            rows.append(line.module)
+        above = line.section, line.module
+        first, *others = (line.cells[at].text for at in shown)
+        rows.append((f"  {first}", *others))
+    return rows
+
+
+def text(table: Table, width: int | None = None) -> list[str]:
+    """The lines of a printed table."""
+    columns = [column for column in table.columns if not column.on_page]
+    right = [column.name for column in columns if column.numeric and column.breaks != "spaces"]
+    heads = [column.name for column in columns]
+    return text_table.columns(heads, text_rows(table, width), right, width)
+
+
+# Equal layers folded into one: 24 blocks of a model become `layers.*`, with the sums of all.
+#
+#     rows, each of a module -> modules with their rows -> equal neighbours added up
+#
+# Two modules are equal if their paths differ in one number alone, and if they have equal rows in
+# the same order. Only neighbours are folded, so that an odd layer stays where it is:
+#
+#   layers.0.attn ... layers.23.attn        layers.*.attn x24
+#   the same, with another layers.7.attn    layers.0-6.attn x7, layers.7.attn, layers.8-23.attn x16
+
+
+# Every layer of a model, in a path, as in the patterns of policies.
+_ALL = "*"
+_NUMBERED = re.compile(r"(|.*_)(\d+)")  # flax's linen writes layers_0
+_FOLDED = re.compile(r"(|.*_)(?:\d[\d,-]*|\*)")  # a number, or what it became
+
+
+def folded(rows: Iterable[R], kind: RowKind[R], fold: bool = True) -> list[ModuleRows[R]]:
+    """Return rows by section and module, equal modules as one."""
+    grouped: dict[tuple[str, str], list[R]] = {}
+    for row in rows:
+        grouped.setdefault(kind.place(row), []).append(row)
+    modules = [ModuleRows(*at, 1, tuple(many)) for at, many in grouped.items()]
+    if not fold:
+        return modules
+    numbers = _numbers(module for _, module in grouped)
+    for at in range(max((m.module.count(".") + 1 for m in modules), default=0)):
+        modules = _folded_at(at, modules, kind, numbers)
+    return modules
+
+
+def _numbers(modules: Iterable[str]) -> dict[tuple[str, ...], set[int]]:
+    """The numbers of all layers, by the path up to them."""
+    found: dict[tuple[str, ...], set[int]] = {}
+    for module in modules:
+        parts = module.split(".")
+        for at, part in enumerate(parts):
+            if number := _NUMBERED.fullmatch(part):
+                found.setdefault(_masked(parts[: at + 1]), set()).add(int(number[2]))
+    return found
+
+
+def _masked(parts: Sequence[str]) -> tuple[str, ...]:
+    """The parts of a path; numbers and ranges as `*`."""
+    found = ((part, _FOLDED.fullmatch(part)) for part in parts)
+    return tuple(f"{match[1]}{_ALL}" if match else part for part, match in found)
+
+
+def _folded_at(
+    at: int,
+    modules: list[ModuleRows[R]],
+    kind: RowKind[R],
+    numbers: dict[tuple[str, ...], set[int]],
+) -> list[ModuleRows[R]]:
+    """Fold the modules whose paths differ in the number at one place."""
+    groups: dict[tuple[object, ...], dict[int, int]] = {}  # places in `modules`, by number
+    for index, one in enumerate(modules):
+        parts = one.module.split(".")
+        if number := _NUMBERED.fullmatch(parts[at]) if at < len(parts) else None:
+            key = one.section, one.layers, *parts[:at], None, number[1], *parts[at + 1 :]
+            groups.setdefault(key, {})[int(number[2])] = index
+    kept: dict[int, ModuleRows[R]] = dict(enumerate(modules))
+    for group in groups.values():
+        for run in _runs({n: tuple(map(kind.alike, modules[i].rows)) for n, i in group.items()}):
+            if len(run) > 1:
+                members = [modules[group[n]] for n in run]
+                for n in run:
+                    del kept[group[n]]
+                kept[min(group[n] for n in run)] = _added_row(members, at, run, kind.added, numbers)
+    return [kept[index] for index in sorted(kept)]
+
+
+def _runs(kinds: dict[int, Hashable]) -> list[list[int]]:
+    """The numbers in order, neighbours of one kind together."""
+    runs: list[list[int]] = []
+    for number in sorted(kinds):
+        if runs and kinds[runs[-1][-1]] == kinds[number]:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def _added_row(
+    members: Sequence[ModuleRows[R]],
+    at: int,
+    run: Sequence[int],
+    added: Callable[[Sequence[R]], R],
+    numbers: dict[tuple[str, ...], set[int]],
+) -> ModuleRows[R]:
+    parts = members[0].module.split(".")
+    everywhere = numbers[_masked(parts[: at + 1])] == {*run}
+    name = parts[at].rstrip("0123456789")
+    parts[at] = name + (_ALL if everywhere else _ranges(run))
+    rows = tuple(added(many) for many in zip(*(m.rows for m in members), strict=True))
+    layers = sum(member.layers for member in members)
+    return ModuleRows(members[0].section, ".".join(parts), layers, rows)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in short: "0-4,6"."""
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and ends[-1][1] == number - 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ends)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
@@ -21,6 +19,8 @@ IN_AMP = Row("class:matmul", Rule.LOWER, source="policies/amp.toml")
 
 def magnitudes(values: Any, **given: Any) -> Magnitudes:
     """Make the magnitudes of an array, from float32's own bits without the sign."""
+    import numpy as np  # which a report needs not
+
     array = np.asarray(values, np.float32).ravel()
     bits = (array.view(np.uint32) & 0x7FFFFFFF) >> SHIFT
     counts = np.bincount(bits, minlength=BINS)
@@ -82,6 +82,8 @@ def transformer(depth: int, faulty: bool = True) -> Audit:
     """A network whose activations grow and whose gradients shrink with the depth: 60 modules long
     or more, as is asked. One module overflows, one has no gradient, one is zero.
     """
+    import numpy as np
+
     random = np.random.default_rng(0)
     results, gradients = [], []
     for i in range(depth):

@@ -52,19 +52,19 @@ def columns(
     def lines(row: Sequence[str]) -> list[str]:
         broken = {i: _broken(row[i], wide[i]) for i in used}
         height = max(map(len, broken.values()), default=0)
-        made = []
+        cut = []
         for at in range(height):
             parts = {i: broken[i][at] if at < len(broken[i]) else "" for i in used}
-            made.append(_line(parts, wide, numeric))
-        return made
+            cut.append(_line(parts, wide, numeric))
+        return cut
 
     if not used:
         return [row for row in listed if isinstance(row, str)]
     rule = (" " * _GAP).join("-" * wide[i] for i in used)
-    made = [*lines(heads), rule]
+    table = [*lines(heads), rule]
     for row in listed:
-        made += [row] if isinstance(row, str) else lines(row)
-    return made
+        table += [row] if isinstance(row, str) else lines(row)
+    return table
 
 
 def needed(heads: Sequence[str], rows: Iterable[str | Sequence[str]]) -> int:
@@ -102,19 +102,19 @@ def _narrowed(
 
     Character by character, the column is narrowed that then has the fewest lines more.
     """
-    made = dict(wide)
+    narrowed = dict(wide)
     least = {
         i: max(_LEAST, len(heads[i]), *map(_longest_place, texts[i])) for i in texts if texts[i]
     }
-    price = {i: _price(texts[i], made[i] - 1) - _price(texts[i], made[i]) for i in least}
+    price = {i: _price(texts[i], narrowed[i] - 1) - _price(texts[i], narrowed[i]) for i in least}
     for _ in range(-room):
-        narrower = [i for i in least if made[i] > least[i]]
+        narrower = [i for i in least if narrowed[i] > least[i]]
         if not narrower:
             break
-        i = min(narrower, key=lambda i: (price[i], -made[i]))
-        made[i] -= 1
-        price[i] = _price(texts[i], made[i] - 1) - _price(texts[i], made[i])
-    return made
+        i = min(narrower, key=lambda i: (price[i], -narrowed[i]))
+        narrowed[i] -= 1
+        price[i] = _price(texts[i], narrowed[i] - 1) - _price(texts[i], narrowed[i])
+    return narrowed
 
 
 def _price(texts: Counter[str], width: int) -> int:
@@ -147,27 +147,27 @@ def _broken(cell: str, width: int) -> list[str]:
     lead = " " * min(len(cell) - len(text), max(width - _NEEDED, 0))
     rest = lead + " " * _GAP if width >= len(lead) + _GAP + _NEEDED else lead
     parts = [part for word in text.split() for part in _pieces(word, width - len(rest))]
-    made, line = list[str](), lead
+    lines, line = list[str](), lead
     for gap, piece in parts:
         if line.strip() and len(line + gap + piece) > width:
-            made.append(line)
+            lines.append(line)
             line = rest
         line += gap + piece if line.strip() else piece
-    return [*made, line]
+    return [*lines, line]
 
 
 def _pieces(word: str, most: int) -> Iterator[tuple[str, str]]:
     """The parts of a word of which each fits into a line, with what is in front of each."""
-    found = [word]
+    pieces = [word]
     if len(word) > most:
         parts = [match[0] for match in _PART.finditer(word)]
-        found = [
+        pieces = [
             part[at : at + most] if not _PLACE.fullmatch(part) else part
             for part in parts
             for at in range(0, 1 if _PLACE.fullmatch(part) else len(part), most)
         ]
-    yield " ", found[0]
-    yield from (("", part) for part in found[1:])
+    yield " ", pieces[0]
+    yield from (("", part) for part in pieces[1:])
 
 
 def folded(text: str, width: int | None = None) -> list[str]:
@@ -191,8 +191,8 @@ def dtypes(inputs: Sequence[str], run: str, outputs: Sequence[str]) -> str:
 
 
 def _counted(names: Sequence[str]) -> str:
-    found = Counter(map(short, names))
-    return ", ".join(f"{n} x{count}" if count > 1 else n for n, count in found.items()) or "none"
+    counts = Counter(map(short, names))
+    return ", ".join(f"{n} x{count}" if count > 1 else n for n, count in counts.items()) or "none"
 
 
 def size(count: int) -> str:

@@ -146,14 +146,14 @@ def _figure(
         ("forward: results of ops", [row.forward for row in rows]),
         (f"backward: gradients{note}", [row.gradient for row in rows]),
     )
-    for at, (title, found) in enumerate(sides):
+    for at, (title, side) in enumerate(sides):
         x = left + at * (_PANEL + _GUTTER)
         above = place(x, _BOTTOM + body + _GAP, _PANEL, ruler)
         main = place(x, _BOTTOM, _PANEL, body)
         above.set_title(title, loc="left", fontsize=10, color=look.ink, pad=6)
         _ruler(above, dtypes, span, look)
         _shade(main, dtypes, look)
-        _bands(main, found, look, line)
+        _bands(main, side, look, line)
         _frame(main, span, len(rows), look)
         shown = names if at == 0 else [""] * len(rows)
         main.set_yticks(range(len(rows)), shown, color=look.ink, parse_math=False)  # "$" is a sign
@@ -190,15 +190,15 @@ def _span(rows: Sequence[Layer]) -> tuple[float, float]:
     """The ends of the axis, as powers of two: all that is drawn, and float16's range."""
     edges = [-26.0, 18.0]
     for row in rows:
-        for found in (row.forward, row.gradient):
-            if found is not None and found.largest:
-                edges += map(math.log2, (*_ends(found), found.largest))
+        for side in (row.forward, row.gradient):
+            if side is not None and side.largest:
+                edges += map(math.log2, (*_ends(side), side.largest))
     return min(edges) - 2, max(edges) + 2
 
 
-def _ends(found: Magnitudes) -> tuple[float, float]:
+def _ends(m: Magnitudes) -> tuple[float, float]:
     """The ends of the band; the largest magnitude, if the bins hold no other than zero."""
-    low, high = (found.quantile(share) or found.largest for share in _QUANTILES)
+    low, high = (m.quantile(share) or m.largest for share in _QUANTILES)
     return low, high
 
 
@@ -244,9 +244,9 @@ def _shade(axes: "Axes", dtypes: tuple[str, ...], look: Look) -> None:
         axes.axvline(low, color=color, linewidth=0.9, alpha=0.8, linestyle=(0, (1, 2)), zorder=1)
 
 
-def _bands(axes: "Axes", found: list[Magnitudes | None], look: Look, line: progress.Line) -> None:
+def _bands(axes: "Axes", side: list[Magnitudes | None], look: Look, line: progress.Line) -> None:
     """A band and a tick for each row; Inf, NaN and "all zero" as words at the right."""
-    for y, m in enumerate(found):
+    for y, m in enumerate(side):
         line.step()
         if m is None:
             continue
@@ -308,9 +308,9 @@ def layers(audit: AuditRecord, fold: bool = True, sort: str = PROGRAM) -> list[L
             side.setdefault(measured.module, []).append(measured.magnitudes)
             effects.setdefault(measured.module, []).append(measured.loss_effect)
             ops.setdefault(measured.module, []).append(f"{measured.direction} {measured.op}")
-    known = {*forward, *gradient}
+    modules = {*forward, *gradient}
     for measured in audit.gradients:
-        owner = _module(measured, known)
+        owner = _module(measured, modules)
         gradient.setdefault(owner, []).append(measured.magnitudes)
         ops.setdefault(owner, []).append(split(measured.module)[1])
     names = {**forward, **gradient}
@@ -325,14 +325,14 @@ def layers(audit: AuditRecord, fold: bool = True, sort: str = PROGRAM) -> list[L
         )
         for m in names
     ]
-    modules, _, _ = arranged(rows, _LAYERS, sort, fold)
+    folded, _, _ = arranged(rows, _LAYERS, sort, fold)
     return [
-        row._replace(module=one.module, modules=one.layers) for one in modules for row in one.rows
+        row._replace(module=one.module, modules=one.layers) for one in folded for row in one.rows
     ]
 
 
-def _union(found: Iterable[Magnitudes | None]) -> Magnitudes | None:
-    listed = [m for m in found if m is not None]
+def _union(sides: Iterable[Magnitudes | None]) -> Magnitudes | None:
+    listed = [m for m in sides if m is not None]
     return joined(listed) if listed else None
 
 
@@ -366,10 +366,10 @@ _LAYERS: RowKind[Layer] = RowKind(
 )
 
 
-def _module(gradient: Measured, known: set[str]) -> str:
-    """The module of a parameter: the innermost that its name begins with and that is known."""
+def _module(gradient: Measured, modules: set[str]) -> str:
+    """The module of a parameter: the innermost that its name begins with."""
     owner, _ = split(gradient.module)
     path = owner
-    while path and path not in known:
+    while path and path not in modules:
         path = path.rpartition(".")[0]
     return path or owner

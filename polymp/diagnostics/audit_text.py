@@ -157,14 +157,14 @@ def legend(audit: AuditRecord) -> list[str]:
 def _fitting(rows: list[tables.TextRow], width: int) -> tuple[list[tables.TextRow], list[str]]:
     """Rows that fit, without columns of `_OTHERS`, which are named; or with ops above numbers."""
     for apart in (False, True):
-        made = list[tables.TextRow]()
+        laid = list[tables.TextRow]()
         for row in rows:
             alone = isinstance(row, str) or not apart
-            made += [row] if alone else [f"{row[0]} {row[1]}".rstrip(), ("    ", "", *row[2:])]
+            laid += [row] if alone else [f"{row[0]} {row[1]}".rstrip(), ("    ", "", *row[2:])]
         for shown in range(len(_OTHERS), -1, -1):
             first = _HEADS.index("here") - len(_OTHERS) + shown
             gone = [""] * (len(_OTHERS) - shown)
-            cut = [r if isinstance(r, str) else (*r[:first], *gone, r[-1]) for r in made]
+            cut = [r if isinstance(r, str) else (*r[:first], *gone, r[-1]) for r in laid]
             if text_table.needed(_HEADS, cut) <= width:
                 return cut, list(_OTHERS[shown:])
     return cut, _OTHERS
@@ -256,7 +256,7 @@ def _error(part: float) -> str:
 def _here(measured: Measured) -> Iterator[str]:
     """Words on the Inf, NaN and zeros that the values became in this run."""
     m = measured.magnitudes
-    yield from (what for what, found in (("Inf", m.inf), ("NaN", m.nan)) if found)
+    yield from (what for what, there in (("Inf", m.inf), ("NaN", m.nan)) if there)
     if m.burst:
         yield f"{text_table.share(m.burst)} Inf"
     if m.vanished:

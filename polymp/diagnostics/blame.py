@@ -53,49 +53,27 @@ def lost_constants(numbers: Iterable[float], dtype: str) -> str:
 
 
 class Node(NamedTuple):
-    """One op that ran.
+    """One op that ran."""
 
-    Attributes:
-        inputs: places, in the run, of the nodes that made its inputs, all before it.
-        bad: "Inf", "NaN" or "", of its result.
-        run: the dtype of its result.
-        burst: True if its result is Inf in float16 and finite in float32, of the same inputs.
-        vanished: share of its results that are zero in float16 and not in float32.
-        zeros: True if there are zeros in its result.
-        numbers: constants of the program that are zero or 1 in its dtype and are not else.
-        spoiled: name of an input that no op made and that is not finite; "" if there is none.
-        given: True if one of its constants is not finite: a mask's -inf.
-        value: False if its result is no float: a test, a comparison.
-        asks: True if it tests whether its inputs are finite, as a loss scaler does.
-        cast: True for a cast.
-        loops: keys of the loops around it, the outermost first.
-        first: the round of each of these loops in which its result was first not finite.
-        op: name of the op in the vocabulary.
-        late: True if only the backward pass reads its result.
-        ones: True if its largest result is 1 in its dtype, and below in float32.
-        single: True if its result is one number, as a loss is.
-        call: of the op that it is part of; nodes of one call share what that was given.
-    """
-
-    inputs: tuple[int, ...]
-    bad: str
-    run: str
-    burst: bool = False
-    vanished: float = 0.0
-    zeros: bool = False
-    numbers: tuple[float, ...] = ()
-    spoiled: str = ""
-    given: bool = False
-    value: bool = True
-    asks: bool = False
+    inputs: tuple[int, ...]  # places, in the run, of the nodes that made its inputs, all before it
+    bad: str  # "Inf", "NaN" or "", of its result
+    run: str  # the dtype of its result
+    burst: bool = False  # its result is Inf in float16 and finite in float32, of the same inputs
+    vanished: float = 0.0  # share of its results that are zero in float16 and not in float32
+    zeros: bool = False  # there are zeros in its result
+    numbers: tuple[float, ...] = ()  # constants that are zero or 1 in its dtype and are not else
+    spoiled: str = ""  # name of an input that no op made and that is not finite
+    given: bool = False  # one of its constants is not finite: a mask's -inf
+    value: bool = True  # False if its result is no float: a test, a comparison
+    asks: bool = False  # it tests whether its inputs are finite, as a loss scaler does
     cast: bool = False
-    loops: tuple[Hashable, ...] = ()
-    first: tuple[int, ...] = ()
-    op: str = ""
-    late: bool = False
-    ones: bool = False
-    single: bool = False
-    call: Hashable = None
+    loops: tuple[Hashable, ...] = ()  # keys of the loops around it, the outermost first
+    first: tuple[int, ...] = ()  # the round of each in which its result was first not finite
+    op: str = ""  # its name in the vocabulary
+    late: bool = False  # only the backward pass reads its result
+    ones: bool = False  # its largest result is 1 in its dtype, and below in float32
+    single: bool = False  # its result is one number, as a loss is
+    call: Hashable = None  # of the op that it is part of; nodes of one call share their inputs
 
 
 class Blame(NamedTuple):

@@ -197,11 +197,11 @@ class CallList:
 
 def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
     """The calls, those of one site added up."""
-    found: dict[tuple[Any, ...], Call] = {}
+    sites: dict[tuple[Any, ...], Call] = {}
     for call in calls:
-        other = found.get(call.site)
-        found[call.site] = call if other is None else _added(other, call)
-    return tuple(found.values())
+        other = sites.get(call.site)
+        sites[call.site] = call if other is None else _added(other, call)
+    return tuple(sites.values())
 
 
 def added(calls: Sequence[Call]) -> Call:

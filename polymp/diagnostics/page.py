@@ -89,8 +89,8 @@ def _file(name: str) -> str:
 @cache
 def _parts() -> dict[str, Template]:
     """The templates of page_parts.html, by their identifiers."""
-    found = re.findall(r'<template id="([\w-]+)">(.*?)</template>', _file("page_parts.html"), re.S)
-    return {name: Template(text) for name, text in found}
+    parts = re.findall(r'<template id="([\w-]+)">(.*?)</template>', _file("page_parts.html"), re.S)
+    return {name: Template(text) for name, text in parts}
 
 
 def _part(name: str, /, **values: object) -> _Markup:
@@ -111,8 +111,8 @@ def _joined(parts: Iterable[_Markup]) -> _Markup:
 
 def _attributes(values: Mapping[str, object]) -> _Markup:
     """The attributes that have a value."""
-    given = ((name, value) for name, value in values.items() if value not in ("", None))
-    return _Markup(" ".join(f'{name}="{escape(str(value))}"' for name, value in given))
+    present = ((name, value) for name, value in values.items() if value not in ("", None))
+    return _Markup(" ".join(f'{name}="{escape(str(value))}"' for name, value in present))
 
 
 def _figure(name: str, bars: Sequence[Bar]) -> _Markup:
@@ -163,11 +163,11 @@ def _row(at: int, line: Line, columns: Sequence[Column]) -> _Markup:
 
 @lru_cache(maxsize=4096)  # most cells of a long table are like others
 def _cell(cell: Cell, breaks: str) -> _Markup:
-    given: dict[str, object] = {"class": breaks}
+    kind: dict[str, object] = {"class": breaks}
     if cell.value is not None:
-        given = {"class": f"n {breaks}".rstrip(), "data-v": cell.value}
+        kind = {"class": f"n {breaks}".rstrip(), "data-v": cell.value}
     text = cell.text.replace(" -> ", " \u2192 ")  # a browser breaks lines after dashes
-    return _part("cell", text=text, attributes=_attributes({**given, "title": cell.about}))
+    return _part("cell", text=text, attributes=_attributes({**kind, "title": cell.about}))
 
 
 def written(page: str, path: "str | PathLike[str] | None") -> str:

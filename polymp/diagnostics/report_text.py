@@ -140,20 +140,20 @@ def headline(report: CallList) -> str:
     return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
 
 
-def ruled(call: Call, known: str = "") -> str:
+def ruled(call: Call, policy: str = "") -> str:
     """Return the rule that a call ran by, with the op, scope and source of its row."""
-    row = by(call.row, call.op, known) if call.row else ""
+    row = by(call.row, call.op, policy) if call.row else ""
     ran = "as lower" if call.rule == "fp8" else f"in {call.run}"
     fallback = f"run {ran}: {call.fallback}" if call.fallback else ""
     return ", ".join(filter(None, (call.rule, call.recipe, fallback, row)))
 
 
-def by(row: Row, op: str, known: str = "") -> str:
+def by(row: Row, op: str, policy: str = "") -> str:
     """The selector of a row, if that is not the op, with its scope and its source."""
     shipped = re.fullmatch(r"policies/(.*)\.toml", row.source)
     source = shipped[1] if shipped else row.source
     of, scope = row.of if row.of != op else "", f"in {row.scope}" if row.scope else ""
-    return ", ".join(filter(None, (of, scope, source if source != known else "")))
+    return ", ".join(filter(None, (of, scope, source if source != policy else "")))
 
 
 def in_8_bits(report: CallList) -> str:
@@ -199,12 +199,12 @@ def widening(report: CallList) -> str:
     """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
     calls = report.widened()
     modules, _, _ = tables.arranged(calls, CALLS)
-    found = [(call, one) for one in modules for call in one.rows]
+    widened = [(call, one) for one in modules for call in one.rows]
     named = [
         ", ".join(filter(None, (f"{c.op} in {one.label}" if c.module else c.op, c.source)))
-        for c, one in found[:_NAMED]
+        for c, one in widened[:_NAMED]
     ]
-    if more := len(calls) - sum(one.layers for _, one in found[:_NAMED]):
+    if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
     return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
 
@@ -250,12 +250,12 @@ def chosen(
     calls: Iterable[Call] = report.calls
     if modules is not None:
         patterns = [modules] if isinstance(modules, str) else list(modules)
-        known = dict.fromkeys(call.module for call in report.calls)
-        inside = {p: {m for m in known if _within(p, m)} for p in patterns}
-        for pattern, found in inside.items():
-            if not found:
+        every = dict.fromkeys(call.module for call in report.calls)
+        inside = {p: {m for m in every if _within(p, m)} for p in patterns}
+        for pattern, matching in inside.items():
+            if not matching:
                 raise ValueError(
-                    f"modules={pattern!r} matches no call; the report's modules are {_list(known)}."
+                    f"modules={pattern!r} matches no call; the report's modules are {_list(every)}."
                 )
         kept = set[str]().union(*inside.values())
         calls = [call for call in calls if call.module in kept]

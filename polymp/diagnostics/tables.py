@@ -220,19 +220,19 @@ def folded(rows: Iterable[R], kind: RowKind[R], fold: bool = True) -> list[Modul
 
 def _numbers(modules: Iterable[str]) -> dict[tuple[str, ...], set[int]]:
     """The numbers of all layers, by the path up to them."""
-    found: dict[tuple[str, ...], set[int]] = {}
+    numbers: dict[tuple[str, ...], set[int]] = {}
     for module in modules:
         parts = module.split(".")
         for at, part in enumerate(parts):
             if number := _NUMBERED.fullmatch(part):
-                found.setdefault(_masked(parts[: at + 1]), set()).add(int(number[2]))
-    return found
+                numbers.setdefault(_masked(parts[: at + 1]), set()).add(int(number[2]))
+    return numbers
 
 
 def _masked(parts: Sequence[str]) -> tuple[str, ...]:
     """The parts of a path; numbers and ranges as `*`."""
-    found = ((part, _FOLDED.fullmatch(part)) for part in parts)
-    return tuple(f"{match[1]}{_ALL}" if match else part for part, match in found)
+    matches = ((part, _FOLDED.fullmatch(part)) for part in parts)
+    return tuple(f"{match[1]}{_ALL}" if match else part for part, match in matches)
 
 
 def _folded_at(

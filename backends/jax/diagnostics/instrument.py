@@ -729,7 +729,7 @@ def measured(
     for call, sites in with_sites(found.closed, found.record, lambda v: is_measured(v.aval)):
         of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
         floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
-        if floats and not _updates(floats[-1]):
+        if floats and (once or not _updates(floats[-1])):
             last = _leaving(floats, sites, readers)
             ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
         calls.append(call)

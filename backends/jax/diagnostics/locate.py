@@ -207,9 +207,12 @@ def _outside(event: Event, operands: Sequence[Operand]) -> str:
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     taken = eqn.params["slice_sizes"]
     last = [shape[axis] - taken[axis] for axis in numbers.start_index_map]
-    index = max((int(x.largest) for x in operands if "int" in x.dtype), default=0)
+    indices = [x for x in operands if "int" in x.dtype]
+    index = max((int(x.largest) for x in indices), default=0)
     of = f"0..{last[0]}" if len(last) == 1 else f"shape {list(shape)}"
     which = f"index {index}" if index > max(last) else "an index"
+    if any(x.negative for x in indices):  # those that count from the end were wrapped before
+        which = "a negative index"
     by = function_of(eqn.source_info.traceback) or "gather"
     return f"{which} is outside {of}: {by} filled with NaN"
 

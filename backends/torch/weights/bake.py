@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import regions, torch_table
+from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.autocast_kernel import Rulings
 from polymp.backends.torch.compat import dispatcher, export, modes
 from polymp.backends.torch.modules import subclass
@@ -26,12 +27,16 @@ def bake(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
+    device_type: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    policy: PolicyLike | None = None,
     dynamic_shapes: Any = None,
 ) -> torch.export.ExportedProgram:
-    """Export a model as it runs in the region in force, with the casts written out.
+    """Export a model as it runs in a region, with the casts written out.
 
+        program = bake(model, (x,), dtype=torch.bfloat16, policy="lean")
         with autocast("cpu", torch.bfloat16, policy="lean"):
-            program = bake(model, (x,))
+            program = bake(model, (x,))     # the same: the region in force
         program.module()(x)                 # outside: the same bits as model(x) in the region
 
     Policies, scopes, regions inside the model, polymp's or torch.amp's, and registered ops have the
@@ -49,6 +54,10 @@ def bake(
         model: any module that torch.export can trace, non-strictly.
         inputs: example inputs.
         kwargs: example inputs by keyword.
+        device_type: of the region; None for the device of the inputs and parameters. With none of
+            `device_type`, `dtype` and `policy`, the region is the one in force.
+        dtype: of the region, as autocast takes it.
+        policy: of the region, as autocast takes it.
         dynamic_shapes: as in torch.export.export.
 
     Returns:
@@ -71,6 +80,9 @@ def bake(
             f"bake() takes the inputs of {type(model).__name__} as a tuple, such as (x,), "
             f"not as {type(inputs).__name__}."
         )
+    if (device_type, dtype, policy) != (None, None, None):
+        with autocast(device_type or _device(model, inputs), dtype, policy=policy):
+            return bake(model, inputs, kwargs, dynamic_shapes=dynamic_shapes)
     trace = Trace(torch.is_autocast_cache_enabled(), in_use())
     subclass.extend(model, _Baked, trace)
     try:
@@ -93,6 +105,13 @@ def bake(
             "cannot be written out. Enter it around the control flow."
         )
     return program
+
+
+def _device(model: nn.Module, inputs: tuple[Any, ...]) -> str:
+    """The device type of a model and its inputs; "cpu" if they have no tensors."""
+    tensors = (*tree_leaves(inputs), *model.parameters(), *model.buffers())
+    found = [t.device.type for t in tensors if isinstance(t, torch.Tensor)]
+    return next((kind for kind in found if kind != "cpu"), "cpu")
 
 
 def _nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:

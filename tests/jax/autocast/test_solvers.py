@@ -273,12 +273,21 @@ def _count(w):
     return lax.while_loop(lambda s: (s[1] > 0) & (s[2] < FEW), turn, (Y8, 8, 0))[2]
 
 
+def _status(w):
+    def turn(state):
+        x = _turn(w, state[0])
+        near = jnp.abs(x - state[0]).max() < 1e-4
+        return x, lax.cond(near, lambda: 1, lambda: 0), state[2] + 1
+
+    return lax.while_loop(lambda s: (s[1] == 0) & (s[2] < FEW), turn, (Y8, 0, 0))[2]
+
+
 def _batched(w):
     return jax.vmap(lambda by: _compares(by * w))(jnp.array([1.0, 0.5])).sum()
 
 
 Y8 = jnp.linspace(0, 1, 8)
-TO_A_TOLERANCE = (_compares, _flag, _error, _count, _batched)
+TO_A_TOLERANCE = (_compares, _flag, _error, _count, _status, _batched)
 
 
 def _is_low(fn: Any, *args: Any) -> bool:

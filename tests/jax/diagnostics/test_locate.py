@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -381,9 +382,29 @@ def test_an_index_out_of_range_is_named(low: Any) -> None:
         assert fault.why.endswith("filled with NaN")
         assert fault.source.startswith("test_locate.py")
         assert fault.module == ("emb" if isinstance(fn, nnx.Module) else "")
+        below = locate(called, *args[:-1], jnp.array([1, -20]))
+        assert below is not None
+        assert below.why.startswith(f"a negative index is outside 0..9: {by}")
     audited = audit(autocast(calls[0][0], dtype=F16))
     audited(x, at)
     assert "an index is outside 0..9" in str(audited.audit.suggest())
+
+
+@pytest.mark.parametrize("place", ["update", "step"])
+def test_an_optimizer_that_breaks_its_step_is_blamed(place: str) -> None:
+    tx, w = optax.adam(0.01), jnp.array([0, 1, 2], F16)  # whose eps is 0 in float16
+
+    def update(w: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    def step(w: Any, state: Any, x: Any) -> Any:
+        return update(w, state, jax.grad(lambda w: (w * x).sum())(w))
+
+    fault = locate(update if place == "update" else jax.jit(step), w, tx.init(w), w)
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.run) == ("div", "operation", "float16")
+    assert [one.zeros > 0 for one in fault.inputs] == [True, True]
 
 
 # What rounds to 1

@@ -120,8 +120,8 @@ def _decide(closed: ClosedProgram, out: int) -> set[int]:
         read = eqn.invars
         if eqn.primitive.name in CALLS | RULED | {"cond"}:
             parts = inside(eqn)
-            which = read[:1] if eqn.primitive.name == "cond" else []
-            read = [part.of(read)[i] for part in parts for i in _decide(part.closed, at)] + which
+            todo.extend(read[:1] if eqn.primitive.name == "cond" else [])  # which branch
+            read = [part.of(read)[i] for part in parts for i in _decide(part.closed, at)]
         elif jax.numpy.issubdtype(getattr(atom.aval, "dtype", bool), jax.numpy.integer):
             read = [v for v in read if not _is_inexact(v)]
         todo.extend(read)

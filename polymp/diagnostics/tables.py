@@ -112,11 +112,9 @@ def arranged(
     fold: bool = True,
     limit: int | None = None,
 ) -> Arranged[R]:
-    """Return rows by section and module, equal layers as one.
-
-    In another order than that of the program, modules are sorted in their section, and rows in
-    their module. A limit keeps the rows that come first by that order, or by cost.
-    """
+    """Return rows by section and module, equal layers as one."""
+    # In another order than that of the program, modules are sorted in their section, and rows in
+    # their module. A limit keeps the rows that come first by that order, or by cost.
     check_sort(sort, kind)
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")

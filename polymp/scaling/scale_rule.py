@@ -109,11 +109,9 @@ def step(
 
 
 def checked(rule: ScaleRule) -> ScaleRule:
-    """Return a rule with its numbers as floats and ints, if every one is in its range.
-
-    An interval above 2**31 - 1, which no run reaches, becomes that. The bounds are rounded to the
-    nearest float32 number, so that Python numbers and arrays stop at the same scale.
-    """
+    """Return a rule with its numbers as floats and ints, if every one is in its range."""
+    # An interval above 2**31 - 1, which no run reaches, becomes that. The bounds are rounded to the
+    # nearest float32 number, so that Python numbers and arrays stop at the same scale.
     growth = number("growth_factor", rule.growth)
     backoff = number("backoff_factor", rule.backoff)
     interval = number("growth_interval", rule.interval, whole=True)
@@ -151,11 +149,9 @@ def checked_scale(name: str, value: object, rule: ScaleRule) -> float:
 
 
 def checked_first_scale(name: str, value: object, rule: ScaleRule) -> float:
-    """Return a value as a scale to start from, if it is a positive number that float32 holds.
-
-    The default bounds limit growth and backoff, not the first scale, as in torch.amp. Bounds that
-    the caller has set limit the first scale, too.
-    """
+    """Return a value as a scale to start from, if it is a positive number that float32 holds."""
+    # The default bounds limit growth and backoff, not the first scale, as in torch.amp. Bounds that
+    # the caller has set limit the first scale, too.
     scale = number(name, value)
     if not 0 < as_float32(scale) < math.inf:
         raise ValueError(

@@ -400,10 +400,8 @@ jax.tree_util.register_pytree_with_keys(
 def _with_scale(
     scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool
 ) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
-    """Wrap a loss function so that it returns the scaled loss to differentiate, and its own loss.
-
-    The scaled loss divided by the scale may differ from that in its last bits.
-    """
+    """Wrap a loss function so that it returns the scaled loss to differentiate, and its own."""
+    # The scaled loss divided by the scale may differ from that in its last bits.
     if not callable(fun):
         raise TypeError(f"value_and_grad needs the function that computes the loss, got {fun!r}.")
 

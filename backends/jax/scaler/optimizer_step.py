@@ -190,11 +190,9 @@ def on_device(state: ScaleState) -> ScaleState:
 
 
 def factor(state: ScaleState) -> jax.Array:
-    """The factor of losses and divisor of gradients: the scale, float32 [].
-
-    A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its inverse,
-    for 0.
-    """
+    """The factor of losses and divisor of gradients: the scale, float32 []."""
+    # A first scale beyond the bounds counts as the nearer one: XLA on CPU takes it, or its inverse,
+    # for 0.
     scale = state.scale
     if scale.shape != ():
         raise TypeError(

@@ -225,10 +225,8 @@ def _prepare(
     cache: bool,
     policy: PolicyLike | None,
 ) -> tuple[str, bool, torch.dtype]:
-    """Check the arguments and prepare their region; return its ticket, if it is enabled, its dtype.
-
-    Without a dtype it is that of the region around, and bfloat16 for a policy with rule fp8.
-    """
+    """Check the arguments and prepare their region; return its ticket, enabled, and its dtype."""
+    # Without a dtype it is that of the region around, and bfloat16 for a policy with rule fp8.
     if not is_autocast_available(device):
         raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     if not isinstance(around, torch.dtype):

@@ -832,11 +832,9 @@ def _checked(options: Options) -> Options:
 
 
 def scaled(outputs: Outputs, scale_of: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
-    """Multiply every tensor of a structure by the scale.
-
-    Autograd saves the scale itself, where it is on the tensor's device: a backward pass after an
-    update that has changed it raises, as with torch.amp.
-    """
+    """Multiply every tensor of a structure by the scale."""
+    # Autograd saves the scale itself, where it is on the tensor's device: a backward pass after an
+    # update that has changed it raises, as with torch.amp.
     if isinstance(outputs, torch.Tensor):
         return cast(Outputs, outputs * unscale.moved(scale_of(outputs), outputs.device))
     if isinstance(outputs, Iterable):

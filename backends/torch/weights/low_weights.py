@@ -163,11 +163,9 @@ def _kept(
 def _read_in_float32(
     optimizer: torch.optim.Optimizer, forward: Forward, name: str
 ) -> dict[torch.Tensor, str]:
-    """Run the model, and return the parameters with another use than a cast to the low dtype.
-
-    Every use is watched below autocast and autograd, as `freeze` does. Tensors that share memory
-    are in the result together; the reason is the op that reads them, or that none does.
-    """
+    """Run the model, and return the parameters with another use than a cast to the low dtype."""
+    # Every use is watched below autocast and autograd, as `freeze` does. Tensors that share memory
+    # are in the result together; the reason is the op that reads them, or that none does.
     sharing: dict[int, dict[str, torch.Tensor]] = {}
     for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         key = storage_key(distributed.local(p)) or id(p)

@@ -16,7 +16,7 @@ from polymp import PolicyError
 from polymp.backends.torch.compat import modes
 from polymp.backends.torch.weights import freeze_usage, originals
 from polymp.torch import autocast, freeze
-from tests.support.torch.models import Mixed, Uses, bits, frozen_weights, held, plainly
+from tests.support.torch.freezable_models import Mixed, Uses, bits, frozen_weights, held, plainly
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 

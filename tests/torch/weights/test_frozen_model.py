@@ -20,7 +20,7 @@ from polymp import PolicyError
 from polymp.backends.torch.weights import freeze as freezing
 from polymp.backends.torch.weights import freeze_trial, freeze_usage
 from polymp.torch import Frozen, autocast, freeze, pin, scoped
-from tests.support.torch.models import Mixed, Uses, bits, frozen_weights, held, plainly
+from tests.support.torch.freezable_models import Mixed, Uses, bits, frozen_weights, held, plainly
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 

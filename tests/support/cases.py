@@ -144,6 +144,7 @@ AS_WRITTEN = "a region that is off runs what is written, and float32 is: torch k
 BIAS = "a float32 argument added to a low product is its bias in JAX"
 OWN_ADD = "the bias is added by an op of its own in JAX; low in another dtype, it is no parameter"
 HALVES = "torch refuses the half dtype that is not the region's; JAX's table widens"
+ADDS_UP = "JAX adds up in float32, and the result has the array's dtype"
 FOLLOWS = "in JAX, what is written into an array takes the array's dtype"
 CHOSEN = "torch.where makes a float32 tensor of two numbers; in JAX they follow what they meet"
 NO_CELL = "JAX has no kernel for the cell: a state in float32 meets low gates and stays float32"
@@ -269,7 +270,8 @@ OPS: tuple[Op, ...] = (
     Op("vdot", (V, grid(4)), WIDEST, LOWER, CONTRACTION, roundings=4),
     Op("tensordot", (X, grid(4, 5)), WIDEST, LOWER, CONTRACTION),
     Op("index_put", (grid(5, 4), grid(3, 4), index(5, 3)), WIDEST, FIRST, FOLLOWS, only=NO_MIX),
-    Op("scatter_add", (grid(5, 4), grid(3, 4), index(5, 3, 4)), WIDEST, roundings=3, only=NO_MIX),
+    Op("scatter_add", (grid(5, 4), grid(3, 4), index(5, 3, 4)), WIDEST, KEEP, ADDS_UP, roundings=3,
+       only=NO_MIX),
     # Interpolation
     Op("upsample_nearest2d", (grid(1, 2, 3, 3),), FP32, KEEP, "moves numbers in JAX"),
     *(

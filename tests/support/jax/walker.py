@@ -11,7 +11,7 @@ dtype it runs in and in `out` what dtype it returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,8 @@ class Site:
     where: str  # the constructs around it, outermost first
     scope: str  # the name stack, transformations included
     as_written: bool  # left alone: inside a construct that is, or a product that sums nothing
+    unsummed: tuple[tuple[int, ...], ...] = ()  # shapes of the operands of such a product
+    shapes: tuple[tuple[int, ...], ...] = ()  # of all operands
 
     @property
     def transposed(self) -> bool:
@@ -120,8 +122,10 @@ def violations(
     set, are the program's own. In the `gradient` of a program that was rewritten before, JAX's own
     derivative rules may sum and invert in the dtypes of forward, and narrow what forward widened.
     """
-    judged = ((site, _judge(site, run)) for site in equations(jaxpr, off))
-    found = [v for site, v in judged if v is not None and not (gradient and _derived(site))]
+    sites = list(equations(jaxpr, off))
+    unsummed = {shape for site in sites for shape in site.unsummed}
+    judged = ((site, _judge(site, run)) for site in sites)
+    found = [v for x, v in judged if v is not None and not (gradient and _derived(x, unsummed))]
     return found + [Violation("shift", site) for site in _shifts(_open(jaxpr), off)]
 
 
@@ -143,9 +147,11 @@ def _judge(site: Site, run: str) -> Violation | None:
     return None
 
 
-def _derived(site: Site) -> bool:
-    if site.op in ("convert_element_type", "dot_general"):  # of a product that sums nothing
+def _derived(site: Site, unsummed: Collection[tuple[int, ...]]) -> bool:
+    if site.op == "convert_element_type":
         return site.transposed
+    if site.op == "dot_general":  # by which a product that sums nothing is transposed
+        return site.transposed and not {*site.shapes}.isdisjoint(unsummed)
     return site.differentiated and site.op in (*LINEAR, "integer_pow", "square")
 
 
@@ -178,6 +184,7 @@ def _walk(jaxpr: Any, where: str, scope: str, as_written: bool, off: str) -> Ite
         here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         name = str(eqn.params.get("name", "")) if op in ("jit", "pjit") else ""
         left = as_written or op in AS_WRITTEN or name in LINALG or _under(here, off)
+        shapes, alone = tuple(_shape(v) for v in eqn.invars), _sums_nothing(op, eqn)
         yield Site(
             op,
             tuple(_dtype(v) for v in eqn.invars),
@@ -185,7 +192,9 @@ def _walk(jaxpr: Any, where: str, scope: str, as_written: bool, off: str) -> Ite
             eqn.params,
             where,
             here,
-            left or _sums_nothing(op, eqn),
+            left or alone,
+            shapes if alone else (),
+            shapes,
         )
         if op == OURS or AS_WRITTEN.get(op) == "a kernel is opaque":
             continue
@@ -253,6 +262,10 @@ def _found(value: Any) -> Iterator[Any]:
 def _open(jaxpr: Any) -> Any:
     """The jaxpr inside a closed one; since jax 0.11 the two are one class."""
     return jaxpr if hasattr(jaxpr, "eqns") and not hasattr(jaxpr, "jaxpr") else jaxpr.jaxpr
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
 
 
 def _dtype(var: Any) -> str:

@@ -61,18 +61,13 @@ MODES: dict[str, Mode] = {
 
 def low_dtype(mode: Mode, dtype: object) -> str:
     """Return the name of the dtype that weights are kept in, if the mode allows it."""
-    name = low_name(dtype, "low_weights(): dtype")
+    name = dtypes.name(dtype, ("bfloat16", "float16"), "low_weights(): dtype")
     if name not in mode.accepted:
         raise ValueError(
             f"low_weights(): mode {mode.name!r} keeps weights in bfloat16, not in {name}, because "
             f"it works on the upper 16 bits of float32. Write mode='master' to keep {name} weights."
         )
     return name
-
-
-def low_name(dtype: object, what: str) -> str:
-    """Return the name of a low dtype."""
-    return dtypes.name(dtype, ("bfloat16", "float16"), what)
 
 
 Verb = Callable[[Any], Any]

@@ -211,17 +211,57 @@ def test_an_eps_of_1e_6_is_told_from_1e_5_in_a_block() -> None:
     assert any(gap.part for gap in raised.value.gaps if "gradient" in gap.what)
 
 
+# Gradients that are the sum of the fixed cotangent, whatever the seed: one error, often zero.
+ONE_ERROR = {("linear", 2), ("conv1d with bias", 2), ("layer_norm", 2)}
+SEEDS = {"block": size(3, 1000)}
+
+
+def seeds_of(name: str) -> int:
+    """So many that the ops have a thousand together, and the block as many alone."""
+    return SEEDS.get(name, size(3, 33))
+
+
 @pytest.mark.sized
-@pytest.mark.parametrize("name", OPS if LONG else ("layer_norm", "div"))
-def test_no_seed_is_a_false_alarm_and_the_tolerance_is_few_errors(name: str) -> None:
+@pytest.mark.parametrize("name", ["block", *OPS] if LONG else ["layer_norm", "div"])
+def test_no_seed_is_a_false_alarm_and_the_tolerance_is_30_errors(name: str) -> None:
     """In float32. In a low dtype most roundings are the same ones in both frameworks."""
     for framework in FRAMEWORKS:
         need(framework)
-    pair = functions(name, False)
-    parities = [
-        assert_parity(*pair, list(cases.values(name, seed)), dtype=None, probes=8)
-        for seed in range(1, size(3, 33) + 1)
-    ]
-    margins = [gap.margin for parity in parities for gap in parity.gaps if gap.error]
-    print(f"\n{name}: {len(parities)} seeds; tolerance by error {min(margins, default=0):.1f}")
-    assert statistics.median(margins) < 300
+    from tests.support.parity_seeds import Repeated
+
+    def given(seed: int) -> list[Any]:
+        return block_inputs(seed) if name == "block" else list(cases.values(name, seed))
+
+    pair = (torch_block(), jax_block()) if name == "block" else functions(name, False)
+    repeated = Repeated(*pair, given(1), probes=8)
+    rows = [repeated.gaps(given(seed)) for seed in range(1, seeds_of(name) + 1)]
+    assert [str(gap) for row in rows for gap in row if gap.part] == []
+    times = {}
+    for column in zip(*rows, strict=True):
+        seen = max(gap.error for gap in column)
+        if seen:
+            times[column[0].what] = statistics.median(g.tolerance for g in column) / seen
+    least = min(gap.margin for row in rows for gap in row)
+    by_largest = ", ".join(f"{x:.1f}" for x in times.values())
+    print(f"\n{name}: {len(rows)} seeds, no false alarm; tolerance by error {least:.1f} at the "
+          f"least, by the largest error {by_largest}")  # fmt: skip
+    if LONG:
+        fixed = {column[0].what for at, column in enumerate(zip(*rows, strict=True))
+                 if (name, at - 1) in ONE_ERROR}  # fmt: skip
+        assert {what: x for what, x in times.items() if x > 30 and what not in fixed} == {}
+
+
+@pytest.mark.sized
+@pytest.mark.parametrize("low", LOW if LONG else LOW[1:])
+def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
+    for framework in FRAMEWORKS:
+        need(framework)
+    from tests.support.parity_seeds import Repeated
+
+    repeated = Repeated(torch_block(), jax_block(), block_inputs(1), low, probes=4)
+    rows = [repeated.gaps(block_inputs(seed)) for seed in range(1, size(2, 100) + 1)]
+    assert [str(gap) for row in rows for gap in row if gap.part] == []
+    seen = [(column, max(gap.error for gap in column)) for column in zip(*rows, strict=True)]
+    times = [statistics.median(g.tolerance for g in c) / most for c, most in seen if most]
+    print(f"\nblock in {low}: tolerance / largest error {min(times):.1f} to {max(times):.1f}")
+    assert max(times) <= 30

@@ -1,0 +1,53 @@
+"""One pair of functions compared at many inputs, with one trace and one compilation in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polymp.diagnostics import rounding
+from polymp.diagnostics.rounding import Gap
+from polymp.testing import parity
+from polymp.testing.parity import arguments
+
+
+class Repeated:
+    """A torch and a JAX function, compared as `assert_parity` does at inputs of one shape.
+
+    Args:
+        torch_fn: takes and returns tensors.
+        jax_fn: the same, of JAX arrays.
+        inputs: of a call.
+        dtype: the low dtype of a region; None for none.
+        probes: runs that measure the tolerance in each framework.
+    """
+
+    def __init__(
+        self,
+        torch_fn: Callable[..., Any],
+        jax_fn: Callable[..., Any],
+        inputs: Sequence[object],
+        dtype: str | None = None,
+        probes: int = 16,
+    ) -> None:
+        given = *arguments(inputs), dtype, "amp", True, probes
+        self._pair = parity._Pair(torch_fn, jax_fn, *given)
+        with self._pair._torch.watch:
+            self._pair._jax = self._pair._in_jax()
+        self._probes = probes
+
+    def gaps(self, inputs: Sequence[object]) -> list[Gap]:
+        """The arrays of a call, with errors and tolerances."""
+        ours, theirs, tree = self._pair._torch, self._pair._jax, arguments(inputs)
+        ours._tree = tree
+        theirs._flat = jax.tree.leaves(
+            {p: jnp.asarray(x) for p, x in rounding.arrays(tree).items()}
+        )
+        with ours.watch:
+            one = ours.run()
+        other = theirs._run(theirs._plain(*theirs._flat), ())
+        moved = [ours.probe(seed) for seed in range(1, self._probes + 1)]
+        return list(parity._gaps(one, other, moved, theirs.probes(self._probes)))

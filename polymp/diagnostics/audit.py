@@ -1,19 +1,37 @@
-"""The audit of a run: its measurements as a table, a picture and a suggestion of rows to change.
+"""The audit of a run: its measurements as a table, a page, a picture and a suggestion.
 
-    Measured ... -> Audit -> table, picture, first fault, fitting scale, suggestion
+    Measured ... -> Audit -> table, page, picture, first fault, fitting scale, suggestion
 
-`suggest` makes the suggestion, `audit_plot` the picture and `audit_text` the table.
+`suggest` makes the suggestion, `audit_plot` the picture; the rows of the table are made here.
 """
 
+import math
+from collections.abc import Hashable, Iterator
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from polymp import text_table
-from polymp.diagnostics import audit_plot, audit_text, page
-from polymp.diagnostics.audit_records import AuditRecord
-from polymp.diagnostics.fp8_loss import LIMIT
+from polymp.diagnostics import audit_plot, fp8_loss, page, tables
+from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, split, together
+from polymp.diagnostics.blame import lost_constants
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.fp8_loss import LIMIT, Fp8Loss
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes
 from polymp.diagnostics.suggest import Suggestion, suggest, suggest_fp8
+from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column
+from polymp.errors import escaped
+from polymp.fp8 import loss
+from polymp.fp8.recipes import (
+    ACTIVATION,
+    GRADIENT,
+    INPUT_GRADIENT,
+    RECIPES,
+    RESULT,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+)
 from polymp.rules.policy_files import Source
+from polymp.weights import lost_updates
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +120,22 @@ class Audit(AuditRecord):
         Raises:
             ValueError: `sort` is none of these four, or `limit` no positive number.
         """
-        return audit_text.audit_table(self, width, sort, fold, limit)
+        width = text_table.terminal_width() if width is None else width
+        table, notes = _arranged(self, sort, fold, limit)
+        rows = [row for row in tables.text_rows(table, width) if row]  # no empty lines
+        heads = [column.name for column in _COLUMNS]
+        whole = text_table.needed(heads, rows)
+        rows, left_out = _fitting(heads, rows, width)
+        if left_out:
+            notes.append(f"no room for {', '.join(left_out)}: table(width={whole}) has them")
+        lines = [*_summary(self), *(["", *_legend(self), *notes, ""] if rows else [])]
+        lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
+        if rows:
+            right = [column.name for column in _COLUMNS if column.numeric]
+            lines += text_table.columns(heads, rows, right, width)
+        if self.fp8:
+            lines += ["", *_fp8_table(self, width, fold)]
+        return escaped("\n".join(lines))
 
     def to_html(
         self, path: str | PathLike[str] | None = None, *, sort: str = "program", fold: bool = True
@@ -120,7 +153,18 @@ class Audit(AuditRecord):
         Raises:
             ValueError: `sort` is none of the four.
         """
-        return page.written(page.html(audit_text.audit_page(self, sort, fold)), path)
+        table, notes = _arranged(self, sort, fold)
+        first, *others = filter(None, _summary(self))
+        made = page.Page(
+            title=first,
+            about="",
+            figures=(),
+            notes=[*others, *_legend(self), *notes],
+            table=table.without_empty(),
+            sorted=("#", True) if sort == PROGRAM else None,
+            what="row",
+        )
+        return page.written(page.html(made), path)
 
     def plot(
         self,
@@ -128,7 +172,6 @@ class Audit(AuditRecord):
         dtype: object = None,
         dark: bool = False,
         *,
-        sort: str = "program",
         fold: bool = True,
     ) -> "Figure":
         """Draw the magnitudes, layer by layer, against the ranges of the dtypes.
@@ -143,7 +186,6 @@ class Audit(AuditRecord):
             dtype: the one whose range to show, by name or as a dtype object; None for float16,
                 bfloat16, float8_e4m3fn and float8_e5m2.
             dark: True for light marks on a dark page.
-            sort: as in `table`; a module stands where the first of its two sides would.
             fold: False to draw equal layers one by one.
 
         Returns:
@@ -151,14 +193,14 @@ class Audit(AuditRecord):
 
         Raises:
             TypeError: `dtype` is neither a string nor a dtype.
-            ValueError: nothing was measured, `dtype` is another dtype than these four, `sort` is no
-                order, or there is no such suffix.
+            ValueError: nothing was measured, `dtype` is another dtype than these four, or there is
+                no such suffix.
             ImportError: matplotlib is not installed.
         """
-        return audit_plot.audit_figure(self, path, dtype, dark, fold, sort)
+        return audit_plot.audit_figure(self, path, dtype, dark, fold)
 
     def __str__(self) -> str:
-        return audit_text.audit_table(self)
+        return self.table()
 
     def __repr__(self) -> str:
         rows = f"{len(self.results)} results, {len(self.gradients)} gradients"
@@ -182,3 +224,304 @@ class Audit(AuditRecord):
             "fp8": self.fp8,
             "fp8_losses": [one.to_dict() for one in self.fp8_losses],
         }
+
+
+# The table: a row for every op and parameter, below lines on the whole run.
+
+_PARAMETERS, LARGEST, LOSS = "parameters", "largest", "loss"
+
+_SECTIONS = {
+    FORWARD: "forward: results of ops",
+    RECOMPUTE: "recompute: the forward again, for the backward",
+    BACKWARD: "backward: gradients that ops made",
+    _PARAMETERS: "backward: gradients of parameters",
+}
+
+_FIRST, *_OTHERS = NARROW
+
+_NUMBERS = ("largest |x|", "over", "under", "sub", "rounding", "drift", "of the loss")
+
+_COLUMNS = (
+    Column("op"),
+    Column("source"),
+    *(Column(name, True) for name in _NUMBERS),
+    *(Column(f"in {text_table.short(name)}", True) for name in _OTHERS),
+    Column("here"),
+)
+
+_LEGEND = (
+    f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
+    f"those that {_FIRST} made so in this run"
+)
+
+_ERRORS = (
+    "rounding: percent by which an op is off from the same op in float32 on the same inputs; "
+    "drift: from the same steps in float32; of the loss: percent by which the op's own rounding "
+    "changes the loss, to first order"
+)
+
+_WORST = 8  # parameters named of those that lose updates
+
+
+def _arranged(
+    audit: AuditRecord, sort: str, fold: bool, limit: int | None = None
+) -> tuple[tables.Table, list[str]]:
+    """The rows of an audit in order, and notes on what is folded and what is left out."""
+    every = [*audit.results, *audit.gradients]
+    modules, hidden, note = tables.arranged(every, _MEASURED, sort, fold, limit)
+    lines = [
+        tables.Line(_SECTIONS[one.section], one.label, _cells(m), (_SECTIONS[one.section], m.run))
+        for one in modules
+        for m in one.rows
+    ]
+    notes = [note] if note else []
+    if hidden:
+        less = "that change the loss less" if sort == LOSS else "of which float16 loses less"
+        notes.append(f"{text_table.plural(hidden, 'row')} {less} not listed")
+    return tables.Table(_COLUMNS, ("section", "dtype"), lines), notes
+
+
+def _legend(audit: AuditRecord) -> list[str]:
+    return [_LEGEND, *([_ERRORS] if audit.rounding else [])]
+
+
+def _fitting(
+    heads: list[str], rows: list[tables.TextRow], width: int
+) -> tuple[list[tables.TextRow], list[str]]:
+    """Rows that fit, without columns of `_OTHERS`, which are named; or with ops above numbers."""
+    for apart in (False, True):
+        laid = list[tables.TextRow]()
+        for row in rows:
+            alone = isinstance(row, str) or not apart
+            laid += [row] if alone else [f"{row[0]} {row[1]}".rstrip(), ("    ", "", *row[2:])]
+        for gone in range(len(_OTHERS) + 1):
+            first, empty = len(heads) - 1 - gone, [""] * gone
+            cut = [r if isinstance(r, str) else (*r[:first], *empty, r[-1]) for r in laid]
+            if text_table.needed(heads, cut) <= width:
+                return cut, _OTHERS[len(_OTHERS) - gone :]
+    return cut, _OTHERS
+
+
+def _summary(audit: AuditRecord) -> Iterator[str]:
+    """Lines on the whole run, above the table."""
+    yield f"audit of {text_table.plural(audit.steps, 'step')}"
+    if audit.fault is not None:
+        yield from ("", "first value that is not finite:", str(audit.fault))
+    if audit.backward:
+        yield ""
+        yield from _scales(audit)
+    if (last := audit.last_forward()) is not None:
+        at = " ".join(filter(None, (last.op, last.source)))
+        error = "rounding errors: not measured, audit(..., rounding=True) does"
+        if audit.rounding:
+            error = f"the last result before the backward pass, {at}, is off by "
+            error += f"{_error(last.drift or 0.0)} % from the same step in float32"
+        yield from (*([] if audit.backward else [""]), error)
+    if audit.rounding:
+        effect = audit.loss_effect
+        yield (
+            "of the loss: not measured, for it needs the backward pass of a loss of one value"
+            if effect is None
+            else f"rounding changes the loss by {_error(effect)} %, to first order"
+        )
+    if records := audit.lost_updates:
+        share = text_table.share(lost_updates.share(records)) or "none"
+        advice = "" if share == "none" else "; low_weights() keeps them"
+        yield from ("", f"updates of low weights that were rounded away: {share}{advice}")
+        for each in lost_updates.worst(records, _WORST):
+            if each.lost:
+                yield f"  {each.name} ({each.dtype}): {text_table.share(each.share)}"
+    yield from _unsummed(audit)
+
+
+def _scales(audit: AuditRecord) -> Iterator[str]:
+    """The loss scale of the run, and the one that fits."""
+    used = "none, or not known" if audit.scale == 1 else power(audit.scale)
+    fitting = audit.fitting_scale(_FIRST)
+    if fitting is None:
+        yield f"loss scale: {used}; no finite gradient other than zero to fit one to"
+        return
+    shares = {s: audit.lost_gradients(_FIRST, s) for s in (1.0, audit.scale, fitting)}
+    lost = [
+        f"{text_table.share(share) or 'none'} {'unscaled' if s == 1 else f'at {s:g}'}"
+        for s, share in shares.items()
+    ]
+    fits = f"the largest at which no {_FIRST} gradient overflows: {power(fitting)}"
+    yield f"loss scale: {used}; {fits}"
+    yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
+
+
+def _unsummed(audit: AuditRecord) -> list[str]:
+    """The products that sum over nothing and were lowered, each with the row that mends it."""
+    lines = {}
+    for m in audit.results:
+        if m.unsummed and m.row is not None:
+            where = f'[scopes."{m.module}"]' if m.module else "[rules]"
+            lines[f"{m.op} {m.source}", m.module] = (
+                f"{m.op} {m.source} sums over nothing: a multiplication, in {m.run}. The row "
+                f'`"{m.row.of}" = "fp32"` in {where} keeps it in float32'
+            )
+    rest = len(lines) - _WORST
+    more = [f"and {text_table.plural(rest, 'more product')} that sum over nothing"]
+    return ["", *list(lines.values())[:_WORST], *(more if rest > 0 else [])] if lines else []
+
+
+def _cells(measured: Measured) -> tuple[Cell, ...]:
+    """The cells of a row; the numbers are what columns are sorted by."""
+    m = measured.magnitudes
+    errors = (measured.rounding, measured.drift, measured.loss_effect)
+    first, *others = (m.shares(dtype) for dtype in NARROW)
+    texts = (tuple(map(_percent, shares)) for shares in others)
+    joined = ("/".join(part or "-" for part in parts) if any(parts) else "" for parts in texts)
+    return (
+        Cell(split(measured.module)[1] if _is_gradient(measured) else measured.op),
+        Cell(measured.source),
+        Cell(power(m.largest), m.largest),
+        *(Cell(_percent(share), share) for share in first),
+        *(Cell("" if x is None else _error(x), abs(x or 0.0)) for x in errors),
+        *(Cell(words, sum(shares)) for words, shares in zip(joined, others, strict=True)),
+        Cell(", ".join(_here(measured))),
+    )
+
+
+def _here(measured: Measured) -> Iterator[str]:
+    """Words on the Inf, NaN and zeros that the values became in this run."""
+    m = measured.magnitudes
+    yield from (what for what, there in (("Inf", m.inf), ("NaN", m.nan)) if there)
+    if m.burst:
+        yield f"{text_table.share(m.burst)} Inf"
+    if m.vanished:
+        yield f"{text_table.share(m.vanished)} zero"
+    if measured.numbers:
+        run = text_table.short(measured.run)
+        yield lost_constants(measured.numbers, measured.run).replace(measured.run, run)
+
+
+def _percent(part: float) -> str:
+    """A share in percent, in few characters: "0.1", "53", ">99"; "" for 0."""
+    percent = 100 * part
+    if percent == 0 or percent == 100:
+        return "100" if percent else ""
+    if percent < 0.1:
+        return "<.1"
+    if percent > 99:
+        return ">99"
+    return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
+
+
+def _error(part: float) -> str:
+    """A relative error in percent: "0.2", "-0.2", "150", ">999"."""
+    percent = 100 * part
+    if abs(percent) > 999:
+        return ">999" if percent > 0 else "<-999"
+    return f"{percent:.0f}" if abs(percent) > 9.95 else f"{percent:.2g}"
+
+
+def power(value: float) -> str:
+    """A magnitude as a power of two and as a number: "2**13.3 = 1e+04"; "0" for zero."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.log2(value)
+    if exponent == int(exponent):
+        number = f"{value:.0f}" if 0 <= exponent <= 20 else f"{value:.2g}"
+        return f"2**{exponent:.0f} = {number}"
+    return f"2**{exponent:.1f} = {value:.2g}"
+
+
+def _is_gradient(measured: Measured) -> bool:
+    """True of the gradient of a parameter."""
+    return measured.op == "gradient" and not measured.spelling
+
+
+def _place(measured: Measured) -> tuple[str, str]:
+    if _is_gradient(measured):
+        return _PARAMETERS, split(measured.module)[0]
+    return measured.direction, measured.module
+
+
+def _alike_measured(measured: Measured) -> Hashable:
+    """A layer that its dtype broke, by an Inf or by making most values zero, is like no other."""
+    m = measured.magnitudes
+    broken = m.inf, m.nan, m.burst > 0, m.vanished > MANY
+    if _is_gradient(measured):
+        return split(measured.module)[1], measured.run, *broken
+    same = measured._replace(module="", magnitudes=Magnitudes(0, 0, (), 0.0))
+    return same._replace(rounding=None, drift=None, loss_effect=None), *broken
+
+
+_MEASURED: tables.RowKind[Measured] = tables.RowKind(
+    _SECTIONS,
+    _place,
+    _alike_measured,
+    together,
+    {
+        COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
+        LARGEST: lambda rows: (-max(m.magnitudes.largest for m in rows),),
+        LOSS: lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),
+    },
+)
+
+
+# The losses of products, were they in 8 bits: a table below that of an audit.
+
+_RESULTS = {RESULT: "result", INPUT_GRADIENT: "input grad", WEIGHT_GRADIENT: "weight grad"}
+_OPERANDS = (ACTIVATION, WEIGHT, GRADIENT)
+
+_LOSSES = (
+    Column("op"),
+    Column("source"),
+    *(Column(name, True) for name in (*_OPERANDS, *_RESULTS.values(), "times")),
+)
+
+
+def _fp8_table(audit: AuditRecord, width: int | None, fold: bool) -> list[str]:
+    """The lines of the table."""
+    title = text_table.heading(f"products in 8 bits, by recipe {audit.fp8}", width)
+    if not audit.fp8_losses:
+        none = "no product that ran in bfloat16 would run in 8 bits; `explain` has the reasons"
+        return [title, *text_table.folded(none, width)]
+    formats = dict.fromkeys(map(RECIPES[audit.fp8].format_of, _OPERANDS))
+    alone = " and ".join(
+        f"{_short_percent(loss.rounding_error(name))} in {text_table.short(name)}"
+        for name in formats
+    )
+    legend = (
+        "percent by which 8 bits would change operands and results, and of operands, after a "
+        f"slash, the percent of values that would become zero; by rounding alone, {alone}; times: "
+        "the largest change over that of rounding alone"
+    )
+    modules, _, _ = tables.arranged(audit.fp8_losses, _FP8, fold=fold)
+    lines = [tables.Line("", one.label, _fp8_cells(row)) for one in modules for row in one.rows]
+    table = tables.text(tables.Table(_LOSSES, (), lines), width)
+    return [title, *text_table.folded(legend, width), "", *table]
+
+
+def _alike_loss(one: Fp8Loss) -> Hashable:
+    worst = one.worst.of if one.worst.times > LIMIT else ""
+    return one.op, one.source, tuple(one.operands), tuple(one.results), worst
+
+
+_FP8: tables.RowKind[Fp8Loss] = tables.RowKind(
+    {"": ""}, lambda one: ("", one.module), _alike_loss, fp8_loss.together
+)
+
+
+def _fp8_cells(one: Fp8Loss) -> tuple[Cell, ...]:
+    errors = {role: _short_percent(o.error) for role, o in one.operands.items()}
+    zeros = {role: f"/{_short_percent(o.zero)}" for role, o in one.operands.items() if o.zero}
+    results = {product: _short_percent(error) for product, error in one.results.items()}
+    texts = (
+        one.op,
+        one.source,
+        *(errors.get(role, "") + zeros.get(role, "") for role in _OPERANDS),
+        *(results.get(product, "") for product in _RESULTS),
+        f"{one.worst.times:.3g}",
+    )
+    return tuple(map(Cell, texts))
+
+
+def _short_percent(part: float) -> str:
+    percent = 100 * part
+    if 0 < percent < 0.1:
+        return "<.1"
+    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"

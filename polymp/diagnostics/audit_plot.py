@@ -1,10 +1,8 @@
-"""An audit as a picture: how large the values are, layer by layer, against the dtypes' ranges.
+"""An audit as a picture: the magnitudes of every module beside the ranges of the dtypes.
 
-    AuditRecord -> a row for each module -> two panels, forward and gradient, with one log2 axis
-
-A row is a band from the 5 % to the 95 % quantile of the magnitudes that are not zero, and a tick at
-the largest. Above the rows is a ruler: a bar for each dtype, hatched where it is subnormal, whose
-range goes on through the rows as a shade. matplotlib is imported here only.
+A row for a module, with its results in the left panel and its gradients in the right one. Above
+both, each dtype is a bar from its smallest number to its largest, hatched where it is subnormal;
+its range goes on through the rows as a shade. matplotlib is imported here only.
 """
 
 import math
@@ -14,13 +12,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from polymp import progress
-from polymp.diagnostics.audit_records import AuditRecord, Measured, effect_of, split
-from polymp.diagnostics.audit_text import LARGEST, LOSS, by_effect, by_loss, by_size
+from polymp import progress, text_table
+from polymp.diagnostics.audit_records import AuditRecord, split
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.page import replacing
-from polymp.diagnostics.tables import COST, OUTSIDE, PROGRAM, RowKind, arranged, check_sort
+from polymp.diagnostics.tables import OUTSIDE, RowKind, arranged
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
@@ -29,14 +26,11 @@ if typing.TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 _SUFFIXES = (".png", ".svg", ".pdf")
-_QUANTILES = (0.05, 0.95)
-
 
 # Inches: of a row, a dtype's bar, the panels, what stands right of a row, and the margins.
 _ROW, _BAR, _PANEL, _GUTTER = 0.2, 0.22, 4.3, 0.75
-_TOP, _BOTTOM, _EDGE, _GAP, _KEY = 0.62, 0.55, 0.15, 0.06, 0.5
+_TOP, _BOTTOM, _EDGE, _GAP = 0.62, 0.55, 0.15, 0.06
 _LONGEST = 40  # letters of a row's name
 _POINTS = 8.5  # of the font
 
@@ -54,17 +48,16 @@ class Look(NamedTuple):
     line: str
     band: str
     alarm: str
-    inside: str
     dtypes: dict[str, str]
 
 
 _LIGHT = Look(
-    "#ffffff", "#1c2024", "#5f656c", "#d9dde2", "#4a5058", "#b34700", "#ffffff",
+    "#ffffff", "#1c2024", "#5f656c", "#d9dde2", "#4a5058", "#b34700",
     dict(zip(NARROW, ("#0072b2", "#007a5a", "#a9640a", "#a8447f"), strict=True)),
 )  # fmt: skip
 
 _DARK = Look(
-    "#14171a", "#e7e9ec", "#a3aab3", "#343a42", "#c3cad2", "#ff9d5c", "#14171a",
+    "#14171a", "#e7e9ec", "#a3aab3", "#343a42", "#c3cad2", "#ff9d5c",
     dict(zip(NARROW, ("#56b4e9", "#2fbf94", "#e69f00", "#dd88b8"), strict=True)),
 )  # fmt: skip
 
@@ -75,19 +68,17 @@ def audit_figure(
     dtype: object = None,
     dark: bool = False,
     fold: bool = True,
-    sort: str = PROGRAM,
 ) -> "Figure":
     """Draw an audit; see `Audit.plot`, which raises the same."""
-    check_sort(sort, _LAYERS)
     dtypes = NARROW if dtype is None else (dtype_name(dtype, NARROW, "plot(): dtype"),)
-    if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
+    suffix = "" if path is None else Path(path).suffix.lower()
+    if path is not None and suffix not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} does not end in one of {', '.join(_SUFFIXES)}.")
-    rows = layers(audit, fold, sort)
+    rows = layers(audit, fold)
     if not rows:
         raise ValueError("nothing was measured: run a step in the audit's block first.")
     try:
         from matplotlib import rc_context
-        from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("Audit.plot needs matplotlib: pip install matplotlib") from None
     look = _DARK if dark else _LIGHT
@@ -101,10 +92,10 @@ def audit_figure(
         "svg.hashsalt": "polymp",
     }
     with rc_context(cast(Any, style)), progress.line("plot", 2 * len(rows), "row") as line:
-        figure = _figure(Figure, audit, rows, dtypes, look, line)
+        figure = _figure(audit, rows, dtypes, look, line)
         if path is not None:
             line.stage("writing the file", long=False)
-            undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+            undated = {"Date": None} if suffix == ".svg" else None
             with replacing(path) as beside:
                 figure.savefig(beside, dpi=150, facecolor=look.page, metadata=undated)
     return figure
@@ -116,64 +107,102 @@ class Layer(NamedTuple):
     module: str  # its path; of equal layers, as in tables: "layers.*.attn"
     forward: Magnitudes | None
     gradient: Magnitudes | None
-    loss_effect: float | None
+    ops: tuple[str, ...]  # names of its ops and parameters; equal layers have the same
     modules: int = 1
-    ops: tuple[str, ...] = ()  # names of its ops and parameters; equal layers have the same
+
+    @property
+    def sides(self) -> tuple[Magnitudes | None, Magnitudes | None]:
+        return self.forward, self.gradient
+
+
+def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
+    """A row for every module, equal layers as one; gradients are of parameters and of ops."""
+    parts: dict[str, list[tuple[str, str, Magnitudes]]] = {}
+    for m in audit.results:
+        if m.direction in (FORWARD, BACKWARD):
+            part = m.direction, f"{m.direction} {m.op}", m.magnitudes
+            parts.setdefault(m.module, []).append(part)
+    ran = {*parts}
+    for m in audit.gradients:
+        owner, name = split(m.module)
+        path = owner
+        while path and path not in ran:  # the innermost module that a name begins with
+            path = path.rpartition(".")[0]
+        parts.setdefault(path or owner, []).append((BACKWARD, name, m.magnitudes))
+
+    def row(module: str) -> Layer:
+        sides = (
+            _union(m for direction, _, m in parts[module] if direction == side)
+            for side in (FORWARD, BACKWARD)
+        )
+        return Layer(module, *sides, tuple(sorted(name for _, name, _ in parts[module])))
+
+    rows = sorted(map(row, parts), key=lambda row: row.forward is None)
+    folded, _, _ = arranged(rows, _LAYERS, fold=fold)
+    return [one.rows[0]._replace(module=one.module, modules=one.layers) for one in folded]
+
+
+def _union(sides: Iterable[Magnitudes | None]) -> Magnitudes | None:
+    measured = [m for m in sides if m is not None]
+    return joined(measured) if measured else None
+
+
+def _alike(row: Layer) -> Hashable:
+    broken = tuple(m and (m.inf, m.nan) for m in row.sides)
+    return row.forward is None, row.gradient is None, row.ops, broken
+
+
+def _together(rows: Sequence[Layer]) -> Layer:
+    forward, gradient = map(_union, zip(*(row.sides for row in rows), strict=True))
+    return rows[0]._replace(forward=forward, gradient=gradient)
+
+
+_LAYERS: RowKind[Layer] = RowKind({"": ""}, lambda row: ("", row.module), _alike, _together)
 
 
 def _figure(
-    make: "type[Figure]",
     audit: AuditRecord,
     rows: Sequence[Layer],
     dtypes: tuple[str, ...],
     look: Look,
     line: progress.Line,
 ) -> "Figure":
-    names = [_label(row) for row in rows]
-    left = _EDGE + max(1.2, _widest(names)) + 0.15
-    ruler, body = _BAR * len(dtypes), _ROW * len(rows)
-    wide = left + 2 * (_PANEL + _GUTTER)
-    high = _TOP + ruler + _GAP + body + _BOTTOM
-    figure = make(figsize=(wide, high), facecolor=look.page)
-
-    def place(x: float, y: float, w: float, h: float) -> "Axes":
-        return figure.add_axes((x / wide, y / high, w / wide, h / high))
-
-    span = _span(rows)
-    scale = math.log2(audit.scale) if audit.scale > 0 else 0.0
-    note = f", without the loss scale of $2^{{{scale:g}}}$" if scale else ""
-    sides = (
-        ("forward: results of ops", [row.forward for row in rows]),
-        (f"backward: gradients{note}", [row.gradient for row in rows]),
-    )
-    for at, (title, side) in enumerate(sides):
-        x = left + at * (_PANEL + _GUTTER)
-        above = place(x, _BOTTOM + body + _GAP, _PANEL, ruler)
-        main = place(x, _BOTTOM, _PANEL, body)
-        above.set_title(title, loc="left", fontsize=10, color=look.ink, pad=6)
-        _ruler(above, dtypes, span, look)
-        _shade(main, dtypes, look)
-        _bands(main, side, look, line)
-        _frame(main, span, len(rows), look)
-        shown = names if at == 0 else [""] * len(rows)
-        main.set_yticks(range(len(rows)), shown, color=look.ink, parse_math=False)  # "$" is a sign
-    _key(place(_EDGE, _BOTTOM + body + _GAP, left - _EDGE - 0.15, _KEY), look)
-    steps = "1 step" if audit.steps == 1 else f"{audit.steps} steps"
-    figure.text(
-        _EDGE / wide, 1 - 0.2 / high, f"magnitudes of {steps}", fontsize=10, va="center",
-        weight="bold", color=look.ink,
-    )  # fmt: skip
-    return figure
-
-
-def _widest(names: Iterable[str]) -> float:
-    """The width of the widest name, in inches."""
+    from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
-    font = FontProperties(size=_POINTS)
-    sizes = (text_to_path.get_text_width_height_descent(name, font, False) for name in names)
-    return float(max(wide for wide, *_ in sizes)) / 72
+    names, font = [_label(row) for row in rows], FontProperties(size=_POINTS)
+    widths = [text_to_path.get_text_width_height_descent(n, font, False)[0] / 72 for n in names]
+    left = _EDGE + max(1.2, *widths) + 0.15
+    ruler, body = _BAR * len(dtypes), _ROW * len(rows)
+    wide = left + 2 * (_PANEL + _GUTTER)
+    high = _TOP + ruler + _GAP + body + _BOTTOM
+    figure = Figure(figsize=(wide, high), facecolor=look.page)
+    # The axis, in powers of two: all that is drawn, and float16's range.
+    drawn = [m for row in rows for m in row.sides if m is not None and m.largest]
+    edges = [-26.0, 18.0, *(math.log2(x) for m in drawn for x in (*_ends(m), m.largest))]
+    span = min(edges) - 2, max(edges) + 2
+    scale = math.log2(audit.scale) if audit.scale > 0 else 0.0
+    note = f", without the loss scale of $2^{{{scale:g}}}$" if scale else ""
+    for at, title in enumerate(("forward: results of ops", f"backward: gradients{note}")):
+        x, y = (left + at * (_PANEL + _GUTTER)) / wide, (_BOTTOM + body + _GAP) / high
+        above = figure.add_axes((x, y, _PANEL / wide, ruler / high))
+        main = figure.add_axes((x, _BOTTOM / high, _PANEL / wide, body / high))
+        above.set_title(title, loc="left", fontsize=10, color=look.ink, pad=6)
+        _ranges(above, main, dtypes, span, look)
+        for row, layer in enumerate(rows):
+            line.step()
+            if (m := layer.sides[at]) is not None:
+                _band(main, row, m, look)
+        _frame(main, span, len(rows), look)
+        shown = [""] * len(rows) if at else names
+        main.set_yticks(range(len(rows)), shown, color=look.ink, parse_math=False)  # "$" is a sign
+    title = f"magnitudes of {text_table.plural(audit.steps, 'step')}"
+    begin, top = _EDGE / wide, 1 - 0.2 / high
+    figure.text(begin, top, title, fontsize=10, va="center", weight="bold", color=look.ink)
+    key = "bar: from 5 to 95 %\ntick: largest"
+    figure.text(begin, 1 - 0.36 / high, key, fontsize=7.5, va="top", color=look.soft)
+    return figure
 
 
 def _label(row: Layer) -> str:
@@ -186,83 +215,53 @@ def _label(row: Layer) -> str:
     return name + times
 
 
-def _span(rows: Sequence[Layer]) -> tuple[float, float]:
-    """The ends of the axis, as powers of two: all that is drawn, and float16's range."""
-    edges = [-26.0, 18.0]
-    for row in rows:
-        for side in (row.forward, row.gradient):
-            if side is not None and side.largest:
-                edges += map(math.log2, (*_ends(side), side.largest))
-    return min(edges) - 2, max(edges) + 2
-
-
 def _ends(m: Magnitudes) -> tuple[float, float]:
     """The ends of the band; the largest magnitude, if the bins hold no other than zero."""
-    low, high = (m.quantile(share) or m.largest for share in _QUANTILES)
-    return low, high
+    return m.quantile(0.05) or m.largest, m.quantile(0.95) or m.largest
 
 
-def _ranges(dtype: str) -> tuple[float, float, float]:
-    """Where a dtype begins, becomes normal and ends, as powers of two."""
-    f = FORMATS[dtype]
-    return math.log2(f.smallest_subnormal), math.log2(f.smallest_normal), math.log2(f.max)
-
-
-def _ruler(axes: "Axes", dtypes: tuple[str, ...], span: tuple[float, float], look: Look) -> None:
-    """A bar for each dtype, with its name on it."""
+def _ranges(
+    above: "Axes", main: "Axes", dtypes: tuple[str, ...], span: tuple[float, float], look: Look
+) -> None:
+    """A bar with its name for each dtype, and a shade through the rows; shades add up."""
     inch = _PANEL / (span[1] - span[0])
+    text: dict[str, Any] = {"va": "center", "fontsize": 7.5}
+    alpha = 0.15 if len(dtypes) == 1 else 0.075
     for y, dtype in enumerate(dtypes):
-        low, normal, top = _ranges(dtype)
-        color = look.dtypes[dtype]
-        axes.barh(y, top - normal, left=normal, height=0.8, color=color)
-        axes.barh(
-            y, normal - low, left=low, height=0.8, facecolor=look.page, edgecolor=color,
-            hatch="/////", linewidth=0.8,
-        )  # fmt: skip
+        f, color = FORMATS[dtype], look.dtypes[dtype]
+        low, normal, top = map(math.log2, (f.smallest_subnormal, f.smallest_normal, f.max))
+        hatched: dict[str, Any] = {"facecolor": look.page, "edgecolor": color, "hatch": "/////"}
+        above.barh(y, top - normal, left=normal, height=0.8, color=color)
+        above.barh(y, normal - low, left=low, height=0.8, linewidth=0.8, **hatched)
         seen = max(normal, span[0]), min(top, span[1])
-        text: dict[str, Any] = {"va": "center", "fontsize": 7.5}
         if (seen[1] - seen[0]) * inch > 0.062 * len(dtype) + 0.1:
-            axes.text(sum(seen) / 2, y, dtype, ha="center", color=look.inside, **text)
+            above.text(sum(seen) / 2, y, dtype, ha="center", color=look.page, **text)
         else:
-            axes.text(seen[1] + 0.06 / inch, y, dtype, ha="left", color=color, **text)
+            above.text(seen[1] + 0.06 / inch, y, dtype, ha="left", color=color, **text)
         if low > span[0] + 0.75 / inch:
-            axes.text(low - 0.05 / inch, y, "subnormal", ha="right", color=color, **text)
-    axes.set(xlim=span, ylim=(len(dtypes) - 0.5, -0.5))
-    axes.axis("off")
+            above.text(low - 0.05 / inch, y, "subnormal", ha="right", color=color, **text)
+        main.axvspan(normal, top, color=color, alpha=alpha, linewidth=0, zorder=0)
+        main.axvspan(low, normal, color=color, alpha=0.4 * alpha, linewidth=0, zorder=0)
+        for edge, style in ((top, "-"), (normal, "-"), (low, (0, (1, 2)))):
+            main.axvline(edge, color=color, linewidth=0.9, alpha=0.8, linestyle=style, zorder=1)
+    above.set(xlim=span, ylim=(len(dtypes) - 0.5, -0.5))
+    above.axis("off")
 
 
-def _shade(axes: "Axes", dtypes: tuple[str, ...], look: Look) -> None:
-    """The ranges, behind the rows: where more dtypes hold a number, the shade is deeper."""
-    strength = 2 if len(dtypes) == 1 else 1
-    for dtype in dtypes:
-        low, normal, top = _ranges(dtype)
-        color = look.dtypes[dtype]
-        axes.axvspan(normal, top, color=color, alpha=0.075 * strength, linewidth=0, zorder=0)
-        axes.axvspan(low, normal, color=color, alpha=0.03 * strength, linewidth=0, zorder=0)
-        axes.axvline(top, color=color, linewidth=0.9, alpha=0.8, zorder=1)
-        axes.axvline(normal, color=color, linewidth=0.9, alpha=0.8, zorder=1)
-        axes.axvline(low, color=color, linewidth=0.9, alpha=0.8, linestyle=(0, (1, 2)), zorder=1)
-
-
-def _bands(axes: "Axes", side: list[Magnitudes | None], look: Look, line: progress.Line) -> None:
-    """A band and a tick for each row; Inf, NaN and "all zero" as words at the right."""
-    for y, m in enumerate(side):
-        line.step()
-        if m is None:
-            continue
-        if m.largest:
-            low, high = map(math.log2, _ends(m))
-            at = math.log2(m.largest)
-            axes.barh(y, max(high - low, 0.15), left=low, height=0.5, color=look.band, zorder=3)
-            axes.plot([high, at], [y, y], color=look.band, linewidth=0.8, zorder=2)
-            axes.plot([at, at], [y - 0.4, y + 0.4], color=look.ink, linewidth=1.6, zorder=4)
-        words = [word for word, true in (("Inf", m.inf), ("NaN", m.nan)) if true]
-        if words or not m.largest:
-            axes.annotate(
-                " ".join(words) or "all zero", (1, y), xycoords=("axes fraction", "data"),
-                xytext=(5, 0), textcoords="offset points", va="center", annotation_clip=False,
-                weight="bold" if words else "normal", color=look.alarm if words else look.soft,
-            )  # fmt: skip
+def _band(axes: "Axes", y: int, m: Magnitudes, look: Look) -> None:
+    """A row's band and tick; Inf, NaN and "all zero" as words at the right."""
+    if m.largest:
+        low, high, at = map(math.log2, (*_ends(m), m.largest))
+        axes.barh(y, max(high - low, 0.15), left=low, height=0.5, color=look.band, zorder=3)
+        axes.plot([high, at], [y, y], color=look.band, linewidth=0.8, zorder=2)
+        axes.plot([at, at], [y - 0.4, y + 0.4], color=look.ink, linewidth=1.6, zorder=4)
+    words = [word for word, true in (("Inf", m.inf), ("NaN", m.nan)) if true]
+    if words or not m.largest:
+        axes.annotate(
+            " ".join(words) or "all zero", (1, y), xycoords=("axes fraction", "data"),
+            xytext=(5, 0), textcoords="offset points", va="center", annotation_clip=False,
+            weight="bold" if words else "normal", color=look.alarm if words else look.soft,
+        )  # fmt: skip
 
 
 def _frame(axes: "Axes", span: tuple[float, float], rows: int, look: Look) -> None:
@@ -273,103 +272,4 @@ def _frame(axes: "Axes", span: tuple[float, float], rows: int, look: Look) -> No
     axes.tick_params(axis="both", length=0, colors=look.soft, pad=4)
     axes.set_xlabel("magnitude", color=look.soft)
     axes.hlines(range(rows), *span, color=look.line, linewidth=0.6, zorder=1)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _key(axes: "Axes", look: Look) -> None:
-    """How to read a row: one drawn, with words."""
-    axes.barh(0, 0.5, left=0.0, height=0.24, color=look.band)
-    axes.plot([0.5, 0.75], [0, 0], color=look.band, linewidth=0.8)
-    axes.plot([0.75, 0.75], [-0.19, 0.19], color=look.ink, linewidth=1.6)
-    axes.text(0.25, 0.25, "5\u201395 %", ha="center", va="bottom", fontsize=7.5, color=look.soft)
-    axes.text(0.75, 0.25, "largest", ha="center", va="bottom", fontsize=7.5, color=look.soft)
-    axes.set(xlim=(0, 1), ylim=(-0.3, 0.9))
-    axes.axis("off")
-
-
-# The rows of an audit's picture: a module each, with all that was measured in it.
-#
-#     AuditRecord -> results and gradients by module -> Layers, equal ones added up
-
-
-def layers(audit: AuditRecord, fold: bool = True, sort: str = PROGRAM) -> list[Layer]:
-    """A row for every module, in an order of `Audit.table`; equal layers as one.
-
-    The gradients of a module are those of its parameters and those that its ops made.
-    """
-    forward: dict[str, list[Magnitudes]] = {}
-    gradient: dict[str, list[Magnitudes]] = {}
-    effects: dict[str, list[float | None]] = {}
-    ops: dict[str, list[str]] = {}
-    for measured in audit.results:
-        side = {FORWARD: forward, BACKWARD: gradient}.get(measured.direction)
-        if side is not None:
-            side.setdefault(measured.module, []).append(measured.magnitudes)
-            effects.setdefault(measured.module, []).append(measured.loss_effect)
-            ops.setdefault(measured.module, []).append(f"{measured.direction} {measured.op}")
-    modules = {*forward, *gradient}
-    for measured in audit.gradients:
-        owner = _module(measured, modules)
-        gradient.setdefault(owner, []).append(measured.magnitudes)
-        ops.setdefault(owner, []).append(split(measured.module)[1])
-    names = {**forward, **gradient}
-    rows = [
-        Layer(
-            m,
-            _union(forward.get(m, ())),
-            _union(gradient.get(m, ())),
-            effect_of(effects.get(m, ())),
-            1,
-            tuple(sorted(ops[m])),
-        )
-        for m in names
-    ]
-    folded, _, _ = arranged(rows, _LAYERS, sort, fold)
-    return [
-        row._replace(module=one.module, modules=one.layers) for one in folded for row in one.rows
-    ]
-
-
-def _union(sides: Iterable[Magnitudes | None]) -> Magnitudes | None:
-    listed = [m for m in sides if m is not None]
-    return joined(listed) if listed else None
-
-
-def _alike(row: Layer) -> Hashable:
-    broken = tuple(m and (m.inf, m.nan) for m in (row.forward, row.gradient))
-    return row.forward is None, row.gradient is None, row.ops, broken
-
-
-def _together(rows: Sequence[Layer]) -> Layer:
-    return rows[0]._replace(
-        forward=_union(row.forward for row in rows),
-        gradient=_union(row.gradient for row in rows),
-        loss_effect=effect_of(row.loss_effect for row in rows),
-    )
-
-
-def _sides(rows: Iterable[Layer]) -> list[Magnitudes]:
-    return [side for row in rows for side in (row.forward, row.gradient) if side is not None]
-
-
-_LAYERS: RowKind[Layer] = RowKind(
-    {"": ""},
-    lambda row: ("", row.module),
-    _alike,
-    _together,
-    {
-        COST: lambda rows: by_loss(_sides(rows)),
-        LARGEST: lambda rows: by_size(_sides(rows)),
-        LOSS: lambda rows: by_effect(row.loss_effect for row in rows),
-    },
-)
-
-
-def _module(gradient: Measured, modules: set[str]) -> str:
-    """The module of a parameter: the innermost that its name begins with."""
-    owner, _ = split(gradient.module)
-    path = owner
-    while path and path not in modules:
-        path = path.rpartition(".")[0]
-    return path or owner
+    axes.spines[:].set_visible(False)

@@ -46,19 +46,8 @@ def test_a_table_in_each_order(sort: str) -> None:
     assert sort != "program" or unequal().table() == str(unequal()) == unequal().table(sort=sort)
 
 
-@pytest.mark.parametrize("sort", IN_ORDER)
-def test_a_picture_in_each_order(sort: str) -> None:
-    pytest.importorskip("matplotlib")
-    figure = unequal().plot(sort=sort)
-    left, right = (axes for axes in figure.axes if axes.get_xlabel() == "magnitude")
-    order = ["wide", "zeros", "large", "plain"] if sort == "cost" else IN_ORDER[sort]
-    assert [t.get_text() for t in left.get_yticklabels()] == order, "gradients count, too"
-    at = order.index("large")
-    assert [at, at] in [list(line.get_ydata()) for line in right.lines], "its gradient"
-
-
 def test_an_order_that_there_is_not() -> None:
-    for call in (unequal().table, unequal().plot):
+    for call in (unequal().table, unequal().to_html):
         with pytest.raises(ValueError, match="sort='price'") as raised:
             call(sort="price")
         assert str(raised.value) == (

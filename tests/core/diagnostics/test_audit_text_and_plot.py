@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("matplotlib")
 import matplotlib
 
-from polymp.diagnostics import audit_plot, audit_text
+from polymp.diagnostics import audit as audits
+from polymp.diagnostics import audit_plot
 from polymp.diagnostics.audit_records import Operand
 from polymp.diagnostics.magnitudes import NARROW
 from polymp.dtypes import FORMATS
@@ -166,7 +167,7 @@ def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> 
     [(0.0, "0"), (1.0, "2**0 = 1"), (65536.0, "2**16 = 65536"), (1e-3, "2**-10.0 = 0.001")],
 )
 def test_powers(value: float, words: str) -> None:
-    assert audit_text.power(value) == words
+    assert audits.power(value) == words
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_powers(value: float, words: str) -> None:
     ],
 )
 def test_percents_are_all_or_nothing_only_if_they_are(part: float, words: str) -> None:
-    assert audit_text._percent(part) == words
+    assert audits._percent(part) == words
 
 
 # The picture.

@@ -19,23 +19,15 @@ from polymp.versions import parts
 
 
 class Integration(NamedTuple):
-    """A library, and what to write in it.
+    """A library, and what to write in it."""
 
-    Attributes:
-        name: of the package, as pip installs it.
-        framework: "torch" or "jax"; for a library that is written for both, the one in which it
-            takes the line.
-        first: the first version that is tested.
-        end: the first version that is not tested any more.
-        line: what to write.
-        adapter: the module of polymp that has it; "" for a recipe with polymp's own functions.
-    """
-
-    name: str
+    name: str  # of the package, as pip installs it
+    # "torch" or "jax"; for a library that is written for both, the one in which it takes the line.
     framework: str
-    first: tuple[int, ...]
-    end: tuple[int, ...]
-    line: str
+    first: tuple[int, ...]  # the first version that is tested
+    end: tuple[int, ...]  # the first version that is not tested any more
+    line: str  # what to write
+    # The module of polymp that has it; "" for a recipe with polymp's own functions.
     adapter: str = ""
 
     @property

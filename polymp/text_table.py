@@ -36,21 +36,25 @@ def columns(
 ) -> list[str]:
     """Lines of a table: the heads, then the rows; columns that are empty are left out.
 
-    Cells that do not fit are broken: the widest columns first, and those of numbers never. They are
-    broken at spaces, and words that are too long after dots and dashes, or anywhere; but a file and
-    its line, such as "train.py:12", stay in one piece.
+    Cells may have several lines. Lines that do not fit are broken: the widest columns first, and
+    those of numbers never. They are broken at spaces, and words that are too long after dots and
+    dashes, or anywhere; but a file and its line, such as "train.py:12", stay in one piece.
     """
     width = terminal_width() if width is None else width
     listed = list(rows)
     cells = [row for row in listed if not isinstance(row, str)]
     used = [i for i in range(len(heads)) if any(row[i] for row in cells)]
     numeric = {i for i in used if heads[i] in right}
-    wide = {i: max(len(heads[i]), *(len(row[i]) for row in cells)) for i in used}
-    texts = {i: Counter(row[i] for row in cells) for i in used if i not in numeric}
+    every = {i: Counter(part for row in cells for part in row[i].split("\n")) for i in used}
+    wide = {i: max(len(heads[i]), *map(len, every[i])) for i in used}
+    texts = {i: every[i] for i in used if i not in numeric}
     wide |= _narrowed(texts, {i: wide[i] for i in texts}, width - _total(wide), heads)
 
     def lines(row: Sequence[str]) -> list[str]:
-        broken = {i: _broken(row[i], wide[i]) for i in used}
+        broken = {
+            i: [part for line in row[i].split("\n") for part in _broken(line, wide[i])]
+            for i in used
+        }
         height = max(map(len, broken.values()), default=0)
         cut = []
         for at in range(height):

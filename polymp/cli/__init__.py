@@ -1,23 +1,21 @@
 """The command line: policies, show, diff, check and doctor.
 
-    argv -> collect(args) -> plain data -> JSON | text -> exit code
+    argv -> collect(args) -> plain data -> JSON | draw(data) -> exit code
 
-Here are the arguments. `policies`, `check` and `doctor` find the data, and `tables` draws it, which
-is imported if there is something to draw. torch and jax are imported by `show --device`, `check`
-and `doctor` alone.
+Here are the arguments; `policies`, `check` and `doctor` find the data and draw it. torch and jax
+are imported by `show --device`, `check` and `doctor` alone.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import polymp
-from polymp import backends, dtypes, progress
+from polymp import backends, dtypes, text_table
 from polymp.cli import check, doctor, model_times, policies
 from polymp.errors import BackendMissingError, PolicyError, UsageError, escaped
 from polymp.rules import policy_files
@@ -56,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("polymp: standard output is closed.", file=sys.stderr)
         return 2
     try:
-        drawn = _is_drawn(args)
         with contextlib.redirect_stdout(sys.stderr):  # what a user's model prints
             data = args.collect(args)
     except (PolicyError, BackendMissingError, UsageError) as error:
@@ -64,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for line in data.get("errors", ()):
         print(f"polymp: {line}", file=sys.stderr)
+    lines = [json.dumps(data, indent=2)] if args.json else _drawn(args, data)
     try:
-        sys.stdout.write(_text(args, data, drawn))
+        sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:  # a reader such as `head` has seen enough
         _silence_stdout()
@@ -76,15 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(args.code(data))
 
 
-def _text(args: argparse.Namespace, data: Data, drawn: bool) -> str:
-    if args.json:
-        return json.dumps(data, indent=2) + "\n"
-    shown = _shown(data)
-    if not drawn:
-        return check.plain(shown)
-    from polymp.cli import tables  # which needs rich
-
-    return tables.drawn(args.command, shown, every=getattr(args, "all", False))
+def _drawn(args: argparse.Namespace, data: Data) -> list[str]:
+    """Lines no wider than the terminal; lists are lines of tables already."""
+    width, lines = text_table.terminal_width(), list[str]()
+    for part in args.draw(_shown(data), args):
+        lines += part if isinstance(part, list) else text_table.folded(part, width) or [""]
+    return lines
 
 
 def _shown(data: Any) -> Any:
@@ -115,19 +110,27 @@ def _parser() -> argparse.ArgumentParser:
         name: str,
         text: str,
         collect: Callable[[argparse.Namespace], Data],
+        draw: Callable[[Data, argparse.Namespace], Iterable[str | list[str]]],
         code: Callable[[Data], int] = lambda data: 0,
         aliases: Sequence[str] = (),
     ) -> argparse.ArgumentParser:
         sentence = text[0].upper() + text[1:] + "."
         added = commands.add_parser(name, help=text, description=sentence, aliases=aliases, **end)
-        added.add_argument("--json", action="store_true", help="print JSON, without rich")
-        added.set_defaults(command=name, collect=collect, code=code)
+        added.add_argument("--json", action="store_true", help="print JSON")
+        added.set_defaults(collect=collect, draw=draw, code=code)
         return added
 
     named = "the name of a shipped policy, or the path of a .toml file"
-    command("policies", "list the shipped policies", policies.listed, aliases=["list"])
-
-    show = command("show", "show the rule of every op under a policy", policies.shown)
+    command(
+        "policies",
+        "list the shipped policies",
+        policies.listed,
+        policies.draw_list,
+        aliases=["list"],
+    )
+    show = command(
+        "show", "show the rule of every op under a policy", policies.shown, policies.draw_rules
+    )
     show.add_argument("policy", help=named)
     show.add_argument(
         "--op", default="", help="only this op, class (class:NAME) or spelling (aten:NAME)"
@@ -144,11 +147,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--device", choices=DEVICES, help="only ops that differ from torch's table for the device"
     )
-
     diff = command(
         "diff",
         "show where two policies differ",
         policies.compared,
+        policies.draw_differences,
         lambda d: not d["same"],
         aliases=["compare"],
     )
@@ -156,11 +159,11 @@ def _parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="list each op, also of many that differ alike"
     )
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
-
     asked = command(
         "check",
         "read a policy and check that torch and jax can run ops by each row",
         check.checked,
+        check.draw,
         lambda d: not d["ok"],
     )
     asked.add_argument("policy", help=named)
@@ -173,11 +176,11 @@ def _parser() -> argparse.ArgumentParser:
         help="also check that the rules by module path match modules of the model that the "
         "function returns with example inputs",
     )
-
     examine = command(
         "doctor",
         "report the versions, devices and fast dtypes of this machine, and the dtype to use",
-        _doctor,
+        doctor.examined,
+        doctor.draw,
         lambda d: not d["ok"],
     )
     examine.add_argument(
@@ -192,14 +195,6 @@ def _parser() -> argparse.ArgumentParser:
         help=f"time to measure the model for; {model_times.BUDGET} if left out",
     )
     return parser
-
-
-def _is_drawn(args: argparse.Namespace) -> bool:
-    """True if the command draws tables, for which rich has to be installed."""
-    drawn = not args.json and args.command != "check"
-    if drawn and importlib.util.find_spec("rich") is None:
-        raise UsageError("tables need the rich package: pip install 'polymp[cli]', or --json.")
-    return drawn
 
 
 def _region_dtype(given: str) -> str:
@@ -217,14 +212,3 @@ def _seconds(text: str) -> float:
     if not 0.5 <= seconds <= 600:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.5 to 600.")
     return seconds
-
-
-def _doctor(args: argparse.Namespace) -> Data:
-    if args.seconds and not args.model:
-        raise UsageError("--seconds: nothing is timed without --model.")
-    step: Data = {}
-    if args.model:
-        step = {"step": model_times.timed(args.model, args.seconds or model_times.BUDGET)}
-    with progress.line("polymp doctor") as line:
-        line.stage("asking the frameworks")
-        return doctor.diagnose(doctor.gather()) | step

@@ -4,7 +4,7 @@ policy -> rows that a backend refuses, and module paths that match no module of 
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from polymp import backends, progress
@@ -120,21 +120,19 @@ def _no_kernel(row: Row, policy: Policy) -> str:
     return ""
 
 
-def plain(data: Data) -> str:
-    """The text that `check` prints; errors go to standard error."""
+def draw(data: Data, args: argparse.Namespace) -> Iterator[str]:
+    """A line for the policy, each backend and the model; errors go to standard error."""
     if not data["rows"] and data["errors"]:
-        return f"{data['policy']}: wrong, so that no row was checked\n"
-    lines = [f"{data['policy']}: {data['rows']} rows"]
+        yield f"{data['policy']}: wrong, so that no row was checked"
+        return
+    yield f"{data['policy']}: {data['rows']} rows"
     for name, refused in data["backends"].items():
         if refused is None:
-            lines.append(f"{name}: not installed, not checked")
+            yield f"{name}: not installed, not checked"
         else:
-            lines.append(f"{name}: {f'refuses {len(refused)}' if refused else 'accepts all rows'}")
+            yield f"{name}: {f'refuses {len(refused)}' if refused else 'accepts all rows'}"
     if "model" in data:
-        found = [entry["matches"] for entry in data["scopes"]]
-        lost = found.count(0)
-        said = f"{lost} of {len(found)} match no module" if lost else "all match modules"
-        lines.append(
-            f"{data['model']}: {f'paths of rules: {said}' if found else 'no rule by path'}"
-        )
-    return "\n".join(lines) + "\n"
+        matches = [entry["matches"] for entry in data["scopes"]]
+        lost = matches.count(0)
+        said = f"{lost} of {len(matches)} match no module" if lost else "all match modules"
+        yield f"{data['model']}: {f'paths of rules: {said}' if matches else 'no rule by path'}"

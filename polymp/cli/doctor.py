@@ -1,12 +1,12 @@
 """`polymp doctor`: the versions, devices and fast dtypes of this machine, and what to write.
 
-    gather() -> Facts -> diagnose(facts) -> plain data
+    gather() -> Facts -> diagnose(facts) -> plain data -> draw(data)
 
 Only `gather` looks at the machine; it imports torch and jax, as far as they are installed. The
 rest works on facts of any machine.
 """
 
-import os
+import argparse
 import platform
 import re
 import subprocess
@@ -18,8 +18,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import polymp
-from polymp import backends, integrations, versions
+from polymp import backends, integrations, progress, text_table, versions
+from polymp.cli import model_times
+from polymp.cli.user_model import leave_memory
+from polymp.errors import UsageError
 from polymp.rules import policy_files
+
+Data = dict[str, Any]
 
 # The CPU features, as Linux and macOS name them, that multiply a dtype in hardware. avx512_fp16 is
 # not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
@@ -31,79 +36,57 @@ _LISTED = (*_FAST["bfloat16"], *_FAST["float16"], "avx512_fp16")
 
 
 class Framework(NamedTuple):
-    """One framework on this machine.
+    """One framework on this machine."""
 
-    Attributes:
-        name: "torch" or "jax".
-        version: as installed, "" if it is not.
-        problem: the error of importing it or asking for its devices, "" if there was none.
-        platform: where it runs by default.
-    """
-
-    name: str
-    version: str
-    problem: str = ""
-    platform: str = ""
+    name: str  # "torch" or "jax"
+    version: str  # as installed, "" if it is not
+    problem: str = ""  # the error of importing it or asking for its devices
+    platform: str = ""  # where it runs by default
 
 
 class Device(NamedTuple):
-    """A device of a framework, and the dtypes that it multiplies faster than float32.
-
-    Attributes:
-        framework: "torch" or "jax".
-        kind: "cpu", "cuda", ...
-        name: the model.
-        bfloat16: True if fast, None if that is not known.
-        float16: the same.
-        by: the feature that shows it, in words.
-    """
+    """A device of a framework, and the dtypes that it multiplies faster than float32."""
 
     framework: str
-    kind: str
-    name: str
-    bfloat16: bool | None
+    kind: str  # "cpu", "cuda", ...
+    name: str  # the model
+    bfloat16: bool | None  # True if fast, None if that is not known
     float16: bool | None
-    by: str
+    by: str  # the feature that shows it, in words
 
 
 class Engine(NamedTuple):
-    """The counts of ops that run with torch's own kernels on a device, and with polymp's.
+    """The counts of ops that run with torch's own kernels on a device, and with polymp's."""
 
-    Attributes:
-        device: its type.
-        compiled: how many ops torch has compiled autocast kernels for.
-        ours: by policy, how many ops need a kernel of polymp's; "default" is torch's own table.
-        new: ops that this torch has kernels for and polymp's table of it lacks.
-        gone: the other way round.
-    """
-
-    device: str
-    compiled: int
-    ours: Mapping[str, int]
-    new: Sequence[str] = ()
-    gone: Sequence[str] = ()
+    device: str  # its type
+    compiled: int  # ops that torch has compiled autocast kernels for
+    ours: Mapping[str, int]  # ops that need a kernel of polymp's, by policy; "default" is torch's
+    new: Sequence[str] = ()  # ops that this torch has kernels for and polymp's table of it lacks
+    gone: Sequence[str] = ()  # the other way round
 
 
 class Facts(NamedTuple):
-    """A machine, as far as mixed precision goes.
+    """A machine, as far as mixed precision goes."""
 
-    Attributes:
-        system: operating system and processor.
-        python: version.
-        frameworks: torch and jax, installed or not.
-        devices: all that they can use.
-        engines: one for each device type with a table.
-        nvidia: True if an NVIDIA driver is loaded.
-        libraries: version by name, of those in `integrations` that are installed.
-    """
-
-    system: str
+    system: str  # operating system and processor
     python: str
-    frameworks: Sequence[Framework]
+    frameworks: Sequence[Framework]  # torch and jax, installed or not
     devices: Sequence[Device] = ()
-    engines: Sequence[Engine] = ()
-    nvidia: bool = False
-    libraries: Mapping[str, str] = MappingProxyType({})
+    engines: Sequence[Engine] = ()  # one for each device type with a table
+    nvidia: bool = False  # True if an NVIDIA driver is loaded
+    libraries: Mapping[str, str] = MappingProxyType({})  # installed versions, of `integrations`
+
+
+def examined(args: argparse.Namespace) -> Data:
+    """The facts of this machine and what follows from them, and the times of a model."""
+    if args.seconds and not args.model:
+        raise UsageError("--seconds: nothing is timed without --model.")
+    step: Data = {}
+    if args.model:
+        step = {"step": model_times.timed(args.model, args.seconds or model_times.BUDGET)}
+    with progress.line("polymp doctor") as line:
+        line.stage("asking the frameworks")
+        return diagnose(gather()) | step
 
 
 def cpu(framework: str, name: str, features: frozenset[str] | None) -> Device:
@@ -217,11 +200,6 @@ def gather() -> Facts:
     )
 
 
-def leave_memory() -> None:
-    """Keep jax from taking most of a GPU's memory when it is imported."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-
 def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
     import torch
 
@@ -294,3 +272,61 @@ def processor() -> tuple[str, frozenset[str] | None]:
         has = re.findall(r"^hw\.optional\.arm\.(FEAT_\w+): 1$", said, re.MULTILINE)
         return name[1] if name else platform.machine(), frozenset(has)
     return platform.processor() or platform.machine(), None
+
+
+def draw(data: Data, args: argparse.Namespace) -> Iterator[str | list[str]]:
+    """The facts or the times of a model, then notes and problems."""
+    yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}"
+    yield ""
+    if "step" in data:  # the advice then rests on it, not on the hardware's features
+        yield from model_times.draw(data["step"])
+    else:
+        yield from _draw_facts(data)
+    yield ""
+    yield from (f"note: {text}" for text in data["notes"])
+    yield from (f"problem: {text}" for text in data["problems"])
+    if data["ok"]:
+        yield "nothing is wrong"
+
+
+def _draw_facts(data: Data) -> Iterator[str | list[str]]:
+    rows = [
+        (f["name"], f["version"] or "not installed", f["supported"], f["platform"])
+        for f in data["frameworks"]
+    ]
+    yield text_table.columns(("framework", "version", "supported", "runs on"), rows)
+    if data["devices"]:
+        devices = [
+            (
+                f"{d['framework']} {d['kind']}\n{d['name']}",
+                f"{_fast(d)}\n{d['by']}",
+                f"{d['use'] or 'float32'}\n{d['why']}",
+            )
+            for d in data["devices"]
+        ]
+        yield ["", *text_table.columns(("device", "fast dtypes", "use"), devices)]
+    if data["engines"]:
+        names = list(data["engines"][0]["ours"])
+        engines = []
+        for e in data["engines"]:
+            counts = str(e["compiled"]), *(str(e["ours"][name]) for name in names)
+            drift = ", ".join([f"+{op}" for op in e["new"]] + [f"-{op}" for op in e["gone"]])
+            engines.append((e["device"], *counts, drift or "none"))
+        yield ""
+        yield (
+            "ops that torch has compiled kernels for, and ops that need a kernel of polymp, "
+            "by policy"
+        )
+        yield ["", *text_table.columns(("device", "torch's", *names, "drift"), engines)]
+    if any(f["name"] == "jax" and f["platform"] for f in data["frameworks"]):
+        yield ""
+        yield "jax: programs are traced and rewritten, with jax's own kernels in every policy"
+    if data["libraries"]:
+        heads = ("library", "version", "tested with", "the line")
+        libraries = [(x["name"], x["version"], x["tested"], x["line"]) for x in data["libraries"]]
+        yield ["", *text_table.columns(heads, libraries)]
+
+
+def _fast(device: Data) -> str:
+    low = [dtype for dtype in ("bfloat16", "float16") if device[dtype]]
+    return " and ".join(low) or ("unknown" if device["bfloat16"] is None else "none")

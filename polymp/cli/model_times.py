@@ -5,12 +5,11 @@ model, inputs -> a step in each dtype -> rounds that run all of them -> the dtyp
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from polymp import backends, progress
-from polymp.cli.doctor import leave_memory
-from polymp.cli.user_model import error_line, example, failed
+from polymp import backends, progress, text_table
+from polymp.cli.user_model import error_line, example, failed, leave_memory
 
 Data = dict[str, Any]
 Step = Callable[[str], object]  # runs a step in a dtype and waits until it has finished
@@ -142,3 +141,26 @@ def advised(ratios: Mapping[str, Data]) -> tuple[str, str]:
     if fast.get(FLOAT16, 1.0) < WORTH_A_SCALER * fast.get(BFLOAT16, 1 / WORTH_A_SCALER):
         return FLOAT16, f"{times} of float32's time; it needs a GradScaler in training"
     return BFLOAT16, f"{times} of float32's time; it needs no GradScaler"
+
+
+def draw(data: Data) -> Iterator[str | list[str]]:
+    """The times, and the dtype to use."""
+    yield (
+        f"{data['model']} in {data['framework']} on {data['device']}, {data['passes']}: "
+        f"{data['rounds']} rounds in {data['took']:.1f} s"
+    )
+    ratios = {
+        dtype: f"{r['ratio']:.2f}  ({r['low']:.2f} to {r['high']:.2f})"
+        for dtype, r in data["ratio"].items()
+    }
+    rows = [(dtype, _time(s), ratios.get(dtype, "1")) for dtype, s in data["seconds"].items()]
+    yield ["", *text_table.columns(("dtype", "time", "of float32's"), rows), ""]
+    yield f"use {data['use']}: {data['why']}"
+    yield from (f"{dtype} does not run: {why}" for dtype, why in data["lacking"].items())
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

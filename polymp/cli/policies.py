@@ -1,6 +1,7 @@
-"""The data of `polymp policies`, `show` and `diff`: policies and their rules.
+"""`polymp policies`, `show` and `diff`: policies and their rules, as data and as text.
 
-torch is imported by `show --device` alone.
+All that is drawn is in the data, which is what `--json` prints. torch is imported by
+`show --device` alone.
 """
 
 import argparse
@@ -10,10 +11,11 @@ import itertools
 import re
 import string
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polymp import backends, progress
+from polymp import backends, progress, text_table
+from polymp.diagnostics.call_record import by
 from polymp.errors import UsageError
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
@@ -21,6 +23,7 @@ from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import Op, vocabulary
 
 Data = dict[str, Any]
+Lines = Iterator[str | list[str]]  # lists are lines of tables
 
 
 def listed(args: argparse.Namespace) -> Data:
@@ -180,3 +183,140 @@ def path_inside(pattern: str) -> str:
         return next((c for c in letters if fnmatch.fnmatchcase(c, group[0])), group[0])
 
     return re.sub(r"\[(!?[^\]]+)\]", letter, pattern)
+
+
+# What is drawn.
+
+_MANY = 6  # ops that differ alike are listed one by one up to here
+_NAMED = 3  # of more, so many
+
+
+def draw_list(data: Data, args: argparse.Namespace) -> Lines:
+    """A row for each policy."""
+    rows = [(p["name"], str(p["rows"]), p["extends"] or "", p["summary"]) for p in data["policies"]]
+    yield text_table.columns(("name", "rows", "extends", "summary"), rows, ("rows",))
+
+
+def draw_rules(data: Data, args: argparse.Namespace) -> Lines:
+    """The rules of all ops, of one op, or of those that differ on a device."""
+    at = f" in {data['scope']}" if data["scope"] else ""
+    title = f"policy {data['policy']}{at}, {' and '.join(data['dtypes'])}"
+    if "device" in data:
+        yield from _draw_device(data, title)
+    elif "op" in data:
+        yield from _draw_op(data, title)
+    else:
+        yield from _draw_ops(data, title)
+
+
+def _draw_ops(data: Data, title: str) -> Lines:
+    rows, silent = list[str | Sequence[str]](), dict[str, list[str]]()
+    kind = ""
+    for entry in data["ops"]:
+        if not any(entry["rows"].values()):
+            silent.setdefault(entry["class"], []).append(entry["op"])
+            continue
+        if entry["class"] != kind:
+            kind = entry["class"]
+            rows.append(f"class:{kind}")
+        sources = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
+        rows.append((f"  {entry['op']}", _merged(entry["rules"]), _merged(sources)))
+    without = sum(map(len, silent.values()))
+    yield f"{title}: {len(data['ops']) - without} of {len(data['ops'])} ops have a row"
+    if rows:
+        yield ["", *text_table.columns(("op", "rule", "from"), rows), ""]
+        used = {rule for entry in data["ops"] for rule in entry["rules"].values()}
+        yield from (f"{rule}: {rule.phrase}" for rule in Rule if rule in used - {Rule.PARTS})
+    if silent:
+        yield ""
+        yield "no row: these run in their inputs' dtypes, the ops inside them by their own rows"
+        table = [(kind, ", ".join(ops)) for kind, ops in silent.items()]
+        yield ["", *text_table.columns(("class", "ops"), table)]
+    if data["scopes"]:
+        yield ""
+        yield f"--scope PATH shows the rows for modules: {', '.join(data['scopes'])}"
+
+
+def _draw_op(data: Data, title: str) -> Lines:
+    jax = {"primitives": data["jax"], "functions": data["functions"], "becomes": data["traces"]}
+    in_jax = "\n".join(f"{what} {', '.join(names)}" for what, names in jax.items() if names)
+    rows = [
+        *((low, why.partition(": ")[2]) for low, why in data["why"].items()),
+        ("class", ": ".join(filter(None, (data["class"], data["about"])))),
+        ("torch", ", ".join(data["aten"]) or "no op"),
+        ("jax", in_jax or "no op"),
+        *([("note", data["note"])] if data["note"] else []),
+    ]
+    yield f"{data['op']}: {title}"
+    yield ["", *text_table.columns(("", ""), rows)[2:]]
+
+
+def _draw_device(data: Data, title: str) -> Lines:
+    yield f"{title}, on {data['device']}: torch has {data['compiled']} compiled kernels"
+    if not data["differ"]:
+        yield "no op differs: all run with torch's own kernels, at torch's own speed"
+        return
+    yield f"ops that differ, and run with a kernel of polymp's: {len(data['differ'])}"
+    rows = []
+    for entry in data["differ"]:
+        one, other = entry["torch"], entry["policy"]
+        own = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
+        left = {low: _rule(one[low], other[low]) for low in data["dtypes"]}
+        right = {low: _rule(other[low], one[low]) for low in data["dtypes"]}
+        rows.append((entry["aten"], _merged(left), _merged(right), _merged(own)))
+    yield ["", *text_table.columns(("aten op", "torch", data["policy"], "from"), rows)]
+    yield from _halves(rows)
+
+
+def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
+    """A row for each op that differs, or for many that differ alike."""
+    one, other = data["policies"]
+    if data["same"]:
+        yield f"{one} and {other}: no difference"
+        return
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for entry in data["differences"]:
+        rules, rows = entry["rules"], entry["rows"]
+        left = _rule(rules[0], rules[1]), _by(rows[0], entry["op"], one)
+        right = _rule(rules[1], rules[0]), _by(rows[1], entry["op"], other)
+        key = entry["scope"], entry["op"], *(", ".join(filter(None, s)) for s in (left, right))
+        lines.setdefault(key, []).append(entry["dtype"])
+    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for (scope, op, *sides), dtypes in lines.items():
+        alike.setdefault(((*sides, scope), tuple(dtypes)), []).append(op)
+    table = []
+    for (sides_and_scope, only), ops in alike.items():
+        of = f" ({', '.join(only)})" if len(only) < len(LOW) else ""
+        few = f"{', '.join(ops[:_NAMED])} and {len(ops) - _NAMED} more"
+        for label in ops if args.all or len(ops) <= _MANY else [few]:
+            table.append((f"{label}{of}", *sides_and_scope))
+    count = len({key[:2] for key in lines})
+    more = "" if len(table) == len(lines) else f", in {len(table)} rows; --all lists each op"
+    yield f"{one} and {other}, ops that differ: {count}{more}"
+    yield ["", *text_table.columns(("op", one, other, "scope"), table)]
+    yield from _halves(table)
+
+
+def _halves(rows: Sequence[Sequence[str]]) -> Lines:
+    if any("(widen)" in cell for row in rows for cell in row):
+        yield ""
+        yield ("widest where float16 meets bfloat16: (widen) runs in float32, (raise) is an error")
+
+
+def _by(row: Data | None, op: str, known: str = "") -> str:
+    """The op, class or spelling that a row is for and its source, as far as they are not known."""
+    return by(Row(**row), op, known) if row else "no row"
+
+
+def _rule(answer: Data, other: Data) -> str:
+    """A rule, with its detail where another answer differs in nothing else."""
+    detail = answer["detail"] if answer["rule"] == other["rule"] else ""
+    return f"{answer['rule']} ({detail})" if detail else str(answer["rule"])
+
+
+def _merged(by_dtype: Mapping[str, Any]) -> str:
+    """One text for all dtypes, if they agree, or one for each."""
+    texts = {low: str(value) for low, value in by_dtype.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "\n".join(f"{low}: {text}" for low, text in texts.items())

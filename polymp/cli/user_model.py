@@ -1,6 +1,7 @@
 """The model that `polymp doctor --model` and `polymp check --model` name: MODULE:FUNCTION."""
 
 import importlib
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,33 +11,21 @@ from polymp.errors import UsageError
 
 
 class Example(NamedTuple):
-    """A model and its example inputs.
+    """A model and its example inputs."""
 
-    Attributes:
-        framework: "torch" if the model is a torch module, else "jax".
-        model: a torch module, or a function of arrays.
-        inputs: positional arguments of a call.
-    """
+    framework: str  # "torch" if the model is a torch module, else "jax"
+    model: Any  # a torch module, or a function of arrays
+    inputs: tuple[Any, ...]  # positional arguments of a call
 
-    framework: str
-    model: Any
-    inputs: tuple[Any, ...]
+
+def leave_memory() -> None:
+    """Keep jax from taking most of a GPU's memory when it is imported."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def example(text: str) -> Example:
-    """Call a function of the user's that returns a model and its inputs: "train:example".
-
-    The module is imported as `python -m` would import it, with the current folder first.
-
-    Args:
-        text: MODULE:FUNCTION.
-
-    Returns:
-        The model and its inputs.
-
-    Raises:
-        UsageError: there is no such function, it fails, or it returns something else.
-    """
+    """Call a function that returns a model and its inputs: "train:example"."""
+    # The module is imported as `python -m` would import it, with the current folder first.
     option = f"--model {text}"
     module, _, name = text.partition(":")
     names = module.split(".")

@@ -131,11 +131,12 @@ def layers(audit: AuditRecord, fold: bool = True) -> list[Layer]:
         parts.setdefault(path or owner, []).append((BACKWARD, name, m.magnitudes))
 
     def row(module: str) -> Layer:
-        sides = (
+        forward, gradient = (
             _union(m for direction, _, m in parts[module] if direction == side)
             for side in (FORWARD, BACKWARD)
         )
-        return Layer(module, *sides, tuple(sorted(name for _, name, _ in parts[module])))
+        names = sorted(name for _, name, _ in parts[module])
+        return Layer(module, forward, gradient, tuple(names))
 
     rows = sorted(map(row, parts), key=lambda row: row.forward is None)
     folded, _, _ = arranged(rows, _LAYERS, fold=fold)

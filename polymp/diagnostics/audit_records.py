@@ -98,29 +98,17 @@ def effect_of(effects: Iterable[float | None]) -> float | None:
 
 
 class Operand(NamedTuple):
-    """One input of an op. An audit fills in dtype, shape and largest magnitude, `locate` the rest.
+    """One input of an op; an audit knows dtype, shape and largest magnitude, `locate` the rest."""
 
-    Attributes:
-        dtype: its dtype.
-        shape: its dimensions.
-        smallest: the smallest magnitude that is not zero; 0 if there is none.
-        largest: the largest finite magnitude.
-        zeros: share of zeros, from 0 to 1.
-        inf: share of Inf and -Inf.
-        nan: share of NaN.
-        name: of a parameter or an argument, if it is one; "" for what the program made.
-        negative: share of negative numbers.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    smallest: float
-    largest: float
-    zeros: float
-    inf: float
-    nan: float
-    name: str = ""
-    negative: float = 0.0
+    dtype: str  # its dtype
+    shape: tuple[int, ...]  # its dimensions
+    smallest: float  # the smallest magnitude that is not zero; 0 if there is none
+    largest: float  # the largest finite magnitude
+    zeros: float  # share of zeros, from 0 to 1
+    inf: float  # share of Inf and -Inf
+    nan: float  # share of NaN
+    name: str = ""  # of a parameter or an argument, if it is one; "" for what the program made
+    negative: float = 0.0  # share of negative numbers
 
     def __str__(self) -> str:
         parts = [f"{self.dtype}{list(self.shape)}"]

@@ -5,8 +5,9 @@ of its inputs and results, and the cost of its casts. The backends make calls; a
 them up. Nothing here knows a framework, or how calls are shown.
 """
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
@@ -14,6 +15,13 @@ from polymp.rules.row import Row
 
 # In which part of a program a call ran; "recompute" is the forward again, for the backward.
 FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
+
+# The parts in the order of tables, with their headings.
+SECTIONS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    RECOMPUTE: "recompute: the forward again, for the backward",
+}
 
 
 class Call(NamedTuple):
@@ -227,3 +235,36 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
         if count:
             total[name] += count
     return dict(total)
+
+
+# What tables show of calls, and by what they fold and sort them.
+
+
+def cost(calls: Sequence[Call]) -> tuple[int, int]:
+    """The sort key that puts the highest costs first: bytes of casts, then FLOPs."""
+    return -sum(call.cast_bytes for call in calls), -sum(call.flops for call in calls)
+
+
+def alike(call: Call) -> Hashable:
+    """All in which the calls of equal layers agree.
+
+    They differ in their modules and the casts made for them: those of a first layer may be spared
+    in the others.
+    """
+    return call._replace(module="", casts=0, cast_bytes=0, saved=(), kept=0)
+
+
+def ruled(call: Call, policy: str = "") -> str:
+    """Return the rule that a call ran by, with the op, scope and source of its row."""
+    row = by(call.row, call.op, policy) if call.row else ""
+    ran = "as lower" if call.rule == "fp8" else f"in {call.run}"
+    fallback = f"run {ran}: {call.fallback}" if call.fallback else ""
+    return ", ".join(filter(None, (call.rule, call.recipe, fallback, row)))
+
+
+def by(row: Row, op: str, policy: str = "") -> str:
+    """The selector of a row, if that is not the op, with its scope and its source."""
+    shipped = re.fullmatch(r"policies/(.*)\.toml", row.source)
+    source = shipped[1] if shipped else row.source
+    of, scope = row.of if row.of != op else "", f"in {row.scope}" if row.scope else ""
+    return ", ".join(filter(None, (of, scope, source if source != policy else "")))

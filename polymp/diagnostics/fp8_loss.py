@@ -26,31 +26,20 @@ class Measurement(NamedTuple):
 
 
 class OperandLoss(NamedTuple):
-    """The loss of an operand; numbers are those of the call that would lose most.
+    """The loss of an operand; numbers are those of the call that would lose most."""
 
-    Attributes:
-        format: the 8-bit format.
-        zero: share of values that would become zero.
-        error: the norm of the difference over the norm, mean over the rows that are summed over.
-    """
-
-    format: str
-    zero: float
+    format: str  # the 8-bit format
+    zero: float  # share of values that would become zero
+    # The norm of the difference over the norm, mean over the rows that are summed over.
     error: float
 
 
 class Worst(NamedTuple):
-    """The error of a call site that is largest beside that of rounding alone.
+    """The error of a call site that is largest beside that of rounding alone."""
 
-    Attributes:
-        of: what has it: an operand's role or a product.
-        error: the error.
-        expected: that of rounding alone.
-    """
-
-    of: str
-    error: float
-    expected: float
+    of: str  # what has it: an operand's role or a product
+    error: float  # the error
+    expected: float  # that of rounding alone
 
     @property
     def times(self) -> float:
@@ -59,24 +48,17 @@ class Worst(NamedTuple):
 
 
 class Fp8Loss(NamedTuple):
-    """The loss of the products of one call site, were they in 8 bits.
+    """The loss of the products of one call site, were they in 8 bits."""
 
-    Attributes:
-        op: its name in the vocabulary.
-        module: path of the module it was called in.
-        source: file and line of the user's code.
-        recipe: name of the recipe.
-        operands: by role, "activation", "weight" and "gradient"; no gradient without a backward
-            pass. An operand of two products has the larger of its two errors.
-        results: by product, "result", "input_gradient" and "weight_gradient", the norm of the
-            difference over the norm; the product alone, without a bias.
-    """
-
-    op: str
-    module: str
-    source: str
-    recipe: str
+    op: str  # its name in the vocabulary
+    module: str  # path of the module it was called in
+    source: str  # file and line of the user's code
+    recipe: str  # name of the recipe
+    # By role, "activation", "weight" and "gradient"; no gradient without a backward pass. An
+    # operand of two products has the larger of its two errors.
     operands: Mapping[str, OperandLoss]
+    # By product, "result", "input_gradient" and "weight_gradient", the norm of the difference over
+    # the norm; the product alone, without a bias.
     results: Mapping[str, float]
 
     @property

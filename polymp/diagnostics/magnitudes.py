@@ -40,45 +40,31 @@ _EDGES = tuple(lower_edge(bin) for bin in range(INF))
 
 
 class Shares(NamedTuple):
-    """The shares of values, from 0 to 1, that rounding to a dtype would change.
+    """The shares of values, from 0 to 1, that rounding to a dtype would change."""
 
-    Attributes:
-        overflow: would be Inf, or NaN in a dtype without Inf; Inf and NaN themselves count.
-        underflow: would be zero and are not.
-        subnormal: would keep fewer digits than the dtype has, and are not zero.
-    """
-
-    overflow: float
-    underflow: float
-    subnormal: float
+    overflow: float  # would be Inf, or NaN in a dtype without Inf; Inf and NaN themselves count
+    underflow: float  # would be zero and are not
+    subnormal: float  # would keep fewer digits than the dtype has, and are not zero
 
 
 class Magnitudes(NamedTuple):
-    """Counts of the magnitudes in one tensor or several.
+    """Counts of the magnitudes in one tensor or several."""
 
-    Attributes:
-        values: how many values there were.
-        counted: how many of them are in the bins; the others were skipped at even distances.
-        bins: counts by the bits of |x|, `BINS` of them.
-        largest: the largest finite magnitude; of all values, not only of those counted. Where some
-            are not finite: of those counted, rounded down to where their bin begins.
-        inf: True if a value was Inf or -Inf.
-        nan: True if a value was NaN.
-        burst: share of values that are Inf in float16 and finite in float32, of the same inputs.
-        vanished: share of values that are zero in float16 and not in float32, of the same inputs.
-        gone: the share of those and, of gradients, of zeros that earlier ones led to, about.
-        wide: the largest finite magnitude in float32 where float16 made Inf; 0 if none was seen.
-    """
-
-    values: int
-    counted: int
-    bins: tuple[int, ...]
+    values: int  # how many values there were
+    counted: int  # how many of them are in the bins; the others were skipped at even distances
+    bins: tuple[int, ...]  # counts by the bits of |x|, `BINS` of them
+    # The largest finite magnitude; of all values, not only of those counted. Where some are not
+    # finite: of those counted, rounded down to where their bin begins.
     largest: float
-    inf: bool = False
-    nan: bool = False
+    inf: bool = False  # True if a value was Inf or -Inf
+    nan: bool = False  # True if a value was NaN
+    # Share of values that are Inf in float16 and finite in float32, of the same inputs.
     burst: float = 0.0
+    # Share of values that are zero in float16 and not in float32, of the same inputs.
     vanished: float = 0.0
+    # The share of those and, of gradients, of zeros that earlier ones led to, about.
     gone: float = 0.0
+    # The largest finite magnitude in float32 where float16 made Inf; 0 if none was seen.
     wide: float = 0.0
 
     def __repr__(self) -> str:

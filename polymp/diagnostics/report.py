@@ -5,18 +5,23 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call_record`) that can be drawn (`report_text`, `page`) and compared
-with another one (`report_diff`).
+It is a list of calls (`call_record`) that is drawn here and can be compared with another one
+(`report_diff`). Text is plain characters in lines of a given width, so that it reads the same in a
+terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Iterable
 from os import PathLike
 from typing import Any
 
-from polymp.diagnostics import page, report_text
-from polymp.diagnostics.call_record import Call, CallList
+from polymp import text_table
+from polymp.diagnostics import page, tables
+from polymp.diagnostics.call_record import SECTIONS, Call, CallList, added, alike, cost, ruled
+from polymp.diagnostics.page import Bar
 from polymp.diagnostics.report_diff import ReportDiff
+from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column
 from polymp.errors import escaped
+from polymp.rules.scopes import depth
 
 
 class Report(CallList):
@@ -78,8 +83,15 @@ class Report(CallList):
             ValueError: a pattern matches no call, an op is not in the report, `limit` is not a
                 positive number, or `sort` neither "program" nor "cost".
         """
-        part = report_text.chosen(self, modules, ops)
-        return escaped(report_text.report_table(part, limit, width, sort, fold))
+        part = _chosen(self, modules, ops)
+        rows, hidden, note = tables.arranged(part.calls, CALLS, sort, fold, limit)
+        lines = [_headline(part)]
+        if len(part):
+            lines += ["", *_totals(part, width), *text_table.folded(note, width)]
+        lines += ["", *tables.text(_table(part, rows), width)]
+        if hidden:
+            lines += ["", f"{text_table.plural(hidden, 'row')} with lower costs not listed"]
+        return escaped("\n".join(lines).rstrip())
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data: "title", "low", "policy", "totals" and "calls"."""
@@ -123,7 +135,19 @@ class Report(CallList):
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        return page.written(page.html(report_text.report_page(self, sort, fold)), path)
+        tables.check_sort(sort, CALLS)
+        modules, _, note = tables.arranged(self.calls, CALLS, fold=fold)
+        by_bytes = ("bytes", False) if self.cast_bytes else None
+        made = page.Page(
+            title=self.title or "report",
+            about=_headline(self).partition(": ")[2],
+            figures=_figures(self, modules),
+            notes=list(filter(None, [_in_8_bits(self), widening(self), note])),
+            table=_table(self, modules, sort),
+            sorted=by_bytes if sort == COST else ("#", True),
+            what="row" if note else "call site",
+        )
+        return page.written(page.html(made), path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Compare with another report: under another policy, or from the other framework.
@@ -151,3 +175,197 @@ class Report(CallList):
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}, {len(self)} calls, {self.casts} casts)"
+
+
+# What is drawn: sums, then a row for each call site.
+
+_COLUMNS = (
+    Column("op", about="its name in the vocabulary, or the framework's own", breaks="parts"),
+    Column("times", True, "how often it ran; all counts are for all times together"),
+    Column("direction", on_page=True),
+    Column("source", breaks="never"),
+    Column("rule", about="the rule, and the op, scope and source of its row"),
+    Column("dtypes", about="inputs before casts -> outputs (in the dtype it ran in, if another)"),
+    Column("casts", True, "arrays that were cast for it, there and back"),
+    Column("bytes", True, "read and written by these casts"),
+    Column("saved", True, "casts that were not made, and why", "spaces"),
+    Column("FLOPs", True, "of products, convolutions and attention"),
+    Column(
+        "kept", True, "bytes of float32 kept for the backward pass, parameters aside", on_page=True
+    ),
+)
+
+_NAMED = 5  # widened calls that are named; of more, how many
+_MODULES = 4  # in the figure of bytes by module
+
+
+def _table(
+    report: CallList, modules: Iterable[tables.ModuleRows[Call]], sort: str = PROGRAM
+) -> tables.Table:
+    lines = [
+        tables.Line(
+            SECTIONS[one.section],
+            one.label,
+            _cells(call, report.policy),
+            (call.direction, call.run or "no float", call.rule or "no region"),
+            cost([call]) if sort == COST else (),
+        )
+        for one in modules
+        for call in one.rows
+    ]
+    return tables.Table(_COLUMNS, ("direction", "ran in", "rule"), lines)
+
+
+def _cells(call: Call, policy: str) -> tuple[tables.Cell, ...]:
+    dtypes = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
+    saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
+    return (
+        Cell(call.op, about=call.spelling),
+        Cell(f"{call.times:,}", call.times),
+        Cell(call.direction),
+        Cell(call.source),
+        Cell(ruled(call, policy), about=str(call.row or "")),
+        Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
+        tables.number(call.casts, f"{call.casts:,}"),
+        tables.number(call.cast_bytes, text_table.size(call.cast_bytes)),
+        tables.number(sum(count for _, count in call.saved), saved),
+        tables.number(call.flops, text_table.amount(call.flops)),
+        tables.number(call.kept, text_table.size(call.kept)),
+    )
+
+
+CALLS: tables.RowKind[Call] = tables.RowKind(
+    SECTIONS, lambda call: (call.direction, call.module), alike, added, {COST: cost}
+)
+
+
+def _headline(report: CallList) -> str:
+    """The first line: name, number of call sites, policy and low dtype."""
+    under = f"policy {report.policy} in {report.low}" if report.policy else report.low
+    sites = text_table.plural(len(report), "call site")
+    return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
+
+
+def _in_8_bits(report: CallList) -> str:
+    """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
+    ran = sum(call.times for call in report if call.recipe)
+    parts = [f"{text_table.plural(ran, 'product')} in 8 bits"] if ran else []
+    if report.kept_fp8:
+        kept, wide = map(text_table.size, (report.kept_fp8, 2 * report.kept_fp8))
+        parts.append(f"{kept} kept for the backward pass instead of {wide} in bfloat16")
+    return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
+
+
+def _fallbacks(report: CallList, rule: str, ran: str) -> list[str]:
+    """How many products with a rule did not run by it, for each reason."""
+    of_rule = {call.fallback for call in report if call.rule == rule}
+    return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
+
+
+def _totals(report: CallList, width: int | None = None) -> list[str]:
+    """The report's sums, a line for each kind; long lines are broken."""
+    flops, total = report.flops, sum(report.flops.values())
+    parts = [
+        f"{text_table.amount(count)} ({text_table.share(count / total)}) "
+        f"in {text_table.short(dtype)}"
+        for dtype, count in sorted(flops.items(), key=lambda item: -item[1])
+    ]
+    saved = [f"{count:,} {reason}" for reason, count in sorted(report.saved.items())]
+    moved = f"{report.casts:,}, {text_table.size(report.cast_bytes)} read and written"
+    pairs = [
+        ("FLOPs", ", ".join(parts) or "none"),
+        ("casts", moved if report.casts else "none"),
+        ("saved", ", ".join(saved) or "none"),
+        ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
+        ("fp8", _in_8_bits(report)),
+        ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
+        ("widened", widening(report).removeprefix("widened ")),
+    ]
+    rows = [(name, text) for name, text in pairs if text]
+    return text_table.columns(("", ""), rows, width=width)[2:]
+
+
+def widening(report: CallList) -> str:
+    """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
+    calls = report.widened()
+    modules, _, _ = tables.arranged(calls, CALLS)
+    widened = [(call, one) for one in modules for call in one.rows]
+    named = [
+        ", ".join(filter(None, (f"{c.op} in {one.label}" if c.module else c.op, c.source)))
+        for c, one in widened[:_NAMED]
+    ]
+    if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
+        named.append(f"and {text_table.plural(more, 'more call')}")
+    return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+
+
+def _figures(
+    report: CallList, modules: Iterable[tables.ModuleRows[Call]]
+) -> list[tuple[str, list[Bar]]]:
+    flops, total = report.flops, sum(report.flops.values())
+    by_dtype = [
+        Bar(dtype, n, f"{text_table.amount(n)}, {text_table.share(n / total)}")
+        for dtype, n in sorted(flops.items(), key=lambda item: -item[1])
+    ]
+    counts = [Bar("done", report.casts, f"{report.casts:,}")] if report.casts else []
+    counts += [Bar(f"saved: {why}", n, f"{n:,}") for why, n in sorted(report.saved.items())]
+    moved, kept = dict[str, int](), dict[str, int]()
+    for one in modules:
+        for call in one.rows:
+            name = one.label
+            moved[name] = moved.get(name, 0) + call.cast_bytes
+            kept[name] = kept.get(name, 0) + call.kept
+    return [
+        ("FLOPs by dtype", by_dtype),
+        ("Casts", counts),
+        (f"Bytes cast: {text_table.size(report.cast_bytes)}", _widest(moved)),
+        (f"float32 kept: {text_table.size(report.kept)}", _widest(kept)),
+    ]
+
+
+def _widest(by_module: dict[str, int]) -> list[Bar]:
+    """A bar for each of the modules with most bytes; the others as a number."""
+    ranked = sorted(((m, n) for m, n in by_module.items() if n), key=lambda item: -item[1])
+    bars = [Bar(m, n, text_table.size(n)) for m, n in ranked[:_MODULES]]
+    if others := ranked[_MODULES:]:
+        rest = sum(n for _, n in others)
+        bars.append(Bar(text_table.plural(len(others), "other module"), 0, text_table.size(rest)))
+    return bars
+
+
+def _chosen(
+    report: CallList, modules: str | Iterable[str] | None, ops: str | Iterable[str] | None
+) -> CallList:
+    """Return the part of a report that is of some modules and some ops."""
+    calls: Iterable[Call] = report.calls
+    if modules is not None:
+        patterns = [modules] if isinstance(modules, str) else list(modules)
+        every = dict.fromkeys(call.module for call in report.calls)
+        inside = {p: {m for m in every if _within(p, m)} for p in patterns}
+        for pattern, matching in inside.items():
+            if not matching:
+                raise ValueError(
+                    f"modules={pattern!r} matches no call; the report's modules are {_list(every)}."
+                )
+        kept = set[str]().union(*inside.values())
+        calls = [call for call in calls if call.module in kept]
+    if ops is not None:
+        names = {ops} if isinstance(ops, str) else {*ops}
+        for name in sorted(names):
+            if not report.of(name):
+                raise ValueError(
+                    f"ops={name!r} is not in the report; its ops are "
+                    f"{_list(dict.fromkeys(call.op for call in report.calls))}."
+                )
+        calls = [call for call in calls if names & {call.op, call.spelling}]
+    return CallList(tuple(calls), report.title, report.low, report.policy)
+
+
+def _within(pattern: str, module: str) -> bool:
+    return depth(pattern, module) > 0 if pattern else not module
+
+
+def _list(names: Iterable[str]) -> str:
+    quoted = [repr(name) for name in names]
+    more = f" and {len(quoted) - 12} more" if len(quoted) > 12 else ""
+    return ", ".join(quoted[:12]) + more

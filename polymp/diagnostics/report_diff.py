@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics import page, tables
-from polymp.diagnostics.call_record import Call, CallList, added
+from polymp.diagnostics.call_record import SECTIONS, Call, CallList, added, alike, cost, ruled
 from polymp.diagnostics.page import Bar, Page
-from polymp.diagnostics.report_text import SECTIONS, alike, cost, ruled
 from polymp.diagnostics.tables import COST, PROGRAM
 from polymp.errors import escaped
 
@@ -95,9 +94,12 @@ class ReportDiff:
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Return the sums of both: "FLOPs in float32", "casts", "bytes cast", ..."""
-        sums = [_sums(self.one), _sums(self.other)]
-        names = sorted({**sums[0], **sums[1]}, key=lambda name: (_kind_of_sum(name), name))
-        return {name: (sums[0].get(name, 0), sums[1].get(name, 0)) for name in names}
+        pairs = zip(_sums(self.one), _sums(self.other), strict=True)
+        return {
+            name: (one.get(name, 0), other.get(name, 0))
+            for one, other in pairs
+            for name in sorted({*one, *other})
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -128,9 +130,6 @@ class ReportDiff:
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        return page.written(page.html(self._page(sort, fold)), path)
-
-    def _page(self, sort: str, fold: bool) -> Page:
         tables.check_sort(sort, DIFFERENCES)
         modules, _, note = tables.arranged(self.rows, DIFFERENCES, fold=fold)
         names = self.names
@@ -138,7 +137,7 @@ class ReportDiff:
             (what, [Bar(side, n, _words(what, n)) for side, n in zip(names, pair, strict=True)])
             for what, pair in self.totals().items()
         ]
-        return Page(
+        made = Page(
             title=" and ".join(names),
             about=self._headline(),
             figures=figures,
@@ -147,6 +146,7 @@ class ReportDiff:
             sorted=None if sort == COST else ("#", True),
             what="row" if note else "difference",
         )
+        return page.written(page.html(made), path)
 
     def _table(
         self, modules: Iterable[tables.ModuleRows[Difference]], sort: str = PROGRAM
@@ -157,17 +157,14 @@ class ReportDiff:
             tables.Column("what", on_page=True),
             *map(tables.Column, self.names),
         )
-        lines = [
-            tables.Line(
-                SECTIONS[one.section],
-                one.label,
-                tuple(map(tables.Cell, (row.op, row.direction, self._kind(row), *_sides(row)))),
-                (row.direction, self._kind(row)),
-                difference_cost([row]) if sort == COST else (),
-            )
-            for one in modules
-            for row in one.rows
-        ]
+        lines = []
+        for one in modules:
+            for row in one.rows:
+                kind, sides = self._kind(row), [_cell(c, row.changed) for c in (row.one, row.other)]
+                cells = tuple(map(tables.Cell, (row.op, row.direction, kind, *sides)))
+                rank = difference_cost([row]) if sort == COST else ()
+                place = SECTIONS[one.section], one.label
+                lines.append(tables.Line(*place, cells, (row.direction, kind), rank))
         return tables.Table(columns, ("direction", "what"), lines)
 
     def _kind(self, row: Difference) -> str:
@@ -232,13 +229,8 @@ class ReportDiff:
         return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
 
 
-def _sides(row: Difference) -> tuple[str, str]:
-    """The cells of a difference: for each report, the fields that differ."""
-    one, other = (_cell(call, row.changed) for call in (row.one, row.other))
-    return one, other
-
-
 def _cell(call: Call | None, changed: tuple[str, ...]) -> str:
+    """The fields that differ, of one side of a difference."""
     if call is None:
         return "not called"
     alone = not changed
@@ -255,25 +247,17 @@ def _cell(call: Call | None, changed: tuple[str, ...]) -> str:
     return "; ".join([*parts, *filter(None, [call.source])])
 
 
-_KINDS = (
-    "call sites", "FLOPs", "casts", "bytes cast", "saved", "bytes of float32 kept",
-    "bytes of 8 bits kept",
-)  # fmt: skip
-
-
-def _sums(report: CallList) -> dict[str, int]:
-    flops, saved = report.flops.items(), report.saved.items()
-    kept = report.kept, report.kept_fp8 or None
-    sums = (len(report), None, report.casts, report.cast_bytes, None, *kept)
-    return {
-        **{kind: n for kind, n in zip(_KINDS, sums, strict=True) if n is not None},
-        **{f"FLOPs in {dtype}": n for dtype, n in flops},
-        **{f"saved: {reason}": n for reason, n in saved},
-    }
-
-
-def _kind_of_sum(name: str) -> int:
-    return next(at for at, kind in enumerate(_KINDS) if name.startswith(kind))
+def _sums(report: CallList) -> list[dict[str, int]]:
+    """The sums of a report, in the order in which they are shown."""
+    return [
+        {"call sites": len(report)},
+        {f"FLOPs in {dtype}": n for dtype, n in report.flops.items()},
+        {"casts": report.casts},
+        {"bytes cast": report.cast_bytes},
+        {f"saved: {reason}": n for reason, n in report.saved.items()},
+        {"bytes of float32 kept": report.kept},
+        {"bytes of 8 bits kept": report.kept_fp8} if report.kept_fp8 else {},
+    ]
 
 
 def _words(what: str, count: int) -> str:
@@ -346,9 +330,6 @@ def _grouped(calls: Iterable[Call], names: Mapping[str, str]) -> dict[tuple[str,
 def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
     """The calls side by side, by op and in order; None where there is none."""
     ops = [call.op for call in left], [call.op for call in right]
-    if ops[0] == ops[1]:
-        yield from zip(left, right, strict=True)
-        return
     for what, i, to_i, j, to_j in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
         if what == "equal":
             yield from zip(left[i:to_i], right[j:to_j], strict=True)

@@ -131,19 +131,12 @@ def factor(count: int) -> float:
 
 
 class Gap(NamedTuple):
-    """The difference of two arrays, relative to the largest magnitude of the first.
+    """The difference of two arrays, relative to the largest magnitude of the first."""
 
-    Attributes:
-        what: name of the arrays: "result['x']" or "gradient of [0]".
-        error: the largest difference.
-        tolerance: the largest difference that rounding explains.
-        largest: the magnitude itself.
-    """
-
-    what: str
-    error: float
-    tolerance: float
-    largest: float
+    what: str  # name of the arrays: "result['x']" or "gradient of [0]"
+    error: float  # the largest difference
+    tolerance: float  # the largest difference that rounding explains
+    largest: float  # the magnitude itself
 
     @property
     def part(self) -> bool:

@@ -37,19 +37,12 @@ ROLES = {
 
 
 class Operand(NamedTuple):
-    """An operand of a product that would run in 8 bits.
+    """An operand of a product that would run in 8 bits."""
 
-    Attributes:
-        array: of a float dtype of 16 or 32 bits.
-        role: "activation", "weight" or "gradient".
-        scaled: the axis or axes along which a scale is computed; None for one scale.
-        summed: the axes that the product sums over.
-    """
-
-    array: Any
-    role: str
-    scaled: Axis
-    summed: tuple[int, ...]
+    array: Any  # of a float dtype of 16 or 32 bits
+    role: str  # "activation", "weight" or "gradient"
+    scaled: Axis  # the axis or axes along which a scale is computed; None for one scale
+    summed: tuple[int, ...]  # the axes that the product sums over
 
 
 def product_loss(

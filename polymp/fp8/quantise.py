@@ -40,25 +40,21 @@ class Verbs(NamedTuple):
 
     Besides these, quantisation uses `*`, `/` and `<=` of float32 arrays, and never divides a number
     by an array except 1.
-
-    Attributes:
-        amax: (float array, axis, axes or None) to the largest magnitude, float32: [] for None, else
-            with length 1 at the axes. NaN if there is a NaN.
-        float32: a float array to float32.
-        where: (bool, array or number, array or number) to one of the two, element by element; the
-            result is float32, also of two numbers.
-        clip: (float32, lowest, highest) to the numbers between the two; NaN stays NaN.
-        cast: (float32, name of an 8-bit format) to that dtype, to nearest, ties to even.
-        isfinite: a float32 array to bool.
-        power_of_two: positive float32 to the largest power of two that is not larger, by its bits.
     """
 
+    # (float array, axis, axes or None) to the largest magnitude, float32: [] for None, else with
+    # length 1 at the axes. NaN if there is a NaN.
     amax: Callable[[Any, Axis], Any]
-    float32: Verb
+    float32: Verb  # a float array to float32
+    # (bool, array or number, array or number) to one of the two, element by element; the result is
+    # float32, also of two numbers.
     where: Callable[[Any, Any, Any], Any]
+    # (float32, lowest, highest) to the numbers between the two; NaN stays NaN.
     clip: Callable[[Any, float, float], Any]
+    # (float32, name of an 8-bit format) to that dtype, to nearest, ties to even.
     cast: Callable[[Any, str], Any]
-    isfinite: Verb
+    isfinite: Verb  # a float32 array to bool
+    # Positive float32 to the largest power of two that is not larger, by its bits.
     power_of_two: Verb
 
 

@@ -38,30 +38,23 @@ Axis = int | tuple[int, ...] | None
 class Recipe:
     """The formats and scales of a layer's three products.
 
-    Attributes:
-        name: as a policy's head has it.
-        scaling: "tensor" for one scale for each operand; "row" for one for each row of the first
-            operand and each column of the second, with all results and gradients
-            rounded to bfloat16, which is what kernels for such scales return.
-        activation: the 8-bit format of activations.
-        weight: of weights.
-        gradient: of the gradients of results.
-        power_of_two: True if scales are rounded down to a power of two.
-        weight_gradient_high: True if the product for the weight's gradient runs in bfloat16.
-        whole_weight_in_backward: True if the weight has one scale in the product for the input's
-            gradient, also where the other operands have one for each row.
-
     Source:
         torchao 0.18, `torchao/float8/config.py`, `Float8LinearConfig.from_recipe_name`.
     """
 
-    name: str
+    name: str  # as a policy's head has it
+    # "tensor" for one scale for each operand; "row" for one for each row of the first operand and
+    # each column of the second, with all results and gradients rounded to bfloat16, which is what
+    # kernels for such scales return.
     scaling: str
-    activation: str = E4M3
-    weight: str = E4M3
-    gradient: str = E4M3
-    power_of_two: bool = False
+    activation: str = E4M3  # the 8-bit format of activations
+    weight: str = E4M3  # of weights
+    gradient: str = E4M3  # of the gradients of results
+    power_of_two: bool = False  # True if scales are rounded down to a power of two
+    # True if the product for the weight's gradient runs in bfloat16.
     weight_gradient_high: bool = False
+    # True if the weight has one scale in the product for the input's gradient, also where the other
+    # operands have one for each row.
     whole_weight_in_backward: bool = False
 
     def __post_init__(self) -> None:
@@ -155,30 +148,18 @@ NO_ROWWISE = ((12, 0),)
 
 
 class Product(NamedTuple):
-    """A product `[m, k] @ [k, n]` that a policy wants in 8 bits.
+    """A product `[m, k] @ [k, n]` that a policy wants in 8 bits."""
 
-    Attributes:
-        op: its name in the vocabulary.
-        m: rows of the activation: all its dimensions but the last, multiplied.
-        k: what is summed over.
-        n: columns of the weight.
-        dtypes: of the two operands as they come in, by full name: "float32", "int64".
-        device: "cpu", "cuda" or another type of device.
-        region: the region's dtype.
-        batch: how many products of this shape the op computes.
-        sparse: True if an operand is sparse.
-        capability: compute capability of an NVIDIA GPU, (9, 0); None if it is not known.
-    """
-
-    op: str
-    m: int
-    k: int
-    n: int
-    dtypes: tuple[str, ...]
-    device: str
-    region: str = REGION_DTYPE
-    batch: int = 1
-    sparse: bool = False
+    op: str  # its name in the vocabulary
+    m: int  # rows of the activation: all its dimensions but the last, multiplied
+    k: int  # what is summed over
+    n: int  # columns of the weight
+    dtypes: tuple[str, ...]  # of the two operands as they come in, by full name: "float32", "int64"
+    device: str  # "cpu", "cuda" or another type of device
+    region: str = REGION_DTYPE  # the region's dtype
+    batch: int = 1  # how many products of this shape the op computes
+    sparse: bool = False  # True if an operand is sparse
+    # Compute capability of an NVIDIA GPU, (9, 0); None if it is not known.
     capability: tuple[int, int] | None = None
 
 

@@ -16,33 +16,22 @@ T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """One op, as it was decided.
+    """One op, as it was decided."""
 
-    Attributes:
-        backend: "torch" or "jax".
-        op: its name in the vocabulary, "" if it has none.
-        spelling: the framework's own name, with a prefix: "aten:softmax.int", "jax:exp"; of a
-            function of JAX's, "".
-        low: the region's dtype.
-        scope: path of the module, where the backend knows it.
-        row: the row that won; None if there is none, in entries that are not kept.
-        dtypes: of the float inputs.
-        decision: the dtypes that followed.
-        policy: name of the policy.
-        recipe: under rule fp8, the recipe that the product runs by in 8 bits; "" if it does not.
-        fallback: under rule fp8, why the product runs as under rule lower; "" if it does not.
-    """
-
-    backend: str
-    op: str
+    backend: str  # "torch" or "jax"
+    op: str  # its name in the vocabulary, "" if it has none
+    # The framework's own name, with a prefix: "aten:softmax.int", "jax:exp"; of a function of
+    # JAX's, "".
     spelling: str
-    low: str
-    scope: str
-    row: Row | None
-    dtypes: tuple[str, ...]
-    decision: Decision
-    policy: str = ""
+    low: str  # the region's dtype
+    scope: str  # path of the module, where the backend knows it
+    row: Row | None  # the row that won; None if there is none, in entries that are not kept
+    dtypes: tuple[str, ...]  # of the float inputs
+    decision: Decision  # the dtypes that followed
+    policy: str = ""  # name of the policy
+    # Under rule fp8, the recipe that the product runs by in 8 bits; "" if it does not.
     recipe: str = ""
+    # Under rule fp8, why the product runs as under rule lower; "" if it does not.
     fallback: str = ""
 
 

@@ -46,38 +46,24 @@ _InForce = Mapping[tuple[str, str], Row]
 
 
 class Decision(NamedTuple):
-    """The answer of `Policy.decide`: the dtypes to cast an op's inputs and results to.
+    """The answer of `Policy.decide`: the dtypes to cast an op's inputs and results to."""
 
-    Attributes:
-        rule: the rule that decided.
-        run: dtype to cast the eligible inputs to; None leaves them alone.
-        out: dtype to cast the float results to; None leaves them alone.
-    """
-
-    rule: Rule
-    run: str | None = None
-    out: str | None = None
+    rule: Rule  # the rule that decided
+    run: str | None = None  # dtype to cast the eligible inputs to; None leaves them alone
+    out: str | None = None  # dtype to cast the float results to; None leaves them alone
 
 
 _PARTS = Decision(Rule.PARTS)
 
 
 class Why(NamedTuple):
-    """The row that won for an op; as text, a sentence.
+    """The row that won for an op; as text, a sentence."""
 
-    Attributes:
-        op: as asked.
-        dtype: of the region, as asked.
-        scope: as asked.
-        row: the winner, None if the policy has no row for the op.
-        policy: the policy's name.
-    """
-
-    op: str
-    dtype: str
-    scope: str
-    row: Row | None
-    policy: str
+    op: str  # as asked
+    dtype: str  # of the region, as asked
+    scope: str  # as asked
+    row: Row | None  # the winner, None if the policy has no row for the op
+    policy: str  # the policy's name
 
     @property
     def rule(self) -> Rule:

@@ -21,25 +21,16 @@ F = TypeVar("F", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The settings of a region: they hold from entering it to leaving it.
+    """The settings of a region: they hold from entering it to leaving it."""
 
-    Attributes:
-        backend: "torch" or "jax".
-        device: the device type whose ops run by it, such as "cpu" or "cuda".
-        enabled: False for a subregion in which ops run in the dtypes of their inputs.
-        dtype: the low dtype, by full name; an alias or a dtype object becomes that.
-        cache: True if the casts of parameters may be kept until the region ends.
-        policy: the table that decides; None for the backend's own table of that device.
-        scope: path of the module that the region is in, names joined by dots.
-    """
-
-    backend: str
-    device: str
-    enabled: bool
-    dtype: str
-    cache: bool
+    backend: str  # "torch" or "jax"
+    device: str  # the device type whose ops run by it, such as "cpu" or "cuda"
+    enabled: bool  # False for a subregion in which ops run in the dtypes of their inputs
+    dtype: str  # the low dtype, by full name; an alias or a dtype object becomes that
+    cache: bool  # True if the casts of parameters may be kept until the region ends
+    # The table that decides; None for the backend's own table of that device.
     policy: Policy | None = None
-    scope: str = ""
+    scope: str = ""  # path of the module that the region is in, names joined by dots
 
     def __post_init__(self) -> None:
         # Only a disabled region has another dtype than a float one, by torch's own name.

@@ -26,35 +26,24 @@ CLASS_TRAITS = ("moves", "products", "sums", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op and its spellings.
+    """One op and its spellings."""
 
-    Attributes:
-        name: ours; torch's documented name where there is one.
-        kind: its class, such as "matmul".
-        aten: functional aten overloads, "mm" or "softmax.int"; those of a registered op with
-            their namespace, "mylib::my_op".
-        kernels: aten ops that torch runs for it below autograd, without overloads.
-        jax: JAX primitives, some with a variant: "dot_general:unbatched".
-        functions: public functions of jax and libraries on it, by dotted name.
-        traces: without primitive and function, the ops that it becomes in a JAX trace.
-        note: why a side is empty.
-        fp32: how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way.
-        rule: of a registered op, how it runs under a policy that has no row for it.
-        picks: True if it picks numbers and changes none: run low, what it picked is rounded.
-        chooses: True if each of its results is one of the numbers that it is given.
-    """
-
-    name: str
-    kind: str
+    name: str  # ours; torch's documented name where there is one
+    kind: str  # its class, such as "matmul"
+    # Functional aten overloads, "mm" or "softmax.int"; those of a registered op with their
+    # namespace, "mylib::my_op".
     aten: tuple[str, ...] = ()
-    jax: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()
+    jax: tuple[str, ...] = ()  # JAX primitives, some with a variant: "dot_general:unbatched"
+    functions: tuple[str, ...] = ()  # public functions of jax and libraries on it, by dotted name
+    # Without primitive and function, the ops that it becomes in a JAX trace.
     traces: tuple[str, ...] = ()
-    note: str = ""
-    fp32: str = ""
-    rule: str = ""
+    note: str = ""  # why a side is empty
+    fp32: str = ""  # how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way
+    rule: str = ""  # of a registered op, how it runs under a policy that has no row for it
+    # True if it picks numbers and changes none: run low, what it picked is rounded.
     picks: bool = False
-    chooses: bool = False
+    chooses: bool = False  # True if each of its results is one of the numbers that it is given
+    # Aten ops that torch runs for it below autograd, without overloads.
     kernels: tuple[str, ...] = ()
 
 

@@ -26,8 +26,6 @@ def polymp(capsys, tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
 
     def run(*argv):
         code = cli.main(argv)

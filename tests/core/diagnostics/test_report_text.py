@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from polymp import text_table
-from polymp.diagnostics import report_text
+from polymp.diagnostics import report
 from polymp.diagnostics.report import Report
 from polymp.diagnostics.tables import OUTSIDE
 from tests.support import processes, reports
@@ -165,10 +165,10 @@ def test_widened_calls_are_named_and_counted() -> None:
         given = {"inputs": ("bfloat16", "float32"), "outputs": ("float32",), "run": "float32"}
         return reports.call("add", "", source=f"model.py:{line}", **given)
 
-    said = report_text.widening(Report([add(n) for n in range(8)]))
+    said = report.widening(Report([add(n) for n in range(8)]))
     assert said.count("model.py") == 5
     assert said.endswith("; and 3 more calls")
-    assert report_text.widening(reports.in_jax()) == ""
+    assert report.widening(reports.in_jax()) == ""
 
 
 @pytest.mark.parametrize(

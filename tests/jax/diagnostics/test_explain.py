@@ -19,8 +19,7 @@ from jax import export
 
 import polymp
 from polymp.backends.jax.diagnostics.traced_call import traced
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
-from polymp.diagnostics.report_text import ruled
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, ruled
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning
 from polymp.jax import GradScaler, autocast, explain

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import text_table
+from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
@@ -97,6 +98,15 @@ def effect_of(effects: Iterable[float | None]) -> float | None:
     return math.fsum(known) if known else None
 
 
+def largest_error(pairs: Iterable[Sequence[float]]) -> float | None:
+    """The largest root of a sum of squares relative to another's; None of no pairs."""
+    ratios = (
+        (math.sqrt(off) / math.sqrt(whole) if whole else math.inf) if off > 0 else 0.0
+        for off, whole in pairs
+    )
+    return max(ratios, default=None)
+
+
 class Operand(NamedTuple):
     """One input of an op; an audit knows dtype, shape and largest magnitude, `locate` the rest."""
 
@@ -109,6 +119,24 @@ class Operand(NamedTuple):
     nan: float  # share of NaN
     name: str = ""  # of a parameter or an argument, if it is one; "" for what the program made
     negative: float = 0.0  # share of negative numbers
+
+    @classmethod
+    def measured(
+        cls, dtype: str, shape: Sequence[int], numbers: Sequence[float], name: str
+    ) -> "Operand":
+        """One from its fields after the shape, the name aside; `smallest` is Inf if it is none."""
+        smallest, largest, zeros, inf, nan, negative = numbers
+        smallest = smallest if math.isfinite(smallest) else 0.0
+        return cls(dtype, tuple(shape), smallest, largest, zeros, inf, nan, name, negative)
+
+    @classmethod
+    def of_ends(
+        cls, dtype: str, shape: Sequence[int], ends: Sequence[float], name: str
+    ) -> "Operand":
+        """One of which the ends of its values are all that is known."""
+        largest = max(map(abs, filter(math.isfinite, ends)), default=0.0)
+        inf, nan = (float(any(map(is_so, ends))) for is_so in (math.isinf, math.isnan))
+        return cls(dtype, tuple(shape), 0.0, largest, 0.0, inf, nan, name)
 
     def __str__(self) -> str:
         parts = [f"{self.dtype}{list(self.shape)}"]
@@ -162,6 +190,24 @@ class Fault(NamedTuple):
     found: str
     why: str
     region: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        cause: tuple[str, str],
+        run: str,
+        inputs: Iterable[Operand],
+        found: str,
+        first: Call | None,
+    ) -> "Fault":
+        """That of a call, from kind and why; `first` is the call of `found`, if it is another."""
+        if first is not None:
+            at = f" in {first.module}" if first.module else ""
+            found = f"{found}, of {first.op}{at} {first.source}".rstrip()
+        kind, why = cause
+        place = call.op, call.spelling, call.module, call.source, call.direction
+        return cls(*place, kind, run, call.row, tuple(inputs), found, why, call.region)
 
     def __str__(self) -> str:
         module = f" in module {self.module!r}" if self.module else ""

@@ -67,6 +67,24 @@ class Magnitudes(NamedTuple):
     # The largest finite magnitude in float32 where float16 made Inf; 0 if none was seen.
     wide: float = 0.0
 
+    @classmethod
+    def measured(
+        cls,
+        values: int,
+        bins: tuple[int, ...],
+        ends: Sequence[float],
+        burst: float,
+        vanished: float,
+        wide: float,
+    ) -> "Magnitudes":
+        """Those of tensors, from counts in bins, and the ends of the values of each tensor."""
+        finite, nan = [abs(x) for x in ends if math.isfinite(x)], any(map(math.isnan, ends))
+        largest = max(finite, default=0.0)
+        if len(finite) < len(ends):  # such an end says no more; the bins do
+            largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
+        inf = any(map(math.isinf, ends)) or (nan and bins[INF] > 0)
+        return cls(values, sum(bins), bins, largest, inf, nan, burst, vanished, wide=wide)
+
     def __repr__(self) -> str:
         words = "".join(f", {k}" for k in ("inf", "nan") if getattr(self, k))
         return f"Magnitudes({self.values} values, largest {self.largest:.3g}{words})"

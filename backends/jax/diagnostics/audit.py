@@ -223,33 +223,20 @@ def _scale_of(tree: object) -> jax.Array | float:
 
 
 class Run(NamedTuple):
-    """A run of the program that measures.
+    """A run of the program that measures."""
 
-    Attributes:
-        program: that ran.
-        packed: what it handed out, on the device.
-        scale: of the gradients: float32 [], or 1.0 without a scaler.
-    """
-
-    program: MeasuredCall
-    packed: dict[str, jax.Array]
-    scale: jax.Array | float
+    program: MeasuredCall  # that ran
+    packed: dict[str, jax.Array]  # what it handed out, on the device
+    scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
 
 
 class Written(NamedTuple):
-    """A low weight that a program reads and returns changed.
+    """A low weight that a program reads and returns changed."""
 
-    Attributes:
-        name: as the caller would write it.
-        dtype: its dtype.
-        before: its number among the inputs.
-        after: its number among the results.
-    """
-
-    name: str
+    name: str  # as the caller would write it
     dtype: str
-    before: int
-    after: int
+    before: int  # its number among the inputs
+    after: int  # its number among the results
 
 
 # Low weights that a measured call writes, and the updates that rounding takes away.

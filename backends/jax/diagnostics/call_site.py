@@ -25,17 +25,11 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 
 
 class Scope(NamedTuple):
-    """The scopes of an equation: from its name stack, and those of the equations around it.
+    """The scopes of an equation: from its name stack, and those of the equations around it."""
 
-    Attributes:
-        names: of the scopes, outermost first, our own left out.
-        call: the name that the call was followed by, the innermost; "" without one.
-        direction: "forward", "backward" or "recompute".
-    """
-
-    names: tuple[str, ...] = ()
-    call: str = ""
-    direction: str = FORWARD
+    names: tuple[str, ...] = ()  # of the scopes, outermost first, our own left out
+    call: str = ""  # the name that the call was followed by, the innermost; "" without one
+    direction: str = FORWARD  # "forward", "backward" or "recompute"
 
     @property
     def module(self) -> str:
@@ -129,23 +123,14 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")
 
 
 class Site(NamedTuple):
-    """An equation of the final program, where it stands.
-
-    Attributes:
-        eqn: the equation.
-        scope: what the name stacks say.
-        times: how often it runs.
-        fixed: variables around it that do not change while a loop runs.
-        parent: what it is inside of, by the places of equations.
-        written: traceback of the equation, or of the call of the library's function it is in.
-    """
+    """An equation of the final program, where it stands."""
 
     eqn: Equation
-    scope: Scope
-    times: int
-    fixed: frozenset[Atom]
-    parent: tuple[int, ...]
-    written: object
+    scope: Scope  # what the name stacks say
+    times: int  # how often it runs
+    fixed: frozenset[Atom]  # variables around it that do not change while a loop runs
+    parent: tuple[int, ...]  # what it is inside of, by the places of equations
+    written: object  # traceback of the equation, or of the call of the library's function it is in
 
 
 # What a site says of the program that an equation is in: all its fields but the equation.

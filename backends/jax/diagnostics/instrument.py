@@ -95,24 +95,7 @@ Key = tuple[tuple[int, ...], int]
 
 
 class Twin:
-    """A program and what is measured in it; `run` is to be traced once, and fills the attributes.
-
-    Args:
-        closed: the program.
-        groups: by equation, as (parent, id), the number of the call that it ends.
-        sites: of its equations, by the same.
-        ask: an event for which it is measured what its call was given.
-        asked: the equations of that call, by (parent, id).
-        samples: False leaves out the samples of results, which take as long to compile as the rest.
-        rounding: True to measure rounding errors, and hand out values.
-        wide: True to run the program in float32, and hand out values alone.
-
-    Attributes:
-        events: in order.
-        results: where the results of the program come from.
-        handed: events of the backward pass whose results the rest of the program reads.
-        given: of what that call was given: dtype, shape, and its place among the inputs.
-    """
+    """A program and what is measured in it; `run` is traced once, and fills the attributes."""
 
     def __init__(
         self,
@@ -425,18 +408,7 @@ def _is_layout(eqn: Equation) -> bool:
 
 
 class MovedTwin(Twin):
-    """A twin whose low results are moved by shares of their errors; it hands out lone numbers.
-
-    Args:
-        closed: the program.
-        groups: as of `Twin`.
-        sites: as of `Twin`.
-        calls: by equation, the number of the call that it is part of.
-
-    Attributes:
-        moved: the calls of which a result was moved, each with the number of events before that.
-        led_to: the events that a differentiated move leads to.
-    """
+    """A twin whose low results are moved by shares of their errors; it hands out lone numbers."""
 
     def __init__(
         self,
@@ -548,12 +520,7 @@ _AMPLIFIED = 1024.0
 
 
 class Packed:
-    """A function of arrays, compiled; `run` returns its results packed, `read` takes them apart.
-
-    Args:
-        fn: the function; it is traced once.
-        options: of XLA's compiler.
-    """
+    """A function of arrays, compiled; `run` returns its results packed, `read` takes them apart."""
 
     def __init__(
         self, fn: Callable[..., object], options: Mapping[str, bool | int] | None = None
@@ -587,21 +554,15 @@ class Packed:
 
 
 class MeasuredCall(NamedTuple):
-    """A call as it was traced, with its twin.
-
-    Attributes:
-        traced: the program.
-        calls: its calls; by their numbers.
-        of_event: the number of the call that an equation is part of, by (parent, id).
-        twin: what is run, once it was traced.
-        packed: the twin, compiled; its results are those of `Twin.run`, and of
-            `MovedTwin.effects` where rounding errors are measured.
-    """
+    """A call as it was traced, with its twin."""
 
     traced: Traced
-    calls: list[Call]
+    calls: list[Call]  # its calls; by their numbers
+    # the number of the call that an equation is part of, by (parent, id).
     of_event: dict[tuple[tuple[int, ...], int], int]
-    twin: Twin
+    twin: Twin  # what is run, once it was traced
+    # the twin, compiled; its results are those of `Twin.run`, and of `MovedTwin.effects` where
+    # rounding errors are measured.
     packed: Packed
 
 
@@ -618,27 +579,17 @@ def inputs(program: MeasuredCall) -> Sequence[Atom]:
 
 
 class Event(NamedTuple):
-    """Facts about a measured equation before it runs.
+    """Facts about a measured equation before it runs."""
 
-    Attributes:
-        site: the equation, where it stands.
-        inputs: events whose results it reads.
-        outside: inputs of the program that it reads, by their places.
-        later: events of the same loop whose results it reads one round later.
-        loops: around it, the outermost first: where each stands, and whether it is a `while`.
-        dtype: of its results; "" if they are no floats.
-        given: True if it reads an infinite number of the program.
-        group: of the call that it ends; None of any other.
-    """
-
-    site: Site
-    inputs: tuple[int, ...]
-    outside: tuple[int, ...]
-    later: tuple[int, ...]
+    site: Site  # the equation, where it stands
+    inputs: tuple[int, ...]  # events whose results it reads
+    outside: tuple[int, ...]  # inputs of the program that it reads, by their places
+    later: tuple[int, ...]  # events of the same loop whose results it reads one round later
+    # around it, the outermost first: where each stands, and whether it is a `while`.
     loops: tuple[tuple[tuple[int, ...], bool], ...]
-    dtype: str
-    given: bool
-    group: int | None
+    dtype: str  # of its results; "" if they are no floats
+    given: bool  # True if it reads an infinite number of the program
+    group: int | None  # of the call that it ends; None of any other
 
 
 NOWHERE = Origin()

@@ -86,17 +86,11 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
 
 
 class _Bad(NamedTuple):
-    """Where an event's result was first not finite.
+    """Where an event's result was first not finite."""
 
-    Attributes:
-        found: "Inf", "NaN", or "" if it never was.
-        first: the round of each loop around it.
-        at: the place of that round in its facts.
-    """
-
-    found: str = ""
-    first: tuple[int, ...] = ()
-    at: tuple[int, ...] = ()
+    found: str = ""  # "Inf", "NaN", or "" if it never was
+    first: tuple[int, ...] = ()  # the round of each loop around it
+    at: tuple[int, ...] = ()  # the place of that round in its facts
 
 
 def _bad(event: Event, fact: Facts) -> _Bad:

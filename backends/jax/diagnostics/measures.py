@@ -30,30 +30,23 @@ ABSENT = BINS
 
 
 class Facts(NamedTuple):
-    """Measurements of an event, as arrays; with one axis more inside of a `scan`.
+    """Measurements of an event, as arrays; with one axis more inside of a `scan`."""
 
-    Attributes:
-        peak: float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64
-            of float64.
-        lost: float32 [3], of low results: the largest magnitude in float32, and in float16 the
-            shares of values that became Inf and zero; empty for others.
-        sample: int32 [n], bins of the values; empty but of the end of a call.
-        operands: float32 [k, 6], what it was given, where that is asked for; else empty.
-        when: int32 [w], the round of each `while` around it in which its result was first not
-            finite.
-        fp8: float32 [5], what a product would lose in 8 bits; empty for others.
-        rounding: float32 [2], the sums of squares of what differs from float32, and of float32's
-            values, by the same equation on the same operands; empty where it is not measured.
-        drift: a sample of the values, float32 [n], or as `rounding`, by the program in float32.
-    """
-
+    # float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64 of
+    # float64.
     peak: jax.Array
+    # float32 [3], of low results: the largest magnitude in float32, and in float16 the shares of
+    # values that became Inf and zero; empty for others.
     lost: jax.Array
-    sample: jax.Array
-    operands: jax.Array
+    sample: jax.Array  # int32 [n], bins of the values; empty but of the end of a call
+    operands: jax.Array  # float32 [k, 6], what it was given, where that is asked for; else empty
+    # int32 [w], the round of each `while` around it in which its result was first not finite.
     when: jax.Array
-    fp8: jax.Array
+    fp8: jax.Array  # float32 [5], what a product would lose in 8 bits; empty for others
+    # float32 [2], the sums of squares of what differs from float32, and of float32's values, by the
+    # same equation on the same operands; empty where it is not measured.
     rounding: jax.Array
+    # a sample of the values, float32 [n], or as `rounding`, by the program in float32.
     drift: jax.Array
 
 

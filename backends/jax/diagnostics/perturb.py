@@ -59,17 +59,7 @@ _Address = tuple[tuple[int, ...], int]
 
 
 class Program:
-    """A function at arguments, traced once.
-
-    Args:
-        fn: takes JAX arrays.
-        args: trees of numpy arrays.
-        kwargs: likewise.
-        dtype: the low dtype of autocast; None for no autocast.
-        policy: of it.
-        cotangent: the gradient of what is differentiated by a result, from its path and shape; None
-            not to differentiate.
-    """
+    """A function at arguments, traced once."""
 
     def __init__(
         self,
@@ -178,15 +168,7 @@ def _address(site: Site) -> _Address:
 
 
 class _Evaluation:
-    """Evaluates programs, equation by equation.
-
-    Attributes:
-        made: the float results of the equations that are in no loop, by place.
-        reads: the places of the equations whose results an equation reads, by its own.
-
-    Args:
-        seed: of the movements, uint32 []; None to move nothing.
-    """
+    """Evaluates programs, equation by equation."""
 
     def __init__(self, seed: jax.Array | None) -> None:
         self.seed: Any = seed

@@ -26,25 +26,15 @@ from polymp.rules.policy import Policy
 
 
 class Followed(NamedTuple):
-    """A call that a plan knows.
+    """A call that a plan knows."""
 
-    Attributes:
-        entry: what was decided; None if there is no row for it.
-        low: the region's dtype, "" outside of enabled regions.
-        op: name of the op.
-        spelling: jax's name of it.
-        saved: casts that were spared, by reason.
-        recipe: of a product in 8 bits; "" of others.
-        fallback: why a product with rule fp8 or lower does not run by it; "" of others.
-    """
-
-    entry: decision_log.Entry | None
-    low: str
+    entry: decision_log.Entry | None  # what was decided; None if there is no row for it
+    low: str  # the region's dtype, "" outside of enabled regions
     op: str
-    spelling: str
-    saved: dict[str, int]
-    recipe: str = ""
-    fallback: str = ""
+    spelling: str  # jax's name of it
+    saved: dict[str, int]  # casts that were spared, by reason
+    recipe: str = ""  # of a product in 8 bits; "" of others
+    fallback: str = ""  # why a product with rule fp8 or lower does not run by it; "" of others
 
 
 class Record(decision_log.Recorder):
@@ -94,21 +84,13 @@ _numbers = itertools.count(1)
 
 
 class Traced(NamedTuple):
-    """A call as a program.
+    """A call as a program."""
 
-    Attributes:
-        closed: the program, of arrays.
-        record: of what was decided in it.
-        arrays: that the call has for it.
-        names: of these arrays, as the caller would write them.
-        results: names of what it returns.
-    """
-
-    closed: ClosedProgram
-    record: Record
-    arrays: list[jax.Array]
-    names: list[str]
-    results: list[str]
+    closed: ClosedProgram  # the program, of arrays
+    record: Record  # of what was decided in it
+    arrays: list[jax.Array]  # that the call has for it
+    names: list[str]  # of these arrays, as the caller would write them
+    results: list[str]  # names of what it returns
 
 
 def called(

@@ -19,12 +19,12 @@ import torch.nn as nn
 from polymp import progress
 from polymp.backends.torch.autocast import fp8_ops
 from polymp.backends.torch.autocast.fp8_product import VERBS
-from polymp.backends.torch.diagnostics.measure import Bins
+from polymp.backends.torch.diagnostics.measure import Tally
 from polymp.backends.torch.diagnostics.op_call import OpCall, Own, numbers_in
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.values import AuditValues, Site, largest
+from polymp.backends.torch.diagnostics.values import AuditValues
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured, together
+from polymp.diagnostics.audit_records import Measured, largest_error, together
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.fp8_loss import Fp8Loss, Measurement, losses
 from polymp.diagnostics.magnitudes import Magnitudes, followed
@@ -140,10 +140,13 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
 
 
 def _results(
-    sites: Mapping[tuple[Any, ...], Site], scales: Sequence[float], passes: int, line: progress.Line
+    sites: Mapping[tuple[Any, ...], Tally],
+    scales: Sequence[float],
+    passes: int,
+    line: progress.Line,
 ) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
-    made = [site.bins.magnitudes() for site in sites.values()]
+    made = [site.magnitudes() for site in sites.values()]
     gone = followed((m, site.reads) for m, site in zip(made, sites.values(), strict=True))
     for (key, site), counts, share in zip(sites.items(), made, gone, strict=True):
         line.step()
@@ -151,13 +154,16 @@ def _results(
         magnitudes = _without(scales[at], counts._replace(gone=share))
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
-            magnitudes, tuple(sorted(site.numbers)),
-            largest(site.bins.rounding), largest(site.bins.drift),
-            sum(map(float, site.bins.effects)) / passes if site.bins.effects else None,
+            magnitudes, tuple(sorted(site.numbers)), _largest(site.rounding), _largest(site.drift),
+            sum(map(float, site.effects)) / passes if site.effects else None,
             site.sums_nothing - {None} == {True},
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)
     return list(map(together, found.values()))
+
+
+def _largest(pairs: Sequence[torch.Tensor]) -> float | None:
+    return largest_error(torch.stack([pair.cpu() for pair in pairs]).tolist() if pairs else ())
 
 
 def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
@@ -166,12 +172,12 @@ def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
 
 
 def _gradients(
-    found: dict[tuple[str, int], Bins], scales: list[float], line: progress.Line
+    found: dict[tuple[str, int], Tally], scales: list[float], line: progress.Line
 ) -> list[Measured]:
     by_name: dict[str, list[Measured]] = {}
-    for (name, at), bins in found.items():
+    for (name, at), tally in found.items():
         line.step()
-        magnitudes, drift = _without(scales[at], bins.magnitudes()), largest(bins.drift)
+        magnitudes, drift = _without(scales[at], tally.magnitudes()), _largest(tally.drift)
         measured = Measured(
             "gradient", "", name, "", BACKWARD, "", None, "float32", magnitudes, drift=drift
         )
@@ -189,11 +195,7 @@ _SUMMED = {RESULT: (1, 1), INPUT_GRADIENT: (1, 0), WEIGHT_GRADIENT: (0, 0)}
 
 
 class Fp8Losses(Subscriber):
-    """Measurements of what the products of a run would lose in 8 bits.
-
-    Args:
-        recipe: that is tried.
-    """
+    """Measurements of what the products of a run would lose in 8 bits."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe

@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
-from polymp.backends.torch.diagnostics.op_call import OpCall, Ran
+from polymp.backends.torch.diagnostics.op_call import Ran, call_of
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
-from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
@@ -59,39 +58,13 @@ class _Kept(Subscriber):
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""
         for key, (_, node, size, in_8_bits) in self._saved.items():
-            maker = self.stream.origins.maker(node)
+            maker = self.stream.maker(node)
             if key not in self._leaves and maker is not None:
                 if in_8_bits:
                     maker.kept_fp8 += size
                 else:
                     maker.kept += size
         return [call_of(op_call) for op_call in self.stream.calls]
-
-
-def call_of(op_call: OpCall) -> Call:
-    """Make the record of a call that a report has."""
-    known = [f for f in op_call.run if f in FORMATS]
-    return Call(
-        "torch",
-        op_call.op,
-        op_call.spelling,
-        op_call.place.module,
-        op_call.place.source,
-        op_call.direction,
-        op_call.region,
-        op_call.row,
-        op_call.inputs or (),
-        widest(known) if known else "",
-        op_call.outputs,
-        op_call.casts,
-        op_call.cast_bytes,
-        tuple(op_call.saved.items()),
-        op_call.flops,
-        op_call.kept,
-        recipe=op_call.recipe,
-        fallback=op_call.fallback,
-        kept_fp8=op_call.kept_fp8,
-    )
 
 
 @contextmanager

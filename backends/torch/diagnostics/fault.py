@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -11,55 +12,38 @@ from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import modes
 from polymp.backends.torch.diagnostics.measure import (
     Lost,
-    Range,
     RangeTable,
     comparable,
     measurable,
-    numbers,
-    range_of,
     real,
 )
-from polymp.backends.torch.diagnostics.op_call import OpCall, Own
+from polymp.backends.torch.diagnostics.op_call import OpCall, Own, call_of
 from polymp.diagnostics.audit_records import Fault, Operand
-from polymp.diagnostics.blame import CONSTANT, DIVIDING, Blame, Node, blame, meant, rounded
+from polymp.diagnostics.blame import CONSTANT, DIVIDING, Node, blame, meant, rounded
 
 # Dtype and shape of the float tensors that an op reads.
 Reads = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
-class Event(NamedTuple):
-    """An op that ran, with all that `blame` needs to know of it.
+@dataclass(eq=False, slots=True)
+class Event:
+    """An op that ran, with all that `blame` needs to know of it."""
 
-    Attributes:
-        op_call: the call that it is part of.
-        origins: of each float tensor that it read: the event that made it; -1 - n for the n-th of
-            those that no event made; None for one that cannot be measured.
-        ranges: the ranges of its results, by their numbers in a `RangeTable`.
-        run: the dtype of its results.
-        lost: the values that float16 made Inf or zero; None if that is not known.
-        numbers: numbers in the program that its dtype made zero.
-        given: True if a number among its arguments is not finite.
-        reads: dtype and shape of the float tensors among its arguments.
-        operands: measurements of these, if they were made.
-        cast: True for a cast.
-        func: the kernel; None of a cast.
-        single: True if its result is one number.
-        beside: ranges of what it makes beside its first result, such as the maxima of aminmax.
-    """
-
-    op_call: OpCall
+    op_call: OpCall  # the call that it is part of
+    # Of each float tensor that it read: the event that made it; -1 - n for the n-th of those that
+    # no event made; None for one that cannot be measured.
     origins: tuple[int | None, ...]
-    ranges: tuple[int, ...]
-    run: str
-    lost: Lost | None = None
-    numbers: tuple[float, ...] = ()
-    given: bool = False
-    reads: Reads = ()
-    operands: tuple[torch.Tensor, ...] = ()
-    cast: bool = False
-    func: torch._ops.OpOverload | None = None
-    single: bool = False
+    run: str  # the dtype of its results
+    reads: Reads  # dtype and shape of the float tensors among its arguments
+    func: torch._ops.OpOverload | None  # the kernel; None of a cast
+    single: bool  # True if its result is one number
+    given: bool = False  # True if a number among its arguments is not finite
+    ranges: tuple[int, ...] = ()  # of its results, by their numbers in a `RangeTable`
+    # Of what it makes beside its first result, such as the maxima of aminmax.
     beside: tuple[int, ...] = ()
+    lost: Lost | None = None  # the values that float16 made Inf or zero; None if that is not known
+    numbers: tuple[float, ...] = ()  # numbers in the program that its dtype made zero
+    operands: tuple[torch.Tensor, ...] = ()  # measurements of `reads`, if they were made
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -74,20 +58,17 @@ class Event(NamedTuple):
 
 
 class Provenance:
-    """The origins of tensors, by the memory that they are on.
+    """The origins of tensors, by the memory that they are on."""
 
-    Args:
-        model: its parameters and buffers are called by their names; None for no names.
-    """
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module | None, ranges: RangeTable) -> None:
+        self._model = model  # its parameters and buffers are called by their names
+        self._ranges = ranges
         # By storage, the event that wrote it last.
         self._maker: dict[int, int] = {}
         self._kept = modes.KeptKeys()
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
-        self._given: list[tuple[torch.Tensor, Range | None, int]] = []
+        self._given: list[tuple[torch.Tensor, int | None, int]] = []
         self._received: set[int] = set()  # storages that other ranks filled
         self._gradients: set[int] = set()  # those that a backward pass adds gradients to
         self._constants: dict[int, float] = {}  # those of single numbers that the program has
@@ -108,7 +89,7 @@ class Provenance:
                 return None
             views[view] = -1 - len(self._given)
             with Own():
-                found = None if key in self._parameters else range_of(t)
+                found = None if key in self._parameters else self._ranges.add(t)
                 self._given.append((t.detach(), found, self._updates))  # kept, and so its key
         return views[view]
 
@@ -168,16 +149,19 @@ class Provenance:
         own = () if self._model is None else self._model.parameters()
         return [p.detach() for p in own if measurable(p)]
 
-    def given_ranges(self) -> dict[int, tuple[torch.Tensor, float, float]]:
-        """Return the tensors that no op made, with their ranges, by their places."""
-        ends: list[torch.Tensor] = []
-        for t, found, update in self._given:
-            if found is None:  # a parameter
-                largest = self._norms[update][self._parameters[modes.storage_key(t)]]
-                found = Range(largest, largest)
-            ends += found
-        values = iter(numbers(ends))
-        return {at: (t, next(values), next(values)) for at, (t, *_) in enumerate(self._given)}
+    def given(self, origin: int) -> tuple[torch.Tensor, list[float]]:
+        """Return a tensor that no op made, with the ends of its values."""
+        t, found, update = self._given[-1 - origin]
+        if found is None:  # a parameter
+            largest = self._norms[update][self._parameters[modes.storage_key(t)]]
+            found = self._ranges.keep(largest, largest)
+            self._given[-1 - origin] = t, found, update
+        return t, self._ranges.read([found])
+
+    def spoiled(self) -> dict[int, str]:
+        """Return the names of the tensors that no op made and that are not finite, by origin."""
+        given = {-1 - at: self.given(-1 - at) for at in range(len(self._given))}
+        return {at: self.name(t) for at, (t, ends) in given.items() if _bad(ends)}
 
     def name(self, t: torch.Tensor) -> str:
         """Return the name of a parameter or buffer, or a description of another tensor."""
@@ -202,18 +186,17 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
     bad = [_bad(ranges.read((*event.ranges, *event.beside))) for event in events]
     if not any(bad):
         return None
-    given = provenance.given_ranges()
-    spoiled = {
-        -1 - at: provenance.name(t) for at, (t, low, high) in given.items() if _bad([low, high])
-    }
-    losses = Lost.read([e.lost for e in events if e.lost is not None])
+    spoiled = provenance.spoiled()
+    counts = iter(Lost.read([e.lost for e in events if e.lost is not None]))
     nodes = []
     for event, was in zip(events, bad, strict=True):
         finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
         ends, below = ranges.read(event.ranges), False
         if event.lost is not None:
-            finite, vanished, below = next(losses)
-        which = next((spoiled[at] for at in event.origins if at in spoiled), "")
+            low, high = ranges.read([event.lost.wide])
+            finite, below = math.isfinite(low) and math.isfinite(high), high < 1
+            vanished = next(counts)[1] / event.lost.looked_at
+        near = ((x, rounded(x, event.run)) for x in event.numbers)
         nodes.append(
             Node(
                 event.inputs,
@@ -222,11 +205,11 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
                 finite and bool(was),
                 vanished,
                 True,
-                _in_range(event, ends),
-                which,
+                tuple(x for x, end in near if end is not None and min(ends) <= end <= max(ends)),
+                next((spoiled[at] for at in event.origins if at in spoiled), ""),
                 event.given or not event.reads,
                 bool(event.ranges),
-                cast=event.cast,
+                cast=event.func is None,
                 op=event.op_call.op,
                 ones=below and max(ends) == 1 and not event.numbers,
                 single=event.single,
@@ -235,61 +218,35 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
     found = blame(nodes)
     if found is None or found.why != CONSTANT:
         ranges.meant = {number for at in meant(nodes) for number in events[at].ranges}
-    return None if found is None else _fault(events, ranges, provenance, found, bad)
-
-
-def _fault(
-    events: list[Event], ranges: RangeTable, provenance: Provenance, found: Blame, bad: list[str]
-) -> Fault:
-    event, first = events[found.node], events[found.first]
-    op_call = event.op_call
-    became = bad[found.first]
-    if first.op_call is not op_call:
-        at = f" in {first.op_call.place.module}" if first.op_call.place.module else ""
-        became = f"{became}, of {first.op_call.op}{at} {first.op_call.place.source}".rstrip()
-    return Fault(
-        op_call.op,
-        op_call.spelling,
-        op_call.place.module,
-        op_call.place.source,
-        op_call.direction,
-        found.kind,
+    if found is None:
+        return None
+    event, first = events[found.node], events[found.first].op_call
+    return Fault.of(
+        call_of(event.op_call),
+        (found.kind, found.why),
         event.run,
-        op_call.row,
         _operands_of(event, events, ranges, provenance),
-        became,
-        found.why,
-        op_call.region,
+        bad[found.first],
+        None if first is event.op_call else call_of(first),
     )
 
 
 def _operands_of(
     event: Event, events: list[Event], ranges: RangeTable, provenance: Provenance
-) -> tuple[Operand, ...]:
-    """Return an op's inputs; where they were not measured, with their largest magnitudes alone."""
-    given = provenance.given_ranges()
-    found = []
+) -> Iterator[Operand]:
+    """Yield an op's inputs; where they were not measured, with their largest magnitudes alone."""
     for at, (origin, (dtype, shape)) in enumerate(zip(event.origins, event.reads, strict=False)):
         name, ends = "", [0.0]
         if origin is not None and origin < 0:
-            t, *ends = given[-1 - origin]
+            t, ends = provenance.given(origin)
             name = provenance.name(t)
         elif origin is not None and events[origin].ranges:
             ends = ranges.read(events[origin].ranges)
-        if event.operands:
-            found.append(_operand_of(dtype, shape, event.operands[at], name))
-            continue
-        largest = max(map(abs, filter(math.isfinite, ends)), default=0.0)
-        inf, nan = (float(any(map(is_so, ends))) for is_so in (math.isinf, math.isnan))
         kind = dtype_names.NAMES[dtype]
-        found.append(Operand(kind, tuple(shape), 0.0, largest, 0.0, inf, nan, name))
-    return tuple(found)
-
-
-def _in_range(event: Event, ends: list[float]) -> tuple[float, ...]:
-    """Return the constants that its dtype has lost and that may be in its result."""
-    near = ((x, rounded(x, event.run)) for x in event.numbers)
-    return tuple(x for x, end in near if end is not None and min(ends) <= end <= max(ends))
+        if event.operands:
+            yield Operand.measured(kind, shape, event.operands[at].tolist(), name)
+        else:
+            yield Operand.of_ends(kind, shape, ends, name)
 
 
 def _bad(ends: list[float]) -> str:
@@ -310,10 +267,3 @@ def operand(t: torch.Tensor) -> torch.Tensor:
 
 
 NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is not measured
-
-
-def _operand_of(dtype: torch.dtype, shape: torch.Size, found: torch.Tensor, name: str) -> Operand:
-    smallest, largest, zeros, inf, nan, negative = found.tolist()
-    smallest = smallest if math.isfinite(smallest) else 0.0
-    kind = dtype_names.NAMES[dtype]
-    return Operand(kind, tuple(shape), smallest, largest, zeros, inf, nan, name, negative)

@@ -6,7 +6,7 @@ tensors that it wrote get their old values back, so that training can go on.
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import op_call
 from polymp.backends.torch.diagnostics.fault import NOTHING, Event, operand
-from polymp.backends.torch.diagnostics.measure import Range, measurable, sample
+from polymp.backends.torch.diagnostics.measure import measurable, sample
 from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Values
@@ -265,24 +265,15 @@ class LocateValues(Values):
         with Own():  # afterwards they have other values
             return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 
-    def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
+    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
         # Else float16 has made no value Inf, and none of those that are compared zero or 1.
-        few = [sample(t) for t in results[:1]]
-        return not _finite(ranges) or any(bool(((t == 0) | (t == 1)).any()) for t in few)
+        few = sample(results[0])
+        return not self._finite(event) or bool(((few == 0) | (few == 1)).any())
 
-    def noted(
-        self,
-        event: Event,
-        results: list[torch.Tensor],
-        ranges: Sequence[Range],
-        inputs: list[torch.Tensor],
-    ) -> Event:
+    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         lost = event.lost is not None and bool(event.lost.both.any())
-        if not (lost or event.numbers) and _finite(ranges):
-            return event
-        measured = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
-        return event._replace(operands=measured)
+        if lost or event.numbers or not self._finite(event):
+            event.operands = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
 
-
-def _finite(ranges: Sequence[Range]) -> bool:
-    return all(math.isfinite(x) for found in ranges for x in found)
+    def _finite(self, event: Event) -> bool:
+        return all(map(math.isfinite, self.ranges.read((*event.ranges, *event.beside))))

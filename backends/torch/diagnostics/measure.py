@@ -4,7 +4,7 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +12,13 @@ import torch
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors
-from polymp.diagnostics.magnitudes import BINS, INF, SHIFT, Magnitudes, lower_edge
+from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
 from polymp.dtypes import FORMATS
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.
 SAMPLE = 4096
-
-
-class Range(NamedTuple):
-    """The smallest and the largest value of a tensor; NaN if it holds one. 0-dim tensors."""
-
-    low: torch.Tensor
-    high: torch.Tensor
 
 
 def measurable(t: Any) -> bool:
@@ -48,90 +41,65 @@ def real(t: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
-def range_of(t: torch.Tensor) -> Range:
-    """Measure the range of a tensor's values."""
-    return Range(*torch.aminmax(comparable(t)))
-
-
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
     return real(t) if t.element_size() > 1 else t.to(torch.float32)
 
 
-def numbers(ends: Sequence[torch.Tensor]) -> list[float]:
-    """Read 0-dim tensors as numbers, by one transfer for each device and dtype."""
-    groups: dict[Any, list[int]] = {}
-    for at, x in enumerate(ends):
-        groups.setdefault((x.device, x.dtype), []).append(at)
-    found = [0.0] * len(ends)
-    for places in groups.values():
-        values = torch.stack([ends[at] for at in places]).tolist()
-        for at, value in zip(places, values, strict=True):
-            found[at] = value
-    return found
-
-
 class RangeTable:
-    """The ranges of tensors, each called by its number, and read all at once.
+    """The ends of the values of tensors, called by their numbers, and read all at once.
 
     A number is no object of its own for Python's garbage collector, as a range is: there are tens
     of thousands of them.
-
-    Attributes:
-        meant: numbers of those whose infinities are a mask's, once that is known.
     """
-
-    meant: Collection[int] = ()
 
     def __init__(self) -> None:
         self._ends: list[torch.Tensor] = []
         self._read: list[float] = []  # those of the ends that were read
+        self.meant: Collection[int] = ()  # whose infinities are a mask's, once that is known
 
-    def add(self, found: Range) -> int:
-        """Keep a range; return its number."""
-        self._ends += found
+    def add(self, t: torch.Tensor) -> int:
+        """Measure the smallest and the largest value, NaN if there is one; return their number."""
+        return self.keep(*torch.aminmax(comparable(t)))
+
+    def keep(self, low: torch.Tensor, high: torch.Tensor) -> int:
+        """Keep both ends, 0-dim tensors; return their number."""
+        self._ends += (low, high)
         return len(self._ends) // 2 - 1
 
     def read(self, ranges: Iterable[int]) -> list[float]:
         """Return both ends of ranges, one after the other. Waits for the device."""
-        if len(self._read) < len(self._ends):
-            self._read += numbers(self._ends[len(self._read) :])
+        first, groups = len(self._read), dict[Any, list[int]]()
+        for at, x in enumerate(self._ends[first:], first):
+            groups.setdefault((x.device, x.dtype), []).append(at)
+        self._read += [0.0] * (len(self._ends) - first)
+        for places in groups.values():  # one transfer for each device and dtype
+            values = torch.stack([self._ends[at] for at in places]).tolist()
+            for at, value in zip(places, values, strict=True):
+                self._read[at] = value
         return [x for at in ranges for x in self._read[2 * at : 2 * at + 2]]
 
 
 class Lost(NamedTuple):
-    """The values of a tensor that are finite or not zero in float32, and Inf or zero in float16.
+    """The values of a tensor that are finite or not zero in float32, and Inf or zero in float16."""
 
-    Attributes:
-        wide: the range of the values in float32.
-        both: int64 [2], how many of the compared values became Inf, and how many zero.
-        looked_at: how many values were compared.
-        values: how many there are.
-    """
-
-    wide: Range
-    both: torch.Tensor
-    looked_at: int
-    values: int
+    wide: int  # the range of the values in float32, by number
+    both: torch.Tensor  # int64 [2], how many of the compared values became Inf, and how many zero
+    looked_at: int  # how many values were compared
 
     @classmethod
-    def of(cls, wide: torch.Tensor, low: torch.Tensor) -> "Lost":
+    def of(cls, wide: torch.Tensor, low: torch.Tensor, ranges: RangeTable) -> "Lost":
         """Compare a tensor in float32 with the same in float16."""
         some, few = sample(wide), sample(low)
         burst = (few.isinf() & some.isfinite()).sum()
         vanished = ((few == 0) & (some != 0)).sum()
-        return cls(range_of(wide), torch.stack((burst, vanished)), few.numel(), low.numel())
+        return cls(ranges.add(wide), torch.stack((burst, vanished)), few.numel())
 
     @staticmethod
-    def read(many: "Sequence[Lost]") -> "Iterator[tuple[bool, float, bool]]":
-        """Yield whether it was finite in float32, the share that became zero, if it was below 1."""
-        if not many:
-            return
-        ranges = iter(numbers([x for lost in many for x in lost.wide]))
-        counts = torch.stack([lost.both.cpu() for lost in many]).tolist()
-        for lost, (_, vanished) in zip(many, counts, strict=True):
-            low, high = next(ranges), next(ranges)
-            yield math.isfinite(low) & math.isfinite(high), vanished / lost.looked_at, high < 1
+    def read(many: "Sequence[Lost]") -> list[list[int]]:
+        """Return `both` of some. Waits for the device."""
+        found: list[list[int]] = torch.stack([x.both.cpu() for x in many]).tolist() if many else []
+        return found
 
 
 def sample(t: torch.Tensor) -> torch.Tensor:
@@ -154,9 +122,6 @@ class BinTable:
 
     Samples wait until there are many, and are counted together: an op on one of them takes longer
     to call than to compute. They wait in memory that is used again.
-
-    Args:
-        device: of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -174,8 +139,8 @@ class BinTable:
         self._rows += 1
         return self._rows - 1
 
-    def add(self, row: int, t: torch.Tensor) -> int:
-        """Count the magnitudes in a sample of a measurable tensor; return how many these are."""
+    def add(self, row: int, t: torch.Tensor) -> None:
+        """Count the magnitudes in a sample of a measurable tensor."""
         some = sample(t)
         size = some.numel()
         if self._end + size > _TOGETHER:
@@ -185,7 +150,6 @@ class BinTable:
         self._sizes.append(size)
         self._firsts.append(row * BINS)
         self._end = end
-        return size
 
     def _count(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -212,77 +176,46 @@ class BinTable:
 _TOGETHER = 2**17
 
 
-class Bins:
-    """Counts of magnitudes, and of values that float16 has lost, added up over tensors.
+class Tally:
+    """Measurements of the results at an op call site, or of a gradient, added up."""
 
-    Args:
-        table: that counts the magnitudes.
-        ranges: that has the ranges of the tensors.
-
-    Attributes:
-        values: how many values there were.
-        counted: how many of them are in the bins.
-        ranges: of the tensors, by number.
-        lost: of those that were compared with float32.
-        rounding: errors of the ops that made them; see `values`.
-        drift: errors of all ops up to them.
-        effects: of each call's own rounding on the loss.
-    """
-
-    def __init__(self, table: BinTable, ranges: RangeTable) -> None:
+    def __init__(self, table: BinTable, ranges: RangeTable, number: int = -1) -> None:
+        self.number = number  # of the op call site in one backward pass, or outside of them
         self.values: int = 0
-        self.counted: int = 0
-        self.ranges: list[int] = []
-        self.lost: list[Lost] = []
+        self.ranges: list[int] = []  # of the tensors, by number
+        self.lost: list[Lost] = []  # of those that were compared with float32
+        self.numbers: set[float] = set()  # in the program, that the dtype made zero
+        self.reads: set[int] = set()  # of gradients, the sites whose results they were made of
+        # For each of its kernels, whether it is of a product that only multiplies.
+        self.sums_nothing: set[bool | None] = set()
+        # Errors of the ops that made them, and of all ops up to them; see `RoundingErrors`.
         self.rounding: list[torch.Tensor] = []
         self.drift: list[torch.Tensor] = []
-        self.effects: list[torch.Tensor] = []
-        self._table = table
+        self.effects: list[torch.Tensor] = []  # of each call's own rounding on the loss
+        self._table, self._row = table, table.new_row()
         self._ranges = ranges
-        self._row = table.new_row()
 
     def add(self, t: torch.Tensor, found: int) -> None:
         """Count a tensor's values."""
         self.ranges.append(found)
         self.values += t.numel()
-        self.counted += self._table.add(self._row, t)
+        self._table.add(self._row, t)
 
     def magnitudes(self) -> Magnitudes:
         """Return what was counted. Waits for the device."""
-        ranges = self._ranges.read(self.ranges)
-        finite = [abs(x) for x in ranges if math.isfinite(x)]
-        bins = self._table.read(self._row)
-        largest, nan = max(finite, default=0.0), any(map(math.isnan, ranges))
-        if len(finite) < len(ranges):  # such a range has no largest finite value; the bins do
-            largest = max([largest, *(lower_edge(b) for b in range(INF) if bins[b])])
-        lost = [x.both for x in self.lost]
-        burst, vanished = torch.stack(lost).sum(0).tolist() if lost else (0, 0)
-        ends = numbers([x for one in self.lost for x in one.wide])
+        burst, vanished = map(sum, zip(*Lost.read(self.lost), strict=True)) if self.lost else (0, 0)
+        ends = map(abs, self._ranges.read(x.wide for x in self.lost))
         total = max(sum(x.looked_at for x in self.lost), 1)
-        found = Magnitudes(
+        found = Magnitudes.measured(
             self.values,
-            self.counted,
-            bins,
-            largest,
-            any(map(math.isinf, ranges)) or (nan and bins[INF] > 0),
-            nan,
+            self._table.read(self._row),
+            self._ranges.read(self.ranges),
             burst / total,
             vanished / total,
-            wide=max(filter(math.isfinite, map(abs, ends)), default=0.0) if burst else 0.0,
+            max(filter(math.isfinite, ends), default=0.0) if burst else 0.0,
         )
         rest = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
         return found if not all(map(math.isfinite, rest)) else found.unmasked()
-
-
-def lost(ran: Ran, results: Sequence[torch.Tensor]) -> Lost | None:
-    """Return the values that float16 lost in an op, by running it on the same inputs in float32.
-
-    None for an op that writes into its arguments, draws random numbers or has no float32 form.
-    """
-    wide = [] if ran.facts.writes else list(filter(measurable, in_float32(ran)))
-    if not wide or wide[0].shape != results[0].shape:
-        return None
-    return Lost.of(wide[0], results[0])
 
 
 def in_float32(

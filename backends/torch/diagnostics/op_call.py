@@ -16,6 +16,8 @@ from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, grad_scaler, optimizer_step, unscale
+from polymp.diagnostics.call_record import Call
+from polymp.dtypes import FORMATS, widest
 from polymp.rules.row import Row
 from polymp.rules.vocabulary import vocabulary
 
@@ -28,70 +30,42 @@ _SCALING = frozenset(
 
 
 class CallSite(NamedTuple):
-    """The place where an op was called.
+    """The place where an op was called."""
 
-    Attributes:
-        module: path of the innermost module whose call runs; "" outside of all.
-        source: "file.py:12", of the innermost code outside of libraries; "" in backward code of
-            torch's own.
-        recomputed: True inside the recomputation of a checkpoint.
-        updating: True inside an optimizer's step or a loss scaler.
-    """
-
-    module: str
+    module: str  # path of the innermost module whose call runs; "" outside of all
+    # "file.py:12", of the innermost code outside of libraries; "" in backward code of torch's own.
     source: str
-    recomputed: bool
-    updating: bool = False
+    recomputed: bool  # True inside the recomputation of a checkpoint
+    updating: bool = False  # True inside an optimizer's step or a loss scaler
 
 
 @dataclass(eq=False, slots=True)
 class OpCall:
-    """One call of an op, or the backward of one.
+    """One call of an op, or the backward of one."""
 
-    Attributes:
-        op: its name in the vocabulary, or torch's own.
-        spelling: torch's name, with a prefix.
-        place: where it was called.
-        direction: "forward", "backward" or "recompute".
-        region: the low dtype of the region, "" outside.
-        row: the row that decided; None if the policy has none for the op.
-        inputs: dtypes of its float inputs before casts; None until they are known.
-        run: dtypes of the float inputs of its first op that computes; for products, of the first
-            product.
-        outputs: dtypes of its float results.
-        casts: the number of casts.
-        cast_bytes: bytes read and written by them.
-        saved: the number of casts that were not needed, by reason.
-        flops: of products, convolutions and attention.
-        kept: bytes of float32 kept for backward.
-        kept_fp8: bytes of 8-bit tensors kept for backward.
-        recipe: of a product in 8 bits, "" of others.
-        fallback: why a product with rule fp8 is not in 8 bits.
-        backward: the backward of this call, once a part of it has run.
-        ops: the number of ops that ran in it, without casts.
-        sends: True for parameters and gradients that FSDP2 sends to other ranks.
-    """
-
-    op: str
-    spelling: str
-    place: CallSite
-    direction: str
-    region: str = ""
-    row: Row | None = None
+    op: str  # its name in the vocabulary, or torch's own
+    spelling: str  # torch's name, with a prefix
+    place: CallSite  # where it was called
+    direction: str  # "forward", "backward" or "recompute"
+    region: str = ""  # the low dtype of the region, "" outside
+    row: Row | None = None  # the row that decided; None if the policy has none for the op
+    # dtypes of its float inputs before casts; None until they are known.
     inputs: tuple[str, ...] | None = None
+    # dtypes of the float inputs of its first op that computes; for products, of the first product.
     run: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    casts: int = 0
-    cast_bytes: int = 0
+    outputs: tuple[str, ...] = ()  # dtypes of its float results
+    casts: int = 0  # the number of casts
+    cast_bytes: int = 0  # bytes read and written by them
+    # the number of casts that were not needed, by reason.
     saved: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
-    flops: int = 0
-    kept: int = 0
-    kept_fp8: int = 0
-    recipe: str = ""
-    fallback: str = ""
-    backward: "OpCall | None" = None
-    ops: int = 0
-    sends: bool = False
+    flops: int = 0  # of products, convolutions and attention
+    kept: int = 0  # bytes of float32 kept for backward
+    kept_fp8: int = 0  # bytes of 8-bit tensors kept for backward
+    recipe: str = ""  # of a product in 8 bits, "" of others
+    fallback: str = ""  # why a product with rule fp8 is not in 8 bits
+    backward: "OpCall | None" = None  # the backward of this call, once a part of it has run
+    ops: int = 0  # the number of ops that ran in it, without casts
+    sends: bool = False  # True for parameters and gradients that FSDP2 sends to other ranks
     cast_storages: frozenset[int] = frozenset()
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
@@ -147,46 +121,54 @@ class OpCall:
                     self.saved = {**self.saved, "cached": self.saved.get("cached", 0) + 1}
 
 
+def call_of(op_call: OpCall) -> Call:
+    """Make the record of a call that a report has."""
+    known = [f for f in op_call.run if f in FORMATS]
+    return Call(
+        "torch",
+        op_call.op,
+        op_call.spelling,
+        op_call.place.module,
+        op_call.place.source,
+        op_call.direction,
+        op_call.region,
+        op_call.row,
+        op_call.inputs or (),
+        widest(known) if known else "",
+        op_call.outputs,
+        op_call.casts,
+        op_call.cast_bytes,
+        tuple(op_call.saved.items()),
+        op_call.flops,
+        op_call.kept,
+        recipe=op_call.recipe,
+        fallback=op_call.fallback,
+        kept_fp8=op_call.kept_fp8,
+    )
+
+
 class OpFacts(NamedTuple):
-    """The facts of an op that tracers ask for at each of its calls.
+    """The facts of an op that tracers ask for at each of its calls."""
 
-    Attributes:
-        kind: "view", "makes" for results that read no float, or "computes".
-        copies: True for `_to_copy`, which casts.
-        writes: True if it writes into its arguments.
-        receives: True if other ranks write its results.
-        keeps: 0, or 0, 1 and -1, if a number that it is given keeps its result away from these.
-        copies_as: its name if it copies numbers as they are, else "".
-    """
-
-    kind: str
-    copies: bool
-    writes: bool
-    receives: bool
+    kind: str  # "view", "makes" for results that read no float, or "computes"
+    copies: bool  # True for `_to_copy`, which casts
+    writes: bool  # True if it writes into its arguments
+    receives: bool  # True if other ranks write its results
+    # 0, or 0, 1 and -1, if a number that it is given keeps its result away from these.
     keeps: frozenset[float]
-    copies_as: str
+    copies_as: str  # its name if it copies numbers as they are, else ""
 
 
 class Ran(NamedTuple):
-    """An op that runs or has run.
+    """An op that runs or has run."""
 
-    Attributes:
-        op_call: the call that it is part of.
-        func: the op.
-        facts: of the op.
-        args: its arguments.
-        kwargs: its arguments by name.
-        reads: the float tensors among them.
-        node: number of the autograd node that was made for it; None if none was.
-    """
-
-    op_call: OpCall
+    op_call: OpCall  # the call that it is part of
     func: torch._ops.OpOverload
     facts: OpFacts
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    reads: list[torch.Tensor]
-    node: int | None = None
+    reads: list[torch.Tensor]  # the float tensors among them
+    node: int | None = None  # number of the autograd node that was made for it; None if none was
 
 
 # Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.
@@ -240,14 +222,7 @@ def name_of(overload: str, name: str) -> str:
 
 def float_tensors(*trees: object) -> list[torch.Tensor]:
     """Return the float tensors in an op's arguments or results, in order."""
-    found: list[torch.Tensor] = []
-    for tree in trees:
-        if isinstance(tree, torch.Tensor):
-            if tree.is_floating_point():
-                found.append(tree)
-        elif isinstance(tree, (tuple, list, dict)):
-            found += [t for t in tensors(tree) if t.is_floating_point()]
-    return found
+    return [t for t in tensors(*trees) if t.is_floating_point()]
 
 
 def numbers_in(*trees: object) -> list[torch.Tensor]:
@@ -282,8 +257,7 @@ _OFF = dispatcher.autocast_keys(torch_table.DEVICES)
 class _Busy(threading.local):
     """The number of measurements that run in this thread: their ops belong to no program."""
 
-    def __init__(self) -> None:
-        self.depth = 0
+    depth = 0
 
 
 _busy = _Busy()
@@ -315,9 +289,7 @@ class Own:
 class CallSites:
     """Finds call sites, and remembers the paths of modules.
 
-    Args:
-        model: its modules are called by their paths in it; None to call each by its path in the
-            outermost module that ran when it was met first.
+    They are paths in `model`; without it, in the outermost module that ran when one was met first.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:

@@ -81,22 +81,7 @@ class Subscriber:
 
 
 class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of ours
-    """Follows the ops that run in a thread, and in the backward passes that it starts.
-
-    Args:
-        model: modules are reported by their paths in it; None for their paths in the outermost
-            module that runs.
-        subscribers: they hear of the ops, in this order.
-        counts: False if nobody uses dtypes, casts and FLOPs, and the list of calls.
-        floats: from trees to the tensors in them that are followed.
-        title: of the function that it serves, on a terminal.
-
-    Attributes:
-        calls: the op calls, in order.
-        region: low dtype and policy of the first region that was met.
-        origins: of calls.
-        looks_away: True while it follows nothing.
-    """
+    """Follows the ops that run in a thread, and in the backward passes that it starts."""
 
     def __init__(
         self,
@@ -108,18 +93,21 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     ) -> None:
         super().__init__()
         ExitStack.__init__(self)
-        self.calls: list[OpCall] = []
-        self.region: tuple[str, str] = ("", "")
-        self.origins: CallOrigins = CallOrigins(model)
-        self.looks_away: bool = False
-        self.counts = counts
-        self.floats = floats
+        self.calls: list[OpCall] = []  # in order
+        self.region: tuple[str, str] = ("", "")  # low dtype and policy of the first that was met
+        self.looks_away: bool = False  # True while it follows nothing
+        self.counts = counts  # False if nobody uses dtypes, casts and FLOPs, and `calls`
+        self.floats = floats  # from trees to the tensors in them that are followed
         self._title = title
+        self._call_sites = CallSites(model)
+        # Each autograd node that is made while ops run, with the call that made it: when the engine
+        # runs it, the ops in it are the backward of that call.
+        self._of_node: dict[int, OpCall] = {}
+        self._first_node = 0
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self)
-        self._paused = False
-        self._pauses = 0
+        self._paused, self._pauses = False, 0
         self.progress: progress.Line = progress.Line()
         self._subscribers = subscribers
         for each in subscribers:
@@ -161,23 +149,17 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             self.region = entry.low, entry.policy
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # the dispatch mode sees the ops in it
-        place, direction, origin = self.origins.where(sys._getframe(1))
+        place, direction, origin = self._where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region
             return run(*args)
         given = args[-2:]
         overload = entry.spelling.removeprefix("aten:")
-        op_call = OpCall(
-            entry.op or name_of(overload, overload.partition(".")[0]),
-            entry.spelling,
-            place,
-            direction,
-            entry.low,
-            entry.row,
-            dtypes(float_tensors(given)) if self.counts else (),
-        )
-        op_call.recipe, op_call.fallback = entry.recipe, entry.fallback
-        if self.counts:
-            self.calls.append(op_call)
+        op = entry.op or name_of(overload, overload.partition(".")[0])
+        inputs = dtypes(float_tensors(given)) if self.counts else ()
+        op_call = self._noted(
+            OpCall(op, entry.spelling, place, direction, entry.low, entry.row, inputs,
+                   recipe=entry.recipe, fallback=entry.fallback)
+        )  # fmt: skip
         self._open.append(op_call)
         try:
             result = run(*args)
@@ -208,30 +190,50 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         ):
             return self._open[-1]
         if sent := exchange(frame):
-            place, direction, _ = self.origins.where(frame)
-            made = OpCall(sent, f"aten:{func.name().removeprefix('aten::')}", place, direction)
-            made.sends = True
-            if self.counts:
-                self.calls.append(made)
-            return made
-        known = self.origins.running()
+            place, direction, _ = self._where(frame)
+            spelling = f"aten:{func.name().removeprefix('aten::')}"
+            return self._noted(OpCall(sent, spelling, place, direction, sends=True))
+        node = dispatcher.backward_node()
+        known = None if node is None else self.maker(node)
         if known is not None and known.backward is not None and not torch.is_grad_enabled():
             return known.backward  # no recomputation: that has gradients on
-        place, direction, origin = self.origins.where(frame)
-        if origin is not None:
-            if origin.backward is None:
-                origin.backward = OpCall(
-                    origin.op, origin.spelling, place, BACKWARD, origin.region, origin.row
-                )
-                origin.backward.recipe = origin.recipe
-                origin.backward.fallback = origin.fallback
-                if self.counts:
-                    self.calls.append(origin.backward)
-            return origin.backward
-        made = self._alone(func, place, direction)
+        place, direction, origin = self._where(frame)
+        if origin is None:
+            return self._noted(self._alone(func, place, direction))
+        if origin.backward is None:
+            origin.backward = self._noted(
+                OpCall(origin.op, origin.spelling, place, BACKWARD, origin.region, origin.row,
+                       recipe=origin.recipe, fallback=origin.fallback)
+            )  # fmt: skip
+        return origin.backward
+
+    def _noted(self, op_call: OpCall) -> OpCall:
+        """Return a new call, which is in the list if there is one."""
         if self.counts:
-            self.calls.append(made)
-        return made
+            self.calls.append(op_call)
+        return op_call
+
+    def _where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
+        """Return call site and direction, and the call whose backward, by torch, runs here."""
+        place, node = self._call_sites.here(frame), dispatcher.backward_node()
+        if place.recomputed or node is None:
+            return place, RECOMPUTE if place.recomputed else FORWARD, None
+        origin = self._of_node.get(node)
+        if origin is None:
+            return place, BACKWARD, None
+        if not place.source:
+            return origin.place, BACKWARD, origin
+        # The user's own backward, or a hook, in which ops are called as anywhere.
+        return place._replace(module=place.module or origin.place.module), BACKWARD, None
+
+    def maker(self, node: int) -> OpCall | None:
+        """Return the call that made an autograd node; None if it is not known."""
+        return self._of_node.get(node)
+
+    def _new_node(self) -> int | None:
+        """Return the number of the node that was made last; None if its call is known."""
+        number = dispatcher.latest_node()
+        return number if number >= self._first_node and number not in self._of_node else None
 
     def _alone(self, func: torch._ops.OpOverload, place: CallSite, direction: str) -> OpCall:
         entry, name = self._next, func.overloadpacket.__name__
@@ -245,23 +247,28 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
 
     def made_by(self, op_call: OpCall) -> int | None:
         """Remember which call the autograd node that was made last belongs to; return the node."""
-        if (node := self.origins.new_node()) is not None:
-            self.origins.made(node, op_call)
+        if (node := self._new_node()) is not None:
+            self._of_node[node] = op_call
         return node
 
     def view(
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
         """Note a view, before it is made: it is no call itself, but its backward may be one."""
-        node, maker = self.origins.new_node(), None
+        node, maker = self._new_node(), None
         for hear in self._viewed:
             maker = hear(args, node) or maker
         # Without gradients a view has no node: the latest is that of the function that it is in.
         if node is not None and maker is None and self.counts and torch.is_grad_enabled():
-            place, direction, _ = self.origins.where(frame)
+            place, direction, _ = self._where(frame)
             maker = self._alone(func, place, direction)
         if node is not None and maker is not None:
-            self.origins.made(node, maker)
+            self._of_node[node] = maker
+
+    def forget(self) -> None:
+        """Forget the calls so far."""
+        self.calls.clear()
+        self._of_node.clear()
 
     # Entering and leaving
 
@@ -275,7 +282,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
 
     def begin(self) -> None:
         """Enter all that has to be left at the end."""
-        self.origins.begin()
+        self._first_node = dispatcher.latest_node() + 1
         if torch.is_inference_mode_enabled():
             # In it, a mode is given ops such as `linear` whole, with autocast off inside.
             self.enter_context(torch.inference_mode(False))
@@ -367,62 +374,3 @@ class _Mode(modes.OpMode):
                 stream.calls.pop()
         stream.tell(stream.after, ran, result, made)
         return result
-
-
-# Where ops are called, and in the backward pass of which op call, if in one.
-#
-# Each autograd node that is made while ops run is remembered with the op call that made it. When
-# the engine runs a node, the ops in it are the backward of that call.
-
-
-class CallOrigins:
-    """Call sites, and the op calls that made autograd nodes.
-
-    Args:
-        model: modules are reported by their paths in it; None for their paths in the outermost
-            module that runs.
-    """
-
-    def __init__(self, model: nn.Module | None) -> None:
-        self._call_sites = CallSites(model)
-        self._of_node: dict[int, OpCall] = {}
-        self._first_node = 0
-
-    def begin(self) -> None:
-        """Leave out the nodes that have been made so far."""
-        self._first_node = dispatcher.latest_node() + 1
-
-    def forget(self) -> None:
-        """Forget all nodes."""
-        self._of_node.clear()
-
-    def where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
-        """Return call site and direction, and the call whose backward, by torch, runs here."""
-        place, node = self._call_sites.here(frame), dispatcher.backward_node()
-        if place.recomputed or node is None:
-            return place, RECOMPUTE if place.recomputed else FORWARD, None
-        origin = self._of_node.get(node)
-        if origin is None:
-            return place, BACKWARD, None
-        if not place.source:
-            return origin.place, BACKWARD, origin
-        # The user's own backward, or a hook, in which ops are called as anywhere.
-        return place._replace(module=place.module or origin.place.module), BACKWARD, None
-
-    def running(self) -> OpCall | None:
-        """Return the call whose autograd node the engine runs now; None outside of backward."""
-        node = dispatcher.backward_node()
-        return None if node is None else self.maker(node)
-
-    def maker(self, node: int) -> OpCall | None:
-        """Return the call that made a node; None if it is not known."""
-        return self._of_node.get(node)
-
-    def new_node(self) -> int | None:
-        """Return the number of the node that was made last; None if its call is known."""
-        number = dispatcher.latest_node()
-        return number if number >= self._first_node and number not in self._of_node else None
-
-    def made(self, node: int, op_call: OpCall) -> None:
-        """Remember that a call made a node."""
-        self._of_node[node] = op_call

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import modes
-from polymp.backends.torch.diagnostics.explain import call_of
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
     Ran,
+    call_of,
     facts_of,
     float_tensors,
     is_cast,
@@ -36,9 +36,6 @@ class Chance:
 
     A share is a hash of the number, the op and the seed. So equal numbers in one result go the same
     way, as they round the same way, and opposite numbers go opposite ways.
-
-    Args:
-        seed: of the shares.
     """
 
     def __init__(self, seed: int) -> None:
@@ -110,8 +107,7 @@ class Moved(Subscriber):
     def start(self, seed: int | None = None, keep: bool = False) -> None:
         """Forget the last run, and begin another."""
         self.stream.looks_away = False
-        self.stream.calls.clear()
-        self.stream.origins.forget()
+        self.stream.forget()
         self._chance = None if seed is None else Chance(seed)
         self._keep = keep
         self._values: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -172,17 +168,7 @@ class Moved(Subscriber):
 
 
 class Program:
-    """A function and its arguments, to be run under its tracer: `with program.watch: ...`.
-
-    Args:
-        fn: takes tensors.
-        args: trees of numpy arrays.
-        kwargs: likewise.
-        dtype: the low dtype of a region on the CPU; None for no region.
-        policy: of the region.
-        cotangent: returns the gradient with respect to a result, from its path and shape; None to
-            run no backward pass.
-    """
+    """A function and its arguments, to be run under its tracer: `with program.watch: ...`."""
 
     def __init__(
         self,

@@ -23,16 +23,11 @@ from polymp.errors import CatchWarning
 
 
 class TrainingObjects(NamedTuple):
-    """The models, optimizers and other objects of a training step, each once.
+    """The models, optimizers and other objects of a training step, each once."""
 
-    Attributes:
-        models: modules that are not part of another one here.
-        optimizers: those of torch, or derived from torch's class.
-        others: schedulers, loss scalers and other objects with `state_dict` and `load_state_dict`.
-    """
-
-    models: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
+    models: list[nn.Module]  # modules that are not part of another one here
+    optimizers: list[torch.optim.Optimizer]  # those of torch, or derived from torch's class
+    # schedulers, loss scalers and other objects with `state_dict` and `load_state_dict`.
     others: list[Any]
 
     @property
@@ -44,11 +39,7 @@ class TrainingObjects(NamedTuple):
 
 
 class TrainingState(Snapshot):
-    """A copy of a training's state.
-
-    Args:
-        objects: of the training.
-    """
+    """A copy of a training's state."""
 
     def __init__(self, objects: TrainingObjects) -> None:
         tensors = list(named_tensors(objects).values())

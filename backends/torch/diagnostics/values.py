@@ -8,7 +8,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,15 +24,12 @@ from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.fault import Event, Provenance, Reads, first_fault
 from polymp.backends.torch.diagnostics.measure import (
     LOW_DTYPES,
-    Bins,
     BinTable,
     Lost,
-    Range,
     RangeTable,
+    Tally,
     in_float32,
-    lost,
     measurable,
-    range_of,
     sample,
     written,
 )
@@ -55,22 +52,13 @@ from polymp.rules.vocabulary import vocabulary
 
 
 class Values(Subscriber):
-    """Measures the ranges of results, and follows where inputs come from.
-
-    Args:
-        model: its parameters are called by their names in it; None if they have none.
-
-    Attributes:
-        events: the ops that ran, in order.
-        ranges: of their results.
-    """
+    """Measures the ranges of results, and follows where inputs come from."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.events: list[Event] = []
-        self.ranges: RangeTable = RangeTable()
-        # Of events: many are alike, and one is kept of these.
-        self._reads: dict[Reads, Reads] = {}
-        self._provenance = Provenance(model)
+        self.events: list[Event] = []  # the ops that ran, in order
+        self.ranges: RangeTable = RangeTable()  # of their results
+        self._reads: dict[Reads, Reads] = {}  # of events: many are alike, and one is kept of these
+        self._provenance = Provenance(model, self.ranges)
 
     # To be overridden by those that measure more
 
@@ -78,21 +66,12 @@ class Values(Subscriber):
         """Return the inputs of an op that is about to run, for `noted`."""
         return ran.reads
 
-    def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
+    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
         """Return whether to compare an op in float16 with the same in float32."""
         raise NotImplementedError
 
-    def noted(
-        self,
-        event: Event,
-        results: list[torch.Tensor],
-        ranges: Sequence[Range],
-        inputs: list[torch.Tensor],
-    ) -> Event:
-        """Measure more of an op that has run; return the event with it.
-
-        `inputs` are those that the method `inputs` returned.
-        """
+    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """Measure more of an op that has run, of what the method `inputs` returned."""
         raise NotImplementedError
 
     # What runs
@@ -103,13 +82,15 @@ class Values(Subscriber):
         place = ran.op_call.place
         if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
             self._provenance.accumulated(ran.reads[0])
-        self._read_by = self._read(ran.reads), self.inputs(ran)
+        self._read_by = tuple(map(self._provenance.origin, ran.reads)), self.inputs(ran)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        if ran.facts.receives:
-            self._received_in(ran, made)
+        facts, reads, op_call = ran.facts, ran.reads, ran.op_call
+        if facts.receives:  # values that may not have arrived: measured once read
+            for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
+                self._provenance.received(t)
             return
-        (origins, inputs), op_call = self._read_by, ran.op_call
+        origins, inputs = self._read_by
         results = [t for t in made if measurable(t)]
         beside: list[torch.Tensor] = []
         if op_call.direction != BACKWARD and not isinstance(result, list):
@@ -117,46 +98,51 @@ class Values(Subscriber):
             beside = [t for t in results[1:] if t.shape == results[0].shape]
             del results[1:]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
-        floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(ran.reads)]
-        given = not all(map(math.isfinite, floats))
-        facts, reads, single = ran.facts, ran.reads, bool(results) and results[0].numel() == 1
-        if makes := facts.kind == "makes" or not reads:
+        floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
+        single = bool(results) and results[0].numel() == 1
+        if facts.kind == "makes" or not reads:
             origins = tuple([at for at in origins if at is not None and at >= 0])
             reads = inputs = []
             if single and not results[0].dim() and not facts.writes:  # whoever reads it is to blame
                 self._provenance.constant(results[0], floats)
                 return
-        ranges = [range_of(t) for t in (*results, *beside)]
-        kept, others = self._kept(ranges[: len(results)]), self._kept(ranges[len(results) :])
-        event = Event(
-            op_call, origins, kept, run, None, (), given, self._seen(reads),
-            func=ran.func, single=single, beside=others,
-        )  # fmt: skip
+        given = not all(map(math.isfinite, floats))
+        event = Event(op_call, origins, run, self._seen(reads), ran.func, single, given)
         if not op_call.place.updating:
-            numbers = (x for x in floats if rounded(x, run) in facts.keeps)
-            event = event._replace(numbers=tuple(numbers))
-        if run == "float16" and not op_call.place.updating:
-            if self.compares(event, results, ranges):
-                event = event._replace(lost=lost(ran, results))
-        self.events.append(self.noted(event, [] if makes else results, ranges, inputs))
-        self._written(ran, made)
-
-    def _received_in(self, ran: Ran, made: list[torch.Tensor]) -> None:
-        """Note values that other ranks send and that may not have arrived: measured once read."""
-        for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
-            self._provenance.received(t)
+            event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
+        event.beside = tuple(map(self.ranges.add, beside))
+        self._keep(event, results, inputs, lambda: _wide(ran, results))
+        for t in made:
+            self._provenance.made(t, len(self.events) - 1)
+        for t in written(ran):
+            if op_call.place.updating:
+                self._provenance.forget(t)  # a parameter, after its step
+            else:
+                self._provenance.made(t, len(self.events) - 1)
 
     def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        origins = self._read([source])
-        run, reads = dtype_names.NAMES[result.dtype], self._seen([source])
+        origins, run = (self._provenance.origin(source),), dtype_names.NAMES[result.dtype]
+        event = Event(op_call, origins, run, self._seen([source]), None, True)
         fits = measurable(source) and measurable(result)
-        ranges = [range_of(result)] if fits else []
-        kept = self._kept(ranges)
-        event = Event(op_call, origins, kept, run, None, (), False, reads, (), True)
-        if fits and run == "float16" and self.compares(event, [result], ranges):
-            event = event._replace(lost=Lost.of(source, result))
-        self.events.append(self.noted(event, [result] if fits else [], ranges, [source]))
+        self._keep(event, [result] if fits else [], [source], lambda: source)
         self._provenance.made(result, len(self.events) - 1)
+
+    def _keep(
+        self,
+        event: Event,
+        results: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        wide: Callable[[], torch.Tensor | None],
+    ) -> None:
+        """Measure an op's results, also against `wide`, the first one in float32."""
+        event.ranges = tuple(map(self.ranges.add, results))
+        compared = event.func is None or not event.op_call.place.updating
+        if results and event.run == "float16" and compared and self.compares(event, results):
+            in_float32 = wide()
+            if in_float32 is not None:
+                event.lost = Lost.of(in_float32, results[0], self.ranges)
+        self.noted(event, results if event.reads else [], inputs)
+        self.events.append(event)
 
     def viewed(self, args: Sequence[Any], node: int | None) -> OpCall | None:
         """Give the gradient of a view to the op that made the viewed tensor."""
@@ -176,27 +162,10 @@ class Values(Subscriber):
         for t in numbers_in(result):
             self._provenance.forget(t)
 
-    def _kept(self, ranges: Sequence[Range]) -> tuple[int, ...]:
-        return tuple([self.ranges.add(found) for found in ranges])
-
     def _seen(self, reads: Sequence[torch.Tensor]) -> Reads:
         """Return `Event.reads` of tensors."""
         seen = tuple([(t.dtype, t.shape) for t in reads])
         return self._reads.setdefault(seen, seen)
-
-    def _read(self, reads: list[torch.Tensor]) -> tuple[int | None, ...]:
-        return tuple([self._provenance.origin(t) for t in reads])
-
-    def _written(self, ran: Ran, made: list[torch.Tensor]) -> None:
-        """Note the last event as the origin of the tensors that its op made or wrote."""
-        last = len(self.events) - 1
-        for t in made:
-            self._provenance.made(t, last)
-        for t in written(ran):
-            if ran.op_call.place.updating:
-                self._provenance.forget(t)  # a parameter, after its step
-            else:
-                self._provenance.made(t, last)
 
     # Updates
 
@@ -246,6 +215,15 @@ class Values(Subscriber):
         return first_fault(self.events, self.ranges, self._provenance)
 
 
+def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return an op's first result in float32, on the same inputs.
+
+    None for an op that writes into its arguments, draws random numbers or has no float32 form.
+    """
+    wide = [] if ran.facts.writes else list(filter(measurable, in_float32(ran)))
+    return wide[0] if wide and wide[0].shape == results[0].shape else None
+
+
 def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
     """Return the Python floats among an op's arguments."""
     return [x for x in (*args, *kwargs.values()) if isinstance(x, float)]
@@ -259,41 +237,8 @@ def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
 _EVERY = 16
 
 
-class Site(NamedTuple):
-    """The results of an op call site in one backward pass, or outside of them.
-
-    Attributes:
-        bins: counts of their magnitudes.
-        numbers: numbers in the program that the dtype made zero.
-        number: of the site.
-        reads: of gradients, the numbers of the sites whose results they were made of.
-        sums_nothing: for each of its kernels, whether it is of a product that only multiplies.
-    """
-
-    bins: Bins
-    numbers: set[float]
-    number: int
-    reads: set[int]
-    sums_nothing: set[bool | None]
-
-
 class AuditValues(Values):
-    """Counts the magnitudes of results and of gradients.
-
-    Args:
-        model: as in `Values`.
-        scaler: the loss scaler in use.
-        rounding: True to measure rounding errors, too.
-
-    Attributes:
-        sites: by call site and backward pass, the magnitudes of results.
-        gradients: by parameter and backward pass, the magnitudes of gradients.
-        scales: of each backward pass; the first is 1, for what runs outside of them.
-        bins: of the site of the last op; None if it has none.
-        rounding: measures rounding errors, and hears of ops after this; None if they are not.
-        passes: by number of the backward pass, its place in `scales`.
-        samples: of each step that updated low weights, a sample, and how many updates were lost.
-    """
+    """Counts the magnitudes of results and of gradients."""
 
     def __init__(self, model: nn.Module | None, scaler: Any, rounding: bool = False) -> None:
         super().__init__(model)
@@ -303,20 +248,21 @@ class AuditValues(Values):
         self._call: OpCall | None = None
         self._part = 0  # the call whose kernels run, and how many have
         self._tables: dict[torch.device, BinTable] = {}
+        # Measures rounding errors, and hears of ops after this; None if they are not measured.
         self.rounding: RoundingErrors | None = RoundingErrors(self) if rounding else None
-        self.bins: Bins | None = None
-        self.sites: dict[tuple[Any, ...], Site] = {}
+        self.tally: Tally | None = None  # of the last op; None if it has none
+        self.sites: dict[tuple[Any, ...], Tally] = {}  # of results, by call site and backward pass
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
-        self.gradients: dict[tuple[str, int], Bins] = {}
-        self.scales: list[Any] = [1.0]  # of each backward pass
-        self.passes: dict[int, int] = {}
-        self._called: dict[torch.Tensor, str] = {}
-        if model is not None:
-            self._called = {p: name for name, p in model.named_parameters()}
+        self.gradients: dict[tuple[str, int], Tally] = {}  # by parameter and backward pass
+        self.scales: list[Any] = [1.0]  # of each backward pass; the first for what is in none
+        self.passes: dict[int, int] = {}  # by number of the backward pass, its place in `scales`
+        own = model.named_parameters() if model is not None else ()
+        self._called: dict[torch.Tensor, str] = {p: name for name, p in own}
+        # Of each step that updated low weights, a sample, and how many updates were lost.
         self.samples: list[tuple[Sample, torch.Tensor | None]] = []
 
-    def compares(self, event: Event, results: list[torch.Tensor], ranges: Sequence[Range]) -> bool:
-        if event.cast:
+    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+        if event.func is None:
             return True
         op_call = event.op_call
         self._part = self._part + 1 if self._call is op_call else 0
@@ -331,57 +277,46 @@ class AuditValues(Values):
         super().before(ran)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        self.bins = None
+        self.tally = None
         super().after(ran, result, made)
 
     def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         self._pass()
         super().cast(op_call, source, result)
 
-    def noted(
-        self,
-        event: Event,
-        results: list[torch.Tensor],
-        ranges: Sequence[Range],
-        inputs: list[torch.Tensor],
-    ) -> Event:
-        op_call = event.op_call
+    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        op_call, cast = event.op_call, event.func is None
         back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
-        if event.cast and back and event.run == "float16":  # where gradients vanish
+        if cast and back and event.run == "float16":  # where gradients vanish
             op, spelling = "to", "aten:_to_copy"
-        elif op_call.place.updating or not results or event.cast:
-            if event.cast and event.inputs and event.inputs[0] in self._made_at:
+        elif op_call.place.updating or not results or cast:
+            if cast and event.inputs and event.inputs[0] in self._made_at:
                 self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
-            return event
-        if not event.cast and facts_of(event.func).copies_as not in ("", op_call.op):
-            return event  # on the way into a product
+            return
+        elif event.func is not None and facts_of(event.func).copies_as not in ("", op_call.op):
+            return  # on the way into a product
         key = (
             self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
             op_call.region, op_call.row, event.run,
         )  # fmt: skip
-        found = self.sites.get(key)
-        if found is None:
-            found = self.sites[key] = Site(
-                self._new_bins(results[0]), set(), len(self.sites), set(), set()
-            )
-        self.bins = found.bins
+        tally = self.tally = self._tally(self.sites, key, results[0])
         for t, number in zip(results, event.ranges, strict=True):
-            found.bins.add(t, number)
+            tally.add(t, number)
         if event.lost is not None:
-            found.bins.lost.append(event.lost)
-        found.numbers.update(event.numbers)
-        found.sums_nothing.add(_sums_nothing(event, inputs))
+            tally.lost.append(event.lost)
+        tally.numbers.update(event.numbers)
+        tally.sums_nothing.add(_sums_nothing(event, inputs))
         if back:
-            self._made_at[len(self.events)] = found.number
-            found.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
-        return event
+            self._made_at[len(self.events)] = tally.number
+            tally.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
 
-    def _new_bins(self, t: torch.Tensor) -> Bins:
-        """Return empty counts for tensors like `t`."""
-        table = self._tables.get(t.device)
-        if table is None:
-            table = self._tables[t.device] = BinTable(t.device)
-        return Bins(table, self.ranges)
+    def _tally(self, found: dict[Any, Tally], key: Any, t: torch.Tensor) -> Tally:
+        """Return the counts of a key, new ones for tensors like `t` if it has none."""
+        if key not in found:
+            if t.device not in self._tables:
+                self._tables[t.device] = BinTable(t.device)
+            found[key] = Tally(self._tables[t.device], self.ranges, len(found))
+        return found[key]
 
     # Backward passes and gradients
 
@@ -405,12 +340,10 @@ class AuditValues(Values):
         self.stream.pause()
         try:
             with Own(), torch.no_grad():
-                key = name, self._scales_at
-                if key not in self.gradients:
-                    self.gradients[key] = self._new_bins(p.grad)
-                self.gradients[key].add(p.grad, self.ranges.add(range_of(p.grad)))
+                tally = self._tally(self.gradients, (name, self._scales_at), p.grad)
+                tally.add(p.grad, self.ranges.add(p.grad))
                 if self.rounding is not None:
-                    self.rounding.gradient(p.grad, self.gradients[key])
+                    self.rounding.gradient(p.grad, tally)
         finally:
             self.stream.go_on()
 
@@ -468,19 +401,12 @@ _SWEEP = 512  # tensors after which twins of freed ones are let go
 
 
 class Twin(NamedTuple):
-    """The memory that a tensor is on, in float32.
+    """The memory that a tensor is on, in float32."""
 
-    Attributes:
-        of: a reference to the memory.
-        size: bytes of a value there.
-        flat: its values.
-        maker: counts of the op that made them.
-    """
-
-    of: Any
-    size: int
-    flat: torch.Tensor
-    maker: Bins | None
+    of: Any  # a reference to the memory
+    size: int  # bytes of a value there
+    flat: torch.Tensor  # its values
+    maker: Tally | None  # counts of the op that made them
 
 
 class Twins:
@@ -496,12 +422,12 @@ class Twins:
             return None
         return twin.flat.as_strided(t.shape, t.stride(), t.storage_offset())
 
-    def maker(self, t: torch.Tensor) -> Bins | None:
+    def maker(self, t: torch.Tensor) -> Tally | None:
         """Return the counts of the op that made a tensor which has a twin."""
         twin = self._twins.get(modes.storage_key(t))
         return None if twin is None else twin.maker
 
-    def put(self, t: torch.Tensor, wide: torch.Tensor, maker: Bins | None = None) -> None:
+    def put(self, t: torch.Tensor, wide: torch.Tensor, maker: Tally | None = None) -> None:
         """Give a tensor a twin, which nothing writes into afterwards."""
         key, size = modes.storage_key(t), t.element_size()
         count = t.untyped_storage().nbytes() // size
@@ -527,11 +453,7 @@ class Twins:
 
 
 class RoundingErrors(Subscriber):
-    """Measures rounding errors, in pairs: squares of the differences and of float32's, added up.
-
-    Args:
-        values: that know the site of the last op.
-    """
+    """Measures rounding errors, in pairs: squares of the differences and of float32's, added up."""
 
     def __init__(self, values: "AuditValues") -> None:
         self._values = values
@@ -540,7 +462,7 @@ class RoundingErrors(Subscriber):
         self._wide: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._effects = LossEffects()
         self._node: int | None = None  # of the op that runs, if its result has a gradient
-        self._entering: list[tuple[Bins, list[torch.Tensor]]] = []
+        self._entering: list[tuple[Tally, list[torch.Tensor]]] = []
 
     def passes(self) -> int:
         """Return how many backward passes of a loss there were."""
@@ -577,7 +499,7 @@ class RoundingErrors(Subscriber):
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         """Compare an op's results with its twins', and keep these."""
-        (own, whole), bins = self._wide, self._values.bins
+        (own, whole), bins = self._wide, self._values.tally
         if bins is not None and made and measurable(made[0]):
             if own and made[0].dtype in LOW_DTYPES:
                 bins.rounding.append(_difference(made[0], own[0]))
@@ -596,7 +518,7 @@ class RoundingErrors(Subscriber):
                 self._twins.put(t, wide, maker)
 
     def _note_effects(
-        self, node: int, result: torch.Tensor, own: list[torch.Tensor], bins: Bins | None
+        self, node: int, result: torch.Tensor, own: list[torch.Tensor], bins: Tally | None
     ) -> None:
         """Keep the errors of a result until its gradient is there, and it if it may be the loss."""
         if result.numel() == 1:
@@ -620,7 +542,7 @@ class RoundingErrors(Subscriber):
         known = self._twins.of(source)
         self._twins.put(result, wide if known is None else known, self._twins.maker(source))
 
-    def gradient(self, t: torch.Tensor, bins: Bins) -> None:
+    def gradient(self, t: torch.Tensor, bins: Tally) -> None:
         """Compare a parameter's gradient with its twin."""
         wide = self._twins.of(t)
         if wide is not None:
@@ -646,14 +568,11 @@ class LossEffects:
     An error is kept by the number of the autograd node of its result. When a backward pass begins,
     nodes that have one get a hook, which is called with the gradient. A loss scale is in gradients
     and in the loss, and cancels out.
-
-    Attributes:
-        passes: the number of backward passes of a loss.
     """
 
     def __init__(self) -> None:
         self.passes: int = 0
-        self._errors: dict[int, list[tuple[Bins, torch.Tensor]]] = {}
+        self._errors: dict[int, list[tuple[Tally, torch.Tensor]]] = {}
         self._may_be_loss: dict[int, torch.Tensor] = {}
         self._loss: dict[int, torch.Tensor | None] = {}  # by backward pass
         self._reached: set[int] = set()  # nodes that have their hooks
@@ -664,7 +583,7 @@ class LossEffects:
         with Own():
             self._may_be_loss[node] = result.detach().clone().reshape(())
 
-    def error(self, node: int, bins: Bins, result: torch.Tensor, wide: torch.Tensor) -> None:
+    def error(self, node: int, bins: Tally, result: torch.Tensor, wide: torch.Tensor) -> None:
         """Keep the error of a node's result against the same in float32."""
         if result.shape == wide.shape and not result.is_complex():
             error = (result.to(torch.float32) - wide).to(torch.bfloat16)
@@ -698,7 +617,7 @@ class LossEffects:
             todo += [after for after, _ in node.next_functions if after is not None]
 
     def _gradient(
-        self, errors: list[tuple[Bins, torch.Tensor]], gradients: Sequence[torch.Tensor | None]
+        self, errors: list[tuple[Tally, torch.Tensor]], gradients: Sequence[torch.Tensor | None]
     ) -> None:
         task, gradient = dispatcher.backward_task(), gradients[0]
         if task in self._loss and gradient is not None and measurable(gradient):
@@ -706,7 +625,7 @@ class LossEffects:
                 self._note(bins, error, gradient, self._loss[task])
 
     def _note(
-        self, bins: Bins, error: torch.Tensor, gradient: torch.Tensor, loss: torch.Tensor | None
+        self, bins: Tally, error: torch.Tensor, gradient: torch.Tensor, loss: torch.Tensor | None
     ) -> None:
         if loss is None or gradient.shape != error.shape:
             return
@@ -732,12 +651,3 @@ def _difference(low: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
     some, few = sample(wide).to(torch.float64), sample(low).to(torch.float64)
     both = torch.stack([few - some, some])
     return torch.where(both.isfinite().all(0), both, 0.0).square().sum(1)
-
-
-def largest(pairs: Sequence[torch.Tensor]) -> float | None:
-    """Return the largest relative error of pairs; None without any. Waits for the device."""
-    if not pairs:
-        return None
-    off, whole = torch.stack([pair.cpu() for pair in pairs]).sqrt().T
-    found: float = torch.where(off > 0, off / whole, 0.0).max().item()
-    return found

@@ -149,7 +149,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             self.region = entry.low, entry.policy
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # the dispatch mode sees the ops in it
-        place, direction, origin = self._where(sys._getframe(1))
+        place, direction, origin = self.where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region
             return run(*args)
         given = args[-2:]
@@ -190,14 +190,14 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         ):
             return self._open[-1]
         if sent := exchange(frame):
-            place, direction, _ = self._where(frame)
+            place, direction, _ = self.where(frame)
             spelling = f"aten:{func.name().removeprefix('aten::')}"
             return self._noted(OpCall(sent, spelling, place, direction, sends=True))
         node = dispatcher.backward_node()
         known = None if node is None else self.maker(node)
         if known is not None and known.backward is not None and not torch.is_grad_enabled():
             return known.backward  # no recomputation: that has gradients on
-        place, direction, origin = self._where(frame)
+        place, direction, origin = self.where(frame)
         if origin is None:
             return self._noted(self._alone(func, place, direction))
         if origin.backward is None:
@@ -213,7 +213,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             self.calls.append(op_call)
         return op_call
 
-    def _where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
+    def where(self, frame: FrameType | None) -> tuple[CallSite, str, OpCall | None]:
         """Return call site and direction, and the call whose backward, by torch, runs here."""
         place, node = self._call_sites.here(frame), dispatcher.backward_node()
         if place.recomputed or node is None:
@@ -260,7 +260,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             maker = hear(args, node) or maker
         # Without gradients a view has no node: the latest is that of the function that it is in.
         if node is not None and maker is None and self.counts and torch.is_grad_enabled():
-            place, direction, _ = self._where(frame)
+            place, direction, _ = self.where(frame)
             maker = self._alone(func, place, direction)
         if node is not None and maker is not None:
             self._of_node[node] = maker

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from polymp import backends, dtypes
-from polymp.rules.op_registration import checked
-from polymp.rules.vocabulary import CUSTOM, vocabulary
+from polymp.errors import PolicyError
+from polymp.rules.row import Rule, member
+from polymp.rules.vocabulary import CUSTOM, Op, nearest, vocabulary
 
 if TYPE_CHECKING:
     from polymp.diagnostics.report import Report
@@ -129,7 +130,7 @@ def register_op(
         BackendMissingError: the framework of a spelling is not installed.
     """
     where = f"register_op({name!r})"
-    op = checked(name, rule, kind, where)
+    op = _checked(name, rule, kind, where)
     if torch is None and jax is None:
         raise TypeError(f"{where}: no op was given. Write torch=..., jax=..., or both.")
     called = jax
@@ -152,3 +153,27 @@ def register_op(
     if functions:
         FUNCTIONS.add(jax, name)
     return called
+
+
+def _checked(name: str, rule: str, kind: str, where: str) -> Op:
+    """Return an op to be registered, without spellings yet."""
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(f"{where}: the name must be an identifier, such as 'my_op'")
+    known = member(Rule, rule, "rule", where, f"for op {name!r}")
+    if known is Rule.FP8:
+        raise PolicyError(
+            f"{where}: rule fp8 is for matrix products of torch and JAX, not for op {name!r}. "
+            "Write lower."
+        )
+    words = vocabulary()
+    if kind != CUSTOM and kind not in words.kinds:
+        raise PolicyError(
+            f"{where}: no class {kind!r}.{nearest(kind, words.kinds)} "
+            f"Classes: {', '.join(sorted(words.kinds))}."
+        )
+    if name in words.ops and not words.ops[name].rule:
+        raise PolicyError(
+            f"{where}: the vocabulary has an op of that name. Choose another name, or give that op "
+            "a rule in a policy."
+        )
+    return Op(name, kind, rule=known)

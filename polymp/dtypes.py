@@ -22,21 +22,16 @@ class Format:
         value     = (-1)**sign * 2**(e - bias) * (1 + m / 2**mantissa)     e > 0
         subnormal = (-1)**sign * 2**(1 - bias) * (m / 2**mantissa)         e = 0
 
-    Attributes:
-        name: the full name, as numpy, ml_dtypes, torch and jax spell it.
-        exponent: width of the exponent field, in bits.
-        mantissa: width of the stored fraction, in bits.
-        infinite: True if the all-ones exponent is kept for infinities and NaNs, as IEEE 754 has it;
-            False if it holds numbers too, and only the all-ones fraction in it is NaN.
-
     Source:
         IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 formats for deep learning",
         arXiv:2209.05433, table 1.
     """
 
-    name: str
-    exponent: int
-    mantissa: int
+    name: str  # the full name, as numpy, ml_dtypes, torch and jax spell it
+    exponent: int  # width of the exponent field, in bits
+    mantissa: int  # width of the stored fraction, in bits
+    # True if the all-ones exponent is kept for infinities and NaNs, as IEEE 754 has it; False if it
+    # holds numbers too, and only the all-ones fraction in it is NaN.
     infinite: bool = True
 
     @property

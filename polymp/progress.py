@@ -12,43 +12,30 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 AFTER = 2.0  # seconds
 
 
 class Line:
-    """A line that shows nothing; see `Shown`."""
+    """A line on a terminal, shown once it has been open for `AFTER` seconds; or one not shown."""
 
-    def step(self) -> None:
-        """Count a step; called often, so that it has to be cheap."""
-
-    def stage(self, name: str, long: bool = True) -> None:
-        """Say that a stage begins which makes no steps."""
-
-    def close(self) -> None:
-        """Remove the line."""
-
-
-class Shown(Line):
-    """A line on a terminal, shown once it has been open for `AFTER` seconds.
-
-    Args:
-        what: takes so long.
-        total: the number of steps, if it is known.
-        unit: name of a step.
-    """
-
-    def __init__(self, what: str, total: int | None, unit: str) -> None:
-        self._what = what
-        self._total = total
-        self._unit = unit
+    def __init__(
+        self, what: str = "", total: int | None = None, unit: str = "", seen: bool = False
+    ) -> None:
+        self._what = what  # takes so long
+        self._total = total  # the number of steps, if it is known
+        self._unit = unit  # name of a step
+        self._seen = seen
         self._done = 0
         self._since = time.monotonic()
         self._bar: Any = None
 
     def step(self) -> None:
+        """Count a step; called often, so that it has to be cheap."""
+        if not self._seen:
+            return
         self._done += 1
         if self._bar is not None:
             self._bar.update()
@@ -56,11 +43,13 @@ class Shown(Line):
             self._bar = _bar(self._what, self._total, self._unit, self._done)
 
     def stage(self, name: str, long: bool = True) -> None:
-        if long or self._bar is not None:
+        """Say that a stage begins which makes no steps."""
+        if self._seen and (long or self._bar is not None):
             self.close()
             self._bar = _bar(f"{self._what}: {name} ...", None, "", 0)
 
     def close(self) -> None:
+        """Remove the line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -69,11 +58,8 @@ class Shown(Line):
 @contextmanager
 def line(what: str, total: int | None = None, unit: str = "step") -> Iterator[Line]:
     """Show the progress of a block, if there is a terminal to show it on."""
-    found = Shown(what, total, unit) if _is_seen() else Line()
-    try:
+    with closing(Line(what, total, unit, _is_seen())) as found:
         yield found
-    finally:
-        found.close()
 
 
 def tell(text: str) -> None:

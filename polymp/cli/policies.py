@@ -42,12 +42,7 @@ def row_data(row: Row | None) -> Data | None:
 
 
 def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
-    """The rule for an op as data; ops with equal answers run alike.
-
-    `detail` is, for fp32, how torch applies it; for widest, what happens where float16 and bfloat16
-    meet; for forbid, the op to use instead; for lower, up to how many rows a product runs in
-    float32; "" for the others.
-    """
+    """The rule for an op as data, with its detail; ops with equal answers run alike."""
     if row is None:
         return {"rule": Rule.PARTS, "detail": ""}
     details = {Rule.FP32: row.apply or "", Rule.WIDEST: policy.halves, Rule.FORBID: row.instead}
@@ -146,13 +141,9 @@ def _against(
 
 
 def compared(args: argparse.Namespace) -> Data:
-    """Where two policies differ, for `polymp diff`.
-
-    Compares answers outside of scopes, and inside the modules that each scope matches.
-
-    A spelling that differs as its op does gets no entry, nor does an op in a scope that changes
-    neither answer.
-    """
+    """Where two policies differ outside of scopes, and inside the modules that each matches."""
+    # A spelling that differs as its op does gets no entry, nor does an op in a scope that changes
+    # neither answer.
     one, other = map(policy_files.load, args.policies)
     words = vocabulary()
     spelled = {row.of for row in (*one.rows, *other.rows)} - {"default"}

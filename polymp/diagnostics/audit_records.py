@@ -22,44 +22,32 @@ MANY = 0.5
 
 
 class Measured(NamedTuple):
-    """The results of one op call site, or one parameter's gradient, over all steps.
+    """The results of one op call site, or one parameter's gradient, over all steps."""
 
-    Attributes:
-        op: its name in the vocabulary, or the framework's own name; "gradient" for a parameter's.
-        spelling: the framework's own name, with a prefix; "" for a parameter's gradient.
-        module: path of the module it was called in; of a gradient, the parameter's name.
-        source: file and line of the user's code: "train.py:12".
-        direction: "forward", "backward" or "recompute".
-        region: the low dtype of the region it ran in, "" outside.
-        row: of the policy, that decided; None if the policy has no row for the op.
-        run: dtype of the results.
-        magnitudes: of the results; of scaled gradients, divided by the scale.
-        numbers: constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
-        rounding: its own rounding error: by how much the results differ from those of the same op
-            in float32 on the same inputs, the root of the sum of squares relative to that of the
-            float32 results; the largest of all calls. None if it was not measured.
-        drift: likewise, from the results of the same steps in float32 from their start.
-        loss_effect: by how much its own rounding changes the loss, to first order: the errors of
-            its results times the loss's gradient there, added up with their signs over all values
-            and calls, as a fraction of the loss; the mean of the backward passes. None if it was
-            not measured, as without a backward pass.
-        unsummed: True of a product that a row lowered, though it has no dimension to sum over, or
-            one of size 1: it is a multiplication, in low precision.
-    """
-
-    op: str
-    spelling: str
-    module: str
-    source: str
-    direction: str
-    region: str
-    row: Row | None
-    run: str
-    magnitudes: Magnitudes
+    op: str  # its name in the vocabulary, or the framework's own name; "gradient" for a parameter's
+    spelling: str  # the framework's own name, with a prefix; "" for a parameter's gradient
+    module: str  # path of the module it was called in; of a gradient, the parameter's name
+    source: str  # file and line of the user's code: "train.py:12"
+    direction: str  # "forward", "backward" or "recompute"
+    region: str  # the low dtype of the region it ran in, "" outside
+    row: Row | None  # of the policy, that decided; None if the policy has no row for the op
+    run: str  # dtype of the results
+    magnitudes: Magnitudes  # of the results; of scaled gradients, divided by the scale
+    # Constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
     numbers: tuple[float, ...] = ()
+    # Its own rounding error: by how much the results differ from those of the same op in float32 on
+    # the same inputs, the root of the sum of squares relative to that of the float32 results; the
+    # largest of all calls. None if it was not measured.
     rounding: float | None = None
+    # Likewise, from the results of the same steps in float32 from their start.
     drift: float | None = None
+    # By how much its own rounding changes the loss, to first order: the errors of its results times
+    # the loss's gradient there, added up with their signs over all values and calls, as a fraction
+    # of the loss; the mean of the backward passes. None if it was not measured, as without a
+    # backward pass.
     loss_effect: float | None = None
+    # True of a product that a row lowered, though it has no dimension to sum over, or one of size
+    # 1: it is a multiplication, in low precision.
     unsummed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,38 +146,24 @@ def _percent(share: float) -> str:
 
 
 class Fault(NamedTuple):
-    """The op at which a run's numbers broke; `print` shows it with its inputs and its row.
+    """The op at which a run's numbers broke; `print` shows it with its inputs and its row."""
 
-    Attributes:
-        op: its name in the vocabulary, or the framework's own.
-        spelling: the framework's own name, with a prefix.
-        module: path of the module it was called in.
-        source: file and line of the user's code.
-        direction: "forward", "backward" or "recompute".
-        kind: "overflow" (its dtype turned a value that float32 holds into Inf), "underflow" (into
-            zero), "saturation" (into 1), "number" (a constant of the program is zero in its dtype),
-            "input" (an argument or parameter was not finite), "index" (one is out of range, and was
-            filled with NaN) or "operation" (its result is not finite in float32 either).
-        run: the dtype that it ran in.
-        row: of the policy, that decided; None if the policy has no row for the op.
-        inputs: of the op.
-        found: "Inf" or "NaN", whichever came first, and the op where it did if it is another.
-        why: a sentence on the cause.
-        region: the low dtype of the region it ran in, "" outside.
-    """
-
-    op: str
-    spelling: str
-    module: str
-    source: str
-    direction: str
+    op: str  # its name in the vocabulary, or the framework's own
+    spelling: str  # the framework's own name, with a prefix
+    module: str  # path of the module it was called in
+    source: str  # file and line of the user's code
+    direction: str  # "forward", "backward" or "recompute"
+    # "overflow" (its dtype turned a value that float32 holds into Inf), "underflow" (into zero),
+    # "saturation" (into 1), "number" (a constant of the program is zero in its dtype), "input" (an
+    # argument or parameter was not finite), "index" (one is out of range, and was filled with NaN)
+    # or "operation" (its result is not finite in float32 either).
     kind: str
-    run: str
-    row: Row | None
-    inputs: tuple[Operand, ...]
-    found: str
-    why: str
-    region: str = ""
+    run: str  # the dtype that it ran in
+    row: Row | None  # of the policy, that decided; None if the policy has no row for the op
+    inputs: tuple[Operand, ...]  # of the op
+    found: str  # "Inf" or "NaN", whichever came first, and the op where it did if it is another
+    why: str  # a sentence on the cause
+    region: str = ""  # the low dtype of the region it ran in, "" outside
 
     @classmethod
     def of(

@@ -25,51 +25,32 @@ SECTIONS = {
 
 
 class Call(NamedTuple):
-    """One op call site, with the counts of all calls there.
+    """One op call site, with the counts of all calls there."""
 
-    Attributes:
-        backend: "torch" or "jax".
-        op: its name in the vocabulary, or the framework's own name if it has none.
-        spelling: the framework's own name, with a prefix: "aten:softmax.int", "jax:exp".
-        module: path of the module it was called in, names joined by dots; "" outside of all.
-        source: file and line of the user's code that called it: "train.py:12"; "" if not known.
-        direction: "forward", "backward" or "recompute".
-        region: the low dtype of the region, "" outside of enabled regions.
-        row: of the policy, that decided; None if the policy has no row for the op.
-        inputs: dtypes of its float inputs before any cast.
-        run: the dtype that it computed in; "" if it computed no float.
-        outputs: dtypes of its float results.
-        casts: how many arrays were cast for it, there and back.
-        cast_bytes: bytes that these casts read and wrote.
-        saved: casts that were not made, by reason: "cached", "shared", "cancelled", ...
-        flops: of the matrix products, convolutions and attention in it; a multiply-add is two.
-        kept: bytes of float32 that it keeps for the backward pass, parameters aside.
-        times: how often it ran; all the counts above are for all times together.
-        recipe: of a product that ran in 8 bits; "" for others.
-        fallback: why a product with rule fp8 ran as under rule lower, or one with rule lower was
-            not lowered; "" for others.
-        kept_fp8: bytes of 8-bit arrays that it keeps for the backward pass, in all `times` runs.
-    """
-
-    backend: str
-    op: str
-    spelling: str
-    module: str
-    source: str
-    direction: str
-    region: str
-    row: Row | None
-    inputs: tuple[str, ...]
-    run: str
-    outputs: tuple[str, ...]
-    casts: int = 0
-    cast_bytes: int = 0
+    backend: str  # "torch" or "jax"
+    op: str  # its name in the vocabulary, or the framework's own name if it has none
+    spelling: str  # the framework's own name, with a prefix: "aten:softmax.int", "jax:exp"
+    module: str  # path of the module it was called in, names joined by dots; "" outside of all
+    source: str  # file and line of the user's code that called it: "train.py:12"; "" if not known
+    direction: str  # "forward", "backward" or "recompute"
+    region: str  # the low dtype of the region, "" outside of enabled regions
+    row: Row | None  # of the policy, that decided; None if the policy has no row for the op
+    inputs: tuple[str, ...]  # dtypes of its float inputs before any cast
+    run: str  # the dtype that it computed in; "" if it computed no float
+    outputs: tuple[str, ...]  # dtypes of its float results
+    casts: int = 0  # how many arrays were cast for it, there and back
+    cast_bytes: int = 0  # bytes that these casts read and wrote
+    # Casts that were not made, by reason: "cached", "shared", "cancelled", ...
     saved: tuple[tuple[str, int], ...] = ()
+    # Of the matrix products, convolutions and attention in it; a multiply-add is two.
     flops: int = 0
-    kept: int = 0
-    times: int = 1
-    recipe: str = ""
+    kept: int = 0  # bytes of float32 that it keeps for the backward pass, parameters aside
+    times: int = 1  # how often it ran; all the counts above are for all times together
+    recipe: str = ""  # of a product that ran in 8 bits; "" for others
+    # Why a product with rule fp8 ran as under rule lower, or one with rule lower was not lowered;
+    # "" for others.
     fallback: str = ""
+    # Bytes of 8-bit arrays that it keeps for the backward pass, in all `times` runs.
     kept_fp8: int = 0
 
     @property

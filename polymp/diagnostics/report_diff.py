@@ -19,23 +19,15 @@ from polymp.errors import escaped
 
 
 class Difference(NamedTuple):
-    """A call that only one report has, or that differs between them.
+    """A call that only one report has, or that differs between them."""
 
-    Attributes:
-        module: its path, as the first report has it.
-        direction: "forward", "backward" or "recompute".
-        op: its name.
-        one: the call of the first report; None if only the other has it.
-        other: the call of the other report; None if only the first has it.
-        changed: what differs: of "inputs", "run", "outputs", "rule", "recipe", "fallback",
-            "casts", "cast_bytes", "times"; () if only one has it.
-    """
-
-    module: str
-    direction: str
-    op: str
-    one: Call | None
-    other: Call | None
+    module: str  # its path, as the first report has it
+    direction: str  # "forward", "backward" or "recompute"
+    op: str  # its name
+    one: Call | None  # the call of the first report; None if only the other has it
+    other: Call | None  # the call of the other report; None if only the first has it
+    # What differs: of "inputs", "run", "outputs", "rule", "recipe", "fallback", "casts",
+    # "cast_bytes", "times"; () if only one has it.
     changed: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:

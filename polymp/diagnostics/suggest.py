@@ -45,22 +45,16 @@ _TOP = FORMATS["float16"].max
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change to try; true if there is one. `print` shows it as rows for a policy's file.
+    """A change to try; true if there is one. `print` shows it as rows for a policy's file."""
 
-    Attributes:
-        rules: rows that hold everywhere, as `Policy.override` takes them.
-        scopes: rows by pattern of module paths, as `Policy.override` takes them.
-        dtype: "bfloat16" where no row makes float16 work, else None.
-        init_scale: the loss scale to start with, None if that in use will do.
-        reasons: sentences; there may be some where nothing has to change.
-        head: of a policy's file, with which the printed text is a whole one: `extends` and `fp8`.
-    """
-
+    # Rows that hold everywhere, as `Policy.override` takes them.
     rules: Mapping[str, str] = field(default_factory=dict)
+    # Rows by pattern of module paths, as `Policy.override` takes them.
     scopes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    dtype: str | None = None
-    init_scale: float | None = None
-    reasons: tuple[str, ...] = ()
+    dtype: str | None = None  # "bfloat16" where no row makes float16 work, else None
+    init_scale: float | None = None  # the loss scale to start with, None if that in use will do
+    reasons: tuple[str, ...] = ()  # sentences; there may be some where nothing has to change
+    # Of a policy's file, with which the printed text is a whole one: `extends` and `fp8`.
     head: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

@@ -10,6 +10,7 @@ Nothing here knows what a row holds.
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from polymp import text_table
@@ -248,24 +249,15 @@ def _folded_at(
             groups.setdefault(key, {})[int(number[2])] = index
     kept: dict[int, ModuleRows[R]] = dict(enumerate(modules))
     for group in groups.values():
-        for run in _runs({n: tuple(map(kind.alike, modules[i].rows)) for n, i in group.items()}):
+        rows = {n: tuple(map(kind.alike, modules[group[n]].rows)) for n in sorted(group)}
+        for _, alike in groupby(rows, key=rows.__getitem__):
+            run = list(alike)
             if len(run) > 1:
                 members = [modules[group[n]] for n in run]
                 for n in run:
                     del kept[group[n]]
                 kept[min(group[n] for n in run)] = _added_row(members, at, run, kind.added, numbers)
     return [kept[index] for index in sorted(kept)]
-
-
-def _runs(kinds: dict[int, Hashable]) -> list[list[int]]:
-    """The numbers in order, neighbours of one kind together."""
-    runs: list[list[int]] = []
-    for number in sorted(kinds):
-        if runs and kinds[runs[-1][-1]] == kinds[number]:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
 
 
 def _added_row(
@@ -286,10 +278,6 @@ def _added_row(
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Numbers in short: "0-4,6"."""
-    ends: list[list[int]] = []
-    for number in numbers:
-        if ends and ends[-1][1] == number - 1:
-            ends[-1][1] = number
-        else:
-            ends.append([number, number])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ends)
+    places = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in places]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

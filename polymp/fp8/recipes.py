@@ -57,24 +57,6 @@ class Recipe:
     # operands have one for each row.
     whole_weight_in_backward: bool = False
 
-    def __post_init__(self) -> None:
-        if self.scaling not in (TENSOR, ROW):
-            raise PolicyError(
-                f"recipe {self.name!r}: scaling {self.scaling!r} is not one of tensor, row."
-            )
-        for role in (ACTIVATION, WEIGHT, GRADIENT):
-            if self.format_of(role) not in (E4M3, E5M2):
-                raise PolicyError(
-                    f"recipe {self.name!r}: the format of the {role} is {self.format_of(role)!r}, "
-                    f"which is not one of {E4M3}, {E5M2}."
-                )
-        for first, second in ((ACTIVATION, WEIGHT), (GRADIENT, WEIGHT), (GRADIENT, ACTIVATION)):
-            if self.format_of(first) == self.format_of(second) == E5M2:
-                raise PolicyError(
-                    f"recipe {self.name!r}: {first} and {second} both have {E5M2}, and no GPU "
-                    f"multiplies two such arrays. Give one of them {E4M3}."
-                )
-
     def format_of(self, role: str) -> str:
         """Return the 8-bit format of a role: "activation", "weight" or "gradient"."""
         return {ACTIVATION: self.activation, WEIGHT: self.weight, GRADIENT: self.gradient}[role]
@@ -171,15 +153,6 @@ def why_not(product: Product, recipe: Recipe) -> str:
         `torchao/float8/float8_linear_utils.py`, `_auto_filter_for_recipe`, measured there on H100
         GPUs.
     """
-    return (
-        _of_operands(product)
-        or _of_device(product, recipe)
-        or _of_shape(product)
-        or _of_size(product, recipe)
-    )
-
-
-def _of_operands(product: Product) -> str:
     if product.region != REGION_DTYPE:
         return f"the region's dtype is {product.region}; {NOT_FLOAT16}"
     if product.sparse:
@@ -187,40 +160,25 @@ def _of_operands(product: Product) -> str:
     for dtype in product.dtypes:
         if dtype not in QUANTISED_FROM:
             return f"an operand is {dtype}, which is not quantised to 8 bits"
-    return ""
-
-
-def _of_device(product: Product, recipe: Recipe) -> str:
-    if product.device == "cpu":
-        return ""
-    if product.device != "cuda":
+    on_cpu, rowwise, capability = product.device == "cpu", recipe.scaling == ROW, product.capability
+    if not on_cpu and product.device != "cuda":
         return f"polymp has no 8-bit products on {product.device}"
-    capability = product.capability
-    if capability is not None and capability < FIRST_CAPABILITY:
+    if not on_cpu and capability is not None and capability < FIRST_CAPABILITY:
         has = ".".join(map(str, capability))
         return f"the GPU has compute capability {has}; 8-bit products need 8.9 or newer"
-    if capability in NO_ROWWISE and recipe.scaling == ROW:
+    if not on_cpu and capability in NO_ROWWISE and rowwise:
         return "rowwise kernels fail on GPUs of compute capability 12.0; use recipe tensorwise"
-    return ""
-
-
-def _of_shape(product: Product) -> str:
     if product.batch != 1:
         return f"it is a batch of {product.batch} products, which no 8-bit kernel takes"
-    for name, size in (("m", product.m), ("k", product.k), ("n", product.n)):
+    k, n = product.k, product.n
+    for name, size in (("m", product.m), ("k", k), ("n", n)):
         if size == 0:
             return f"{name} = 0: there is nothing to multiply"
         if size % MULTIPLE:
             return f"{name} = {size} is not a multiple of {MULTIPLE}"
-    return ""
-
-
-def _of_size(product: Product, recipe: Recipe) -> str:
-    if product.device == "cpu":
-        return ""
-    k, n = product.k, product.n
-    if recipe.scaling == ROW:
-        small = n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
-    else:
+    small = n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
+    if not rowwise:
         small = n <= 1024 and k <= 4096
-    return f"k = {k}, n = {n} is so small that 8 bits are slower than bfloat16" if small else ""
+    if small and not on_cpu:
+        return f"k = {k}, n = {n} is so small that 8 bits are slower than bfloat16"
+    return ""

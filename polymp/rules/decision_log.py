@@ -36,14 +36,10 @@ class Entry(NamedTuple):
 
 
 class Recorder:
-    """Receives the decisions of a run from the backends, whose tracers override its methods.
-
-    Attributes:
-        tried: a policy with rule fp8 that does not hold: what its products would lose in 8 bits is
-            measured; None to try none.
-    """
+    """Receives the decisions of a run from the backends, whose tracers override its methods."""
 
     def __init__(self) -> None:
+        # A policy with rule fp8 that does not hold: the losses of its products are measured.
         self.tried: Policy | None = None
         self.outer: Recorder | None = None  # which notes the same
 

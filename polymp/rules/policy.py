@@ -291,7 +291,31 @@ class Policy:
         Returns:
             The decision, as in `decide`.
         """
-        return applied(row.rule, dtypes, dtype, self.halves)
+        rule = row.rule
+        match rule:
+            case Rule.LOWER | Rule.FP8:
+                return Decision(rule, dtype)
+            case Rule.FP32:
+                return Decision(rule, "float32")
+            case Rule.FP32_KEEP:
+                kept = [f for f in dtypes if f in FORMATS and f != "float64"]
+                return Decision(rule, "float32", widest(kept) if kept else None)
+            case Rule.WIDEST:
+                return self._widest(dtypes, dtype)
+            case Rule.FIRST:
+                return Decision(rule, dtypes[0] if dtypes and dtypes[0] in FORMATS else None)
+            case Rule.KEEP | Rule.FORBID | Rule.PARTS:
+                return Decision(rule)
+
+    def _widest(self, dtypes: Sequence[str], run: str) -> Decision:
+        for f in dtypes:
+            if f == "float64" or run == "float32":
+                continue  # once float32, it stays: a third dtype after it changes nothing
+            if f not in (run, "float32") and self.halves == "raise":
+                return Decision(Rule.FORBID)
+            if f in FORMATS:
+                run = widest((run, f))
+        return Decision(Rule.WIDEST, run)
 
     def override(
         self,
@@ -344,28 +368,7 @@ class Policy:
         rows = overriding(lists, rules or {}, scopes or {}, where)
         name = name or self.name.rstrip("*") + "*"
         changed = replace(self, name=name, rows=rows, inside=False).over(self)
-        return changed.with_recipe(recipe, where) if recipe else changed
-
-    def with_recipe(self, recipe: str, where: str) -> "Policy":
-        """Return this policy with another recipe for its rows with rule fp8.
-
-        Args:
-            recipe: its name.
-            where: it was given, for messages.
-
-        Returns:
-            A policy with the same name and rows.
-
-        Raises:
-            PolicyError: there is no such recipe, or no such row.
-        """
-        recipe_of(recipe, where)
-        if not self.fp8:
-            raise PolicyError(
-                f"{where}: fp8 = {recipe!r} is for rows with rule fp8, and there are none. Write "
-                'such a row, as linear = "fp8", or extends = "fp8".'
-            )
-        return replace(self, fp8=recipe)
+        return with_recipe(changed, recipe, where) if recipe else changed
 
     def without_fp8(self, *paths: str) -> "Policy":
         """Return this policy with the products of some modules by rule `lower` instead of `fp8`.
@@ -417,6 +420,17 @@ class Policy:
         return tuple(row for row in self.rows if row not in used)
 
 
+def with_recipe(policy: Policy, recipe: str, where: str) -> Policy:
+    """A policy with another recipe for its rows with rule fp8."""
+    recipe_of(recipe, where)
+    if not policy.fp8:
+        raise PolicyError(
+            f"{where}: fp8 = {recipe!r} is for rows with rule fp8, and there are none. Write "
+            'such a row, as linear = "fp8", or extends = "fp8".'
+        )
+    return replace(policy, fp8=recipe)
+
+
 def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | None:
     """The row that decides for an op; see `Policy.winner`."""
     known = vocabulary().ops.get(op)
@@ -433,47 +447,6 @@ def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | Non
         if row := in_force.get(("default", low)):
             return row
     return None
-
-
-# The decision that a rule makes for the dtypes of an op's inputs.
-
-
-_KEEP = Decision(Rule.KEEP)
-_FORBID = Decision(Rule.FORBID)
-
-
-def applied(rule: Rule, dtypes: Sequence[str], dtype: str, halves: str) -> Decision:
-    """Decide by a rule; `Policy.decide` has the table."""
-    match rule:
-        case Rule.LOWER | Rule.FP8:
-            return Decision(rule, dtype)
-        case Rule.FP32:
-            return Decision(rule, "float32")
-        case Rule.FP32_KEEP:
-            kept = [f for f in dtypes if f in FORMATS and f != "float64"]
-            return Decision(rule, "float32", widest(kept) if kept else None)
-        case Rule.WIDEST:
-            return _widest(dtypes, dtype, halves)
-        case Rule.FIRST:
-            known = dtypes[0] if dtypes and dtypes[0] in FORMATS else None
-            return Decision(rule, known)
-        case Rule.KEEP:
-            return _KEEP
-        case Rule.FORBID:
-            return _FORBID
-        case Rule.PARTS:
-            return _PARTS
-
-
-def _widest(dtypes: Sequence[str], run: str, halves: str) -> Decision:
-    for f in dtypes:
-        if f == "float64" or run == "float32":
-            continue  # once float32, it stays: a third dtype after it changes nothing
-        if f not in (run, "float32") and halves == "raise":
-            return _FORBID
-        if f in FORMATS:
-            run = widest((run, f))
-    return Decision(Rule.WIDEST, run)
 
 
 # The rows that hold inside a module: those whose scope matches come before those without one.

@@ -124,7 +124,9 @@ def _policy(
     few_rows = cast(int, data.get("few_rows", base.few_rows if base else 0))
     policy = Policy(name, rows, halves, fp8=base.fp8 if base else "", few_rows=few_rows)
     policy = policy.over(base) if base else policy
-    return policy.with_recipe(cast(str, data["fp8"]), where) if "fp8" in data else policy
+    if "fp8" not in data:
+        return policy
+    return policy_module.with_recipe(policy, cast(str, data["fp8"]), where)
 
 
 def _base(extends: object, where: str, above: tuple[Path, ...]) -> Policy:

@@ -69,27 +69,20 @@ class Apply(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Row:
-    """One line of a policy's table: an op or a class of ops, and the rule for it.
+    """One line of a policy's table: an op or a class of ops, and the rule for it."""
 
-    Attributes:
-        of: an op of the vocabulary ("softmax"), a class ("class:softmax"), one framework's
-            spelling ("aten:softmax.int", "jax:exp"), "all" for every op that computes, or "default"
-            for those that have no other row. "all" replaces the rows outside of its scope, and
-            those of the policy that is extended.
-        rule: how it runs.
-        dtype: the region dtype it is for, "" for any.
-        scope: a pattern of the module paths that it holds in, "" for everywhere.
-        apply: how torch runs the op in float32; None for the way of the device's own table.
-        instead: for forbid, the op to use instead.
-        source: the policy or file that the row was written in; rows are equal without it.
-    """
-
+    # An op of the vocabulary ("softmax"), a class ("class:softmax"), one framework's spelling
+    # ("aten:softmax.int", "jax:exp"), "all" for every op that computes, or "default" for those that
+    # have no other row. "all" replaces the rows outside of its scope, and those of the policy that
+    # is extended.
     of: str
-    rule: Rule
-    dtype: str = ""
-    scope: str = ""
+    rule: Rule  # how it runs
+    dtype: str = ""  # the region dtype it is for, "" for any
+    scope: str = ""  # a pattern of the module paths that it holds in, "" for everywhere
+    # How torch runs the op in float32; None for the way of the device's own table.
     apply: Apply | None = None
-    instead: str = ""
+    instead: str = ""  # for forbid, the op to use instead
+    # The policy or file that the row was written in; rows are equal without it.
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
 
 from polymp.errors import PolicyError
 
@@ -48,20 +47,7 @@ class Op:
 
 
 class Vocabulary:
-    """All ops, by each of their names.
-
-    Args:
-        kinds: the classes, with a sentence on each.
-        ops: of the shipped vocabulary.
-        traits: by trait, the classes that have it; see `policies/vocabulary.toml`.
-
-    Attributes:
-        ops: by our name.
-        kinds: the classes, with a sentence on what their members share.
-        moving: classes that compute nothing: their ops move, pick or compare numbers.
-        traits: by trait, the classes that have it; see `policies/vocabulary.toml`.
-        registered: names of ops that were added, in order.
-    """
+    """All ops, by each of their names."""
 
     def __init__(
         self,
@@ -69,11 +55,12 @@ class Vocabulary:
         ops: Iterable[Op],
         traits: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> None:
-        self.kinds: dict[str, str] = dict(kinds)
-        self.traits = traits
+        self.kinds: dict[str, str] = dict(kinds)  # the classes, with a sentence on each
+        self.traits = traits  # by trait, the classes that have it; see `policies/vocabulary.toml`
+        # Classes that compute nothing: their ops move, pick or compare numbers.
         self.moving: frozenset[str] = traits.get("moves", frozenset())
-        self.ops: dict[str, Op] = {}
-        self.registered: list[str] = []
+        self.ops: dict[str, Op] = {}  # by our name
+        self.registered: list[str] = []  # names of ops that were added, in order
         self._aten: dict[str, str] = {}
         self._kernels: dict[str, str] = {}
         self._jax: dict[str, str] = {}
@@ -238,28 +225,12 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(
         kinds,
         (
-            _op(name, kind, spellings)
+            Op(name, kind, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
             for kind, entry in data.items()
-            for name, spellings in entry["ops"].items()
+            for name, own in entry["ops"].items()
         ),
         {
             trait: frozenset(kind for kind, entry in data.items() if entry.get(trait))
             for trait in CLASS_TRAITS
         },
-    )
-
-
-def _op(name: str, kind: str, spellings: Mapping[str, Any]) -> Op:
-    return Op(
-        name,
-        kind,
-        tuple(spellings.get("aten", ())),
-        tuple(spellings.get("jax", ())),
-        tuple(spellings.get("functions", ())),
-        tuple(spellings.get("traces", ())),
-        spellings.get("note", ""),
-        spellings.get("fp32", ""),
-        picks=spellings.get("picks", False),
-        chooses=spellings.get("chooses", False),
-        kernels=tuple(spellings.get("kernels", ())),
     )

@@ -33,23 +33,14 @@ _SHOWN = 10  # gradients in a table, 3 in a message
 
 
 class Gradient(NamedTuple):
-    """Counts of the values of one gradient.
+    """Counts of the values of one gradient."""
 
-    Attributes:
-        name: its parameter's.
-        shape: its parameter's.
-        inf: values that are Inf or -Inf.
-        nan: values that are NaN.
-        zero: values that are 0, whether they underflowed or were 0 before.
-        subnormal: other values that are, scaled, below float16's smallest normal number, 2**-14.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    inf: int
-    nan: int
-    zero: int
-    subnormal: int
+    name: str  # its parameter's
+    shape: tuple[int, ...]  # its parameter's
+    inf: int  # values that are Inf or -Inf
+    nan: int  # values that are NaN
+    zero: int  # values that are 0, whether they underflowed or were 0 before
+    subnormal: int  # other values that are, scaled, below float16's smallest normal number, 2**-14
 
     @property
     def size(self) -> int:
@@ -61,17 +52,11 @@ class Gradient(NamedTuple):
 
 
 class GradientReport(NamedTuple):
-    """The counts of a scaler's gradients, from `scaler.report()`; `print` shows them as a table.
+    """The counts of a scaler's gradients, from `scaler.report()`; `print` shows them as a table."""
 
-    Attributes:
-        rule: the scaler's constants.
-        state: the scaler's state, as Python numbers.
-        gradients: one entry for each gradient.
-    """
-
-    rule: ScaleRule
-    state: ScaleState
-    gradients: tuple[Gradient, ...]
+    rule: ScaleRule  # the scaler's constants
+    state: ScaleState  # the scaler's state, as Python numbers
+    gradients: tuple[Gradient, ...]  # one entry for each gradient
 
     @property
     def bad(self) -> tuple[Gradient, ...]:

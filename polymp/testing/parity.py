@@ -141,17 +141,18 @@ def assert_parity(
     for name in _NAMES:
         backends.get(name)
     load(policy)  # a policy that cannot be read fails before anything runs
+    compare = partial(_compare, torch_fn, jax_fn, policy, grads, probes)
     first: tuple[Gap, ...] = ()
     if low is not None and float32_first:
         wide: tuple[Any, Any] = widened((args, kwargs))
         try:
-            first = _Pair(torch_fn, jax_fn, *wide, None, policy, grads, probes).compared().gaps
+            first = compare(*wide, None).gaps
         except ParityError as error:
             last = f"{low} was not compared. float32_first=False compares in {low} alone."
             said = _said(error, "float32", "in float32, without a region: ", last)
             raise ParityError(*said) from None
     try:
-        found = _Pair(torch_fn, jax_fn, args, kwargs, low, policy, grads, probes).compared()
+        found = compare(args, kwargs, low)
     except ParityError as error:
         start = f"in {low}, though not in float32: " if first else ""
         raise ParityError(*_said(error, low or "float32", start)) from None
@@ -171,22 +172,7 @@ _NO_GRADIENTS = (
 
 
 class ParityError(AssertionError):
-    """Two functions differ in their structure, dtypes, values or gradients.
-
-    Args:
-        text: the message.
-        op: see below.
-        side_by_side: see below.
-        gaps: see below.
-        dtype: see below.
-
-    Attributes:
-        op: name of the first op that differs, in the vocabulary; "" if it is not known, as where
-            results have other shapes.
-        side_by_side: the calls of that op on both sides, as a table; "" likewise.
-        gaps: the arrays that were compared, with errors and tolerances; () where dtypes differ.
-        dtype: the dtype in which they differ: that of the regions, or "float32".
-    """
+    """Two functions differ in their structure, dtypes, values or gradients."""
 
     def __init__(
         self,
@@ -197,9 +183,13 @@ class ParityError(AssertionError):
         dtype: str = "",
     ) -> None:
         super().__init__(text)
+        # In which they differ: that of the regions, or "float32".
         self.dtype: str = dtype
+        # Name of the first op that differs, in the vocabulary, and its calls on both sides as a
+        # table; "" if it is not known, as where results have other shapes.
         self.op: str = op
         self.side_by_side: str = side_by_side
+        # The arrays that were compared, with errors and tolerances; () where dtypes differ.
         self.gaps: tuple[Gap, ...] = tuple(gaps)
 
 
@@ -211,77 +201,56 @@ def _said(
     return text, error.op, error.side_by_side, error.gaps, dtype
 
 
-class _Pair:
-    """Two functions at the same inputs."""
+def _compare(
+    torch_fn: Callable[..., Any],
+    jax_fn: Callable[..., Any],
+    policy: Source,
+    grads: bool,
+    probes: int,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    dtype: str | None,
+) -> Parity:
+    """Run two functions at the same inputs, and compare what they do and return."""
+    from polymp.backends.jax.diagnostics import perturb as in_jax
+    from polymp.backends.torch.diagnostics import perturb as in_torch
 
-    def __init__(
-        self,
-        torch_fn: Callable[..., Any],
-        jax_fn: Callable[..., Any],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        dtype: str | None,
-        policy: Source,
-        grads: bool,
-        probes: int,
-    ) -> None:
-        from polymp.backends.jax.diagnostics import perturb as in_jax
-        from polymp.backends.torch.diagnostics import perturb as in_torch
-
-        self._probes = probes
-        seeds = cotangent if grads else None
-        given = args, kwargs, dtype, policy, seeds
-
-        self._torch = in_torch.Program(torch_fn, *given)
-        self._in_jax = partial(in_jax.Program, jax_fn, *given)
-
-    def compared(self) -> Parity:
-        with self._torch.watch:
-            self._jax = self._in_jax()
-            one, other = self._torch.run(), self._jax.run()
-        calls = tuple([s.call for s in run.steps] for run in (one, other))
-        _same_structure(one, other)
-        parted = first_parted(*calls)
-        if parted is not None:
-            raise _error(f"run {parted.why}", parted)
-        if one.dtypes != other.dtypes:
-            raise self._other_results(one, other, calls)
-        torch_moved = [self._torch.probe(seed) for seed in range(1, self._probes + 1)]
-        jax_moved = self._jax.probes(self._probes)
-        gaps = tuple(_gaps(one, other, torch_moved, jax_moved))
-        if any(found.part for found in gaps):
-            raise self._off(one, other, gaps)
-        forward = tuple(len(compared(side)) for side in calls)
-        return Parity(gaps, one.dtypes, (forward[0], forward[1]))
-
-    def _other_results(self, one: Run, other: Run, calls: Sequence[Sequence[Call]]) -> ParityError:
-        """The results have other dtypes, and no call has."""
-        path = next(path for path in one.dtypes if one.dtypes[path] != other.dtypes[path])
-        said = f"{_named('result', path)} is {one.dtypes[path]} in torch and "
-        forward = [compared(side) for side in calls]
-        wanted = one.dtypes[path], other.dtypes[path]
-        last = [
-            next((c for c in reversed(side) if dtype in c.outputs), None)
-            for side, dtype in zip(forward, wanted, strict=True)
-        ]
-        return _error(f"{said}{other.dtypes[path]} in JAX", Parted(last[0], last[1], ""))
-
-    def _off(self, one: Run, other: Run, gaps: Sequence[Gap]) -> ParityError:
-        """Some values differ: find the first op whose values do."""
-        with self._torch.watch:
-            kept = self._torch.run(keep=True)
-            moved = [self._torch.run(seed, keep=True) for seed in range(1, 5)]
-        theirs = self._jax.kept()
-        at = first_off(kept, moved, theirs)
-        worst = next(place for place, found in enumerate(gaps) if found.part)
-        if at is None:  # each step's own values are as in JAX: the step that made the array
-            names = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
-            at = kept.makers.get(names[worst])
-        if at is None:
-            return _error(f"do not return the same: {gaps[worst]}", None, gaps)
-        call = kept.steps[at].call
-        other_call = partner(at, kept, moved, theirs)
-        return _error("compute other values", Parted(call, other_call, ""), gaps)
+    given = args, kwargs, dtype, policy, cotangent if grads else None
+    torch = in_torch.Program(torch_fn, *given)
+    with torch.watch:
+        jax = in_jax.Program(jax_fn, *given)
+        one, other = torch.run(), jax.run()
+    calls = tuple([s.call for s in run.steps] for run in (one, other))
+    _same_structure(one, other)
+    parted = first_parted(*calls)
+    if parted is not None:
+        raise _error(f"run {parted.why}", parted)
+    forward = [compared(side) for side in calls]
+    for path, ours in one.dtypes.items():
+        if ours != other.dtypes[path]:  # and no call has other dtypes
+            last = [
+                next((c for c in reversed(side) if dtype in c.outputs), None)
+                for side, dtype in zip(forward, (ours, other.dtypes[path]), strict=True)
+            ]
+            said = f"{_named('result', path)} is {ours} in torch and {other.dtypes[path]} in JAX"
+            raise _error(said, Parted(last[0], last[1], ""))
+    torch_moved = [torch.probe(seed) for seed in range(1, probes + 1)]
+    gaps = tuple(_gaps(one, other, torch_moved, jax.probes(probes)))
+    if not any(found.part for found in gaps):
+        return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
+    with torch.watch:
+        kept = torch.run(keep=True)
+        moved = [torch.run(seed, keep=True) for seed in range(1, 5)]
+    theirs = jax.kept()
+    at = first_off(kept, moved, theirs)
+    worst = next(place for place, found in enumerate(gaps) if found.part)
+    if at is None:  # each step's own values are as in JAX: the step that made the array
+        names = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
+        at = kept.makers.get(names[worst])
+    if at is None:
+        raise _error(f"do not return the same: {gaps[worst]}", None, gaps)
+    off = Parted(kept.steps[at].call, partner(at, kept, moved, theirs), "")
+    raise _error("compute other values", off, gaps)
 
 
 def _gaps(
@@ -338,17 +307,11 @@ def _named(what: str, path: str) -> str:
 
 
 class Parted(NamedTuple):
-    """Two calls that differ; None for a side that has no such call.
-
-    Attributes:
-        one: of the first run.
-        other: of the other run.
-        why: the difference in words.
-    """
+    """Two calls that differ; None for a side that has no such call."""
 
     one: Call | None
     other: Call | None
-    why: str
+    why: str  # the difference in words
 
     @property
     def op(self) -> str:
@@ -509,15 +472,20 @@ def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     over there, may be wider in JAX, which leaves out a rounding where only float32 reads the
     result. A cast to a low dtype that only one program makes is a difference, too.
     """
+    gaps = (_in_gap(*gap) for gap in _unaligned(one, other))
+    return next((parted for parted in gaps if parted is not None), None)
+
+
+def _unaligned(
+    one: Iterable[Call], other: Iterable[Call]
+) -> Iterator[tuple[Sequence[Call], Sequence[Call]]]:
+    """The calls left over between aligned ones, of both sides."""
     left, right = compared(one), compared(other)
     ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
     matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
     for what, i, to_i, j, to_j in matcher.get_opcodes():
         if what != "equal":
-            found = _in_gap(left[i:to_i], right[j:to_j])
-            if found is not None:
-                return found
-    return None
+            yield left[i:to_i], right[j:to_j]
 
 
 def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
@@ -559,17 +527,9 @@ def _narrows(call: Call) -> bool:
 
 
 def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
-    """The first difference at all: a call that only one side has is one.
-
-    For two runs in one framework.
-    """
-    left, right = compared(one), compared(other)
-    ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
-    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
-    for what, i, to_i, j, to_j in matcher.get_opcodes():
-        if what == "equal":
-            continue
-        here, there = (left[i] if i < to_i else None), (right[j] if j < to_j else None)
+    """The first difference at all, for one framework: a call that only one side has is one."""
+    for left, right in _unaligned(one, other):
+        here, there = next(iter(left), None), next(iter(right), None)
         if here is not None and there is not None and name_of(here) == name_of(there):
             return Parted(here, there, _how(here, there))
         return Parted(here, there, "not the same ops")
@@ -632,11 +592,7 @@ def _by_names(call: Call, kept: Run, theirs: Run) -> Call | None:
     return None
 
 
-def side_by_side(
-    parted: Parted,
-    names: tuple[str, str],
-    calls: tuple[Sequence[Call], Sequence[Call]] | None = None,
-) -> str:
+def side_by_side(parted: Parted, names: tuple[str, str]) -> str:
     """Two calls as a table: op, module, dtypes, rule and source of each."""
 
     def cells(call: Call | None) -> tuple[str, ...]:

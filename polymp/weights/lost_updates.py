@@ -14,19 +14,12 @@ TOO_MANY = 0.1
 
 
 class LostUpdates(NamedTuple):
-    """The updates of one parameter in a step, and how many of them were lost.
+    """The updates of one parameter in a step, and how many of them were lost."""
 
-    Attributes:
-        name: of the parameter.
-        dtype: its dtype, by its full name.
-        updates: elements whose gradient is not 0.
-        lost: those of them that the step left as they were.
-    """
-
-    name: str
-    dtype: str
-    updates: int
-    lost: int
+    name: str  # of the parameter
+    dtype: str  # its dtype, by its full name
+    updates: int  # elements whose gradient is not 0
+    lost: int  # those of them that the step left as they were
 
     @property
     def share(self) -> float:

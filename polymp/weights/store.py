@@ -15,21 +15,13 @@ from polymp import dtypes
 
 
 class Mode(NamedTuple):
-    """One way to keep weights low.
+    """One way to keep weights low."""
 
-    Attributes:
-        name: as the user gives it.
-        beside: dtype of what stands beside each weight; "" if nothing does.
-        exact: True if a float32 weight is kept to the last bit.
-        accepted: dtypes that the weights may have.
-        note: one line for tables and messages.
-    """
-
-    name: str
-    beside: str
-    exact: bool
-    accepted: tuple[str, ...]
-    note: str
+    name: str  # as the user gives it
+    beside: str  # dtype of what stands beside each weight; "" if nothing does
+    exact: bool  # True if a float32 weight is kept to the last bit
+    accepted: tuple[str, ...]  # dtypes that the weights may have
+    note: str  # one line for tables and messages
 
     def bytes_a_weight(self) -> int:
         """Return the bytes of a weight and of what stands beside it."""
@@ -78,31 +70,22 @@ class Verbs(NamedTuple):
 
     Besides these, the rules use operators of integer arrays, which wrap around as two's complement
     does: `+ - * & | ^ << >>` (the last one keeps the sign), comparisons, and `&` of bool arrays.
-
-    Attributes:
-        bits: float32 to int32 with the same bits.
-        float32: int32 to float32 with the same bits.
-        bits16: bfloat16 or float16 to int16 with the same bits.
-        bfloat16: int16 to bfloat16 with the same bits.
-        to_int32: int16 to int32 with the same value.
-        to_int16: int32 to int16, the low 16 bits.
-        wide: bfloat16 to float32 with the same value, by its bits under a compiler, which
-            removes a cast to bfloat16 and back to float32 (XLA by default, torch's inductor in
-            `pointless_convert`), and with it a rounding that is wanted.
-        narrow: (float32, "bfloat16" or "float16") to that dtype, to nearest, ties to even.
-        from_half: float16 to float32 with the same value.
-        where: (bool, array or number, array or number) to one of the two, element by element.
     """
 
-    bits: Verb
-    float32: Verb
-    bits16: Verb
-    bfloat16: Verb
-    to_int32: Verb
-    to_int16: Verb
+    bits: Verb  # float32 to int32 with the same bits
+    float32: Verb  # int32 to float32 with the same bits
+    bits16: Verb  # bfloat16 or float16 to int16 with the same bits
+    bfloat16: Verb  # int16 to bfloat16 with the same bits
+    to_int32: Verb  # int16 to int32 with the same value
+    to_int16: Verb  # int32 to int16, the low 16 bits
+    # Bfloat16 to float32 with the same value, by its bits under a compiler, which removes a cast to
+    # bfloat16 and back to float32 (XLA by default, torch's inductor in `pointless_convert`), and
+    # with it a rounding that is wanted.
     wide: Verb
+    # (float32, "bfloat16" or "float16") to that dtype, to nearest, ties to even.
     narrow: Callable[[Any, str], Any]
-    from_half: Verb
+    from_half: Verb  # float16 to float32 with the same value
+    # (bool, array or number, array or number) to one of the two, element by element.
     where: Callable[[Any, Any, Any], Any]
 
 

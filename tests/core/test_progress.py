@@ -74,7 +74,7 @@ def test_nothing_before_the_time(terminal: Stream, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(progress, "AFTER", 1e9)
     counted()
     assert terminal.getvalue() == ""
-    assert progress.Shown("x", None, "op")._bar is None
+    assert progress.Line("x", None, "op", seen=True)._bar is None
 
 
 def test_nothing_without_a_terminal(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:

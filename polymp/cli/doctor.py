@@ -127,10 +127,6 @@ def diagnose(facts: Facts) -> dict[str, Any]:
         d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
     ]
     frameworks = [f._asdict() | {"supported": versions.supported(f.name)} for f in facts.frameworks]
-    engines = [
-        e._asdict() | {"ours": dict(e.ours), "new": list(e.new), "gone": list(e.gone)}
-        for e in facts.engines
-    ]
     problems, notes = list(_problems(facts)), list(_notes(facts))
     return {
         "polymp": polymp.__version__,
@@ -138,7 +134,7 @@ def diagnose(facts: Facts) -> dict[str, Any]:
         "system": facts.system,
         "frameworks": frameworks,
         "devices": devices,
-        "engines": engines,
+        "engines": [e._asdict() for e in facts.engines],
         "libraries": [integrations.of(n).at(v) for n, v in facts.libraries.items()],
         "problems": problems,
         "notes": notes,

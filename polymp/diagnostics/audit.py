@@ -137,23 +137,17 @@ class Audit(AuditRecord):
             lines += ["", *_fp8_table(self, width, fold)]
         return escaped("\n".join(lines))
 
-    def to_html(
-        self, path: str | PathLike[str] | None = None, *, sort: str = "program", fold: bool = True
-    ) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
         """Return an HTML page: the same rows, to sort and to filter; see `Report.to_html`.
 
         Args:
             path: file to write it to as well, in UTF-8.
-            sort: as in `table`.
             fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
-
-        Raises:
-            ValueError: `sort` is none of the four.
         """
-        table, notes = _arranged(self, sort, fold)
+        table, notes = _arranged(self, PROGRAM, fold)
         first, *others = filter(None, _summary(self))
         made = page.Page(
             title=first,
@@ -161,7 +155,7 @@ class Audit(AuditRecord):
             figures=(),
             notes=[*others, *_legend(self), *notes],
             table=table.without_empty(),
-            sorted=("#", True) if sort == PROGRAM else None,
+            sorted=("#", True),
             what="row",
         )
         return page.written(page.html(made), path)

@@ -98,11 +98,8 @@ def _part(name: str, /, **values: object) -> _Markup:
 
 
 def _filled(template: Template, /, **values: object) -> _Markup:
-    return _Markup(template.substitute({name: _escaped(value) for name, value in values.items()}))
-
-
-def _escaped(value: object) -> str:
-    return value if isinstance(value, _Markup) else escape(str(value))
+    texts = {n: v if isinstance(v, _Markup) else escape(str(v)) for n, v in values.items()}
+    return _Markup(template.substitute(texts))
 
 
 def _joined(parts: Iterable[_Markup]) -> _Markup:
@@ -116,14 +113,12 @@ def _attributes(values: Mapping[str, object]) -> _Markup:
 
 
 def _figure(name: str, bars: Sequence[Bar]) -> _Markup:
-    longest = max((bar.length for bar in bars), default=0) or 1
-    drawn = _joined(_bar(bar, bar.length / longest) for bar in bars)
-    return _part("figure", head=name, bars=drawn or _part("no-bars"))
-
-
-def _bar(bar: Bar, share: float) -> _Markup:
-    length = _part("length", percent=f"{max(100 * share, 0.5):.1f}") if share else ""
-    return _part("bar", label=bar.label, words=bar.words, length=length)
+    longest, drawn = max((bar.length for bar in bars), default=0) or 1, list[_Markup]()
+    for label, length, words in bars:
+        percent = f"{max(100 * length / longest, 0.5):.1f}"
+        line = _part("length", percent=percent) if length else ""
+        drawn.append(_part("bar", label=label, words=words, length=line))
+    return _part("figure", head=name, bars=_joined(drawn) or _part("no-bars"))
 
 
 def _select(at: int, table: Table) -> _Markup:

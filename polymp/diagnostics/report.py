@@ -19,7 +19,7 @@ from polymp.diagnostics import page, tables
 from polymp.diagnostics.call_record import SECTIONS, Call, CallList, added, alike, cost, ruled
 from polymp.diagnostics.page import Bar
 from polymp.diagnostics.report_diff import ReportDiff
-from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column
+from polymp.diagnostics.tables import COST, Cell, Column
 from polymp.errors import escaped
 from polymp.rules.scopes import depth
 
@@ -112,39 +112,27 @@ class Report(CallList):
             "calls": [call.to_dict() for call in self.calls],
         }
 
-    def to_html(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        sort: str = "cost",
-        fold: bool = True,
-    ) -> str:
-        """Return an HTML page: totals, and a table to sort and to filter.
+    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
+        """Return an HTML page: totals, and a table to sort by any column and to filter.
 
-        The page loads nothing, so it can be mailed or kept with a run.
+        The page loads nothing, so it can be mailed or kept with a run. It begins with the rows
+        whose casts move the most bytes.
 
         Args:
             path: file to write it to as well, in UTF-8.
-            sort: "cost" or "program", as in `table`, but of all rows together; in a browser the
-                page can be sorted by any column.
             fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
-
-        Raises:
-            ValueError: `sort` is neither "program" nor "cost".
         """
-        tables.check_sort(sort, CALLS)
         modules, _, note = tables.arranged(self.calls, CALLS, fold=fold)
-        by_bytes = ("bytes", False) if self.cast_bytes else None
         made = page.Page(
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
             figures=_figures(self, modules),
             notes=list(filter(None, [_in_8_bits(self), widening(self), note])),
-            table=_table(self, modules, sort),
-            sorted=by_bytes if sort == COST else ("#", True),
+            table=_table(self, modules),
+            sorted=("bytes", False) if self.cast_bytes else None,
             what="row" if note else "call site",
         )
         return page.written(page.html(made), path)
@@ -199,16 +187,14 @@ _NAMED = 5  # widened calls that are named; of more, how many
 _MODULES = 4  # in the figure of bytes by module
 
 
-def _table(
-    report: CallList, modules: Iterable[tables.ModuleRows[Call]], sort: str = PROGRAM
-) -> tables.Table:
+def _table(report: CallList, modules: Iterable[tables.ModuleRows[Call]]) -> tables.Table:
     lines = [
         tables.Line(
             SECTIONS[one.section],
             one.label,
             _cells(call, report.policy),
             (call.direction, call.run or "no float", call.rule or "no region"),
-            cost([call]) if sort == COST else (),
+            cost([call]),
         )
         for one in modules
         for call in one.rows
@@ -341,7 +327,7 @@ def _chosen(
     if modules is not None:
         patterns = [modules] if isinstance(modules, str) else list(modules)
         every = dict.fromkeys(call.module for call in report.calls)
-        inside = {p: {m for m in every if _within(p, m)} for p in patterns}
+        inside = {p: {m for m in every if (depth(p, m) if p else not m)} for p in patterns}
         for pattern, matching in inside.items():
             if not matching:
                 raise ValueError(
@@ -359,10 +345,6 @@ def _chosen(
                 )
         calls = [call for call in calls if names & {call.op, call.spelling}]
     return CallList(tuple(calls), report.title, report.low, report.policy)
-
-
-def _within(pattern: str, module: str) -> bool:
-    return depth(pattern, module) > 0 if pattern else not module
 
 
 def _list(names: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from polymp import text_table
 from polymp.diagnostics import page, tables
 from polymp.diagnostics.call_record import SECTIONS, Call, CallList, added, alike, cost, ruled
 from polymp.diagnostics.page import Bar, Page
-from polymp.diagnostics.tables import COST, PROGRAM
+from polymp.diagnostics.tables import COST
 from polymp.errors import escaped
 
 
@@ -102,27 +102,16 @@ class ReportDiff:
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def to_html(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        sort: str = "program",
-        fold: bool = True,
-    ) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
         """Return an HTML page, as `Report.to_html` does.
 
         Args:
             path: file to write it to as well, in UTF-8.
-            sort: as in `table`, but of all rows together.
             fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
-
-        Raises:
-            ValueError: `sort` is neither "program" nor "cost".
         """
-        tables.check_sort(sort, DIFFERENCES)
         modules, _, note = tables.arranged(self.rows, DIFFERENCES, fold=fold)
         names = self.names
         figures = [
@@ -134,15 +123,13 @@ class ReportDiff:
             about=self._headline(),
             figures=figures,
             notes=(note,) if note else (),
-            table=self._table(modules, sort),
-            sorted=None if sort == COST else ("#", True),
+            table=self._table(modules),
+            sorted=("#", True),
             what="row" if note else "difference",
         )
         return page.written(page.html(made), path)
 
-    def _table(
-        self, modules: Iterable[tables.ModuleRows[Difference]], sort: str = PROGRAM
-    ) -> tables.Table:
+    def _table(self, modules: Iterable[tables.ModuleRows[Difference]]) -> tables.Table:
         columns = (
             tables.Column("op", breaks="parts"),
             tables.Column("direction", on_page=True),
@@ -154,9 +141,8 @@ class ReportDiff:
             for row in one.rows:
                 kind, sides = self._kind(row), [_cell(c, row.changed) for c in (row.one, row.other)]
                 cells = tuple(map(tables.Cell, (row.op, row.direction, kind, *sides)))
-                rank = difference_cost([row]) if sort == COST else ()
                 place = SECTIONS[one.section], one.label
-                lines.append(tables.Line(*place, cells, (row.direction, kind), rank))
+                lines.append(tables.Line(*place, cells, (row.direction, kind)))
         return tables.Table(columns, ("direction", "what"), lines)
 
     def _kind(self, row: Difference) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
+from typing import Any
 
 from polymp.errors import PolicyError
 
@@ -225,7 +226,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(
         kinds,
         (
-            Op(name, kind, **{k: tuple(v) if isinstance(v, list) else v for k, v in own.items()})
+            _op(name, kind, own)
             for kind, entry in data.items()
             for name, own in entry["ops"].items()
         ),
@@ -234,3 +235,8 @@ def vocabulary() -> Vocabulary:
             for trait in CLASS_TRAITS
         },
     )
+
+
+def _op(name: str, kind: str, entry: Mapping[str, Any]) -> Op:
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    return Op(name, kind, **fields)

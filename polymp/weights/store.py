@@ -23,12 +23,7 @@ class Mode(NamedTuple):
     accepted: tuple[str, ...]  # dtypes that the weights may have
     note: str  # one line for tables and messages
 
-    def bytes_a_weight(self) -> int:
-        """Return the bytes of a weight and of what stands beside it."""
-        return 2 + _BYTES[self.beside]
 
-
-_BYTES = {"": 0, "int16": 2, "float32": 4}
 _BF16 = ("bfloat16",)
 
 

@@ -36,7 +36,6 @@ backends.torch.modules
 backends.torch.weights backends.torch.scaler backends.jax.weights backends.jax.scaler
 backends.torch.diagnostics backends.jax.diagnostics
 _api torch jax
-_accelerator
 accelerate keras lightning
 transformers
 polymp

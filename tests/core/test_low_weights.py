@@ -62,12 +62,6 @@ def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
     assert (read.astype(BF16) == low).all()
 
 
-def test_bytes_a_weight() -> None:
-    assert {name: mode.bytes_a_weight() for name, mode in store.MODES.items()} == {
-        "master": 6, "split": 4, "stochastic": 2,
-    }  # fmt: skip
-
-
 def test_another_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="low_weights") as error:
         store.mode("spilt")

@@ -14,7 +14,6 @@ import pytest
 from polymp.diagnostics import page as page_module
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
-from polymp.diagnostics.report_diff import difference_cost
 from tests.support import reports
 
 VOID = {"meta", "input", "br", "link", "img"}
@@ -123,16 +122,6 @@ def test_every_call_has_its_row_widest_first() -> None:
     linear = parsed.rows[2]
     assert linear[3:7] == ["3", "forward", "model.py:20", "lower, class:matmul, torch-cuda"]
     assert linear[7:] == ["fp32 x3 \u2192 bf16", "7", "168 KiB", "2 cached", "6.00 M", ""]
-
-
-def test_rows_are_by_cost_or_in_the_order_of_the_program() -> None:
-    report = reports.in_torch()
-    parsed = Parsed(report.to_html(sort="program"))
-    assert parsed.column("#") == [str(at) for at in range(1, 10)]
-    assert [th["aria-sort"] for th in parsed.of("th") if "aria-sort" in th] == ["ascending"]
-    assert report.to_html(sort="cost") == report.to_html() != report.to_html(sort="program")
-    with pytest.raises(ValueError, match=r"sort='bytes' is no order of these rows: write "):
-        report.to_html(sort="bytes")
 
 
 def test_numbers_sort_by_their_values_and_not_by_their_words() -> None:
@@ -273,21 +262,9 @@ def test_a_page_of_differences() -> None:
     parsed = Parsed(page)
     assert parsed.rows[0] == ["#", "module", "op", "direction", "what", "torch", "jax"]
     assert parsed.column("what")[:4] == ["casts", "only in torch", "only in jax", "dtypes, rule"]
-    assert len(parsed.rows) == 1 + len(diff)
+    assert parsed.column("#") == [str(at) for at in range(1, len(diff) + 1)]
     assert parsed.texts["figcaption"] == list(diff.totals())
     assert Parsed(diff._repr_html_()).of("iframe")[0]["srcdoc"] == page
-
-
-def test_differences_by_cost() -> None:
-    diff = reports.in_torch().diff(reports.in_jax())
-    parsed = Parsed(diff.to_html(sort="cost"))
-    costs = [difference_cost([row]) for row in diff]
-    order = [int(at) for at in parsed.column("#")]
-    assert order != sorted(order)
-    assert [costs[at - 1] for at in order] == sorted(costs)
-    assert Parsed(diff.to_html()).column("#") == [str(at) for at in sorted(order)]
-    with pytest.raises(ValueError, match="sort='largest' is no order of these rows"):
-        diff.to_html(sort="largest")
 
 
 def test_differences_of_markup_are_only_text() -> None:

@@ -31,6 +31,9 @@ from polymp.scaling.scale_rule import LARGEST
 PLACES, SHARE = 3, 0.25
 
 
+# Without a loss scale, one is suggested if more than this share of an op's gradients vanishes.
+PART = 0.25
+
 # From this many modules whose paths differ by a number alone, one pattern stands for all.
 ALIKE = 3
 
@@ -106,7 +109,7 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         many ops overflow, or numbers beyond 65504    bfloat16
           are given to an op that computes in float16
         an op overflows, or loses most of its values  that op in float32, in its module
-        gradients overflow, or most of them vanish    the loss scale that fits; bfloat16 if none
+        gradients overflow, or many of them vanish    the loss scale that fits; bfloat16 if none
 
     An op that ran by a float32 row of `base` gets no other.
     """
@@ -332,10 +335,14 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         return Suggestion(init_scale=lower, reasons=(f"{why}; {told}.",))
     lost = audit.lost_gradients("float16", scale)
     if lost <= MANY:
-        return Suggestion()
-    part = text_table.share(lost)
-    why = f"gradients: {part} of the values that are not zero are zero in float16"
-    if not any(m.region == "float16" for m in audit.results):
+        worst = max(audit.backward, key=_vanished, default=None)
+        if worst is None or scale > 1 or _vanished(worst) <= PART or fits is None or fits <= scale:
+            return Suggestion()
+        why = f"{_at(worst)}: {_vanished(worst):.0%} of its values are zero in float16"
+    else:
+        part = text_table.share(lost)
+        why = f"gradients: {part} of the values that are not zero are zero in float16"
+    if not any((m.region or m.run) == "float16" for m in audit.results):
         needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
         return Suggestion(reasons=(needs,) if fits else ())
     if fits is None:
@@ -347,6 +354,11 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         return Suggestion(dtype="bfloat16", reasons=(why,))
     why = f"{why} at a loss scale of {scale:g}; {fits:g} fits."
     return Suggestion(init_scale=fits, reasons=(why,))
+
+
+def _vanished(m: Measured) -> float:
+    """The share of a gradient's values that float16 made zero, here or before."""
+    return max(m.magnitudes.gone, m.magnitudes.vanished)
 
 
 def _at(one: Measured | Fault) -> str:

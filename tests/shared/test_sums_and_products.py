@@ -13,6 +13,7 @@ from tests.support import frameworks
 
 N = 4096
 FP32 = polymp.policy({"name": "all in float32", "rules": {"all": "fp32"}})
+OWN = polymp.policy({"name": "of one row", "rules": {"linear": "fp32"}})
 
 
 def in_region(framework: str, fn: Any, policy: Any) -> Any:
@@ -40,6 +41,7 @@ def scatters(framework: str) -> dict[str, Any]:
             "put": lambda zero, x: zero.put(at, x, accumulate=True),
             "scatter_add": lambda zero, x: zero.scatter_add(0, at, x),
             "scatter_reduce": lambda zero, x: zero.scatter_reduce(0, at, x, "sum"),
+            "segment_reduce": lambda zero, x: torch.segment_reduce(x, "sum", lengths=at[:1] + N),
         }
     import jax
 
@@ -65,6 +67,61 @@ def test_summing_scatters_are_arithmetic(framework: str, policy: Any) -> None:
     assert {name: fw.dtype(x) for name, x in found.items()} == dict.fromkeys(found, "float32")
     for name, x in found.items():
         assert float(fw.numbers(x)[0]) == pytest.approx(41.0, rel=0.01), name
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter:UserWarning")
+def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
+    """In place, and by the rows of amp for ops that return the dtype of what they write into."""
+    need("torch")
+    import torch
+
+    from polymp.torch import autocast
+
+    at = torch.zeros(N, dtype=torch.long)
+    sums = {
+        "index_add_": lambda zero, x: zero.index_add_(0, at, x),
+        "index_put_": lambda zero, x: zero.index_put_((at,), x, accumulate=True),
+        "index_reduce_": lambda zero, x: zero.index_reduce_(0, at, x, "mean"),
+        "put_": lambda zero, x: zero.put_(at, x, accumulate=True),
+        "scatter_.reduce": lambda zero, x: zero.scatter_(0, at, x, reduce="add"),
+        "scatter_add_": lambda zero, x: zero.scatter_add_(0, at, x),
+        "scatter_reduce_": lambda zero, x: zero.scatter_reduce_(0, at, x, "sum"),
+    }
+    of_amp = {
+        "index_add": lambda zero, x: zero.index_add(0, at, x),
+        "index_put": lambda zero, x: zero.index_put((at,), x, accumulate=True),
+        "put": lambda zero, x: zero.put(at, x, accumulate=True),
+        "segment_reduce": lambda zero, x: torch.segment_reduce(x, "sum", lengths=at[:1] + N),
+    }
+    moves = {
+        "index_put_": lambda zero, x: zero.index_put_((at[:1],), x[:1]),
+        "b[mask] = x": lambda zero, x: zero.__setitem__(zero == 0, x[:1]) or zero,
+        "put_": lambda zero, x: zero.put_(at[:1], x[:1]),
+    }
+    for policy in (FP32, "matmul", "amp", "lean", None, OWN, "torch-cpu", "torch-cuda"):
+        ours = policy in (FP32, "matmul", "amp", "lean")
+        for name, fn in (sums | (of_amp if policy not in (FP32, "matmul") else {})).items():
+            zero = torch.zeros(1, dtype=torch.bfloat16)
+            x = torch.full((N,), 0.01, dtype=torch.bfloat16, requires_grad=ours)
+            with autocast("cpu", torch.bfloat16, policy=policy):
+                result = fn(zero, x)
+            case = f"{name} under {policy}"
+            assert result.dtype is torch.bfloat16, case
+            if ours:
+                mean = name == "index_reduce_"
+                assert float(result.detach()) == pytest.approx(0.01 if mean else 41.0, 0.01), case
+                assert (result is zero) == (name in sums), case
+                if name != "scatter_.reduce":  # which has no gradient in torch
+                    result.sum().backward()
+                    assert torch.equal(x.grad, torch.full_like(x, 1 / N if mean else 1.0)), case
+            else:
+                assert torch.equal(result, fn(torch.zeros(1, dtype=torch.bfloat16), x)), case
+        for name, fn in moves.items():
+            zero, x = torch.zeros(1).bfloat16(), torch.full((1,), 0.01).bfloat16()
+            with autocast("cpu", torch.bfloat16, policy=policy):
+                assert fn(zero, x) is zero, name
+            assert torch.equal(zero, x), f"{name} under {policy}"
 
 
 POSITIONS = np.arange(4096.0)
@@ -212,8 +269,8 @@ def test_audit_of_a_layer_of_one_input_names_its_scope() -> None:
 
 
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
-@pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
-def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: str, low: str) -> None:
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul", FP32, OWN], ids=str)
+def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: Any, low: str) -> None:
     """4,096 gradients of 0.01 for one row: torch's kernels for CPUs get to 4 in bfloat16."""
     need("torch")
     import torch
@@ -221,13 +278,20 @@ def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: str, lo
     from polymp.torch import autocast
 
     at = torch.zeros(N, dtype=torch.long)
+    F, bags = torch.nn.functional, at[:, None]
     reads = {
         "x[at]": lambda x: x[at],
         "x[at, at]": lambda x: x[at, at],
-        "embedding": lambda x: torch.nn.functional.embedding(at, x),
+        "embedding": lambda x: F.embedding(at, x),
+        "embedding_bag": lambda x: F.embedding_bag(bags, x, mode="sum"),
+        "means of bags": lambda x: F.embedding_bag(bags, x, mode="mean", padding_idx=1),
+        "weighted bags": lambda x: F.embedding_bag(
+            bags, x, mode="sum", per_sample_weights=torch.ones_like(bags, dtype=x.dtype)
+        ),
         "take": lambda x: x.take(at),
         "take_along_dim": lambda x: x.take_along_dim(at[:, None], 0),
         "index_select": lambda x: x.index_select(0, at),
+        "index_select of numbers": lambda x: x[:, 0].index_select(0, at),
         "gather": lambda x: x.gather(0, at[:, None]),
     }
     for name, read in reads.items():

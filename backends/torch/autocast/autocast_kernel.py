@@ -214,10 +214,16 @@ class Ruling:
         if self.mul is not None and not op_facts.adds_up(name, args):
             asked = dtypes(op, device, args)
             return self.policy.apply(self.mul, asked, self.region.dtype)._replace(rule=Rule.LOWER)
+        assert self.row is not None, "an op without a row is not run by one"
+        adds = op_facts.accumulates(name, args)
+        if name in op_facts.ADD_IN_PLACE and self.row.rule is not Rule.FIRST and not adds:
+            return Decision(self.row.rule)
         if self.decision is not None:
             return self.decision
-        assert self.row is not None, "an op without a row is not run by one"
-        return self.policy.apply(self.row, dtypes(op, device, args), self.region.dtype)
+        decision = self.policy.apply(self.row, dtypes(op, device, args), self.region.dtype)
+        if adds and decision.run in LOW and self.policy.halves != "raise":
+            return Decision(decision.rule, "float32", decision.run)  # rounded once
+        return decision
 
 
 def entry_of(
@@ -323,6 +329,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     in_float32, words = op_facts.in_float32(name), vocabulary()
     own_kernel = torch_table.kernel(name, device)
     picks = words.picks(words.of_aten(name))
+    reads, in_place = name in op_facts.READS, name in op_facts.ADD_IN_PLACE
     # Batch norm writes its running statistics, though its schema does not say so: what is
     # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
     written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
@@ -349,10 +356,12 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
                 return fp8_ops.run(name, recipe, args, kwargs)
         if picks and decision.run is not None and decision.rule is not Rule.FP32:
             dtype = dtype_names.DTYPES[decision.out or decision.run]
-            if device == "cpu" and torch.is_grad_enabled() and args[0].requires_grad:
+            if device == "cpu" and op_facts.reads_wide(name, args):
                 # Kernels of backward there add up in the dtype of the input.
                 args = [_cast_argument(args[0], device, torch.float32, dtype, plain), *args[1:]]
             return _cast_argument(call(*args, **kwargs), device, dtype, dtype, plain)
+        if reads and decision.rule is Rule.FP32_KEEP and not op_facts.reads_wide(name, args):
+            return call(*args, **kwargs)
         if decision.run is not None:
             dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
             uncast = () if dtype is torch.float32 else with_low_input
@@ -381,6 +390,8 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             for at in written:
                 if args[at] is not given[at] and args[max(written) + 1]:  # whether it trains
                     given[at].copy_(args[at])
+            if in_place and args[0] is not given[0]:
+                return given[0].copy_(result)
         else:
             result = call(*args, **kwargs)
         return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])

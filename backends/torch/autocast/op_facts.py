@@ -6,6 +6,8 @@ Facts about ops that hold in every framework are in `policies/vocabulary.toml`.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from polymp.rules.vocabulary import vocabulary
 
 # Given low inputs, these compute in float32 and round once, on every device. So for rule fp32_keep
@@ -39,6 +41,26 @@ RUN_BY_TORCH = frozenset({"_cudnn_rnn", "miopen_rnn"})
 # Products that may have nothing to add up. Those of linear layers, which are called most, stay with
 # torch's own kernels.
 PRODUCTS = frozenset("addr bmm dot einsum inner kron matmul mm mv outer tensordot vdot".split())
+
+# In-place ops that add up what they write, with the overload whose rows hold for them, too.
+ADD_IN_PLACE = {
+    "index_add_": "index_add",
+    "index_put_": "index_put",
+    "index_reduce_": "index_reduce",
+    "put_": "put",
+    "scatter_.reduce": "scatter.reduce",
+    "scatter_add_": "scatter_add",
+    "scatter_reduce_.two": "scatter_reduce.two",
+}
+
+# These add up only if they are called with accumulate=True, their fourth argument.
+_ADD_IF_TOLD = frozenset({"index_put", "index_put_", "put", "put_"})
+
+# Ops that read at given places, whose backward pass on CPUs adds up in the dtype of what is read.
+# Under every policy but torch's own, they have rule fp32_keep where there is no row for them.
+READS = frozenset(
+    "embedding embedding_bag embedding_bag.padding_idx index.Tensor index_select take".split()
+)
 
 # Views whose schema does not say so.
 SILENT_VIEWS = frozenset({"_unsafe_view", "detach_"})
@@ -115,6 +137,19 @@ def has_low(overload: str, device: str, dtype: str) -> bool:
     if op.kind == "fft":
         return device in ("cuda", "xpu") and dtype == "float16"
     return op.kind != "linear_algebra" and (device != "cpu" or op.name not in _NO_LOW_ON_CPU)
+
+
+def accumulates(name: str, args: Sequence[Any]) -> bool:
+    """Return whether a call writes at given places and adds up the numbers that meet there."""
+    if ADD_IN_PLACE.get(name, name) not in ADD_IN_PLACE.values():
+        return False
+    return name not in _ADD_IF_TOLD or bool(len(args) > 3 and args[3])
+
+
+def reads_wide(name: str, args: Sequence[Any]) -> bool:
+    """Return whether an op that reads is to read from float32, on a CPU: its gradients add up."""
+    of_rows = name == "index_select" and args[0].dim() > 1  # torch adds whole rows up in float32
+    return torch.is_grad_enabled() and args[0].requires_grad and not of_rows
 
 
 def adds_up(name: str, args: Sequence[Any]) -> bool:

@@ -85,10 +85,16 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
         if low and not named and not op_facts.has_low(overload, "cpu", dtype):
             won = row(device, overload, dtype)
             won = won if won is not None and won.rule is Rule.FP32 else None
+        if won is None and overload in op_facts.READS and policy.halves != "raise":
+            won = Row(op, Rule.FP32_KEEP)
         if won is None or won.rule is Rule.PARTS or overload in op_facts.UNTOUCHED:
             continue
         if dispatcher.overload(overload) is not None:  # this torch is too old or too new for it
             found[overload] = won
+    for overload, functional in op_facts.ADD_IN_PLACE.items():
+        won = found.get(functional)
+        if won is not None and won.rule in (Rule.FP32, Rule.FP32_KEEP):
+            found.setdefault(overload, won)
     return found
 
 
@@ -117,7 +123,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's own kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
-        if vocabulary().picks(vocabulary().of_aten(op)):
+        if op in op_facts.READS or vocabulary().picks(vocabulary().of_aten(op)):
             return device != "cpu"  # see `autocast_kernel`
         return op_facts.in_float32(op) and kernel(op, device) is None
     if ours is None or theirs is None:
@@ -258,7 +264,7 @@ def _faults(row: Row, name: str) -> Iterator[str]:
     op = dispatcher.overload(name)
     assert op is not None, "a table holds what torch has"
     fault = schema_fault(op, name, row.rule)
-    if fault:
+    if fault and (name not in op_facts.ADD_IN_PLACE or row.of == f"aten:{name}"):
         yield f"has a rule for {name!r}, {fault}"
     if row.apply is Apply.DTYPE_ARGUMENT and dtype_at(op) is None:
         schema = op._schema

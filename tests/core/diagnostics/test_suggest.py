@@ -253,6 +253,22 @@ def test_gradients_that_an_op_made_zero_count_as_lost() -> None:
     assert not audit(measured("linear", "head", vanished=0.2, **told)).suggest()
 
 
+def test_without_a_scale_an_op_whose_gradients_vanish_gets_one() -> None:
+    told = {"direction": "backward", "region": ""}
+    healthy = measured("linear", "head", values=(1e-3,) * 10, **told)
+    one = measured("linear", "body", values=(1e-3, 0.0, 0.0), vanished=0.4, **told)
+    found = audit(healthy, one).suggest()
+    assert found.init_scale == audit(healthy, one).fitting_scale() == 2.0**24
+    assert found.reasons == (
+        "linear in body net.py:3, backward: 40% of its values are zero in float16 at a loss scale "
+        "of 1; 1.67772e+07 fits.",
+    )
+    assert not audit(healthy, one, scale=2.0**10).suggest()
+    elsewhere = {**told, "run": "bfloat16"}
+    one = measured("linear", "body", values=(1e-3, 0.0, 0.0), vanished=0.4, **elsewhere)
+    assert not audit(measured("linear", "head", **elsewhere), one).suggest()
+
+
 def test_a_scale_is_one_that_a_scaler_takes() -> None:
     assert suggest(audit(measured(), gradients=[gradient(2.0**-125)])).init_scale == LARGEST
 

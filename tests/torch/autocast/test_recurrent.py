@@ -18,6 +18,7 @@ from polymp.backends.torch.autocast import autocast_kernel, kernel_registry, tor
 from polymp.backends.torch.compat import optimizers
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
+from polymp.torch import autocast
 from tests.support.torch.each_op import inside
 from tests.support.torch.outcomes import fake_mode, on_cuda
 
@@ -230,3 +231,29 @@ def test_our_kernel_hands_over_to_torch_s() -> None:
         for low in LOW:
             found = on_cuda(call_below(FP16), lambda low=low: inside("cuda", low))
             assert found.calls == (f"aten::_cudnn_rnn({expected})",)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_of_the_wrong_dtype_it_has_torch_s_own_message(kind: type[nn.RNNBase]) -> None:
+    """In regions that do as torch.amp does, for every dtype of the layer and of its input."""
+
+    def outcome(region: Any, layer_dtype: torch.dtype, x_dtype: torch.dtype) -> str:
+        layer = kind(4, 4).to(layer_dtype)
+        try:
+            with region:
+                return str(layer(torch.ones(2, 1, 4, dtype=x_dtype))[0].dtype)
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    found = set()
+    for low in (BF16, FP16):
+        for layer_dtype in (BF16, FP16, FP32, torch.float64):
+            for x_dtype in (BF16, FP16, FP32, torch.float64):
+                pair = layer_dtype, x_dtype
+                theirs = outcome(torch.autocast("cpu", low), *pair)
+                assert outcome(autocast("cpu", low), *pair) == theirs, pair
+                assert outcome(autocast("cpu", low, policy="torch-cpu"), *pair) == theirs, pair
+                found.add(theirs.partition(":")[0])
+    assert found & {"RuntimeError", "ValueError"}
+    assert "torch.float32" in found

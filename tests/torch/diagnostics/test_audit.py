@@ -287,6 +287,26 @@ def test_what_float16_loses_is_told_from_what_was_zero_or_infinite_anyway() -> N
 # What it is given
 
 
+@pytest.mark.parametrize(("factor", "zeros"), [(1e-6, 0.5), (1e-7, 1.0)])
+def test_a_model_in_float16_needs_a_scale_without_a_region_too(factor: float, zeros: float) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).half()
+    x = torch.randn(4, 8).half()
+
+    def step(scale: float = 1.0) -> Any:
+        net.zero_grad()
+        with audit(net) as found:
+            (net(x).float().mean() * factor * scale).backward()
+        return found.suggest()
+
+    suggestion = step()
+    share = max((p.grad == 0).float().mean() for p in net.parameters())  # type: ignore[union-attr]
+    assert float(share) == pytest.approx(zeros, rel=0.5)
+    assert "are zero in float16 at a loss scale of 1" in suggestion.reasons[0]
+    assert not step(suggestion.init_scale)
+    assert all((p.grad != 0).all() for p in net.parameters())  # type: ignore[union-attr]
+
+
 def test_an_error_in_the_block_still_fills_it() -> None:
     found = None
 

@@ -31,6 +31,8 @@ from accelerate.utils import (  # noqa: E402
 )
 
 import polymp  # noqa: E402
+import polymp.torch  # noqa: E402
+from polymp.errors import BadStepError  # noqa: E402
 from tests.support.torch.trainer_models import losses_of_closures  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -422,3 +424,38 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(ranks: Any, strategy: st
         assert notes[strategy, "fp16"]["skipped"] == [at == OVERFLOW for at in range(6)]
         assert notes[strategy, "scale"] == 2.0**9
         assert not math.isfinite(notes[strategy, "fp16"]["norms"][OVERFLOW])
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+def test_catch_stops_a_loop_at_the_bad_step(mode: str) -> None:
+    """A method that steps with what `prepare` returned: all of it is put back and replayed."""
+
+    class Training:
+        def __init__(self) -> None:
+            self.accelerator = make(mode, own=mode != "no")
+            net = make_net()
+            loader = torch.utils.data.DataLoader(torch.randn(12, 16), batch_size=2)
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+            self.model, self.optimizer, self.loader = self.accelerator.prepare(
+                net, optimizer, loader
+            )
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss: torch.Tensor = self.model(x).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            return loss
+
+        def run(self) -> None:
+            step = polymp.torch.catch(self.step)
+            for at, x in enumerate(self.loader):
+                step(x * float("nan") if at == 4 else x)
+
+    training = Training()
+    with pytest.raises(BadStepError) as raised:
+        training.run()
+    report = raised.value.report
+    assert (report.step, report.found) == (4, "the loss is NaN")
+    assert "an argument (float32 2x16) is not finite before any op runs" in str(report)
+    assert all(p.isfinite().all() for p in training.model.parameters())

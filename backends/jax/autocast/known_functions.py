@@ -38,23 +38,37 @@ def op_of(spelled: str) -> str:
     return words.of_jax(spelled) or words.of_jax(spelled.partition(":")[0])
 
 
+# What a product that adds nothing up is called: all that it would sum over has size 1.
+_UNSUMMED = ":unsummed"
+
+
 def _product(eqn: Equation) -> str:
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     if all(eqn.invars[0].aval.shape[d] == 1 for d in contracted):
-        return ":unsummed"
+        return _UNSUMMED
     if batch or max(len(v.aval.shape) for v in eqn.invars) < 2:
         return ""
     return ":unbatched"
 
 
+def _ragged_product(eqn: Equation) -> str:
+    numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    contracted = numbers[0][0]
+    return _UNSUMMED if all(eqn.invars[0].aval.shape[d] == 1 for d in contracted) else ""
+
+
 def _convolution(eqn: Equation) -> str:
     params = eqn.params
+    _, *summed = params["dimension_numbers"].rhs_spec  # behind the dimension of output channels
+    if all(eqn.invars[1].aval.shape[d] == 1 for d in summed):
+        return _UNSUMMED
     transposed = any(d != 1 for d in params["lhs_dilation"])
     return f":{'transpose' if transposed else ''}{len(params['window_strides'])}d"
 
 
 _VARIANTS: dict[str, Callable[[Equation], str]] = {
     "dot_general": _product,
+    "ragged_dot_general": _ragged_product,
     "conv_general_dilated": _convolution,
     "while": lambda eqn: ":tolerance" if ends_at_tolerance(eqn) else "",
     "integer_pow": lambda eqn: ":negative" if eqn.params["y"] < 0 else "",

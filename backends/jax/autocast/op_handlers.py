@@ -129,7 +129,7 @@ def _plan_of(
     decision = frame.decision(op_of(op), hard, region, op)
     kind = Kind.BIND
     if vocabulary().picks(op_of(op)):
-        if decision.rule is Rule.FP32_KEEP and hard[0] in LOW_DTYPES:
+        if hard[0] in LOW_DTYPES and _adds_up_in_float32(decision.rule, region):
             decision, kind = Decision(decision.rule, None, None), Kind.PICK
         elif decision.rule is Rule.LOWER:
             decision = Decision(decision.rule, None, decision.run)
@@ -157,6 +157,15 @@ def _plan_of(
         for f in finals
     ]
     return _OpPlan(reads, tuple(writes), returns, outs, kind)
+
+
+def _adds_up_in_float32(rule: Rule, region: Region) -> bool:
+    """True if gradients of what is picked are: by the row of a gather, or of its transpose."""
+    if rule is Rule.PARTS and region.policy is not None:
+        rows = region.policy.at(region.scope)
+        row = rows.winner("scatter_add", region.dtype, "jax:scatter-add")
+        return row is not None and row.rule in (Rule.FP32, Rule.FP32_KEEP)
+    return rule is Rule.FP32_KEEP
 
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:

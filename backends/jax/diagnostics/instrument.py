@@ -613,7 +613,8 @@ def origins_of(many: Iterable[Tracked]) -> list[Origin]:
 def of_number(x: jax.Array) -> Tracked:
     """A number of the program."""
     number = np.asarray(x)
-    infinite = number.dtype.kind == "f" and not np.isfinite(number).all()
+    floats = jnp.issubdtype(number.dtype, jnp.floating)  # numpy does not know that bfloat16 is one
+    infinite = floats and not np.isfinite(number).all()
     return Tracked(x, Origin(given=infinite))
 
 

@@ -38,7 +38,7 @@ KEYS = {
 }
 VARIANTS = (
     "while:tolerance",
-    "dot_general:unsummed",
+    *(f"{product}:unsummed" for product in sorted(known_functions.CONTRACTIONS)),
     "dot_general:unbatched",
     *(f"conv_general_dilated:{kind}{n}d" for kind in ("", "transpose") for n in (1, 2, 3)),
     "integer_pow:negative",

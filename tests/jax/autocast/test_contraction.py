@@ -489,7 +489,15 @@ UNSUMMED = {
     "tensordot": lambda n, d: jnp.tensordot(n, d, axes=0),
     "dot_general": lambda n, d: lax.dot_general(n, d, (((), ()), ((), ()))),
     "outer": jnp.outer,
-}
+    "ragged_dot": lambda n, d: lax.ragged_dot(n[:, None], d[None, None], jnp.array([8])),
+    "convolution": lambda n, d: lax.conv_general_dilated(
+        n[None, :, None], d[None, None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+    )[0],
+    "convolution channel by channel": lambda n, d: lax.conv_general_dilated(
+        jnp.tile(n[None, None, :, None], 4), d[None, None, None], (1, 1), "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=4,
+    )[0, 0],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNSUMMED)

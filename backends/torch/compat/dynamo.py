@@ -80,8 +80,14 @@ def compile_by(rules: str) -> None:
         rules: what stands for the policies of this process, in all processes alike.
     """
     before = _rules.get()
-    if rules != before:
+    if rules != before or (rules and not _tag().endswith(rules)):  # the user has set it since
         _set_rules(before, rules)
+
+
+def _tag() -> str:
+    import torch.compiler.config as caches
+
+    return caches.cache_key_tag
 
 
 def _set_rules(before: str, rules: str) -> None:
@@ -94,7 +100,7 @@ def _set_rules(before: str, rules: str) -> None:
     _rules.set(rules)
 
 
-for _each in (compile_by, _set_rules):
+for _each in (compile_by, _tag, _set_rules):
     no_frame(_each, inside=True)
 
 

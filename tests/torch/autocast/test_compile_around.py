@@ -225,6 +225,21 @@ def test_graphs_on_disk_are_found_under_their_own_policy_alone(tmp_path: Path) -
     assert printed == ["torch.float16 0\n", "torch.float32 0\n"]
 
 
+def test_a_tag_that_the_user_sets_later_stays_and_so_does_ours() -> None:
+    policy = {"name": "mine", "rules": {"tanh": "fp32"}}
+
+    def tag() -> str:
+        with autocast("cpu", dtype=torch.float16, policy=policy):
+            return torch.compiler.config.cache_key_tag
+
+    ours = tag()
+    assert ours
+    for theirs in ("theirs", ""):
+        with torch.compiler.config.patch(cache_key_tag=theirs):
+            assert tag() == tag() == theirs + ours
+    assert tag() == ours
+
+
 # --- graph breaks --------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ _TAKES_UP = frozenset(
 )
 
 # Ops whose results may be exactly what an exact 1 made.
-_OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
+OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
@@ -224,7 +224,7 @@ def _saturated(nodes: Sequence[Node], at: int) -> int | None:
     while front:
         if found := [i for i in front if nodes[i].ones]:
             return found[0]
-        front = [i for f in front if nodes[f].cast or nodes[f].op in _OF_ONE
+        front = [i for f in front if nodes[f].cast or nodes[f].op in OF_ONE
                  for i in nodes[f].inputs if i < f]  # fmt: skip
     return None
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
-from polymp.diagnostics.blame import CAST, CONSTANT, lost_constants
+from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, lost_constants
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
@@ -123,7 +123,8 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         return Suggestion(dtype="bfloat16", reasons=(why,))
     burst = _bursts(audit)
     if found := burst + _losses(audit):
-        return _raised(found, policy, _readers(audit, burst))
+        readers = _readers(audit, burst) if burst else _takers(audit)
+        return _raised(found, policy, readers, _READS if burst else _TAKES)
     if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
         return _raised([fault], policy)
     scale = _scale(audit, policy)
@@ -178,6 +179,22 @@ def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured
             if lowered and spoiled and f"{m.module}.".startswith(inside) and m not in burst:
                 found.append(m)
     return found
+
+
+def _takers(audit: AuditRecord) -> list[Measured]:
+    """Ops that would round what kept a value from 0 or 1 again, up to the one that broke."""
+    fault, forward = audit.fault, _forward(audit)
+    if fault is None or fault.kind not in ("underflow", "number", "saturation"):
+        return []
+    cause = next((at for at, m in enumerate(forward) if _same_call(m, fault)), len(forward))
+    inside, found = _around(fault.module, forward), list[Measured]()
+    for m in forward[cause + 1 :]:
+        lowered = m.row is not None and m.row.rule is Rule.LOWER and m.op in DIVIDING | OF_ONE
+        if lowered and f"{m.module}.".startswith(inside):
+            found.append(m)
+        if m.magnitudes.inf or m.magnitudes.nan:
+            return found
+    return []
 
 
 # Classes of ops after which it does not matter how large a number was.
@@ -250,7 +267,10 @@ def _hopeless(audit: AuditRecord) -> str:
 
 
 def _raised(
-    found: Iterable[Measured | Fault], policy: Policy, readers: Sequence[Measured] = ()
+    found: Iterable[Measured | Fault],
+    policy: Policy,
+    readers: Sequence[Measured] = (),
+    reads: str = "",
 ) -> Suggestion:
     """Rows by which ops and the readers of their results run in float32, each in its module."""
     rules: dict[str, str] = {}
@@ -262,7 +282,7 @@ def _raised(
         if pattern != scope:
             alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
         scope = pattern if len(alike) >= ALIKE else scope
-        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
+        why = f"{_at(one)}: {reads if one in readers else _loss(one)}".removesuffix(".") + "."
         if not of:
             reasons.append(f"{why.rstrip('.')}. No row can be for it: change the program.")
         elif _has(policy, one, of):
@@ -274,6 +294,7 @@ def _raised(
 
 
 _READS = "it reads the values that overflowed, and would round them to float16 again."
+_TAKES = "it reads the values that were lost, and would round them again."
 
 
 def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:

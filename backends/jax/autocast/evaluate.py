@@ -77,7 +77,7 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
     def read(operand: Operand, put: Put) -> object:
         if type(operand) is not Cast:
             return operand.val if type(operand) is Literal else env[operand]
-        atom, dtype, shared, value = operand
+        atom, dtype, shared, value, _ = operand
         if value is not None:
             return lax.full_like(whole(env[atom]), value, value.dtype) if atom.aval.shape else value
         if not shared:

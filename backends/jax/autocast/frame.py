@@ -44,6 +44,7 @@ class Cast(NamedTuple):
     # cotangent to the one copy, where they would be added up in the low dtype.
     shared: bool = True
     value: "np.number[Any] | None" = None  # the number, in that dtype, that every element is
+    number: float | None = None  # the same as the program has it
 
 
 # The plan of a program: in which dtype every value will be.
@@ -273,13 +274,14 @@ class Frame:
             have = declared(atom)
             if have is None or have == dtype:
                 return atom
-            return Cast(atom, dtype, value=in_dtype(atom.val, dtype))
+            return Cast(atom, dtype, value=in_dtype(atom.val, dtype), number=number_of(atom.val))
         known = self.env[atom]
         if known.dtype is None or known.dtype == dtype:
             return atom
         if known.number is not None and dtype in LOW_DTYPES:
             if not atom.aval.shape or not fits(known.number, dtype):
-                return Cast(atom, dtype, value=in_dtype(known.number, dtype))
+                value = in_dtype(known.number, dtype)
+                return Cast(atom, dtype, value=value, number=known.number)
         self.casts = True
         given = known.origin in (Origin.GIVEN, Origin.LITERAL)
         return Cast(atom, dtype, shared=self.shares and not given)

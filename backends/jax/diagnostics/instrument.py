@@ -39,7 +39,7 @@ from polymp.backends.jax.diagnostics.call_site import (
 )
 from polymp.backends.jax.diagnostics.explain import with_sites
 from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
-from polymp.backends.jax.diagnostics.traced_call import Traced, traced
+from polymp.backends.jax.diagnostics.traced_call import Record, Traced, traced
 from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.fp8_loss import Measurement
@@ -107,8 +107,10 @@ class Twin:
         samples: bool = True,
         rounding: bool = False,
         wide: bool = False,
+        record: Record | None = None,
     ) -> None:
         self.closed = closed
+        self._record = record
         self.samples = samples and not wide
         self.rounding = rounding
         self.wide = wide
@@ -214,6 +216,7 @@ class Twin:
         event = Event(
             site, tuple(sorted(through.events)), tuple(sorted(through.outside)), (),
             tuple(self._loops), made[0].dtype.name if made else "", through.given, group,
+            () if self._record is None else _numbers(site, self._record),
         )  # fmt: skip
         self.events.append(event)
         self._carried[number] = through.carried
@@ -239,7 +242,9 @@ class Twin:
         ends = made and group is not None
         return Facts(
             measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs) if self.events[-1].dtype in LOW else _NOTHING,
+            measures.lost(eqn, args, outs, self.events[-1].numbers)
+            if self.events[-1].dtype in LOW
+            else _NOTHING,
             measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
             measures.operands(values_of(given)) if number == self.ask and given else _NO_OPERANDS,
             _NO_BINS,
@@ -590,6 +595,17 @@ class Event(NamedTuple):
     dtype: str  # of its results; "" if they are no floats
     given: bool  # True if it reads an infinite number of the program
     group: int | None  # of the call that it ends; None of any other
+    # of the program that a low dtype makes 0 or 1, by the place among its operands
+    numbers: tuple[tuple[int, float], ...]
+
+
+def _numbers(site: Site, record: Record) -> tuple[tuple[int, float], ...]:
+    """The constants among an equation's operands that became 0 or 1, as the program has them."""
+    call, eqn = record.calls.get(site.scope.call), site.eqn
+    if call is None or call.spelling.split(":")[1] != eqn.primitive.name:
+        return ()
+    forward = site.scope.direction == FORWARD  # a derivative may have another array there
+    return tuple((at, x) for at, x in call.numbers if forward or hasattr(eqn.invars[at], "val"))
 
 
 NOWHERE = Origin()
@@ -686,7 +702,9 @@ def measured(
             ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
         calls.append(call)
     places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
-    twin = Twin(found.closed, ends, places, samples=not once, rounding=rounding)
+    twin = Twin(
+        found.closed, ends, places, samples=not once, rounding=rounding, record=found.record
+    )
     wide = Twin(found.closed, ends, places, wide=True)
 
     moved = MovedTwin(found.closed, ends, places, of_event)

@@ -26,7 +26,7 @@ from polymp.backends.jax.diagnostics.instrument import (
 )
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.diagnostics.audit_records import Fault, Operand
-from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame
+from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame, rounded
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 
 
@@ -134,6 +134,7 @@ def nodes_of(
             burst = bool(bad) and bool(np.isfinite(fact.lost[round_][0]))
             vanished = float(fact.lost[..., 2].max())
             ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
+        numbers = {x for _, x in event.numbers if rounded(x, event.dtype) is not None}
         name = event.site.eqn.primitive.name
         nodes.append(
             Node(
@@ -143,7 +144,7 @@ def nodes_of(
                 burst,
                 vanished,
                 True,
-                (),
+                tuple(sorted(numbers)) if ones or vanished > 0 else (),
                 next((spoiled[at] for at in event.outside if at in spoiled), ""),
                 event.given,
                 bool(event.dtype),

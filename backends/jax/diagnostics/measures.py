@@ -89,9 +89,22 @@ def sample(x: jax.Array) -> jax.Array:
     return lax.bitwise_and(lax.shift_right_logical(bits, np.int32(SHIFT)), np.int32(BINS - 1))
 
 
-def lost(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
-    """The loss in a low dtype, by the same equation on the same operands in float32."""
-    counts = outs[0].dtype == np.float16 or eqn.primitive.name in _SATURATE
+def lost(
+    eqn: Equation,
+    args: list[jax.Array],
+    outs: Sequence[jax.Array],
+    numbers: Sequence[tuple[int, float]],
+) -> jax.Array:
+    """The loss in a low dtype, by the same equation on the same operands in float32.
+
+    Operands that are constants of the program are those that it has, before they were rounded.
+    """
+    counts = outs[0].dtype == np.float16 or eqn.primitive.name in _SATURATE or numbers
+    exact = dict(numbers)
+    args = [
+        lax.full(np.shape(x), exact[at], np.float32) if at in exact else x
+        for at, x in enumerate(args)
+    ]
     wide = in_float32(eqn, args) if counts else None
     if wide is None:
         return jnp.zeros(0, jnp.float32)

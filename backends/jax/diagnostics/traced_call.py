@@ -16,11 +16,12 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_array, is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.frame import Step
+from polymp.backends.jax.autocast.frame import Cast, Step
 from polymp.backends.jax.autocast.function_calls import FunctionCall
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.compat.programs import ClosedProgram
 from polymp.backends.jax.modules import nnx
+from polymp.diagnostics.blame import rounded
 from polymp.rules import decision_log
 from polymp.rules.policy import Policy
 
@@ -35,6 +36,8 @@ class Followed(NamedTuple):
     saved: dict[str, int]  # casts that were spared, by reason
     recipe: str = ""  # of a product in 8 bits; "" of others
     fallback: str = ""  # why a product with rule fp8 or lower does not run by it; "" of others
+    # of the program that a low dtype makes 0 or 1, by the place among the operands
+    numbers: tuple[tuple[int, float], ...] = ()
 
 
 class Record(decision_log.Recorder):
@@ -63,7 +66,12 @@ class Record(decision_log.Recorder):
             op = op_named(spelled)
         how = what.in_8_bits
         recipe = "" if how is None or how.trial else how.recipe
-        followed = Followed(entry, low, op, f"jax:{spelled}", {}, recipe, what.fallback)
+        numbers = tuple(
+            (at, o.number)
+            for at, o in enumerate(what.operands)
+            if type(o) is Cast and o.number is not None and rounded(o.number, o.dtype) is not None
+        )
+        followed = Followed(entry, low, op, f"jax:{spelled}", {}, recipe, what.fallback, numbers)
         self.calls[name] = followed
         return name
 

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
+import polymp
 from polymp.backends.jax.diagnostics import instrument
 from polymp.diagnostics.audit_records import Operand
 from polymp.diagnostics.call_record import FORWARD
@@ -438,6 +439,54 @@ def test_what_becomes_1_in_a_low_dtype_is_a_cause(gradients: bool) -> None:
     assert (fault.op, fault.kind) == ("sigmoid", "saturation")
     assert fault.why == "its largest result is 1 in bfloat16, and below 1 in float32"
     fault = locate(rounds_by_policy, z * 10)  # in float32, too: nothing that a dtype does
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("log", "operation")
+
+
+# What keeps a value from 0 or 1, and vanishes in a low dtype, with the op to blame.
+VANISHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "bound": (lambda h: h / jnp.maximum(jnp.abs(h), 1e-9), "div", "underflow"),
+    "add": (lambda h: h / (jnp.abs(h) + 1e-9), "add", "number"),
+    "fill": (lambda h: jnp.log(jnp.where(h > 0, h, 1e-9)), "log", "underflow"),
+    "reciprocal": (lambda h: 1 / (h + 1e-9), "add", "number"),
+    "rsqrt": (lambda h: lax.rsqrt(h + 1e-12), "add", "number"),
+    "upper bound": (
+        lambda h: jnp.log1p(-jnp.minimum(jax.nn.sigmoid(h + 20), 1 - 1e-6)),
+        "neg",
+        "saturation",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VANISHES)
+def test_a_constant_that_vanishes_is_blamed_and_the_rows_help(case: str) -> None:
+    fn, op, kind = VANISHES[case]
+    policy: Any = polymp.policy({"extends": "amp", "rules": {"all": "lower"}})
+    dtype, w, zeros = "float16", jnp.ones((4, 4)), jnp.zeros((8, 4))
+
+    def loss(w: Any) -> Any:
+        return fn(zeros @ w).sum()
+
+    assert jnp.isfinite(loss(w))
+    fault = locate(autocast(loss, dtype=dtype, policy=policy), w)
+    assert fault is not None
+    assert (fault.op, fault.kind, fault.run) == (op, kind, "float16")
+    for _ in range(2):  # numbers beyond float16 are seen once nothing breaks before
+        step = audit(autocast(loss, dtype=dtype, policy=policy))
+        if jnp.isfinite(step(w)):
+            break
+        asked = step.audit.suggest(policy)
+        policy, dtype = asked.apply(policy), asked.dtype or dtype
+    assert jnp.isfinite(autocast(loss, dtype=dtype, policy=policy)(w))
+
+
+def test_a_constant_that_nothing_hangs_on_is_not_blamed() -> None:
+    policy = {"extends": "amp", "rules": {"all": "lower"}}
+
+    def fn(x: Any) -> Any:
+        return jnp.log((x - x) * 0 + (x + 1e-9) * 0)
+
+    fault = locate(autocast(fn, dtype="float16", policy=policy), jnp.ones(4))
     assert fault is not None
     assert (fault.op, fault.kind) == ("log", "operation")
 

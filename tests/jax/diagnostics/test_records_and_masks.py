@@ -95,6 +95,50 @@ def test_a_captured_array_that_is_not_finite_is_an_input() -> None:
     assert "a captured array (float32[3]) is not finite" in fault.why
 
 
+NOT_FINITE: dict[str, Any] = {
+    "set": (lambda h: h.at[:, 2].set(jnp.inf) * 0, "mul"),
+    "set to NaN": (lambda h: h.at[0].set(jnp.nan), "scatter"),
+    "where": (lambda h: jnp.where(h > 3, jnp.inf, h) * 0, "mul"),
+    "full": (lambda h: h + jnp.full((4,), jnp.nan), "add"),
+}
+WRAPPED: dict[str, Any] = {
+    "forward": lambda f: f,
+    "gradient": jax.value_and_grad,
+    "jit": lambda f: jax.jit(jax.value_and_grad(f)),
+}
+X = jnp.arange(40.0).reshape(10, 4)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_what_the_program_has_that_is_not_finite_is_put_down_to_it(
+    dtype: str | None, wrapped: str
+) -> None:
+    def region(f: Any) -> Any:
+        return WRAPPED[wrapped](polymp.jax.autocast(f, dtype=dtype) if dtype else f)
+
+    for name, (fn, op) in NOT_FINITE.items():
+
+        def turn(total: Any, x: Any, w: Any, fn: Any = fn) -> Any:
+            return total + fn(jnp.outer(x, x) @ w).sum()
+
+        def scan(w: Any, turn: Any = turn) -> Any:
+            return jax.lax.scan(lambda c, x: (turn(c, x, w), None), jnp.float32(0), X)[0]
+
+        for whole in (lambda w, fn=fn: fn(X @ w).sum(), scan):
+            fault = polymp.jax.locate(region(whole), jnp.ones((4, 4)))
+            assert fault is not None
+            assert (fault.op, fault.kind) == (op, "operation"), name
+            assert "constant" in fault.why, name
+
+    def stale(w: Any, state: Any) -> Any:
+        return jax.lax.scan(lambda c, x: (c * 0.9 + (x @ w).sum(), None), state, X)[0]
+
+    fault = polymp.jax.locate(region(stale), jnp.ones((4, 4)), jnp.float32(jnp.nan))
+    assert fault is not None
+    assert (fault.kind, fault.why) == ("input", "state is not finite before any op runs")
+
+
 def test_what_breaks_in_a_shard_map_is_put_down_to_it() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
     spec = jax.sharding.PartitionSpec("d")

@@ -22,26 +22,17 @@ _CONTAINERS = (dict, collections.OrderedDict, list, set)
 
 
 class Snapshot:
-    """A copy of the state of tensors, optimizers, modules and generators.
-
-    Args:
-        tensors: to be copied.
-        grads: tensors whose gradients are copied.
-        optimizers: whose states and settings are copied.
-        modules: whose attributes are noted; their tensors are not copied.
-        random_numbers: True to copy the states of the generators.
-        values: False to note the tensors of optimizers, and not their values.
-    """
+    """A copy of the state of tensors, gradients, optimizers, modules and generators."""
 
     def __init__(
         self,
         tensors: Iterable[torch.Tensor] = (),
         *,
-        grads: Iterable[torch.Tensor] = (),
+        grads: Iterable[torch.Tensor] = (),  # the tensors that have them
         optimizers: Iterable[torch.optim.Optimizer] = (),
-        modules: Iterable[nn.Module] = (),
+        modules: Iterable[nn.Module] = (),  # not their tensors
         random_numbers: bool = False,
-        values: bool = True,
+        values: bool = True,  # False to note the tensors of optimizers, and not their values
     ) -> None:
         self._tensors = [_Values(t) for t in tensors]
         self._grads = [(t, None if t.grad is None else _Values(t.grad)) for t in grads]
@@ -81,12 +72,7 @@ class Snapshot:
 
 
 class Settings:
-    """The settings of optimizers, such as the learning rate: of each group, all but its parameters.
-
-    Args:
-        optimizers: the optimizers.
-        values: as for `Snapshot`.
-    """
+    """The settings of optimizers, such as the learning rate: all of a group but its parameters."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], values: bool = True) -> None:
         self._groups = [

@@ -19,12 +19,8 @@ class Mode(NamedTuple):
 
     name: str  # as the user gives it
     beside: str  # dtype of what stands beside each weight; "" if nothing does
-    exact: bool  # True if a float32 weight is kept to the last bit
     accepted: tuple[str, ...]  # dtypes that the weights may have
-    note: str  # one line for tables and messages
-
-
-_BF16 = ("bfloat16",)
+    note: str  # what is beside a weight, for messages
 
 
 def mode(name: object) -> Mode:
@@ -39,9 +35,9 @@ def mode(name: object) -> Mode:
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("master", "float32", True, ("bfloat16", "float16"), "a float32 copy of each weight"),
-        Mode("split", "int16", True, _BF16, "the other 16 bits of the float32 weight"),
-        Mode("stochastic", "", False, _BF16, "nothing; each step rounds up or down at random"),
+        Mode("master", "float32", ("bfloat16", "float16"), "a float32 copy of each weight"),
+        Mode("split", "int16", ("bfloat16",), "the other 16 bits of the float32 weight"),
+        Mode("stochastic", "", ("bfloat16",), "nothing; each step rounds up or down at random"),
     )
 }
 
@@ -73,34 +69,22 @@ class Verbs(NamedTuple):
     bfloat16: Verb  # int16 to bfloat16 with the same bits
     to_int32: Verb  # int16 to int32 with the same value
     to_int16: Verb  # int32 to int16, the low 16 bits
-    # Bfloat16 to float32 with the same value, by its bits under a compiler, which removes a cast to
+    # bfloat16 to float32 with the same value, by its bits under a compiler, which removes a cast to
     # bfloat16 and back to float32 (XLA by default, torch's inductor in `pointless_convert`), and
     # with it a rounding that is wanted.
     wide: Verb
-    # (float32, "bfloat16" or "float16") to that dtype, to nearest, ties to even.
-    narrow: Callable[[Any, str], Any]
+    narrow: Callable[[Any, str], Any]  # to "bfloat16" or "float16", to nearest, ties to even
     from_half: Verb  # float16 to float32 with the same value
-    # (bool, array or number, array or number) to one of the two, element by element.
-    where: Callable[[Any, Any, Any], Any]
+    where: Callable[[Any, Any, Any], Any]  # of two arrays or numbers, element by element
 
 
 def store(verbs: Verbs, mode: Mode, dtype: str, full: Any, random: Any = None) -> tuple[Any, Any]:
-    """Return a float32 weight as it is kept."""
+    """Return a float32 weight as it is kept; rounded to nearest in every mode without `random`."""
     if mode.name == "split":
         return split(verbs, full)
-    if mode.name == "stochastic":
+    if random is not None and not mode.beside:
         return rounded(verbs, full, random), None
-    return verbs.narrow(full, dtype), full
-
-
-def first(verbs: Verbs, mode: Mode, dtype: str, full: Any) -> tuple[Any, Any]:
-    """Return a float32 weight as it is kept before any step: as `store`, without random bits.
-
-    A mode without anything beside rounds to nearest here, as the cast does.
-    """
-    if mode.name == "stochastic":
-        return verbs.narrow(full, dtype), None
-    return store(verbs, mode, dtype, full)
+    return verbs.narrow(full, dtype), full if mode.beside else None
 
 
 def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
@@ -113,13 +97,10 @@ def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
 
 
 def beside_written(verbs: Verbs, mode: Mode, dtype: str, low: Any, beside: Any) -> Any:
-    """Return what has to stand beside weights some of which were written by hand.
-
-    A weight that was written holds the value that was written, and what stood beside it no longer
-    belongs to it. In `master` every such element shows: rounding the copy does not give the weight.
-    In `split` nothing shows, and the error is at most half of the last place of what was written; a
-    caller who knows that an array was written avoids that, too.
-    """
+    """Return what has to stand beside weights some of which were written by hand."""
+    # What stood beside such a weight no longer belongs to it. In `master` every such element shows:
+    # rounding the copy does not give the weight. In `split` nothing shows, and the error is at most
+    # half of the last place of what was written; who knows that an array was written avoids that.
     if mode.name == "master":
         same = verbs.bits16(verbs.narrow(beside, dtype)) == verbs.bits16(low)
         return verbs.where(same, beside, as_float32(verbs, low, dtype))
@@ -172,10 +153,8 @@ def join(verbs: Verbs, high: Any, remainder: Any) -> Any:
 
 
 def is_torn(verbs: Verbs, high: Any, remainder: Any) -> Any:
-    """Return where the pair is NaN and its high part is none, which no arithmetic makes.
-
-    Signaling NaN aside, `split` never returns such a pair: the high part was written by hand.
-    """
+    """Return where the pair is NaN and its high part is none: that was written by hand."""
+    # Signaling NaN aside, which no arithmetic makes, `split` never returns such a pair.
     pair = verbs.bits(join(verbs, high, remainder)) & 0x7FFFFFFF
     alone = verbs.to_int32(verbs.bits16(high)) & 0x7FFF
     return (pair > 0x7F800000) & (alone < 0x7F81)

@@ -6,6 +6,7 @@ the state is an argument and a result, and every variable that the function chan
 in its own dtype. Flax is imported only where the caller's arguments came from it.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +26,14 @@ def among(args: object) -> bool:
 
 def objects(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[int | str, object]:
     """The nnx objects among the arguments of a call, by their places."""
-    nnx = sys.modules.get("flax.nnx")
     given: list[tuple[int | str, object]] = [*enumerate(args), *kwargs.items()]
-    return {at: it for at, it in given if nnx is not None and isinstance(it, nnx.Pytree)}
+    loaded = "flax.nnx" in sys.modules
+    return {at: it for at, it in given if loaded and isinstance(it, _flax().Pytree)}
 
 
 def update(it: object, other: object) -> None:
     """Give an nnx object the values of another of its kind, in place."""
-    nnx = sys.modules["flax.nnx"]
-    nnx.update(it, nnx.state(other))
+    _flax().update(it, _flax().state(other))
 
 
 def trace_errors() -> tuple[type[Exception], ...]:
@@ -62,8 +62,7 @@ def call(
     named: bool = False,
 ) -> Any:
     """Call a function of modules by way of a function of arrays."""
-    from flax import nnx
-
+    nnx = _flax()
     function, (state, rest), nodes = pure_of(fn, args, kwargs, named)
     out, after = pure(function, (state, rest), {})
     before = dict(nnx.to_flat_state(state))
@@ -83,27 +82,23 @@ def pure_of(
     kwargs: Mapping[str, object],
     named: bool = False,
 ) -> tuple[Callable[..., object], tuple[Any, list[object]], tuple[object, ...]]:
-    """A function of modules as one of arrays, its arguments, and the modules among those of `fn`.
-
-    The arguments are the state of all modules, by their numbers, and a list of everything else.
-    """
-    from flax import nnx
-
+    """A function of modules as one of arrays, its arguments, and its modules."""
+    # The arguments are the state of all modules, by their numbers, and a list of everything else.
+    nnx = _flax()
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
-    nodes = tuple(leaf for leaf in leaves if is_node(leaf))
-    rest = [leaf for leaf in leaves if not is_node(leaf)]
+    places = tuple(map(is_node, leaves))
+    nodes = tuple(itertools.compress(leaves, places))
+    rest = [leaf for leaf, node in zip(leaves, places, strict=True) if not node]
     graph, state = nnx.split(nodes)
-    return _Pure(fn, graph, tree, tuple(map(is_node, leaves)), named), (state, rest), nodes
+    return _Pure(fn, graph, tree, places, named), (state, rest), nodes
 
 
 def shape_of(args: object) -> Hashable:
     """The graphs of the modules among the arguments; a trace holds for modules of these."""
     if not among(args):
         return None
-    from flax import nnx
-
     leaves = jax.tree.leaves(args, is_leaf=is_leaf)
-    return tuple(nnx.graphdef(leaf) for leaf in leaves if is_node(leaf))
+    return tuple(_flax().graphdef(leaf) for leaf in leaves if is_node(leaf))
 
 
 class SplitModules(NamedTuple):
@@ -126,8 +121,7 @@ def split_modules(tree: object) -> SplitModules:
     if not loaded or not any(is_node(leaf) for _, leaf in leaves):
         paths = [key(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         return SplitModules(tree, lambda tree: tree, paths, 0, len(leaves))
-    from flax import nnx
-
+    nnx = _flax()
     places = [is_node(leaf) for _, leaf in leaves]
     modules = [(key(path), leaf) for path, leaf in leaves if is_node(leaf)]
     others = [(key(path), leaf) for path, leaf in leaves if not is_node(leaf)]
@@ -161,14 +155,11 @@ def leading(state: object, modules: int) -> list[Any]:
 
 def write_back(old: object, new: object) -> None:
     """Give the modules in a pytree the state of those that stand in their places in another."""
-    if not among(old):
-        return
-    from flax import nnx
-
-    pairs = zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (old, new)), strict=True)
-    for before, after in pairs:
-        if is_node(before):
-            nnx.update(before, nnx.state(after))
+    if among(old):
+        pairs = zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (old, new)), strict=True)
+        for before, after in pairs:
+            if is_node(before):
+                update(before, after)
 
 
 @dataclass(frozen=True)
@@ -182,8 +173,7 @@ class _Pure:
     named: bool
 
     def __call__(self, state: Any, rest: list[object]) -> tuple[object, object]:
-        from flax import nnx
-
+        nnx = _flax()
         nodes = nnx.merge(self.graph, state)
         for node in nodes if self.named else ():
             if isinstance(node, nnx.Module):
@@ -204,13 +194,15 @@ def _as_stored(new: jax.Array, old: object) -> jax.Array:
 
 def is_node(x: object) -> bool:
     """True for a module or a variable; flax is loaded."""
-    from flax import nnx
-
+    nnx = _flax()
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def is_leaf(x: object) -> bool:
     """True for leaves of a flattening: modules, variables, and states, which are plain data."""
-    from flax import nnx
+    nnx = _flax()
+    return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef))
 
-    return is_node(x) or isinstance(x, (nnx.State, nnx.GraphDef))
+
+def _flax() -> Any:
+    return sys.modules["flax.nnx"]

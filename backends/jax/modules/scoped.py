@@ -137,16 +137,11 @@ def _named(cls: Any, name: str) -> type:
 
 
 class _Called(threading.local):
-    """The models of the autocast function that is called in this thread, and their names.
-
-    Attributes:
-        ids: of the models whose calls are under way.
-        paths: of all modules in the models.
-    """
+    """The models of the autocast function that is called in this thread, and their names."""
 
     def __init__(self) -> None:
-        self.ids: set[int] = set()
-        self.paths: set[str] = set()
+        self.ids: set[int] = set()  # of the models whose calls are under way
+        self.paths: set[str] = set()  # of all modules in the models
 
 
 class _Hooks:
@@ -163,12 +158,10 @@ _CALLED, _HOOKS = _Called(), _Hooks()
 
 @contextmanager
 def naming(inside: Callable[[], bool]) -> Iterator[None]:
-    """Name the modules of every nnx and equinox model that is called in an autocast function.
-
-    Which models those are shows when they are called: they may come from `nnx.merge`, or from a
-    closure. So `__call__` of every such class is another one meanwhile, which does nothing more
-    outside of autocast functions.
-    """
+    """Name the modules of every nnx and equinox model that is called in an autocast function."""
+    # Which models those are shows when they are called: they may come from `nnx.merge`, or from a
+    # closure. So `__call__` of every such class is another one meanwhile, which does nothing more
+    # outside of autocast functions.
     _CALLED.paths.clear()
     with _HOOKS.lock:
         _HOOKS.count += 1

@@ -98,9 +98,9 @@ def freeze(
     apart = nnx.split_modules(params)
     leaves, tree = jax.tree.flatten(apart.parts)
     typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
-    for i in typed if before else ():
+    for i in typed:
         low = before.stored.get(apart.paths[i]) if before else None
-        if low and dtype_of(leaves[i]) == low:
+        if low and _dtype_of(leaves[i]) == low:
             raise TypeError(
                 f"freeze(serve, params, ...): {apart.paths[i]} is {low}, as it was stored "
                 "before. Pass the float32 parameters, from which both are made."
@@ -115,10 +115,8 @@ def freeze(
     call = Signature(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
     arrays = [leaf for leaf in flat if is_typed(leaf)]
     places = dict(zip(typed, call.first(apart), strict=True))
-
-    why = {i: _reason(leaves[i]) for i in typed}
-    if before:
-        why = {i: text or before.kept.get(apart.paths[i]) for i, text in why.items()}
+    others = before.kept if before else {}
+    why = {i: _reason(leaves[i]) or others.get(apart.paths[i]) for i in typed}
     traced = trace(function, autocast.region, given_tree, call.statics, arrays)
     candidates = [places[i] for i, text in why.items() if text is None]
     found, wide = _decided(call, traced, candidates, autocast.region)
@@ -133,12 +131,11 @@ def freeze(
         served[i] = cast[key]
     stored = {apart.paths[i]: low for i, low in lows.items()}
     kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in lows}
-    dtypes = {i: dtype_of(served[i]) for i in typed}
-    expected = FrozenParams(tree, apart, dtypes, lows)
-    size = [sum(map(_bytes, {id(xs[i]): xs[i] for i in typed}.values())) for xs in (leaves, served)]
-    return Frozen(autocast, stored, kept, size, expected), apart.together(
-        jax.tree.unflatten(tree, served)
-    )
+    dtypes = {i: _dtype_of(served[i]) for i in typed}
+    shape = apart._replace(parts=None, together=lambda parts: parts)  # without the arrays
+    size = [_bytes(xs[i] for i in typed) for xs in (leaves, served)]
+    frozen = Frozen(autocast, stored, kept, size, FrozenParams(tree, shape, dtypes, lows))
+    return frozen, apart.together(jax.tree.unflatten(tree, served))
 
 
 class Signature(NamedTuple):
@@ -184,21 +181,13 @@ class Signature(NamedTuple):
         ]
 
 
-class FrozenParams:
+class FrozenParams(NamedTuple):
     """The parameters that a frozen function takes, by numbers of leaves, modules taken apart."""
 
-    def __init__(
-        self,
-        tree: jax.tree_util.PyTreeDef,
-        params: nnx.SplitModules,
-        dtypes: Mapping[int, str],
-        lows: Mapping[int, str],
-    ) -> None:
-        self.tree = tree
-        # Those it was frozen for, without the arrays.
-        self.params: nnx.SplitModules = params._replace(parts=None, together=lambda parts: parts)
-        self.dtypes = dtypes  # of the arrays
-        self.lows = lows  # of those that are stored low
+    tree: jax.tree_util.PyTreeDef
+    params: nnx.SplitModules  # those it was frozen for, without the arrays
+    dtypes: Mapping[int, str]  # of the arrays
+    lows: Mapping[int, str]  # of those that are stored low
 
     def low(self, call: Signature) -> dict[int, tuple[str, str]]:
         """By place among all arrays, path and dtype of what is stored low."""
@@ -217,7 +206,7 @@ class FrozenParams:
                 f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
                 f"Frozen: {self.tree}. Given: {tree}."
             )
-        have = {i: dtype_of(leaves[i]) for i in self.dtypes}
+        have = {i: _dtype_of(leaves[i]) for i in self.dtypes}
         other = [i for i, dtype in self.dtypes.items() if have[i] != dtype]
         if other:
             i = other[0]
@@ -258,9 +247,8 @@ class Frozen:
         self.function = function
         self.stored = stored
         self.kept = kept
-        self.bytes_before: int
-        self.bytes_after: int
-        self.bytes_before, self.bytes_after = size
+        self.bytes_before: int = size[0]
+        self.bytes_after: int = size[1]
         self._expected = expected
         self._call = transformed(function.fn, function.region, self._traced)
 
@@ -322,9 +310,6 @@ class Frozen:
                 "this function and params are the float32 parameters, keeps it in float32."
             )
         return traced._replace(plan=lowered.plan)
-
-
-# The next functions decide what is stored.
 
 
 def _autocast_function(fn: object) -> AutocastFunction:
@@ -393,8 +378,10 @@ def _reason(leaf: jax.Array) -> str | None:
     return None
 
 
-def _bytes(x: jax.Array) -> int:
-    return prod(map(int, x.shape)) * int(x.dtype.itemsize)
+def _bytes(arrays: Iterable[jax.Array]) -> int:
+    """The bytes of arrays, each once."""
+    each = {id(x): prod(map(int, x.shape)) * int(x.dtype.itemsize) for x in arrays}
+    return sum(each.values())
 
 
 def _stored_leaf(x: jax.Array, dtype: str) -> object:
@@ -412,19 +399,17 @@ def _places(statics: Sequence[object]) -> dict[int, int]:
     return {leaf: place for place, leaf in enumerate(arrays)}
 
 
-def _some(word: str, paths: Iterable[str]) -> str:
-    first, *rest = [*sorted(paths), ""][:4] if paths else [""]
-    shown = ", ".join(filter(None, (first, *rest)))
+def _some(word: str, paths: set[str]) -> str:
+    shown = ", ".join(sorted(paths)[:4])
     return f"{word}: {shown}. " if shown else ""
 
 
-def dtype_of(leaf: object) -> str:
+def _dtype_of(leaf: object) -> str:
     """The name of an array's dtype as jax has it, without float64 say; of others, their type's."""
     if not is_typed(leaf):
         return type(leaf).__name__
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return str(jax.dtypes.canonicalize_dtype(leaf.dtype).name)
-    return str(leaf.dtype.name)
+    numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return str((jax.dtypes.canonicalize_dtype(leaf.dtype) if numpy else leaf.dtype).name)
 
 
 # `plan_low` changes a plan to one for inputs that come in a low dtype already: casts fall away,

@@ -130,29 +130,26 @@ def low_weights(
         raise TypeError(f"low_weights needs an optax optimizer, got {optimizer!r}.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"low_weights(): seed must be a whole number, got {seed!r}.")
-    made = _LowWeights(optax.with_extra_args_support(optimizer), leaf, KeptPaths(keep))
-    return _transformation()(made)
+    inside = optax.with_extra_args_support(optimizer)
+    return _transformation()(_LowWeights(inside, leaf, _kept(keep)))
 
 
 @cache
 def _transformation() -> Callable[..., Any]:
-    """The class of what `low_weights` returns; made when optax is there.
-
-    Optax takes transformations apart as pairs, so the third function is an attribute.
-    """
+    """The class of what `low_weights` returns; made when optax is there."""
     import optax
 
     class LowWeights(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         """An optax optimizer for low weights, with `weights`, which makes them."""
 
+        # Optax takes transformations apart as pairs, so the third function is an attribute.
         weights: Callable[[Any], Any]
         kept: Mapping[str, str]
         summary: str
 
         def __new__(cls, functions: _LowWeights) -> Any:
             made = super().__new__(cls, functions.init, functions.update)
-            made.weights = functions.weights
-            made.kept = functions.kept.reasons
+            made.weights, made.kept = functions.weights, functions.kept
             made.summary = summary(functions.leaf.mode.name, functions.leaf.dtype, made.kept)
             return made
 
@@ -177,8 +174,7 @@ class LowLeaf:
 
     def first(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return float32 or low weights as they are kept before any step, and what is beside."""
-        low, beside = store.first(VERBS, self.mode, self.dtype, self.wide(x))
-        return low, beside
+        return store.store(VERBS, self.mode, self.dtype, self.wide(x))
 
     def loaded(self, low: jax.Array, beside: jax.Array | None) -> jax.Array:
         """Return the float32 weights that the optimizer steps on."""
@@ -202,7 +198,7 @@ class LowLeaf:
 
     def settled(self, low: jax.Array, full: jax.Array) -> jax.Array:
         """Return new values such that an update leads to the low weights that they give."""
-        new = store.first(VERBS, self.mode, self.dtype, full)[0]
+        new = store.store(VERBS, self.mode, self.dtype, full)[0]
         summed = VERBS.narrow(self.wide(low) + self.between(low, new), self.dtype)
         to, small = VERBS.bits16(new), _is_small(self.wide(new))
         reached = (to == VERBS.bits16(summed)) | (to == VERBS.bits16(low))
@@ -210,11 +206,9 @@ class LowLeaf:
         return jnp.where(kept, full, jnp.where(small, 0.0, self.wide(summed)))
 
     def between(self, low: jax.Array, new: jax.Array) -> jax.Array:
-        """Return the update from low weights to others, float32; never a subnormal one but -p.
-
-        Nothing here depends on whether the device flushes subnormal numbers to zero: XLA may do so
-        in one program and not in another.
-        """
+        """Return the update from low weights to others, float32; never a subnormal one but -p."""
+        # Nothing here depends on whether the device flushes subnormal numbers to zero: XLA may do
+        # so in one program and not in another.
         before, after = self.wide(low), self.wide(new)
         if self.dtype == "float16":  # -0.0, which a sum in float32 can round to
             after = jnp.where(VERBS.bits16(new) == np.int16(-(2**15)), np.float32(-(2**-26)), after)
@@ -225,43 +219,26 @@ class LowLeaf:
         return jnp.where(VERBS.bits16(new) == VERBS.bits16(low), -0.0, moved)
 
 
-class KeptPaths:
+def _kept(keep: Any) -> dict[str, str]:
     """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
-
-    def __init__(self, keep: Any) -> None:
-        if isinstance(keep, str):
-            raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
-        self.reasons: dict[str, str] = {}
-        one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
-        for each in [keep] if one else keep:
-            fn, *args = each if isinstance(each, tuple) and each else [each]
-            if args:
-                self.reasons.update(_read_in_float32(fn, *args))
-            elif callable(fn):
-                raise TypeError(
-                    f"low_weights(): keep has the function {fn!r:.80} without its arguments. Write "
-                    "keep=(autocast(loss_fn), params, batch)."
-                )
-            else:
-                self.reasons[each] = keep[each] if isinstance(keep, Mapping) else "is in keep="
-        self.patterns: tuple[str, ...] = tuple(self.reasons)
-        for pattern in self.patterns:
-            scopes.check(pattern, "low_weights(): keep")
-
-    def __contains__(self, path: str) -> bool:
-        return any(scopes.depth(pattern, path) for pattern in self.patterns)
-
-    def check(self, params: object) -> None:
-        """Raise if a pattern has nothing to keep."""
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        paths = [leaf_path(path) for path, leaf in leaves if is_float(leaf)]
-        for pattern in self.patterns:
-            if not any(scopes.depth(pattern, path) for path in paths):
-                some = ", ".join(paths[:3]) or "none: the tree has no float arrays"
-                raise PolicyError(
-                    f"low_weights(): keep has {pattern!r}, which is the path of no float "
-                    f"parameter. Paths are, for example, {some}."
-                )
+    if isinstance(keep, str):
+        raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
+    reasons: dict[str, str] = {}
+    one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
+    for each in [keep] if one else keep:
+        fn, *args = each if isinstance(each, tuple) and each else [each]
+        if args:
+            reasons.update(_read_in_float32(fn, *args))
+        elif callable(fn):
+            raise TypeError(
+                f"low_weights(): keep has the function {fn!r:.80} without its arguments. Write "
+                "keep=(autocast(loss_fn), params, batch)."
+            )
+        else:
+            reasons[each] = keep[each] if isinstance(keep, Mapping) else "is in keep="
+    for pattern in reasons:
+        scopes.check(pattern, "low_weights(): keep")
+    return reasons
 
 
 def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
@@ -270,11 +247,8 @@ def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
     leaves, tree = jax.tree.flatten(apart.parts)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_typed(x) else x for x in leaves]
     kept = freeze(fn, apart.together(jax.tree.unflatten(tree, shapes)), *args)[0].kept
-    wide = [
-        path
-        for path, x in zip(apart.paths, leaves, strict=True)
-        if is_typed(x) and x.dtype == np.float32
-    ]
+    paths = zip(apart.paths, leaves, strict=True)
+    wide = [path for path, x in paths if is_typed(x) and x.dtype == np.float32]
     return {_dotted(path): kept[path] for path in wide if path in kept}
 
 
@@ -285,18 +259,19 @@ def _dotted(path: str) -> str:
     return ".".join(next(filter(None, key)) for key in keys)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _LowWeights:
     """The functions of the transformation."""
 
     inside: optax.GradientTransformationExtraArgs  # the optimizer, which takes extra arguments
     leaf: LowLeaf  # the rule for one array
-    kept: KeptPaths  # which arrays it is not for
+    kept: Mapping[str, str]  # by pattern of a path, why the rule is not for an array
 
     def is_low(self, path: tuple[object, ...], x: object) -> bool:
         """True for an array that is low, or is to become low."""
-        dtypes = "float32", self.leaf.dtype
-        return is_typed(x) and x.dtype.name in dtypes and leaf_path(path) not in self.kept
+        if not is_typed(x) or x.dtype.name not in ("float32", self.leaf.dtype):
+            return False
+        return not any(scopes.depth(pattern, leaf_path(path)) for pattern in self.kept)
 
     def each_low(self, function: Callable[[Any], Any], params: object, other: object = None) -> Any:
         """The parameters with a function of each low one; the others, or `other` for them."""
@@ -311,7 +286,15 @@ class _LowWeights:
     @regions.as_written()
     def weights(self, params: P) -> P:
         """The parameters as they are kept."""
-        self.kept.check(params)
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        paths = [leaf_path(path) for path, leaf in leaves if is_float(leaf)]
+        for pattern in self.kept:
+            if not any(scopes.depth(pattern, path) for path in paths):
+                some = ", ".join(paths[:3]) or "none: the tree has no float arrays"
+                raise PolicyError(
+                    f"low_weights(): keep has {pattern!r}, which is the path of no float "
+                    f"parameter. Paths are, for example, {some}."
+                )
         made: P = self.each_low(lambda x: self.leaf.first(x)[0], params)
         return made
 
@@ -335,11 +318,8 @@ class _LowWeights:
         """The updates of the optimizer inside, for low parameters, and the next state."""
         import optax
 
-        self.check(state, params)
-        paths, tree = _flat(params)
-        low = [i for i, (path, x) in enumerate(paths) if self.is_low(path, x)]
-        before, wide = [x for _, x in paths], tree.flatten_up_to(grads)
-        beside = tree.flatten_up_to(state.beside) if self.leaf.mode.beside else [None] * len(before)
+        before, beside, low, tree = self.checked(state, params)
+        wide = tree.flatten_up_to(grads)
         full = list(before)
         for i in low:
             full[i] = self.leaf.loaded(before[i], beside[i])
@@ -354,8 +334,8 @@ class _LowWeights:
         after = LowWeightsState(optax.safe_increment(state.step), kept, inner)
         return tree.unflatten(updates), after
 
-    def check(self, state: object, params: object) -> None:
-        """Refuse a state or parameters that are not those of this optimizer."""
+    def checked(self, state: object, params: object) -> tuple[list[Any], list[Any], list[int], Any]:
+        """The parameters, what is beside them, which of them are low, and their structure."""
         if not isinstance(state, LowWeightsState):
             raise TypeError(
                 "an optimizer of low_weights needs the state that its init returned, got "
@@ -367,8 +347,9 @@ class _LowWeights:
                 "tx.update(grads, opt_state, params)."
             )
         mode, dtype = self.leaf.mode, self.leaf.dtype
-        paths, tree = _flat(params)
-        beside: list[Any] = [None] * len(paths)
+        paths: list[Any]
+        tree: Any
+        paths, tree = jax.tree_util.tree_flatten_with_path(params)
         if (state.beside is None) == bool(mode.beside):
             has = "nothing" if mode.beside else "something"
             raise ValueError(
@@ -376,29 +357,28 @@ class _LowWeights:
                 f"{mode.note}. Start with tx.init(params), or make the optimizer with the mode "
                 "that the state was saved with."
             )
+        beside: list[Any] = [None] * len(paths)
         if mode.beside:
             beside = tree.flatten_up_to(state.beside)
-        for (path, x), rest in zip(paths, beside, strict=True):
-            name = leaf_path(path)
-            if self.is_low(path, x) and x.dtype.name != dtype:
+        low = []
+        for i, (path, x) in enumerate(paths):
+            name, is_low = leaf_path(path), self.is_low(path, x)
+            low += [i] * is_low
+            if is_low and x.dtype.name != dtype:
                 raise TypeError(
                     f"low_weights: parameter {name!r} is {x.dtype}, and this optimizer keeps it in "
                     f"{dtype}. Train with params = tx.weights(params), or leave it as it is with "
                     f"keep=[{name!r}]."
                 )
-            has = rest.dtype.name if is_typed(rest) else ""
-            wants = mode.beside if self.is_low(path, x) else ""
+            has = beside[i].dtype.name if is_typed(beside[i]) else ""
+            wants = mode.beside if is_low else ""
             if has != wants:
                 raise ValueError(
                     f"low_weights: beside parameter {name!r} the state has {has or 'nothing'}, and "
                     f"mode {mode.name!r} has {wants or 'nothing'} there. Give the mode, dtype and "
                     "keep that the state was made with."
                 )
-
-
-def _flat(params: object) -> tuple[list[tuple[Any, Any]], Any]:
-    """The leaves with their paths, and the structure."""
-    return jax.tree_util.tree_flatten_with_path(params)
+        return [x for _, x in paths], beside, low, tree
 
 
 # `LowLeaf` computes element by element. Its rule is `polymp.weights.store`, given JAX's verbs.
@@ -420,27 +400,17 @@ def _flat(params: object) -> tuple[list[tuple[Any, Any]], Any]:
 # weight always belongs to the weight that is there. In float16 it is 2**-13 instead of 2**-16.
 
 
-def _from_half(x: jax.Array) -> jax.Array:
-    # XLA takes a cast to float16 and back for nothing to do, unless something stands between.
-    full: jax.Array = lax.optimization_barrier(x).astype(jnp.float32)
-    return full
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32)
-    return lax.bitcast_convert_type(bits << 16, jnp.float32)
-
-
-VERBS = Verbs(
+VERBS: Verbs = Verbs(
     bits=partial(lax.bitcast_convert_type, new_dtype=jnp.int32),
     float32=partial(lax.bitcast_convert_type, new_dtype=jnp.float32),
     bits16=partial(lax.bitcast_convert_type, new_dtype=jnp.int16),
     bfloat16=partial(lax.bitcast_convert_type, new_dtype=jnp.bfloat16),
     to_int32=partial(lax.convert_element_type, new_dtype=jnp.int32),
     to_int16=partial(lax.convert_element_type, new_dtype=jnp.int16),
-    wide=_wide,
+    wide=lambda x: VERBS.float32(VERBS.bits16(x).astype(jnp.int32) << 16),
     narrow=lax.convert_element_type,
-    from_half=_from_half,
+    # XLA takes a cast to float16 and back for nothing to do, unless something stands between.
+    from_half=lambda x: lax.optimization_barrier(x).astype(jnp.float32),
     where=jnp.where,
 )
 
@@ -454,26 +424,19 @@ def _is_small(x: jax.Array) -> jax.Array:
 
 
 def _computed_once(x: jax.Array) -> jax.Array:
-    """The same numbers, which XLA on CPU then computes once, and not for each that reads them.
-
-    There it gives every result a loop of its own, and repeats in each what they share, the whole
-    step of the optimizer, unless that ends in what counts as expensive, as a division does. Both
-    loops would also need copies of the old weights and of what was beside them. The divisor is 1,
-    or 2 for NaN, so that XLA cannot leave it out before it has decided.
-    """
-
-    def divided(x: jax.Array) -> jax.Array:
-        return x / jnp.where(x == x, jnp.float32(1), jnp.float32(2))
-
+    """The same numbers, which XLA on CPU then computes once, and not for each that reads them."""
+    # There it gives every result a loop of its own, and repeats in each what they share, the whole
+    # step of the optimizer, unless that ends in what counts as expensive, as a division does. Both
+    # loops would also need copies of the old weights and of what was beside them. The divisor is 1,
+    # or 2 for NaN, so that XLA cannot leave it out before it has decided.
+    divided = lambda x: x / jnp.where(x == x, jnp.float32(1), jnp.float32(2))  # noqa: E731
     once: jax.Array = lax.platform_dependent(x, cpu=divided, default=lambda x: x)
     return once
 
 
 def flat_index(shape: Sequence[int]) -> jax.Array:
-    """Return the place of each element in the whole array, flat; int32, modulo 2**32.
-
-    Made of one count for each axis, so that an array over several devices needs no exchange.
-    """
+    """Return the place of each element in the whole array, flat; int32, modulo 2**32."""
+    # One count for each axis, so that an array over several devices needs no exchange.
     index = jnp.zeros(shape, jnp.int32)
     for axis in range(len(shape)):
         stride = (math.prod(shape[axis + 1 :]) + 2**31) % 2**32 - 2**31

@@ -16,15 +16,10 @@ from polymp.rules import scopes
 
 
 class Pin(NamedTuple):
-    """The dtype of a pinned module's tensors.
+    """The dtype of a pinned module's tensors."""
 
-    Attributes:
-        dtype: of its float parameters and buffers.
-        names: of those that are pinned; None for all, those registered later, too.
-    """
-
-    dtype: str
-    names: frozenset[str] | None
+    dtype: str  # of its float parameters and buffers
+    names: frozenset[str] | None  # of those; None for all, those registered later, too
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the module's own float tensors that are pinned, with their names."""
@@ -42,10 +37,8 @@ class Pinned(subclass.Extension):
     KEY: ClassVar[str] = "_polymp_pin"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Apply `fn` as `to`, `half` and `cuda` do, then put back what it rounded.
-
-        `fn` goes on as it is: modules, such as torchmetrics', know it by its name.
-        """
+        """Apply `fn` as `to`, `half` and `cuda` do, then put back what it rounded."""
+        # `fn` goes on as it is: modules, such as torchmetrics', know it by its name.
         pin = self.__dict__.get(Pinned.KEY)
         pinned = pin.tensors(self) if pin else ()
         dtype = dtype_names.DTYPES[pin.dtype if pin else "float32"]

@@ -34,21 +34,13 @@ from polymp.rules.policy import Policy
 
 
 class ModuleScope:
-    """The scope of a module; one object for each policy.
-
-    Args:
-        policy: the policy in the module.
-
-    Attributes:
-        policy: likewise.
-        code: the policy's code; see `regions`.
-    """
+    """The scope of a module; one object for each policy."""
 
     def __init__(self, policy: Policy) -> None:
         for device in torch_table.DEVICES:
             kernel_registry.install(policy, device)
         self.policy = policy
-        self.code: regions.Code = regions.of_scope(policy)
+        self.code: regions.Code = regions.of_scope(policy)  # the policy's
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _module_scope, (self.policy,)  # codes are of one process
@@ -206,18 +198,11 @@ _NAMES = "[name for name, _ in model.named_modules()] lists the paths."
 
 
 class RegionOptions(NamedTuple):
-    """The arguments of the region of a module's calls.
-
-    Attributes:
-        device: its type.
-        dtype: the name of the low dtype.
-        policy: of the region; None for torch's own table, and for a policy that `scoped` has put on
-            the modules inside.
-    """
+    """The arguments of the region of a module's calls."""
 
     device: str
     dtype: str
-    policy: Policy | None
+    policy: Policy | None  # None, too, for one that `scoped` has put on the modules inside
 
 
 class InRegion(subclass.Extension):

@@ -6,7 +6,6 @@ first.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ def bake(
     if (device_type, dtype, policy) != (None, None, None):
         with autocast(device_type or _device(model, inputs), dtype, policy=policy):
             return bake(model, inputs, kwargs, dynamic_shapes=dynamic_shapes)
-    trace = Trace(torch.is_autocast_cache_enabled(), in_use())
+    trace = Trace()
     subclass.extend(model, _Baked, trace)
     try:
         program = torch.export.export(
@@ -139,10 +138,7 @@ class _Baked(subclass.Extension):
 
 
 class _Entering(TorchFunctionMode):
-    """Replaces the mode by which torch.export records regions, so that they are only entered.
-
-    All other calls are passed on to that mode.
-    """
+    """Stands for the mode by which torch.export records regions, so that they are only entered."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__()
@@ -154,34 +150,22 @@ class _Entering(TorchFunctionMode):
         return self.recorder.__torch_function__(func, types, args, kwargs or {})
 
 
-# The ops of a model that `bake` exports, seen before torch.export records them.
-#
-# Every op is given to a `Trace` first. Where autocast has a kernel for it, that runs, and the
-# ops that it calls are recorded: casts, and the op.
-
-
 Function = Callable[..., Any]
 
 
 class Trace:
     """Runs each op before torch.export records it.
 
-    Args:
-        keep: True if a parameter's cast serves all its uses.
-        mkldnn: True if torch uses mkldnn; torch.export turns it off while it traces.
-
-    Attributes:
-        keep: likewise.
-        mkldnn: likewise.
-        in_region: True once a tensor was seen whose device has an enabled region.
-        mode: the mode that records ops; None until the model is called.
+    Where autocast has a kernel for it, that runs, and the ops that it calls are recorded: casts,
+    and the op.
     """
 
-    def __init__(self, keep: bool, mkldnn: bool) -> None:
-        self.keep = keep
-        self.mkldnn = mkldnn
-        self.in_region: bool = False
-        self.mode: Any = None
+    def __init__(self) -> None:
+        self.in_region: bool = False  # True once a tensor's device had an enabled region
+        self.mode: Any = None  # that records ops; None until the model is called
+        self._keep = torch.is_autocast_cache_enabled()  # a parameter's cast serves all its uses
+        # torch.export turns mkldnn off while it traces.
+        self._mkldnn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
         self._casting = False  # in a kernel of autocast's
         self._apart = False  # in a kernel that takes an op apart
         self._casts: dict[Any, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -193,7 +177,7 @@ class Trace:
             (op, functools.partial(self._shown, op)) for op in dispatcher.all_ops()
         )
 
-    def _shown(self, op: torch._ops.OpOverload, /, *args: object, **kwargs: object) -> Any:
+    def _shown(self, op: modes.Op, /, *args: object, **kwargs: object) -> Any:
         """Run an op, so that its parts are recorded; return NotImplemented to record the op."""
         if self._casting and op is torch.ops.aten.to.dtype:
             return self._cast(op, args, kwargs)
@@ -204,26 +188,24 @@ class Trace:
         if not devices:
             return NotImplemented
         self.in_region = True
-        with _no_cache():
+        outer, self._casting = self._casting, True
+        cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # torch's own map does not know of graphs
+        try:
             for device in devices:
                 kernel = _kernel(op, device)
                 if kernel is not None:
-                    return self._by(kernel, args, kwargs)
-            return self._in_parts(op, devices, args, kwargs)
-
-    def _by(self, kernel: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        outer, self._casting = self._casting, True
-        try:
-            return kernel(*args, **kwargs)
+                    return kernel(*args, **kwargs)
+            self._casting = outer
+            return self._in_parts(self._parts(op, devices, args, kwargs), devices)
         finally:
             self._casting = outer
+            torch.set_autocast_cache_enabled(cache)
 
-    def _cast(
-        self, op: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Any:
+    def _cast(self, op: modes.Op, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Make a cast for autocast; of a parameter, return the one that there is already."""
         t, dtype, *rest = args
-        if not (self.keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
+        if not (self._keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
             return NotImplemented
         tracer = export.proxy_mode().tracer  # a branch has a graph of its own
         version = 0 if t.is_inference() else t._version
@@ -236,68 +218,51 @@ class Trace:
                 self._casting = True
         return self._casts[key][-1]
 
-    def _in_parts(
-        self,
-        op: torch._ops.OpOverload,
-        devices: Sequence[str],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-    ) -> Any:
-        """Run an op in parts, if autocast acts on ops in it; else return NotImplemented.
-
-        To find out, the op runs with autocast and without, and the ops that reach the device are
-        compared.
-        """
-        parts = self._parts(op, devices, args, kwargs)
+    def _in_parts(self, parts: Function | None, devices: list[str]) -> Any:
+        """Run the parts of an op, if autocast acts on ops in them; else return NotImplemented."""
         if parts is None:
             return NotImplemented
         with export.unrecorded():
-            acts = self._acts_in(parts, devices, args, kwargs)
+            acts = self._acts_in(parts, devices)
         if not acts:
             return NotImplemented
         outer, self._apart = self._apart, True
         try:
-            return parts(*args, **kwargs)
+            return parts()
         finally:
             self._apart = outer
 
-    def _acts_in(
-        self,
-        parts: Function,
-        devices: Sequence[str],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-    ) -> bool:
+    def _acts_in(self, parts: Function, devices: list[str]) -> bool:
+        """Run them with autocast and without: do other ops reach the device?"""
         keys = (dispatcher.keyset(str(dispatcher.autocast_key(device))) for device in devices)
         with torch.no_grad(), _Reached() as inside:
-            parts(*args, **kwargs)
+            parts()
         off = dispatcher.ExcludeKeys(functools.reduce(torch._C.DispatchKeySet.__or__, keys))
         with torch.no_grad(), _Reached() as outside, off:
-            parts(*args, **kwargs)
+            parts()
         if inside.seen() != outside.seen():
             return True
-        for op, inputs, named in inside.calls:
-            deeper = self._parts(op, devices, inputs, named)
-            if deeper is not None and self._acts_in(deeper, devices, inputs, named):
-                return True
-        return False
+        deeper = (self._parts(op, devices, *given) for op, *given in inside.calls)
+        return any(each is not None and self._acts_in(each, devices) for each in deeper)
 
     def _parts(
-        self,
-        op: torch._ops.OpOverload,
-        devices: Sequence[str],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
+        self, op: modes.Op, devices: list[str], args: modes.Args, kwargs: modes.Kwargs
     ) -> Function | None:
         """Return a function that calls the parts of an op on these devices; None without parts."""
-        key = _composite(op, devices)
-        if key is None or not any(t.is_floating_point() for t in _tensors((args, kwargs))):
+        has, schema = functools.partial(dispatcher.has_kernel, op.name()), op._schema
+        if schema.is_mutable or any(has(device.upper()) for device in devices):
+            return None
+        key = next(filter(has, dispatcher.COMPOSITE), None)
+        views = any(result.alias_info is not None for result in schema.returns)
+        if key is None or (views and key != dispatcher.COMPOSITE[0]):
+            return None
+        if not any(t.is_floating_point() for t in _tensors((args, kwargs))):
             return None
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*op.tags}:
             return None  # each try would make symbols for sizes that no op uses
-        if self.mkldnn and takes(op, args):
-            return run
-        return dispatcher.called_at(op, key)
+        mkldnn = self._mkldnn and _by_mkldnn(op, args)
+        kernel = _lstm_by_mkldnn if mkldnn else dispatcher.called_at(op, key)
+        return functools.partial(kernel, *args, **kwargs)
 
 
 @functools.cache
@@ -305,11 +270,8 @@ def _rulings(name: str, device: str) -> Rulings:
     return Rulings(name, device)
 
 
-def _kernel(op: torch._ops.OpOverload, device: str) -> Function | None:
-    """Return autocast's kernel of an op on the device, in the region in force.
-
-    None where torch has none: without a row, or if torch does as the row says on its own.
-    """
+def _kernel(op: modes.Op, device: str) -> Function | None:
+    """Return autocast's kernel of an op on the device, in the region in force; None without."""
     name, key = op.name().removeprefix("aten::"), str(dispatcher.autocast_key(device))
     if not dispatcher.has_kernel(op.name(), key):
         return None
@@ -320,23 +282,12 @@ def _kernel(op: torch._ops.OpOverload, device: str) -> Function | None:
     return dispatcher.called_at(op, key)
 
 
-def _composite(op: torch._ops.OpOverload, devices: Sequence[str]) -> str | None:
-    """Return the key of the kernel that takes an op apart; None without one, or if it writes."""
-    has = functools.partial(dispatcher.has_kernel, op.name())
-    schema = op._schema
-    if schema.is_mutable or any(has(device.upper()) for device in devices):
-        return None
-    key = next(filter(has, dispatcher.COMPOSITE), None)
-    views = any(result.alias_info is not None for result in schema.returns)
-    return None if views and key != dispatcher.COMPOSITE[0] else key
-
-
 class _Reached(modes.OpMode):
     """Notes the ops that reach the device, and their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[torch._ops.OpOverload, Any, Any]] = []
+        self.calls: list[tuple[modes.Op, Any, Any]] = []
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if func.namespace != "prim":  # these read a tensor's device or layout
@@ -359,31 +310,12 @@ def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:
     return sorted(on, key=lambda device: (device == "cpu", device))  # the CPU's key comes last
 
 
-@contextmanager
-def _no_cache() -> Iterator[None]:
-    """Keep no casts in torch's own map, which does not know of graphs."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 # torch's LSTM on CPUs in parts, as mkldnn runs it.
 
 
-def in_use() -> bool:
-    """Return whether torch uses mkldnn; torch.export turns it off while it traces."""
-    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-
-
-def takes(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
-    """Return whether torch runs an op by mkldnn, layer by layer, which fake tensors do not show.
-
-    Source:
-        torch v2.13 aten/src/ATen/native/RNN.cpp, `use_mkldnn` and `lstm`.
-    """
+def _by_mkldnn(op: modes.Op, args: Sequence[Any]) -> bool:
+    """Return whether torch runs an op by mkldnn, layer by layer, which fake tensors do not show."""
+    # torch v2.13 aten/src/ATen/native/RNN.cpp, `use_mkldnn` and `lstm`
     if op is not torch.ops.aten.lstm.input:
         return False
     x, (h, c), params = args[:3]
@@ -396,7 +328,7 @@ def takes(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
     return on_cpu and supported.get(x.dtype, False) and h.shape[2] == c.shape[2] and x.numel() != 0
 
 
-def run(
+def _lstm_by_mkldnn(
     x: torch.Tensor,
     state: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],

@@ -5,14 +5,19 @@ stored low, and why. The others are stored low, and the examples must then give 
 """
 
 import contextlib
+import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, fp8_product, region_casts, regions
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.fp8_product import Forms, WeightInBits
@@ -20,8 +25,9 @@ from polymp.backends.torch.compat import distributed, dynamo, modes
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.pin import Pinned
 from polymp.backends.torch.modules.scoped import Scoped
-from polymp.backends.torch.weights import freeze_trial, freeze_usage, originals
-from polymp.backends.torch.weights.originals import Original, memory, names
+from polymp.backends.torch.snapshot import Snapshot
+from polymp.backends.torch.weights import freeze_usage
+from polymp.backends.torch.weights.freeze_usage import Group, Original, memory, module_path, names
 from polymp.errors import PolicyError
 
 
@@ -53,23 +59,15 @@ class Frozen(subclass.Handle):
         self,
         model: nn.Module,
         region: autocast,
-        groups: Sequence[freeze_usage.Group],
+        groups: Sequence[Group],
         bytes_before: int,
         originals: list[Original] | None,
     ) -> None:
         super().__init__(FrozenModule, [model])
-        low = {name for g in groups if not g.why for name in g.tensors}
-        in_8_bits = {name for g in groups if not g.why and g.forms for name in g.tensors}
-        tensors = {name: t for g in groups for name, t in g.tensors.items()}
-        every = tuple(names(model))
-        self.stored: tuple[str, ...] = tuple(name for name in every if name in low)
-        self.stored_fp8: tuple[str, ...] = tuple(name for name in every if name in in_8_bits)
-        self.kept: dict[str, str] = {
-            name: g.why
-            for g in groups
-            for name in g.tensors
-            if g.why and tensors[name].is_floating_point()
-        }
+        low = {name: g for g in groups if not g.why for name in g.tensors}
+        self.stored: tuple[str, ...] = tuple(name for name in names(model) if name in low)
+        self.stored_fp8: tuple[str, ...] = tuple(name for name in self.stored if low[name].forms)
+        self.kept: dict[str, str] = _kept(groups)
         self.dtype: str = dtype_names.NAMES[region.fast_dtype]
         self.bytes_before = bytes_before
         self.bytes_after: int = memory(model)
@@ -95,13 +93,13 @@ class Frozen(subclass.Handle):
         region_casts.drop()
         super().remove()
 
-    def __repr__(self) -> str:
-        return f"Frozen({self._model}, {self._counts('')}, {len(self.kept)} kept)"
-
-    def _counts(self, tensors: str) -> str:
+    def _counts(self, tensors: str = "") -> str:
         eight = len(self.stored_fp8)
         counts = f"{len(self.stored) - eight}{tensors} stored in {self.dtype}"
         return f"{counts}, {eight} in 8 bits" if eight else counts
+
+    def __repr__(self) -> str:
+        return f"Frozen({self._model}, {self._counts()}, {len(self.kept)} kept)"
 
     def __str__(self) -> str:
         before, after = f"{self.bytes_before:,}", f"{self.bytes_after:,}"
@@ -109,7 +107,7 @@ class Frozen(subclass.Handle):
         lines += [f"Bytes of the model: {before} before, {after} now."]
         kept = "The float32 originals are kept as well, for remove()."
         lines += ["The float32 originals are dropped." if self._dropped else kept]
-        lines += ["Kept:"] * bool(self.kept) + [f"    {why}" for why in reasons(self.kept)]
+        lines += ["Kept:"] * bool(self.kept) + [f"    {why}" for why in _reasons(self.kept)]
         return "\n".join(lines)
 
 
@@ -176,10 +174,10 @@ def freeze(
             message names the op; or the model, or a part of it, is frozen already. The model is not
             changed then.
     """
-    examples = checked_examples(model, example_inputs, kwargs)
+    examples = _checked_examples(model, example_inputs, kwargs)
     for path, module in model.named_modules():
-        check_module(module, path)
-    kind = device(model) if device_type is None else device_type
+        _check_module(module, path)
+    kind = _device(model) if device_type is None else device_type
     if dtype is not None and not isinstance(dtype, torch.dtype):
         dtype = dtype_names.of(dtype, "freeze(): dtype")
     region = autocast(kind, dtype, policy=policy)
@@ -192,20 +190,20 @@ def freeze(
     frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY), name)
     enabled, low = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     scoped = frozen_for.scope is not None
-    if enabled and not is_same(region._ticket, scoped, low, *regions.code_in_force()):
+    if enabled and not _is_same(region._ticket, scoped, low, *regions.code_in_force()):
         raise PolicyError(
             f"freeze(): called in a region for {dtype_names.NAMES[low]}, and {name} is to be "
             f"frozen for {region!r}. Call freeze() outside of regions."
         )
-    groups = weight_groups(model, kind)
+    groups = _groups(model, kind)
     before, grad = memory(model), torch.is_grad_enabled()
-    with (
-        torch.inference_mode(False),
-        _uncompiled(),
-        fp8_product.noting(one_by_one(model, groups)),
-    ):
-        trial = freeze_trial.Trial(model, examples, kwargs or {}, region, groups, grad)
-        refuse_trained(name, groups)
+    as_written: Any = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:  # compiled functions run as they were written
+        as_written = torch.compiler.set_stance("force_eager")
+    one_by_one = _one_by_one(model, groups)
+    with torch.inference_mode(False), as_written, fp8_product.noting(one_by_one):
+        trial = Trial(model, examples, kwargs or {}, region, groups, grad)
+        _refuse_trained(name, groups)
         trial.watch()
         originals = _stored(model, frozen_for, trial)
     for original in originals:
@@ -215,66 +213,46 @@ def freeze(
 
 
 class FrozenFor(NamedTuple):
-    """The data of a frozen model.
+    """The data of a frozen model."""
 
-    Attributes:
-        region: the region that it runs in.
-        scope: its scope when it was frozen, from `scoped`; None without one.
-        name: the name of its class.
-    """
-
-    region: autocast
-    scope: Any
-    name: str
+    region: autocast  # that it runs in
+    scope: Any  # its scope when it was frozen, from `scoped`; None without one
+    name: str  # of its class
 
 
-def _stored(model: nn.Module, frozen_for: FrozenFor, trial: freeze_trial.Trial) -> list[Original]:
+def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Original]:
     """Store the tensors that can be stored low, and verify; keep those with other readers."""
     while True:
         chosen = [group for group in trial.groups if not group.why]
         if not chosen:
-            refuse_nothing(frozen_for.name, trial.groups)
+            _refuse_nothing(frozen_for.name, trial.groups)
         originals: list[Original] = []
+        aliased: dict[int, str] | None = None
         try:
             for group in chosen:
-                originals.append(_original(model, group))
+                in_bits = (
+                    InBitsOriginal(model, group.each()[0], group.forms) if group.forms else None
+                )
+                originals.append(in_bits or Original(group.each()))
                 originals[-1].store(frozen_for.region.fast_dtype)
                 group.saved = []
             subclass.extend(model, FrozenModule, frozen_for)
             aliased = trial.verify(originals)
-        except BaseException:
-            _put_back(model, originals)
-            raise
+        finally:
+            if aliased != {}:  # an error, or tensors to keep
+                for original in originals:
+                    original.put_back()
+                subclass.restore(model, FrozenModule)
         if not aliased:
             return originals
-        _put_back(model, originals)
         for at, op in aliased.items():
             chosen[at].stays(f"read by {op} through a tensor that is no parameter or buffer")
-
-
-def _original(model: nn.Module, group: freeze_usage.Group) -> Original:
-    if group.forms:
-        return InBitsOriginal(model, group.each()[0], group.forms)
-    return Original(group.each())
-
-
-def _put_back(model: nn.Module, originals: Iterable[Original]) -> None:
-    for original in originals:
-        original.put_back()
-    subclass.restore(model, FrozenModule)
-
-
-def _uncompiled() -> Any:
-    """Return a context in which compiled functions run as they were written."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 # Models and tensors that cannot be frozen, and why; found without a call of the model.
 
 
-def checked_examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, ...]]:
+def _checked_examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, ...]]:
     """Check the example calls of a model; return a tuple of arguments for each."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"freeze() takes a torch.nn.Module and its inputs, not {model!r}.")
@@ -293,7 +271,7 @@ def checked_examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, ..
     return listed
 
 
-def check_module(module: nn.Module, path: str) -> None:
+def _check_module(module: nn.Module, path: str) -> None:
     """Refuse a module that cannot be frozen, or that has tensors that cannot."""
     odd = (torch.jit.ScriptModule, nn.modules.lazy.LazyModuleMixin)
     what = f"freeze(): {type(module).__name__}" + (f" at {path!r}" if path else "")
@@ -327,9 +305,9 @@ def _odd(t: torch.Tensor) -> str:
     return "a part of FSDP's flat parameter" if distributed.in_fsdp1(t) else ""
 
 
-def device(model: nn.Module) -> str:
+def _device(model: nn.Module) -> str:
     """Return the device type that a model's float tensors are on."""
-    found = {t.device.type for t in originals.names(model).values() if t.is_floating_point()}
+    found = {t.device.type for t in names(model).values() if t.is_floating_point()}
     if len(found) != 1:
         name = type(model).__name__
         if not found:
@@ -341,7 +319,7 @@ def device(model: nn.Module) -> str:
     return found.pop()
 
 
-def weight_groups(model: nn.Module, device: str) -> list[freeze_usage.Group]:
+def _groups(model: nn.Module, device: str) -> list[Group]:
     """Group the model's tensors by their memory, with reasons to keep them that need no call."""
     pinned = {
         id(t)
@@ -349,34 +327,26 @@ def weight_groups(model: nn.Module, device: str) -> list[freeze_usage.Group]:
         if Pinned.KEY in m.__dict__
         for _, t in m.__dict__[Pinned.KEY].tensors(m)
     }
-    sharing: dict[int, dict[str, torch.Tensor]] = {}
-    for name, t in originals.names(model).items():
-        sharing.setdefault(modes.storage_key(t) or id(t), {})[name] = t
-    groups = []
-    for tensors in sharing.values():
-        group = freeze_usage.Group(tensors)
-        for name, t in tensors.items():
+    groups = [Group(tensors) for tensors in freeze_usage.sharing(names(model).items())]
+    for group in groups:
+        for name, t in group.tensors.items():
             if why := "pinned to float32" if id(t) in pinned else _why(t, device):
-                alone = all(other is t for other in tensors.values())
+                alone = all(other is t for other in group.tensors.values())
                 group.stays(why if alone else f"shares memory with {name!r}: {why}")
-        groups.append(group)
     return groups
 
 
-def one_by_one(
-    model: nn.Module, groups: Iterable[freeze_usage.Group]
-) -> list[tuple[torch.Tensor, Forms]]:
-    """Return the tensors that could be stored in 8 bits, each with the forms of its group.
-
-    Tensors that share memory are stored together, and in 8 bits they would share none. A recurrent
-    layer is one op in inference mode, which no weight in 8 bits can be given to.
-    """
+def _one_by_one(model: nn.Module, groups: Iterable[Group]) -> list[tuple[torch.Tensor, Forms]]:
+    """Return the tensors that could be stored in 8 bits, each with the forms of its group."""
+    # Tensors that share memory are stored together, and in 8 bits they would share none. A
+    # recurrent layer is one op in inference mode, which no weight in 8 bits can be given to.
     recurrent = nn.RNNBase, nn.RNNCellBase
     layers = [module for module in model.modules() if isinstance(module, recurrent)]
     others = {id(t) for layer in layers for t in layer.parameters()}
-    free = [group for group in groups if not group.why and len(group.each()) == 1]
-    pairs = [(group.each()[0], group.forms) for group in free]
-    return [(t, forms) for t, forms in pairs if id(t) not in others]
+    free = [(group.each(), group.forms) for group in groups if not group.why]
+    return [
+        (each[0], forms) for each, forms in free if len(each) == 1 and id(each[0]) not in others
+    ]
 
 
 def _why(t: torch.Tensor, device: str) -> str:
@@ -392,7 +362,7 @@ def _why(t: torch.Tensor, device: str) -> str:
     return "is empty" if t.numel() == 0 else ""
 
 
-def refuse_trained(name: str, groups: Iterable[freeze_usage.Group]) -> None:
+def _refuse_trained(name: str, groups: Iterable[Group]) -> None:
     """Raise if every tensor that could be stored low is trained."""
     trained = [n for g in groups for n, t in g.tensors.items() if t.requires_grad]
     if trained and all(g.why for g in groups):
@@ -403,10 +373,9 @@ def refuse_trained(name: str, groups: Iterable[freeze_usage.Group]) -> None:
         )
 
 
-def refuse_nothing(name: str, groups: Iterable[freeze_usage.Group]) -> NoReturn:
+def _refuse_nothing(name: str, groups: Iterable[Group]) -> NoReturn:
     """Raise an error with the reasons why no tensor can be stored low."""
-    why = {n: g.why for g in groups for n, t in g.tensors.items() if t.is_floating_point()}
-    shown = reasons(why)
+    shown = _reasons(_kept(groups))
     more = f"; and {len(shown) - 6} more reasons" if len(shown) > 6 else ""
     trained = any(t.requires_grad for g in groups for t in g.tensors.values())
     hint = " For weights that are not trained call requires_grad_(False) first." if trained else ""
@@ -415,7 +384,13 @@ def refuse_nothing(name: str, groups: Iterable[freeze_usage.Group]) -> NoReturn:
     )
 
 
-def reasons(kept: Mapping[str, str]) -> list[str]:
+def _kept(groups: Iterable[Group]) -> dict[str, str]:
+    """Return the float tensors that stay as they are, by name, and why."""
+    floats = ((n, g.why) for g in groups for n, t in g.tensors.items() if t.is_floating_point())
+    return {name: why for name, why in floats if why}
+
+
+def _reasons(kept: Mapping[str, str]) -> list[str]:
     """Return the reasons why tensors stay, a line for each."""
     reasons: dict[str, list[str]] = {}
     for name, why in kept.items():
@@ -467,7 +442,7 @@ def _fits(
     """Return whether the region in force is equal to the ticket's; False if there is none."""
     if not enabled:
         return False
-    if is_same(ticket, scoped, dtype, *code):
+    if _is_same(ticket, scoped, dtype, *code):
         return True
     region = regions.prepared.by_ticket[ticket][0]
     policy = regions.policy_at(region.device, *code)
@@ -479,7 +454,7 @@ def _fits(
     )
 
 
-def is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -> bool:
+def _is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -> bool:
     """Return whether a region of this dtype and these policies is equal to the ticket's."""
     region = regions.prepared.by_ticket[ticket][0]
     policy = regions.policy_at(region.device, *code)
@@ -496,13 +471,7 @@ def _spelled(device: str, dtype: str, policy: Any) -> str:
 
 
 class InBitsOriginal(Original):
-    """A weight, and its places in a model. Unlike in 16 bits, another object takes these places.
-
-    Args:
-        model: the model.
-        weight: its parameter or buffer.
-        forms: of the weight.
-    """
+    """A weight, and its places in a model. Unlike in 16 bits, another object takes these places."""
 
     def __init__(self, model: nn.Module, weight: torch.Tensor, forms: Forms) -> None:
         super().__init__([weight])
@@ -531,11 +500,11 @@ class InBitsOriginal(Original):
 
     def give_back(self, low: torch.dtype) -> None:
         """Put the old weight in its places, with the values of the new one if it was written."""
-        (weight,), made = self.tensors, self._made
+        (weight,), made, values = self.tensors, self._made, self.held[0]
         assert isinstance(made, WeightInBits)
-        values = self.held[0]
-        if any(not _same(form, how(values.to(made.device))) for how, form in made.forms.items()):
-            values = made.values()
+        for how, form in made.forms.items():
+            if not all(map(freeze_usage.same_bits, form, how(self.held[0].to(made.device)))):
+                values = made.values()
         weight.data = values.to(made.device)
         self._put(weight)
 
@@ -546,5 +515,204 @@ class InBitsOriginal(Original):
                 table[name] = t
 
 
-def _same(form: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
-    return all(map(freeze_usage.same_bits, form, other))
+# Trial calls of a model, after which its attributes, tensors and random state are put back.
+
+
+class Case(NamedTuple):
+    """One example, to be run with gradients enabled or not."""
+
+    example: tuple[Any, ...]
+    grad: bool
+    at: int
+
+
+class Trial:
+    """The examples, run before and after weights are stored low."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        examples: Sequence[tuple[Any, ...]],
+        kwargs: dict[str, Any],
+        region: autocast,
+        groups: list[Group],
+        grad: bool,
+    ) -> None:
+        grads = (True, False) if grad else (False,)
+        self.groups = groups  # `watch` notes in them why they stay as they are
+        self._cases = [Case(e, grad, at) for at, e in enumerate(examples) for grad in grads]
+        self._model, self._kwargs, self._region = model, kwargs, region
+        self._name = type(model).__name__
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._plain: list[tuple[Any, list[freeze_usage.Op]]] = []  # of each case: results, and ops
+        buffers = {id(t) for t in model.buffers()}
+        for group in groups:
+            if any(id(t) in buffers for t in group.each()):
+                group.save()  # some ops write them without a mark in their schemas
+
+    def watch(self) -> None:
+        """Run the examples under autocast, and note why tensors cannot be stored low."""
+        for case in self._cases:
+            seen = self._uses()
+            self._run(case, self._region, seen)
+            self._run(case, self._region, asks=DtypeReads(self.groups, self._paths))
+            self._plain.append((self._run(case, self._region), seen.ops))
+        if not any(tree_leaves(results) for results, _ in self._plain):
+            raise PolicyError(
+                f"freeze(): {self._name} returns no tensor or number for the examples, so that "
+                "nothing can be compared. Give examples for which it returns one."
+            )
+        for group in self.groups:
+            if group.cast and group.forms:
+                group.stays(f"used in 8 bits and in {dtype_names.NAMES[self._region.fast_dtype]}")
+            elif not group.cast and not group.forms:
+                group.stays("not used in the examples")
+
+    def verify(self, originals: Sequence[Original]) -> dict[int, str]:
+        """Compare with the weights stored low; return ops that read their old memory, by place."""
+        found: dict[int, str] = {}
+        places = {modes.storage_key(o.held[0]): at for at, o in enumerate(originals)}
+        before = [o.held[0] for o in originals]
+        differing = None
+        for case, (results, ops) in zip(self._cases, self._plain, strict=True):
+            low = self._uses(before)
+            try:
+                ran_same = freeze_usage.same(self._run(case), results)
+                self._run(case, watch=low)
+            except Exception as error:
+                self._refuse(case, originals, error)
+            found |= {places[key]: op for key, op in low.touched.items()}
+            if not ran_same or freeze_usage.first_difference(low.ops, ops):
+                differing = differing or case
+        if differing and not found:
+            self._refuse(differing, originals)
+        return found
+
+    def _uses(
+        self, elsewhere: Sequence[torch.Tensor] = (), digests: bool = False
+    ) -> freeze_usage.Uses:
+        """Make a watch on the groups; once weights are stored low, its notes do not count."""
+        groups = self.groups
+        if elsewhere or digests:
+            groups = [Group(group.tensors, "seen already") for group in groups]
+        low = self._region.fast_dtype
+        return freeze_usage.Uses(groups, low, self._paths, elsewhere, digests)
+
+    def _run(
+        self,
+        case: Case,
+        region: Any = None,
+        watch: freeze_usage.Uses | None = None,
+        asks: "DtypeReads | None" = None,
+    ) -> list[Any]:
+        """Return the results of a call and their gradients; nothing is changed."""
+        args, kwargs = inputs = _copied((case.example, self._kwargs))
+        region_casts.drop()  # the next run would use casts of a region around this
+        before = Snapshot(modules=self._model.modules(), random_numbers=True)
+        try:
+            with torch.set_grad_enabled(case.grad), watch or asks or contextlib.nullcontext():
+                with region or contextlib.nullcontext():
+                    returned = list(freeze_usage.leaves(self._model(*args, **kwargs)))
+                if watch is not None:
+                    watch.returned(returned)
+                tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+                read = [t for t in (*self._model.parameters(), *tensors) if t.requires_grad]
+                made = [t for t in returned if isinstance(t, torch.Tensor) and t.requires_grad]
+                if read and made:
+                    ones = [torch.ones_like(t) for t in made]
+                    returned += torch.autograd.grad(made, read, ones, allow_unused=True)
+            return [r.detach().clone() if isinstance(r, torch.Tensor) else r for r in returned]
+        finally:
+            before.put_back()
+            for group in self.groups:
+                group.put_back()
+
+    def _refuse(
+        self, case: Case, originals: Sequence[Original], error: Exception | None = None
+    ) -> NoReturn:
+        """Raise an error with the first op in which the model with low weights differs."""
+        low = self._uses(digests=True)
+        with contextlib.suppress(Exception):
+            self._run(case, watch=low)
+        for original in originals:
+            original.put_back()
+        plain, again = self._uses(digests=True), self._uses(digests=True)
+        runs = [self._run(case, self._region, watch) for watch in (plain, again)]
+        what = f"freeze(): {self._name}, called with example {case.at},"
+        if not freeze_usage.same(*runs):
+            op = freeze_usage.first_difference(plain.ops, again.ops)
+            raise PolicyError(
+                f"{what} gives other bits each time, first in {op and op[0]}, so that nothing can "
+                "be compared. Call torch.use_deterministic_algorithms(True) before freeze()."
+            ) from error
+        pairs = zip(plain.ops, again.ops, strict=False)
+        steady = [a if a == b else a._replace(digests=()) for a, b in pairs]
+        compared = [
+            op if at < len(steady) and steady[at].digests else op._replace(digests=())
+            for at, op in enumerate(low.ops)
+        ]
+        ours, theirs = freeze_usage.first_difference(compared, steady) or (None, None)
+        raised = f" It raises {type(error).__name__}: {error}" if error else ""
+        low_dtype = dtype_names.NAMES[self._region.fast_dtype]
+        raise PolicyError(
+            f"{what} does not run with weights in {low_dtype} as under autocast.{raised} "
+            f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "
+            f"{theirs or 'not there'}. The model was not changed. Freeze the submodules without "
+            "this op."
+        ) from error
+
+
+def _copied(tree: Any) -> Any:
+    """Copy the inputs, for a call that may write them; one tensor in two places stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return tree_map(copied, tree)
+
+
+class DtypeReads(TorchFunctionMode):
+    """Notes tensors whose dtype the program reads: what depends on it cannot be seen."""
+
+    def __init__(self, groups: Iterable[Group], paths: Mapping[int, str]) -> None:
+        super().__init__()
+        self.groups = freeze_usage.by_storage(groups)
+        self.paths = paths
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked: Sequence[Any] = ()
+        if func in _ASKS:
+            asked = args
+        elif func is torch.Tensor.to:
+            told = (*args[1:], *kwargs.values())
+            asked = args if torch.float32 in told else told
+        tensors = [t for t in asked if isinstance(t, torch.Tensor)]
+        if tensors and not _harmless(sys._getframe(1)):
+            for group in filter(None, (self.groups.get(modes.storage_key(t)) for t in tensors)):
+                group.stays(f"its dtype is read{module_path(self.paths)}")
+        return func(*args, **kwargs)
+
+
+# Attributes and functions that read the dtype of a tensor, or its values where no op is seen.
+_ASKS = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("dtype", "itemsize", "nbytes")),
+    *(
+        getattr(torch.Tensor, name)
+        for name in "element_size type type_as numpy tolist __array__ __dlpack__ data_ptr storage "
+        "untyped_storage float double __deepcopy__ __reduce_ex__".split()
+    ),
+    torch.result_type,
+}
+
+# Functions in which the dtype changes nothing in a region: they raise errors outside of regions.
+_HARMLESS = {nn.RNNBase.check_input.__code__}
+
+
+def _harmless(frame: FrameType) -> bool:
+    return code_origin.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS

@@ -1,12 +1,13 @@
-"""The uses of a model's tensors in a program: casts, reads and writes.
+"""The uses of a model's tensors in a program, and tensors that are stored in another dtype.
 
 For each group of tensors on one storage, `Uses` notes why it cannot be stored in the low dtype, if
 a use shows it. Ops are watched below autocast and autograd, where a cast is an op like any other;
-`freeze_trial` has what no op shows.
+`freeze` has what no op shows.
 """
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -14,30 +15,20 @@ import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names, fp8_product
-from polymp.backends.torch.compat import modes, optimizers
+from polymp.backends.torch.autocast.fp8_product import WeightInBits
+from polymp.backends.torch.compat import distributed, modes, optimizers
+from polymp.rules.row import LOW
 
 
 class Group:
-    """Tensors on one storage: all are stored low, or none.
-
-    Args:
-        tensors: by name, every name of each.
-        why: why they stay as they are; "" without a reason.
-
-    Attributes:
-        tensors: likewise.
-        why: likewise.
-        cast: True once a cast to the low dtype was seen.
-        forms: the weight in 8 bits, in the forms that products have read.
-        saved: copies of the tensors, in the order of `tensors`, if a call was about to write them.
-    """
+    """Tensors on one storage: all are stored low, or none."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], why: str = "") -> None:
-        self.tensors = tensors
-        self.why: str = why
-        self.cast = False
-        self.forms: fp8_product.Forms = {}
-        self.saved: list[torch.Tensor] = []
+        self.tensors = tensors  # by name, every name of each
+        self.why: str = why  # they stay as they are; "" without a reason
+        self.cast = False  # True once a cast to the low dtype was seen
+        self.forms: fp8_product.Forms = {}  # of the weight in 8 bits, those that products have read
+        self.saved: list[torch.Tensor] = []  # copies, if a call was about to write the tensors
 
     def each(self) -> list[torch.Tensor]:
         """Return the tensors, each once."""
@@ -60,42 +51,36 @@ class Group:
                 self.forms.clear()
 
 
+def sharing(named: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Return tensors by name, those together that are on one storage."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for name, t in named:
+        key = modes.storage_key(distributed.local(t)) or id(t)
+        found.setdefault(key, {})[name] = t
+    return list(found.values())
+
+
+def by_storage(groups: Iterable[Group]) -> dict[int, Group]:
+    """Return groups by the keys of their storages."""
+    return {modes.storage_key(t): group for group in groups for t in group.each()}
+
+
 class Op(NamedTuple):
-    """An op that ran.
+    """An op that ran."""
 
-    Attributes:
-        name: of the overload.
-        inputs: dtypes of the tensors it was given.
-        outputs: dtypes of those that it made; None if it raised.
-        where: path of the module whose call it ran in.
-        digests: hashes of its results, if they were requested.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...] | None
-    where: str
-    digests: tuple[str, ...] = ()
+    name: str  # of the overload
+    inputs: tuple[str, ...]  # dtypes of the tensors it was given
+    outputs: tuple[str, ...] | None  # of those that it made; None if it raised
+    where: str  # path of the module whose call it ran in, as messages have it
+    digests: tuple[str, ...] = ()  # hashes of its results, if they were requested
 
     def __str__(self) -> str:
         made = "raised" if self.outputs is None else f"-> ({', '.join(self.outputs)})"
-        return f"{self.name}({', '.join(self.inputs)}) {made}{_in(self.where)}"
+        return f"{self.name}({', '.join(self.inputs)}) {made}{self.where}"
 
 
 class Uses(modes.OpMode):
-    """Notes every op, and the uses of watched storages.
-
-    Args:
-        groups: the watched tensors.
-        low: the low dtype.
-        paths: of the model's modules, by identity.
-        elsewhere: tensors whose storages are watched for any op.
-        digests: True to hash the results of ops.
-
-    Attributes:
-        ops: the ops, in order; without casts of watched tensors to the low dtype.
-        touched: the storages of `elsewhere` that an op used, and the first op on each.
-    """
+    """Notes every op but casts of watched tensors to the low dtype, and the uses of these."""
 
     supports_higher_order_operators = True
 
@@ -108,12 +93,12 @@ class Uses(modes.OpMode):
         digests: bool = False,
     ) -> None:
         super().__init__()
-        self.groups: dict[int, Group] = {modes.storage_key(t): g for g in groups for t in g.each()}
+        self.groups = by_storage(groups)
         self.low = low
-        self.paths = paths
-        self.digests = digests
+        self.paths = paths  # of the model's modules, by identity
+        self.digests = digests  # True to hash the results of ops
         self.ops: list[Op] = []
-        self.touched: dict[int, str] = {}
+        self.touched: dict[int, str] = {}  # storages of `elsewhere`, and the first op on each
         self._elsewhere = {modes.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
@@ -122,15 +107,31 @@ class Uses(modes.OpMode):
         if func.namespace == "prim" or fp8_product.noted.quantising:
             return func(*args, **kwargs)
         where = module_path(self.paths)
-        ways = list(_ways(func, args, kwargs))
-        group = self._cast_of(func, args, kwargs)
-        if group is not None:
-            return self._cast(group, func, args, kwargs, where)
-        shown = not self._only_views(ways)
-        self._look(func, ways, where)
+        if group := self._cast_of(func, args, kwargs):
+            made = func(*args, **kwargs)
+            if made.stride() != args[0].stride():
+                group.stays(f"cast into another layout by {func}{where}")
+            group.cast = True
+            self._casts[modes.storage_key(made)] = modes.storage_reference(made), group
+            return made
+        ways = [(t, modes.storage_key(t), way) for t, way in _ways(func, args, kwargs)]
+        followed = [key in self.groups or key in self._casts for _, key, way in ways]
+        only_views = all(way == "view" for *_, way in ways) and all(followed)
+        shown = not ways or not only_views
+        for t, key, way in ways:
+            if key in self._elsewhere:
+                self.touched.setdefault(key, f"{func}{where}")
+            if way == "write" and key in self._casts:
+                self._casts[key][1].stays(f"its cast is written by {func}{where}")
+            group = self.groups.get(key)
+            if group is not None and way == "write":
+                group.save()
+                group.stays(f"written by {func}{where}")
+            elif group is not None and way == "read":
+                group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{where}")
+        at = len(self.ops)
         if shown:
             self.ops.append(Op(str(func), _dtypes((args, kwargs)), None, where))
-        at = len(self.ops) - 1
         result = func(*args, **kwargs)
         if shown:
             done = tuple(map(digest, _tensors(result))) if self.digests else ()
@@ -144,80 +145,31 @@ class Uses(modes.OpMode):
                 found[1].stays("its cast is returned")
 
     def _cast_of(
-        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, func: modes.Op, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Group | None:
-        """Return the group of a tensor that this op casts to the low dtype; None for other ops.
-
-        Only casts count that would not be needed if the tensor had the low dtype.
-        """
-        if func is not torch.ops.aten._to_copy.default:
+        """Return the group of a tensor that this op casts to the low dtype; None for other ops."""
+        if func is not torch.ops.aten._to_copy.default or kwargs.get("dtype") is not self.low:
             return None
+        # Only casts count that would not be needed if the tensor had the low dtype.
         t, device = args[0], kwargs.get("device")
         plain = kwargs.get("memory_format") in (None, torch.preserve_format)
         here = device is None or torch.device(device).type == t.device.type
-        low = kwargs.get("dtype") is self.low
-        return self.groups.get(modes.storage_key(t)) if plain and here and low else None
-
-    def _cast(
-        self,
-        group: Group,
-        func: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, object],
-        where: str,
-    ) -> torch.Tensor:
-        made: torch.Tensor = func(*args, **kwargs)
-        if made.stride() != args[0].stride():
-            group.stays(f"cast into another layout by {func}{_in(where)}")
-        group.cast = True
-        self._casts[modes.storage_key(made)] = modes.storage_reference(made), group
-        return made
-
-    def _only_views(self, ways: Sequence[tuple[torch.Tensor, str]]) -> bool:
-        """Return whether an op only views watched tensors or casts of them."""
-        keys = [modes.storage_key(t) for t, way in ways if way == "view"]
-        known = all(key in self.groups or key in self._casts for key in keys)
-        return bool(keys) and len(keys) == len(ways) and known
-
-    def _look(
-        self, func: torch._ops.OpOverload, ways: Sequence[tuple[torch.Tensor, str]], where: str
-    ) -> None:
-        """Note the uses of watched storages by an op, before it runs."""
-        for t, way in ways:
-            key = modes.storage_key(t)
-            if key in self._elsewhere:
-                self.touched.setdefault(key, f"{func}{_in(where)}")
-            if way == "write" and (cast := self._casts.get(key)):
-                cast[1].stays(f"its cast is written by {func}{_in(where)}")
-            group = self.groups.get(key)
-            if group is None or way == "view":
-                continue
-            if way == "write":
-                group.save()
-                group.stays(f"written by {func}{_in(where)}")
-            else:
-                group.stays(f"read in {dtype_names.NAMES[t.dtype]} by {func}{_in(where)}")
+        return self.groups.get(modes.storage_key(t)) if plain and here else None
 
 
 def module_path(paths: Mapping[int, str]) -> str:
-    """Return the path of the innermost of these modules whose call runs; "" outside of all."""
-    return next((paths[id(m)] for m in optimizers.running_modules() if id(m) in paths), "")
+    """Return " in " and the path of the innermost of these modules whose call runs; or ""."""
+    path = next((paths[id(m)] for m in optimizers.running_modules() if id(m) in paths), "")
+    return f" in {path}" if path else ""
 
 
 def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
     """Return the first ops in which two runs differ, in dtypes or bits; None if none do."""
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            return a, b
-    longer = max(one, other, key=len)
-    if len(one) == len(other):
-        return None
-    rest = longer[min(len(one), len(other))]
-    return (rest, None) if longer is one else (None, rest)
+    return next(((a, b) for a, b in zip_longest(one, other) if a != b), None)
 
 
 def _ways(
-    func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+    func: modes.Op, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield an op's input tensors, and whether it reads, writes or only views each."""
     schema = getattr(func, "_schema", None)  # ops on functions have none
@@ -226,17 +178,12 @@ def _ways(
         return
     named = {a.name: a for a in schema.arguments}
     views = any(result.alias_info is not None for result in schema.returns)
-    pairs = (
-        *zip(schema.arguments, args, strict=False),
-        *((named[k], v) for k, v in kwargs.items()),
-    )
+    unwritten = "view" if views and func is not torch.ops.aten.view.dtype else "read"
+    pairs = [*zip(schema.arguments, args, strict=False)]
+    pairs += [(named[key], value) for key, value in kwargs.items()]
     for argument, value in pairs:
         alias = argument.alias_info
-        way = "read"
-        if alias is not None and alias.is_write:
-            way = "write"
-        elif alias is not None and views and func is not torch.ops.aten.view.dtype:
-            way = "view"
+        way = "read" if alias is None else "write" if alias.is_write else unwritten
         yield from ((t, way) for t in _tensors(value))
 
 
@@ -246,10 +193,6 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 def _dtypes(tree: object) -> tuple[str, ...]:
     return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
-
-
-def _in(path: str) -> str:
-    return f" in {path}" if path else ""
 
 
 # Bit-for-bit comparison of the results of two runs, in any containers and objects.
@@ -274,17 +217,13 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype)
 def leaves(tree: object, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
     """Yield tensors and plain values in a result: in containers, and in attributes of objects."""
     for leaf in tree_leaves(tree):
-        inside = None if isinstance(leaf, torch.Tensor | type | nn.Module) else _attributes(leaf)
+        inside: Any = None
+        if not isinstance(leaf, torch.Tensor | type | nn.Module):
+            inside = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", None)
         if inside and id(leaf) not in seen:
             yield from leaves(inside, seen | {id(leaf)})
         else:
             yield leaf
-
-
-def _attributes(value: object) -> dict[Any, Any] | None:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return getattr(value, "__dict__", None)
 
 
 def digest(t: torch.Tensor) -> str:
@@ -310,3 +249,81 @@ def _has_bits(t: torch.Tensor) -> bool:
 def _bits(t: torch.Tensor) -> torch.Tensor:
     flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8)
+
+
+# Tensors of a model that are stored in another dtype, and can be given back.
+
+
+def names(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name; a tensor with several names under each."""
+    every = (model.named_parameters, model.named_buffers)
+    return {name: t for named in every for name, t in named(remove_duplicate=False)}
+
+
+def memory(model: nn.Module) -> int:
+    """Return the bytes of the memory of parameters and buffers, each piece once."""
+    tensors: list[torch.Tensor] = []
+    for t in names(model).values():
+        tensors += t.parts() if isinstance(t, WeightInBits) else [t]
+    pieces = {modes.storage_key(t): t for t in tensors if modes.storage_key(t)}
+    return sum(t.untyped_storage().nbytes() for t in pieces.values())
+
+
+class Original:
+    """Tensors on one storage, and their values before they were stored in another dtype."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.held: list[torch.Tensor] = [t.detach() for t in tensors]
+
+    def store(self, dtype: torch.dtype) -> None:
+        """Store the values in a dtype: in the same tensors, which share memory as before."""
+        for t, low in zip(self.tensors, _together(self.held, dtype), strict=True):
+            t.data = low
+
+    def put_back(self) -> None:
+        """Give the tensors their old values back, in the old memory."""
+        for t, held in zip(self.tensors, self.held, strict=True):
+            t.data = held
+
+    def announce(self) -> None:
+        """Raise the versions of the tensors, so that autograd refuses graphs made before."""
+        for t in self.tensors:
+            torch.autograd.graph.increment_version(t)
+
+    def give_back(self, low: torch.dtype) -> None:
+        """Store float32 in the tensors: the old values, or those written since, cast."""
+        pairs = list(zip(self.tensors, self.held, strict=True))
+        if all(_is_rounded(t, held, low) for t, held in pairs):
+            values = [held.to(t.device) for t, held in pairs]
+        else:
+            values = _together([t.detach() for t in self.tensors], torch.float32)
+        for t, value in zip(self.tensors, values, strict=True):
+            t.data = value
+        self.announce()
+
+
+def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
+    """Return whether `t` holds `held` rounded to the low dtype, on any device and in any dtype."""
+    # A model that is only converted was not written: `half().float()` rounds to another low dtype.
+    stored = held.to(low).to(t.device)
+    ways = (stored, *(stored.to(getattr(torch, dtype)) for dtype in LOW))
+    return any(same(t.detach(), way.to(t.dtype)) for way in ways)
+
+
+def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Cast tensors, so that those which share memory now share memory then."""
+    made: dict[int, torch.Tensor] = {}
+    for key in {modes.storage_key(t) for t in tensors}:
+        sharing = [t for t in tensors if modes.storage_key(t) == key]
+        first = min(t.storage_offset() for t in sharing)
+        last = max(t.storage_offset() + _extent(t) for t in sharing)
+        flat = sharing[0].as_strided((last - first,), (1,), first).to(dtype, copy=True)
+        for t in sharing:
+            made[id(t)] = flat.as_strided(t.size(), t.stride(), t.storage_offset() - first)
+    return [made[id(t)] for t in tensors]
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Return how many elements of its memory a tensor spans."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.size(), t.stride(), strict=True))

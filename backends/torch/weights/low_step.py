@@ -11,16 +11,15 @@ at once (LBFGS, and who knows what users write), so it is lent all of them toget
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from polymp.backends.torch.compat import distributed, dynamo, inductor, optimizers
 from polymp.backends.torch.weights import low_parameters
-from polymp.backends.torch.weights.low_parameters import BESIDE, OURS, STEPS, LowWeights, Piece
+from polymp.backends.torch.weights.low_parameters import OURS, STEPS, LowWeights, Param
 from polymp.weights import random_bits, store
 from polymp.weights.store import Mode, Verbs
 
@@ -30,59 +29,45 @@ Closure = Callable[[], Any]
 
 
 class Loan:
-    """Float32 parameters in the place of low ones, in the groups and the state of an optimizer.
+    """Float32 tensors in the place of low parameters, in the groups and the state of an optimizer.
 
-    Args:
-        optimizer: whose parameters they are.
-        weights: how they are kept low.
-        pieces: the low parameters to lend for.
-        alone: parameters that stay in the groups as they are; all others are taken out meanwhile.
+    What stands beside the low parameters is not in the state meanwhile.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        weights: LowWeights,
-        pieces: list[Piece],
-        alone: list[torch.Tensor],
+        lent: dict[Param, torch.Tensor],
+        others: Iterable[Param],
     ) -> None:
         self.optimizer = optimizer
-        self.weights = weights
-        self.pieces = pieces
-        self.lent: dict[torch.Tensor, torch.Tensor] = {}  # by low parameter
+        self.lent = lent  # by low parameter
+        self._others = {id(p) for p in others}  # that stay in the groups as they are
         self._lists = [(g["params"], list(g["params"])) for g in optimizer.param_groups]
-        self._aside: dict[torch.Tensor, dict[str, Any]] = {}
-        self._alone = {id(p) for p in alone}
-        for piece in pieces:
-            for p, full in low_parameters.values(piece):
-                lent = torch.nn.Parameter(full, requires_grad=p.requires_grad)
-                self.lent[p] = lent
+        self._aside: dict[Param, dict[str, Any]] = {}
 
     def give(self) -> None:
-        """Put the float32 parameters in the place of the low ones, with float32 gradients."""
-        state = self.optimizer.state
+        """Put the float32 tensors in the places of the low parameters."""
+        state: Any = self.optimizer.state
         for p, lent in self.lent.items():
-            lent.grad = None if p.grad is None else p.grad.to(torch.float32)
-            state[lent] = own = state.pop(p)  # the same dict: some optimizers hold on to it
-            self._aside[p] = {key: own.pop(key) for key in OURS if key in own}
+            if p in state:
+                state[lent] = own = state.pop(p)  # the same dict: some optimizers hold on to it
+                self._aside[p] = {key: own.pop(key) for key in OURS if key in own}
         for params, before in self._lists:
             params[:] = [
-                self.lent.get(p, p) for p in before if p in self.lent or id(p) in self._alone
+                self.lent.get(p, p) for p in before if p in self.lent or id(p) in self._others
             ]
 
     def take_back(self) -> None:
         """Put the low parameters back in their places."""
-        state = self.optimizer.state
-        for params, before in self._lists:
+        state: Any = self.optimizer.state
+        for group, (params, before) in zip(self.optimizer.param_groups, self._lists, strict=False):
             params[:] = before
+            group["params"] = params  # of a group that was loaded meanwhile, too
         for p, lent in self.lent.items():
-            state[p] = own = state.pop(lent, {})
-            own.update(self._aside.pop(p))
-
-    def write(self) -> None:
-        """Store the float32 parameters in the low ones."""
-        for piece in self.pieces:
-            low_parameters.write(self.weights, self.optimizer.state, piece)
+            if lent in state or p in self._aside:
+                state[p] = own = state.pop(lent, {})
+                own.update(self._aside.pop(p, {}))
 
 
 def step(
@@ -92,50 +77,69 @@ def step(
     closure: Closure | None,
 ) -> Any:
     """Take one step of an optimizer on low weights."""
-    loss = None
+    result = loss = None
     together = not is_piecewise(kind)
-    run = optimizers.step_without_hooks(kind)
     if closure is not None and not together:
         with torch.enable_grad():
             loss = closure()
     refuse_sparse(optimizer)
-    low_parameters.complete(weights, optimizer)
-    for params, alone in pieces(optimizer, weights, together):
-        read = [low_parameters.read(weights, optimizer.state, each) for each in params]
-        loan = Loan(optimizer, weights, read, alone)
-        with _lent(loan):
-            if closure is not None and together:
-                result = run(optimizer, _outside(loan, closure))
-            else:
-                result = run(optimizer)
-        loan.write()
-        count(optimizer, list(loan.lent))
-        weights.stepped.update((p, True) for p in (*loan.lent, *alone) if p.grad is not None)
+    weights.complete(optimizer)
+    run = optimizers.step_without_hooks(kind)
+    for rows, others in pieces(optimizer, weights, together):
+        result = _step_on(optimizer, weights, rows, others, run, closure if together else None)
     return loss if closure is not None and not together else result
 
 
-@contextmanager
-def _lent(loan: Loan) -> Iterator[None]:
-    loan.give()
-    try:
-        yield
-    finally:
-        loan.take_back()
+def _step_on(
+    optimizer: torch.optim.Optimizer,
+    weights: LowWeights,
+    rows: list[list[Param]],
+    others: list[Param],
+    run: Any,
+    closure: Closure | None,
+) -> Any:
+    """Take the step on some low parameters, and on others that step with them."""
+    state: Any = optimizer.state
+    read = [weights.read(state, row) for row in rows]
+    lent: dict[Param, torch.Tensor] = {
+        p: torch.nn.Parameter(full, requires_grad=p.requires_grad)
+        for piece in read
+        for p, full in piece.values()
+    }
+    loan = Loan(optimizer, lent, others)
 
+    def give() -> None:
+        for p, full in lent.items():
+            full.grad = None if p.grad is None else p.grad.to(torch.float32)
+        loan.give()
 
-def _outside(loan: Loan, closure: Closure) -> Closure:
-    """Return a closure that runs on the low parameters, which have the values lent so far."""
+    def write() -> None:
+        for piece in read:
+            weights.write(state, piece)
 
-    def evaluate() -> Any:
+    def evaluate() -> Any:  # on the low parameters, which have the values lent so far
+        assert closure is not None
         loan.take_back()
         with torch.no_grad():
-            loan.write()
+            write()
         try:
             return closure()
         finally:
-            loan.give()
+            give()
 
-    return evaluate
+    give()
+    try:
+        result = run(optimizer) if closure is None else run(optimizer, evaluate)
+    finally:
+        loan.take_back()
+    write()
+    found = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which may have skipped
+    for p in lent:
+        steps = state[p].get(STEPS)
+        if steps is not None and p.grad is not None:
+            steps += 1 if found is None else (found == 0).to(steps)
+    weights.stepped.update(p for p in (*lent, *others) if p.grad is not None)
+    return result
 
 
 def is_piecewise(kind: type) -> bool:
@@ -146,23 +150,25 @@ def is_piecewise(kind: type) -> bool:
 
 def pieces(
     optimizer: torch.optim.Optimizer, weights: LowWeights, together: bool
-) -> Iterator[tuple[list[list[torch.Tensor]], list[torch.Tensor]]]:
-    """Yield what to lend at a time: low parameters by device, and others that step with them."""
+) -> Iterator[tuple[list[list[Param]], list[Param]]]:
+    """Yield what to lend at a time: rows of low parameters, and others that step with them."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     low = [p for p in every if p in weights.places and (together or p.grad is not None)]
     others = [p for p in every if p not in weights.places]
+    # Float32 copies stay where they are, and are in no row with others.
+    alone = weights.mode.name == "master"
+    rows = [[[p] for p in some] if alone else [some] for some in _alike(low)]
     if together:
-        yield [piece for some in _alike(low) for piece in _read_at_once(some, weights)], others
+        yield [row for several in rows for row in several], others
         return
     if others or not low:
         yield [], others
-    for some in _alike(low):
-        yield _read_at_once(some, weights), []
+    yield from ((several, []) for several in rows)
 
 
-def _alike(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _alike(params: list[Param]) -> Iterator[list[Param]]:
     """Yield parameters on one device, of `LENT` bytes at most in float32."""
-    some: list[torch.Tensor] = []
+    some: list[Param] = []
     size = 0
     for p in params:
         more = 4 * distributed.local(p).numel()
@@ -173,21 +179,6 @@ def _alike(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         size += more
     if some:
         yield some
-
-
-def _read_at_once(params: list[torch.Tensor], weights: LowWeights) -> list[list[torch.Tensor]]:
-    """Return which parameters are read into one row; float32 copies stay where they are."""
-    return [[p] for p in params] if weights.mode.name == "master" else [params]
-
-
-def count(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
-    """Count a step of parameters whose rounding is random, unless a fused optimizer skipped it."""
-    found = getattr(optimizer, "found_inf", None)
-    for p in params:
-        steps = optimizer.state[p].get(STEPS)
-        if steps is not None and p.grad is not None:
-            taken = 1 if found is None else (found == 0).to(steps)
-            steps += taken
 
 
 def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
@@ -225,12 +216,10 @@ def compiled_step(
     compiled: dict[str, Step],
     closure: Closure | None,
 ) -> Any:
-    """Take one step of an optimizer on low weights, compiled where that is possible.
-
-    The first step of a parameter, which makes its state, runs as it is written; so do the steps of
-    fused optimizers, which are one kernel already, of sharded parameters, of float16 weights, and
-    of optimizers that are not of torch.optim.
-    """
+    """Take one step of an optimizer on low weights, compiled where that is possible."""
+    # As they are written run the first step of a parameter, which makes its state, and the steps of
+    # fused optimizers, which are one kernel already, of sharded parameters, of float16 weights, and
+    # of optimizers that are not of torch.optim.
     with torch.no_grad():
         if not _can_compile(optimizer, weights, kind):
             return step(optimizer, weights, kind, closure)
@@ -238,21 +227,15 @@ def compiled_step(
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with_grad = [
-            [p for p in group["params"] if p.grad is not None] for group in optimizer.param_groups
-        ]
-        every = [p for group in with_grad for p in group]
-        if any(not weights.stepped.get(p) for p in every):
+        every = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        if not weights.stepped.issuperset(every):
             step(optimizer, weights, kind, None)
             return loss
         refuse_sparse(optimizer)
-        low_parameters.complete(weights, optimizer)
-        for p in every:
-            if p in weights.places:
-                low_parameters.prepare(weights, optimizer.state, p)
+        weights.complete(optimizer)
         if "step" not in compiled:
             compiled["step"] = torch.compile(_step_of(kind, weights), options=inductor.OPTIONS)
-        _run(optimizer, weights, with_grad, compiled["step"])
+        _run(optimizer, weights, compiled["step"])
     return loss
 
 
@@ -268,34 +251,42 @@ def _can_compile(
     )
 
 
-def _run(
-    optimizer: torch.optim.Optimizer,
-    weights: LowWeights,
-    with_grad: list[list[torch.Tensor]],
-    step: Step,
-) -> None:
+class InGraph(NamedTuple):
+    """A parameter as a compiled step gets it."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, Any]  # of the optimizer's own
+    beside: torch.Tensor | None  # int16 as bfloat16 of the same bits
+    steps: torch.Tensor | None
+    place: int | None  # None for one that is kept
+
+
+def _run(optimizer: torch.optim.Optimizer, weights: LowWeights, step: Step) -> None:
     state: Any = optimizer.state
-    every = [p for group in with_grad for p in group]
-    own = [{k: v for k, v in state[p].items() if k not in OURS} for p in every]
-    settings = []
+    groups: list[tuple[dict[str, Any], list[InGraph]]] = []
+    own: dict[Param, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        settings.append({k: v for k, v in group.items() if k not in ("params", "param_names")})
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         if "capturable" in group:
-            settings[-1]["capturable"] = True  # as dynamo does: nothing may wait in a graph
-    step(
-        [p.detach() for p in every],
-        [p.grad for p in every],
-        own,
-        [viewed(state[p].get(BESIDE)) if p in weights.places else None for p in every],
-        [state[p].get(STEPS) if p in weights.places else None for p in every],
-        [weights.places.get(p) for p in every],
-        [len(group) for group in with_grad],
-        settings,
-    )
-    for p, entries in zip(every, own, strict=True):
+            settings["capturable"] = True  # as dynamo does: nothing may wait in a graph
+        groups.append((settings, []))
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            own[p] = {k: v for k, v in state[p].items() if k not in OURS}
+            beside = steps = None
+            if p in weights.places:
+                beside = weights.prepare(state, p)
+                beside = low_parameters.viewed(beside, torch.int16, torch.bfloat16)
+                steps = state[p].get(STEPS)
+            place = weights.places.get(p)
+            groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, steps, place))
+    step(groups)
+    for p, entries in own.items():
         state[p].update(entries)
         if p in weights.places:
-            low_parameters.note_versions(weights, state, p)
+            weights.note_versions(state, p)
 
 
 def _step_of(kind: Any, weights: LowWeights) -> Step:
@@ -303,47 +294,34 @@ def _step_of(kind: Any, weights: LowWeights) -> Step:
     mode, seed = weights.mode, weights.seed
     twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
 
-    def step(
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: list[dict[str, Any]],
-        besides: list[torch.Tensor | None],
-        steps: list[torch.Tensor | None],
-        places: list[int | None],
-        sizes: list[int],
-        settings: list[dict[str, Any]],
-    ) -> None:
-        fulls = []
-        for p, grad, beside, place in zip(params, grads, besides, places, strict=True):
-            full = p
-            if place is not None:
-                full = load(mode, p.to(torch.float32), opened(beside))
-            full.grad = grad.to(torch.float32) if place is not None else grad
-            fulls.append(full)
+    def step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
         twin = twin_class.__new__(twin_class)
-        twin.param_groups = []
-        first = 0
-        for size, setting in zip(sizes, settings, strict=True):
-            twin.param_groups.append({**setting, "params": fulls[first : first + size]})
-            first += size
-        twin.state = dict(zip(fulls, states, strict=True))
-        twin.defaults = settings[0]
+        twin.param_groups, twin.state, twin.defaults = [], {}, groups[0][0]
+        low = []
+        for settings, params in groups:
+            fulls = []
+            for each in params:
+                full, grad = each.param, each.grad
+                if each.place is not None:
+                    full = load(mode, full.to(torch.float32), opened(each.beside))
+                    grad = grad.to(torch.float32)
+                    low.append((each.place, each, full))
+                full.grad = grad
+                twin.state[full] = each.state
+                fulls.append(full)
+            twin.param_groups.append({**settings, "params": fulls})
         own_step(twin)
-        for p, full, beside, count, place in zip(
-            params, fulls, besides, steps, places, strict=True
-        ):
-            if place is None:
-                continue
-            random = None
-            if count is not None:
+        for place, each, full in low:
+            p, random = each.param, None
+            if each.steps is not None:
                 index = torch.arange(p.numel(), dtype=torch.int32, device=p.device).view(p.shape)
-                random = random_bits.random16(random_bits.key(seed, count, place), index)
-            low, rest = keep(mode, full, random)
-            p.copy_(low)
-            if beside is not None:
-                put(beside, rest)
-            if count is not None:
-                count += 1
+                random = random_bits.random16(random_bits.key(seed, each.steps, place), index)
+            new, rest = keep(mode, full, random)
+            p.copy_(new)
+            if each.beside is not None:
+                put(each.beside, rest)
+            if each.steps is not None:
+                each.steps.add_(1)
 
     return step
 
@@ -364,53 +342,31 @@ def _twin_class(kind: Any) -> Any:
 #
 # Inductor makes no vector code for a CPU kernel in which an int16 number occurs, and such a
 # kernel takes ten times as long. So in the graph a bfloat16 number is the float32 number of the
-# same value, and an int16 number the int32 number. Rounding is done on the bits: inductor would
+# same value, and an int16 number the int32 number. `keep` rounds on the bits: inductor would
 # remove a cast to bfloat16 and back. Remainders, which are int16 in memory, are read as bfloat16
 # numbers of the same bits. They are written by an op that inductor does not look into: a cast to
 # bfloat16 would change those that are the bits of a NaN.
 
 
-_UPPER = -0x10000
-
-
-def _narrow(full: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Round float32 to the nearest bfloat16 number, ties to even, as float32; NaN to anything."""
-    assert dtype == "bfloat16"
-    bits = full.view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER).view(torch.float32)
-
-
-VERBS: Verbs = Verbs(
-    bits=lambda x: x.view(torch.int32),
-    float32=lambda x: x.view(torch.float32),
-    bits16=lambda x: x.view(torch.int32) >> 16,
+VERBS: Verbs = low_parameters.VERBS._replace(
     bfloat16=lambda x: (x << 16).view(torch.float32),
-    to_int32=lambda x: x,
     to_int16=lambda x: x,  # what is stored in int16 is cut off there
-    wide=lambda x: x,
-    narrow=_narrow,
-    from_half=lambda x: x.to(torch.float32),
-    where=torch.where,
 )
 
 
 def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any]:
-    """Return float32 weights as they are stored: the low weights, and what stands beside them.
-
-    Where the low weight is the usual cast, the compiler makes it, of NaN too.
-    """
+    """Return float32 weights as they are stored: the low weights, and what stands beside them."""
+    # Where the low weight is the usual cast, the compiler makes it, of NaN too.
     if mode.name == "master":
         return full, full
     return store.store(VERBS, mode, "bfloat16", full, random)
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
-    """Return low weights as float32; those written by hand as they are.
-
-    It is `store.beside_written` and `store.load` in fewer operations: what does not fit to a weight
-    is known by its size. A weight that was written through `data`, and is nearer than a last place
-    to the one before, counts as the one before.
-    """
+    """Return low weights as float32; those written by hand as they are."""
+    # As `store.beside_written` and `store.load` in fewer operations: what does not fit to a weight
+    # is known by its size. A weight that was written through `data`, and is nearer than a last
+    # place to the one before, counts as the one before.
     if mode.name == "split":
         full = (low.view(torch.int32) + rest).view(torch.float32)  # NaN with any payload
         return torch.where(full == full, full, low)
@@ -419,13 +375,6 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
         place = low.abs() * 2.0**-8 + 2.0**-126
         return torch.where((rest - low).abs() <= place, rest, low)
     return low
-
-
-def viewed(beside: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what stands beside a weight for a graph: int16 as bfloat16 of the same bits."""
-    if beside is not None and beside.dtype is torch.int16:
-        return beside.view(torch.bfloat16)
-    return beside
 
 
 def opened(beside: torch.Tensor | None) -> Any:
@@ -448,12 +397,6 @@ def _put_bits(into: torch.Tensor, x: torch.Tensor) -> None:
 
 
 _library = torch.library.Library("polymp", "FRAGMENT")
-
-
 _library.define("put_bits(Tensor(a!) into, Tensor x) -> ()")
-
-
 _library.impl("put_bits", _put_bits, "CompositeExplicitAutograd")
-
-
 _library.impl("put_bits", lambda into, x: None, "Meta")

@@ -1,22 +1,19 @@
 """`low_weights`: the parameters of any optimizer kept in 16 bits, so that they still learn."""
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from polymp.backends.torch.autocast import dtype_names, region_casts
+from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
-from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
-from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights
+from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, viewed
 from polymp.weights import store
 from polymp.weights.store import summary
 
@@ -116,19 +113,15 @@ def low_weights(
         )
     chosen = store.mode(mode)
     name = store.low_dtype(chosen, dtype)
-    kept = _kept(optimizer, keep, name)
-    weights = LowWeights(chosen, name, seed, {}, kept, {}, {}, {})
+    weights = LowWeights(chosen, name, seed, _kept(optimizer, keep, name))
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(p in kept or low_parameters.why_kept(p) for p in every):
-        why = {kept.get(p) or low_parameters.why_kept(p) for p in every}
+    reasons = [weights.kept.get(p) or low_parameters.why_kept(p) for p in every]
+    if all(reasons):
         raise ValueError(
             f"low_weights(): no parameter of this {kind.__name__} can be stored low: "
-            f"{'; '.join(sorted(why))}."
+            f"{'; '.join(sorted(set(reasons)))}."
         )
-    first = 0
-    for group in optimizer.param_groups:
-        low_parameters.take(weights, optimizer.state, group, first)
-        first += len(group["params"])
+    weights.take(optimizer)
     made: Any = optimizer
     made.__class__ = low_class(kind)
     made._low, made._compiled = weights, {}
@@ -166,32 +159,22 @@ def _read_in_float32(
     """Run the model, and return the parameters with another use than a cast to the low dtype."""
     # Every use is watched below autocast and autograd, as `freeze` does. Tensors that share memory
     # are in the result together; the reason is the op that reads them, or that none does.
-    sharing: dict[int, dict[str, torch.Tensor]] = {}
-    for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        key = storage_key(distributed.local(p)) or id(p)
-        sharing.setdefault(key, {})[str(at)] = p
-    groups = [freeze_usage.Group(tensors) for tensors in sharing.values()]
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(every))
+    groups = [freeze_usage.Group(each) for each in tensors]
     region_casts.drop()  # a cast that a region around this has kept would not be seen
     with freeze_usage.Uses(groups, DTYPES[name], {}):
         forward()
     if not any(group.cast for group in groups):
-        low = dtype_names.NAMES[DTYPES[name]]
         raise ValueError(
-            f"low_weights(keep=...): the function cast no parameter of the optimizer to {low}. It "
+            f"low_weights(keep=...): the function cast no parameter of the optimizer to {name}. It "
             "has to run the model in its region: with autocast(device, "
-            f"dtype=torch.{low}): model(x)."
+            f"dtype=torch.{name}): model(x)."
         )
     for group in groups:
         if not group.cast:
             group.stays("is not used in the forward pass")
     return {p: group.why for group in groups if group.why for p in group.each()}
-
-
-def _kind(value: Any) -> str:
-    """Return the dtype and shape of a tensor, as messages show them."""
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 # `LowOptimizer`: what is added to the class of an optimizer whose parameters are kept low.
@@ -263,9 +246,7 @@ class LowOptimizer(Optimizer):
             param_group: as for any optimizer.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        first = sum(len(g["params"]) for g in self.param_groups[:-1])
-        low_parameters.take(self._low, self.state, group, first)
+        self._low.take(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with what stands beside each weight and the mode.
@@ -273,7 +254,24 @@ class LowOptimizer(Optimizer):
         The remainders of `split` are in it as bfloat16 of the same bits, because NCCL and gloo,
         which gather a state, have no int16.
         """
-        return shown(self._low, self, super().state_dict())
+        saved: dict[str, Any] = super().state_dict()
+        state = dict(saved["state"])
+        for number, p in self._numbered(saved):
+            if p in self._low.places:
+                with (
+                    torch.no_grad()
+                ):  # of a weight that other code wrote, what was written is saved
+                    self._low.prepare(self.state, p)
+                if p in self._low.versions:
+                    self._low.note_versions(self.state, p)
+                own = {**self._low.entries(self.state, p), **state.get(number, {})}
+                state[number] = {k: viewed(v, torch.int16, torch.bfloat16) for k, v in own.items()}
+        return {**saved, "state": state}
+
+    def _numbered(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the parameters with their numbers in a state_dict."""
+        numbers = (n for group in state_dict["param_groups"] for n in group["params"])
+        return zip(numbers, (p for g in self.param_groups for p in g["params"]), strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that this method's counterpart, or a plain float32 optimizer, has saved.
@@ -288,21 +286,97 @@ class LowOptimizer(Optimizer):
         Raises:
             ValueError: the mode or the parameters that are low are others; nothing was changed.
         """
-        saved = checked(self._low, self, state_dict)
+        low, state = self._low, state_dict["state"]
+        beside = {
+            p: {key: state[number][key] for key in OURS if key in state[number]}
+            for number, p in self._numbered(state_dict)
+            if number in state
+        }
+        self._check(state_dict, beside)
+        plain = {
+            number: {key: value for key, value in entry.items() if key not in OURS}
+            for number, entry in state.items()
+        }
+        plain = {number: entry for number, entry in plain.items() if entry or not state[number]}
+        # State is cast to the dtypes of the parameters: float32 tensors stand in for the low ones.
+        stand_ins = {
+            p: torch.empty(0, dtype=torch.float32, device=distributed.local(p).device)
+            for p in low.places
+        }
+        kept = [p for group in self.param_groups for p in group["params"] if p not in stand_ins]
+        loan = low_step.Loan(self, stand_ins, kept)
         hooks = self._optimizer_load_state_dict_post_hooks
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        loan.give()
         try:
-            with float32_stand_ins(self._low, self):
-                super().load_state_dict(saved.plain)
+            super().load_state_dict({**state_dict, "state": plain})
         finally:
+            loan.take_back()
             self._optimizer_load_state_dict_post_hooks = hooks
-        load_beside(self._low, self, saved)
+        for group in self.param_groups:
+            group[GROUP] = low.mode.name
+        for p, entries in beside.items():
+            if entries:
+                self._load_beside(p, entries)
         for hook in hooks.values():
             hook(self)
 
+    def _check(
+        self, state_dict: Mapping[str, Any], beside: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> None:
+        """Raise if a state_dict does not fit how the parameters are kept."""
+        modes = {group.get(GROUP) for group in state_dict["param_groups"]}
+        mine, low = self._low.mode.name, self._low.places
+        if modes - {None, mine}:
+            other = ", ".join(sorted(repr(mode) for mode in modes - {None, mine}))
+            raise ValueError(
+                f"load_state_dict(): the state was saved with mode {other}, and this optimizer "
+                f"keeps its weights with mode {mine!r}. Make it with low_weights(optimizer, "
+                f"mode={other}). To change the mode, load both there, take "
+                "float32_state_dict(model), and load that with load_float32_state_dict(model, ...) "
+                "here."
+            )
+        params = [p for group in self.param_groups for p in group["params"]]
+        for at, p in enumerate(params if mine in modes else ()):
+            was_low = bool(beside.get(p))
+            if was_low != (p in low):
+                there, here = ("low", "kept") if was_low else ("kept", "low")
+                raise ValueError(
+                    f"load_state_dict(): parameter {at}, of shape {tuple(p.shape)}, was {there} "
+                    f"in the run that saved the state, and is {here} here. Call low_weights() with "
+                    "the same keep= as there."
+                )
+        for at, p in enumerate(params):
+            own = self._low.entries(self.state, p) if p in low else {}
+            for key, value in beside.get(p, {}).items() if own else ():
+                wanted = _kind(viewed(own.get(key), torch.int16, torch.bfloat16))
+                if _kind(viewed(value, torch.int16, torch.bfloat16)) != wanted:
+                    raise ValueError(
+                        f"load_state_dict(): {key!r} of parameter {at} is {_kind(value)}, and has "
+                        f"to be {wanted}. Load it as it was saved: a cast loses bits of the weight."
+                    )
+
+    def _load_beside(self, p: torch.Tensor, entries: Mapping[str, Any]) -> None:
+        """Load what stands beside a weight."""
+        # If the weight was loaded before, they belong together from now on. Otherwise it is
+        # expected to be loaded yet: what is written to it before the next step belongs to this.
+        low = self._low
+        own = low.entries(self.state, p)
+        noted = low.versions.get(p)
+        loaded = noted is not None and low_parameters.version(p) != noted[0]
+        with torch.no_grad():
+            for key, value in entries.items():
+                if own[key].dtype is torch.int16:
+                    value = viewed(value, torch.bfloat16, torch.int16)
+                own[key].copy_(value)
+        if loaded:
+            low.note_versions(self.state, p)
+        else:
+            low.versions.pop(p, None)
+
     def complete_state(self) -> None:
         """Put into the state what belongs there before a step; for what copies and restores it."""
-        low_parameters.complete(self._low, self)
+        self._low.complete(self)
 
     def float32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the state_dict of a model with its low weights as float32.
@@ -318,8 +392,7 @@ class LowOptimizer(Optimizer):
         found = model.state_dict()
         for name, p in model.named_parameters(remove_duplicate=False):
             if name in found and p in self._low.places:
-                piece = low_parameters.read(self._low, self.state, [p])
-                ((_, full),) = low_parameters.values(piece)
+                ((_, full),) = self._low.read(self.state, [p]).values()
                 found[name] = full.clone()
         return found
 
@@ -342,7 +415,7 @@ class LowOptimizer(Optimizer):
         for name, p in model.named_parameters(remove_duplicate=False):
             if name in state_dict and p in self._low.places:
                 full = state_dict[name].to(torch.float32)
-                low_parameters.begin(self._low, self.state, p, distributed.local(full))
+                self._low.begin(self.state, p, distributed.local(full))
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -351,18 +424,10 @@ class LowOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return _rebuilt, (self._kind, self.__getstate__())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made: Self = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        made._low.versions.clear()
-        return made
-
 
 def _rebuilt(kind: Any, state: dict[str, Any]) -> Optimizer:
     made: Any = object.__new__(low_class(kind))
     made.__setstate__(state)
-    made._low.versions.clear()
     return made  # type: ignore[no-any-return]
 
 
@@ -372,146 +437,8 @@ def low_class(kind: Any) -> type[Optimizer]:
     return type(f"Low{kind.__name__}", (LowOptimizer, kind), {"_kind": kind})
 
 
-# The state_dict of an optimizer whose parameters are kept low.
-
-
-class Saved(NamedTuple):
-    """A state_dict that may be loaded.
-
-    Attributes:
-        plain: it, without what stands beside weights.
-        beside: that, by parameter.
-    """
-
-    plain: dict[str, Any]
-    beside: dict[torch.Tensor, dict[str, Any]]
-
-
-def shown(
-    weights: LowWeights, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a state_dict with what stands beside every low weight."""
-    state = dict(state_dict["state"])
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in zip(numbers, params, strict=False):
-        if p in weights.places:
-            with torch.no_grad():  # of a weight that other code wrote, what was written is saved
-                low_parameters.prepare(weights, optimizer.state, p)
-            if p in weights.versions:
-                low_parameters.note_versions(weights, optimizer.state, p)
-            own = {**low_parameters.ours(weights, optimizer.state, p), **state.get(number, {})}
-            state[number] = {k: _viewed(v, torch.int16, torch.bfloat16) for k, v in own.items()}
-    return {**state_dict, "state": state}
-
-
-def _viewed(value: Any, dtype: torch.dtype, other: torch.dtype) -> Any:
-    """Return a tensor of one dtype as the other one, on the same memory; all else as it is."""
-    if not isinstance(value, torch.Tensor) or value.dtype is not dtype:
-        return value
-    return distributed.like(distributed.local(value).view(other), value)
-
-
-def checked(
-    weights: LowWeights, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> Saved:
-    """Return a state_dict in two parts, if it fits how the parameters are kept."""
-    groups = state_dict["param_groups"]
-    modes = {group.get(GROUP) for group in groups}
-    mine = weights.mode.name
-    if modes - {None, mine}:
-        other = ", ".join(sorted(repr(mode) for mode in modes - {None, mine}))
-        raise ValueError(
-            f"load_state_dict(): the state was saved with mode {other}, and this optimizer keeps "
-            f"its weights with mode {mine!r}. Make it with low_weights(optimizer, mode={other}). "
-            "To change the mode, load both there, take float32_state_dict(model), and load that "
-            "with load_float32_state_dict(model, ...) here."
-        )
-    state = state_dict["state"]
-    numbers = [number for group in groups for number in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    beside = {
-        p: {key: state[number][key] for key in OURS if key in state[number]}
-        for number, p in zip(numbers, params, strict=False)
-        if number in state
-    }
-    if mine in modes:
-        for at, p in enumerate(params):
-            was_low = bool(beside.get(p))
-            if was_low != (p in weights.places):
-                there, here = ("low", "kept") if was_low else ("kept", "low")
-                raise ValueError(
-                    f"load_state_dict(): parameter {at}, of shape {tuple(p.shape)}, was {there} "
-                    f"in the run that saved the state, and is {here} here. Call low_weights() with "
-                    "the same keep= as there."
-                )
-    for at, p in enumerate(params):
-        own = low_parameters.ours(weights, optimizer.state, p) if p in weights.places else {}
-        for key, value in beside.get(p, {}).items() if own else ():
-            wanted = _viewed(own.get(key), torch.int16, torch.bfloat16)
-            if _kind(_viewed(value, torch.int16, torch.bfloat16)) != _kind(wanted):
-                raise ValueError(
-                    f"load_state_dict(): {key!r} of parameter {at} is {_kind(value)}, and has to "
-                    f"be {_kind(wanted)}. Load it as it was saved: a cast loses bits of the weight."
-                )
-    plain = {
-        number: {key: value for key, value in entry.items() if key not in OURS}
-        for number, entry in state.items()
-    }
-    kept = {number: entry for number, entry in plain.items() if entry or not state[number]}
-    return Saved({**state_dict, "state": kept}, {p: found for p, found in beside.items() if found})
-
-
-@contextmanager
-def float32_stand_ins(weights: LowWeights, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put float32 tensors in the place of low parameters: their state is cast to their dtype."""
-    stand_ins = {
-        p: torch.empty(0, dtype=torch.float32, device=distributed.local(p).device)
-        for p in weights.places
-    }
-    back = {stand_in: p for p, stand_in in stand_ins.items()}
-    own = {p: optimizer.state.pop(p) for p in stand_ins if p in optimizer.state}
-    before = dict(optimizer.state)
-    ours = {p: {k: v for k, v in entries.items() if k in OURS} for p, entries in own.items()}
-    lists = [(group, list(group["params"])) for group in optimizer.param_groups]
-    done = False
-    try:
-        for group, params in lists:
-            group["params"] = [stand_ins.get(p, p) for p in params]
-        yield
-        done = True
-    finally:
-        for group in (*optimizer.param_groups, *(group for group, _ in lists)):
-            group["params"] = [back.get(p, p) for p in group["params"]]
-        if done:
-            loaded = [(back.get(p, p), entries) for p, entries in optimizer.state.items()]
-            optimizer.state.clear()
-            optimizer.state.update(loaded)
-            for p, entries in ours.items():
-                optimizer.state[p].update(entries)
-        else:
-            optimizer.state.clear()
-            optimizer.state.update({**before, **own})
-
-
-def load_beside(weights: LowWeights, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
-    """Load what stands beside weights.
-
-    Where the weights were loaded before, they belong together from now on. Otherwise a parameter
-    is expected to be loaded yet: whatever is written to it before the next step belongs to what was
-    loaded here.
-    """
-    for group in optimizer.param_groups:
-        group[GROUP] = weights.mode.name
-    for p, entries in saved.beside.items():
-        own = low_parameters.ours(weights, optimizer.state, p)
-        loaded = low_parameters.has_new_version(weights, p)
-        with torch.no_grad():
-            for key, value in entries.items():
-                if own[key].dtype is torch.int16:
-                    value = _viewed(value, torch.bfloat16, torch.int16)
-                own[key].copy_(value)
-        if loaded:
-            low_parameters.note_versions(weights, optimizer.state, p)
-        else:
-            weights.versions.pop(p, None)
+def _kind(value: Any) -> str:
+    """Return the dtype and shape of a tensor, as messages show them."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"

@@ -31,54 +31,38 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Sample:
-    """Values of the low parameters of an optimizer before a step.
-
-    Args:
-        optimizer: the optimizer.
-        values: of each parameter at most.
-        called: names of parameters; others are called by their places in the groups.
-
-    Attributes:
-        names: of the parameters that are looked at, and their dtypes.
-    """
+    """Values of the low parameters of an optimizer before a step."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        values: int = VALUES,
         called: Mapping[torch.Tensor, str] = MappingProxyType({}),
     ) -> None:
-        self.names: list[tuple[str, str]] = []
-        self.params: list[torch.Tensor] = []
+        self.names: list[tuple[str, str]] = []  # of the parameters that are looked at, and dtypes
         self._found = getattr(optimizer, "found_inf", None)
-        self._values = values
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Of each parameter: itself, the bits of its values, and whether these have a gradient.
+        self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         if isinstance(optimizer, LowOptimizer):  # it loses nothing
             return
         for at, group in enumerate(optimizer.param_groups):
             if isinstance(group.get("lr"), float) and group["lr"] == 0:
                 continue
-            names = group.get("param_names") or ()
+            names = group.get("param_names", ())
             for number, p in enumerate(group["params"]):
                 if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
                     name = names[number] if names else f"parameter {number} of group {at}"
                     self.names.append((called.get(p, name), NAMES[p.dtype]))
-                    self.params.append(p)
-                    grad = self._some(p.grad)
+                    grad = _some(p.grad)
                     updated = (grad != 0) & grad.isfinite()
-                    self._before.append((self._some(p).view(torch.int16).clone(), updated))
-
-    def _some(self, t: torch.Tensor) -> torch.Tensor:
-        row = distributed.local(t).detach().reshape(-1)
-        return row[:: max(1, row.numel() // self._values)][: self._values]
+                    self._before.append((p, _some(p).view(torch.int16).clone(), updated))
 
     def counts(self) -> torch.Tensor | None:
         """Return updates and lost updates of each parameter: int64 [n, 2]; None without any."""
         rows = []
-        for p, (before, updated) in zip(self.params, self._before, strict=True):
+        for p, before, updated in self._before:
             if self._found is not None:  # a fused optimizer that skips
                 updated = updated & (self._found.to(updated.device) == 0)
-            lost = updated & (self._some(p).view(torch.int16) == before)
+            lost = updated & (_some(p).view(torch.int16) == before)
             rows.append(torch.stack([updated.sum(), lost.sum()]))
         device = rows[0].device if rows else None
         return torch.stack([row.to(device) for row in rows]) if rows else None
@@ -89,6 +73,12 @@ class Sample:
             LostUpdates(*named, *numbers)
             for named, numbers in zip(self.names, counts.tolist(), strict=True)
         ]
+
+
+def _some(t: torch.Tensor) -> torch.Tensor:
+    """Return some values of this process's part of a tensor."""
+    row = distributed.local(t).detach().reshape(-1)
+    return row[:: max(1, row.numel() // VALUES)][:VALUES]
 
 
 class UpdateWatch:

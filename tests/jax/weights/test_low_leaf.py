@@ -88,7 +88,7 @@ def test_of_trained_weights_optax_gives_the_rounded_ones(kind):
     power = np.frexp(np.abs(as_float64(low)))[0] == 0.5
     assert not np.any(other & ~(raised & power))
     assert other.mean() < 1e-5
-    if leaf.mode.exact:
+    if leaf.mode.beside:
         kept = bits(leaf.loaded(after, beside)) == bits(full)
         assert np.array_equal(kept, ~other)
     moved = np.abs(as_float64(after) - as_float64(rounded(leaf, full)))

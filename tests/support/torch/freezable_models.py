@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polymp.backends.torch.weights import originals
+from polymp.backends.torch.weights import freeze_usage
 from polymp.torch import autocast
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,7 +54,7 @@ def held(model: nn.Module) -> dict[str, Any]:
     """All that a model is, to the bit: objects, dtypes, memory, version, class, attributes."""
     every = {
         name: (id(t), t.dtype, t.data_ptr(), t._version, t.requires_grad, bits(t))
-        for name, t in originals.names(model).items()
+        for name, t in freeze_usage.names(model).items()
     }
     return every | {
         path: (type(m), sorted(map(str, vars(m)))) for path, m in model.named_modules() if path

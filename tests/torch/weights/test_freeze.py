@@ -14,7 +14,7 @@ from torch import nn
 
 from polymp import PolicyError
 from polymp.backends.torch.compat import modes
-from polymp.backends.torch.weights import freeze_usage, originals
+from polymp.backends.torch.weights import freeze_usage
 from polymp.torch import autocast, freeze
 from tests.support.torch.freezable_models import Mixed, Uses, bits, frozen_weights, held, plainly
 
@@ -41,7 +41,7 @@ def test_what_is_only_cast_is_stored_low_and_each_other_says_why_it_stays(x: tor
         **{f"batch.{name}": batch for name in ("weight", "bias", "running_mean", "running_var")},
         "doubles": "is float64",
     }
-    low = {name for name, t in originals.names(model).items() if t.dtype is BF16}
+    low = {name for name, t in freeze_usage.names(model).items() if t.dtype is BF16}
     assert low == set(handle.stored)
     got, expected = model(x), plainly(other, x)
     assert got.dtype is expected.dtype

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import polymp
 from polymp import PolicyError
 from polymp.backends.torch.autocast.fp8_product import WeightInBits
-from polymp.backends.torch.weights import freeze_usage, originals
+from polymp.backends.torch.weights import freeze_usage
 from polymp.fp8 import recipes
 from polymp.torch import autocast, freeze
 from tests.support.sizes import size
@@ -204,7 +204,7 @@ def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train
     model.train(train)
     plain = copy.deepcopy(model)
     handle = freeze(model, (inputs,), policy=policy, drop=True)
-    low = {id(t): t for n, t in originals.names(model).items() if n in handle.stored}.values()
+    low = {id(t): t for n, t in freeze_usage.names(model).items() if n in handle.stored}.values()
     saved = sum(4 * t.numel() - nbytes(t) for t in low)
     assert handle.bytes_before - handle.bytes_after == saved > 0
 
@@ -505,7 +505,7 @@ def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: 
             freeze(model, (X,), dtype=dtype, policy=policy)
     else:
         freeze(model, (X,), dtype=dtype, policy=policy)
-        assert any(t.dtype is dtype for t in originals.names(model).values())
+        assert any(t.dtype is dtype for t in freeze_usage.names(model).values())
     region = autocast("cpu", dtype, policy=policy)
     expected = outcome(other, region)
     assert freeze_usage.same(outcome(model, region), expected)
@@ -519,7 +519,7 @@ def test_random_models_in_8_bits(ways: list[tuple[str, bool]], recipe: str) -> N
     each = {"layer", "low by hand", "shared", "asked", "float", "moving"}
     if each.intersection(way for way, grad in ways if not grad):
         handle = freeze(model, (X,), dtype=BF16, policy=in_8_bits(recipe))
-        names = originals.names(model)
+        names = freeze_usage.names(model)
         assert all(isinstance(names[name], WeightInBits) for name in handle.stored_fp8)
         assert handle.stored_fp8 or ("layer", False) not in ways
     region = autocast("cpu", BF16, policy=in_8_bits(recipe))

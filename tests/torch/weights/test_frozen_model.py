@@ -18,7 +18,7 @@ from torch import nn
 import polymp
 from polymp import PolicyError
 from polymp.backends.torch.weights import freeze as freezing
-from polymp.backends.torch.weights import freeze_trial, freeze_usage
+from polymp.backends.torch.weights import freeze_usage
 from polymp.torch import Frozen, autocast, freeze, pin, scoped
 from tests.support.torch.freezable_models import Mixed, Uses, bits, frozen_weights, held, plainly
 
@@ -408,7 +408,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(
 
     model = frozen_weights(nn.Linear(8, 8))
     before = held(model)
-    for where in ((freeze_trial.Trial, "verify"), (freezing.subclass, "extend")):
+    for where in ((freezing.Trial, "verify"), (freezing.subclass, "extend")):
         with monkeypatch.context() as patch:
             patch.setattr(*where, interrupt)
             with pytest.raises(KeyboardInterrupt):

@@ -22,22 +22,16 @@ class Integration(NamedTuple):
     """A library, and what to write in it."""
 
     name: str  # of the package, as pip installs it
-    # "torch" or "jax"; for a library that is written for both, the one in which it takes the line.
+    # "torch" or "jax"; of a library for both, the one in which it takes the line.
     framework: str
-    first: tuple[int, ...]  # the first version that is tested
-    end: tuple[int, ...]  # the first version that is not tested any more
+    bounds: str  # the tested versions, as pip takes them: ">=3.15,<3.16"
     line: str  # what to write
-    # The module of polymp that has it; "" for a recipe with polymp's own functions.
-    adapter: str = ""
-
-    @property
-    def bounds(self) -> str:
-        """The tested versions, as pip takes them: ">=3.15,<3.16"."""
-        return f">={_dotted(self.first)},<{_dotted(self.end)}"
+    adapter: str = ""  # the module that has it; "" for a recipe with polymp's own functions
 
     def is_supported(self, version: str) -> bool:
         """True if the line is tested with a version of the library."""
-        return self.first <= parts(version) < self.end
+        first, end = map(parts, self.bounds.split(","))
+        return first <= parts(version) < end
 
     def at(self, version: str) -> dict[str, Any]:
         """The row as plain data, with an installed version and whether that is supported."""
@@ -53,52 +47,25 @@ class Integration(NamedTuple):
 
 
 _PRECISION = 'Trainer(plugins=[polymp.lightning.Precision("bf16-mixed", policy="lean")])'
+_ACCELERATE = 'polymp.accelerate.use(accelerator, policy="lean")'
+_TRANSFORMERS = 'polymp.transformers.use(trainer, policy="lean")'
+_KERAS = 'polymp.keras.use(model, policy="lean")'
 _AUTOCAST_LOSS = "jax.value_and_grad(polymp.jax.autocast(loss_fn))"
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
-
+_EQUINOX = "eqx.filter_value_and_grad(polymp.jax.autocast(loss_fn))"
+_OPTAX = "scaler.step(grads, update, params, opt_state)"
+_NUMPYRO = "polymp.jax.autocast(network) inside the model, not around it"
 
 INTEGRATIONS: tuple[Integration, ...] = (
-    Integration("lightning", "torch", (2, 5), (2, 7), _PRECISION, "polymp.lightning"),
-    Integration(
-        "accelerate",
-        "torch",
-        (1, 6),
-        (1, 16),
-        'polymp.accelerate.use(accelerator, policy="lean")',
-        "polymp.accelerate",
-    ),
-    Integration(
-        "transformers",
-        "torch",
-        (5, 0),
-        (5, 24),
-        'polymp.transformers.use(trainer, policy="lean")',
-        "polymp.transformers",
-    ),
-    Integration("peft", "torch", (0, 21), (0, 22), "polymp.torch.freeze(model, inputs)"),
-    Integration(
-        "keras", "jax", (3, 15), (3, 16), 'polymp.keras.use(model, policy="lean")', "polymp.keras"
-    ),
-    Integration("flax", "jax", (0, 12), (0, 13), "nnx" + _AUTOCAST_LOSS.removeprefix("jax")),
-    Integration(
-        "equinox",
-        "jax",
-        (0, 13),
-        (0, 14),
-        "eqx.filter_value_and_grad(polymp.jax.autocast(loss_fn))",
-    ),
-    Integration("dm-haiku", "jax", (0, 0, 17), (0, 1), _AUTOCAST_LOSS),
-    Integration("optax", "jax", (0, 2, 8), (0, 3), "scaler.step(grads, update, params, opt_state)"),
-    Integration(
-        "numpyro",
-        "jax",
-        (0, 22),
-        (0, 23),
-        "polymp.jax.autocast(network) inside the model, not around it",
-    ),
+    Integration("lightning", "torch", ">=2.5,<2.7", _PRECISION, "polymp.lightning"),
+    Integration("accelerate", "torch", ">=1.6,<1.16", _ACCELERATE, "polymp.accelerate"),
+    Integration("transformers", "torch", ">=5.0,<5.24", _TRANSFORMERS, "polymp.transformers"),
+    Integration("peft", "torch", ">=0.21,<0.22", "polymp.torch.freeze(model, inputs)"),
+    Integration("keras", "jax", ">=3.15,<3.16", _KERAS, "polymp.keras"),
+    Integration("flax", "jax", ">=0.12,<0.13", "nnx" + _AUTOCAST_LOSS.removeprefix("jax")),
+    Integration("equinox", "jax", ">=0.13,<0.14", _EQUINOX),
+    Integration("dm-haiku", "jax", ">=0.0.17,<0.1", _AUTOCAST_LOSS),
+    Integration("optax", "jax", ">=0.2.8,<0.3", _OPTAX),
+    Integration("numpyro", "jax", ">=0.22,<0.23", _NUMPYRO),
 )
 
 

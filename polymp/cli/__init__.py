@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"polymp: cannot write to standard output: {error}", file=sys.stderr)
         _silence_stdout()
         return 2
-    return int(args.code(data))
+    return int(not data.get("ok", data.get("same", True)))
 
 
 def _drawn(args: argparse.Namespace, data: Data) -> list[str]:
@@ -111,89 +111,53 @@ def _parser() -> argparse.ArgumentParser:
         text: str,
         collect: Callable[[argparse.Namespace], Data],
         draw: Callable[[Data, argparse.Namespace], Iterable[str | list[str]]],
-        code: Callable[[Data], int] = lambda data: 0,
         aliases: Sequence[str] = (),
     ) -> argparse.ArgumentParser:
         sentence = text[0].upper() + text[1:] + "."
         added = commands.add_parser(name, help=text, description=sentence, aliases=aliases, **end)
         added.add_argument("--json", action="store_true", help="print JSON")
-        added.set_defaults(collect=collect, draw=draw, code=code)
+        added.set_defaults(collect=collect, draw=draw)
         return added
 
     named = "the name of a shipped policy, or the path of a .toml file"
-    command(
-        "policies",
-        "list the shipped policies",
-        policies.listed,
-        policies.draw_list,
-        aliases=["list"],
-    )
-    show = command(
-        "show", "show the rule of every op under a policy", policies.shown, policies.draw_rules
-    )
+    text = "list the shipped policies"
+    command("policies", text, policies.listed, policies.draw_list, aliases=["list"])
+
+    text = "show the rule of every op under a policy"
+    show = command("show", text, policies.shown, policies.draw_rules)
     show.add_argument("policy", help=named)
-    show.add_argument(
-        "--op", default="", help="only this op, class (class:NAME) or spelling (aten:NAME)"
-    )
-    show.add_argument(
-        "--dtype",
-        type=_region_dtype,
-        metavar="DTYPE",
-        help="only in regions of this dtype: float16 (fp16) or bfloat16 (bf16)",
-    )
-    show.add_argument(
-        "--scope", default="", metavar="PATH", help="in the module at this path, as blocks.0.attn"
-    )
-    show.add_argument(
-        "--device", choices=DEVICES, help="only ops that differ from torch's table for the device"
-    )
-    diff = command(
-        "diff",
-        "show where two policies differ",
-        policies.compared,
-        policies.draw_differences,
-        lambda d: not d["same"],
-        aliases=["compare"],
-    )
-    diff.add_argument(
-        "--all", action="store_true", help="list each op, also of many that differ alike"
-    )
+    text = "only this op, class (class:NAME) or spelling (aten:NAME)"
+    show.add_argument("--op", default="", help=text)
+    text = "only in regions of this dtype: float16 (fp16) or bfloat16 (bf16)"
+    show.add_argument("--dtype", type=_region_dtype, metavar="DTYPE", help=text)
+    text = "in the module at this path, as blocks.0.attn"
+    show.add_argument("--scope", default="", metavar="PATH", help=text)
+    text = "only ops that differ from torch's table for the device"
+    show.add_argument("--device", choices=DEVICES, help=text)
+
+    text = "show where two policies differ"
+    diff = command("diff", text, policies.compared, policies.draw_differences, aliases=["compare"])
+    text = "list each op, also of many that differ alike"
+    diff.add_argument("--all", action="store_true", help=text)
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
-    asked = command(
-        "check",
-        "read a policy and check that torch and jax can run ops by each row",
-        check.checked,
-        check.draw,
-        lambda d: not d["ok"],
-    )
+
+    text = "read a policy and check that torch and jax can run ops by each row"
+    asked = command("check", text, check.checked, check.draw)
     asked.add_argument("policy", help=named)
-    asked.add_argument(
-        "--backend", choices=backends.NAMES, help="check for this one; if left out, both"
+    text = "check for this one; if left out, both"
+    asked.add_argument("--backend", choices=backends.NAMES, help=text)
+    text = (
+        "also check that the rules by module path match modules of the model that the function "
+        "returns with example inputs"
     )
-    asked.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="also check that the rules by module path match modules of the model that the "
-        "function returns with example inputs",
-    )
-    examine = command(
-        "doctor",
-        "report the versions, devices and fast dtypes of this machine, and the dtype to use",
-        doctor.examined,
-        doctor.draw,
-        lambda d: not d["ok"],
-    )
-    examine.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="time the model that the function returns with example inputs, in each dtype",
-    )
-    examine.add_argument(
-        "--seconds",
-        type=_seconds,
-        metavar="S",
-        help=f"time to measure the model for; {model_times.BUDGET} if left out",
-    )
+    asked.add_argument("--model", metavar="MODULE:FUNCTION", help=text)
+
+    text = "report the versions, devices and fast dtypes of this machine, and the dtype to use"
+    examine = command("doctor", text, doctor.examined, doctor.draw)
+    text = "time the model that the function returns with example inputs, in each dtype"
+    examine.add_argument("--model", metavar="MODULE:FUNCTION", help=text)
+    text = f"time to measure the model for; {model_times.BUDGET} if left out"
+    examine.add_argument("--seconds", type=_seconds, metavar="S", help=text)
     return parser
 
 

@@ -243,9 +243,6 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
             if nodes[i].vanished > 0:
                 found.append(i)
         seen.update(front)
-        front = sorted(_before(nodes, front) - seen)
+        before = {i for of in front for i in nodes[of].inputs if nodes[i].zeros and i < of}
+        front = sorted(before - seen)
     return max(found, key=lambda i: nodes[i].vanished, default=None)
-
-
-def _before(nodes: Sequence[Node], front: Iterable[int]) -> set[int]:
-    return {i for at in front for i in nodes[at].inputs if nodes[i].zeros and i < at}

@@ -450,7 +450,8 @@ def suggest_fp8(audit: AuditRecord, base: policy_files.Source, limit: float) -> 
             why += " " + _NOWHERE
         reasons.append(why)
     for one in audit.fp8_losses:  # a row holds for the modules inside of its own, too
-        if one not in over and any(_is_inside(one, other) for other in over):
+        around = (o for o in over if o.module and one.module.startswith(f"{o.module}."))
+        if one not in over and any(one.op == other.op for other in around):
             inside.setdefault(scope_of(one.module), {}).setdefault(one.op, Rule.FP8.value)
     head = {"fp8": audit.fp8}
     if isinstance(base, (str, os.PathLike)):
@@ -462,10 +463,6 @@ _NOWHERE = (
     "No row can be for it alone, because it is called outside of all modules; in JAX, "
     "jax.named_scope('name') names a part of a function."
 )
-
-
-def _is_inside(one: Fp8Loss, other: Fp8Loss) -> bool:
-    return bool(other.module) and one.op == other.op and one.module.startswith(f"{other.module}.")
 
 
 def _why(one: Fp8Loss) -> str:

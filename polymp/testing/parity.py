@@ -149,13 +149,12 @@ def assert_parity(
             first = compare(*wide, None).gaps
         except ParityError as error:
             last = f"{low} was not compared. float32_first=False compares in {low} alone."
-            said = _said(error, "float32", "in float32, without a region: ", last)
-            raise ParityError(*said) from None
+            raise error._found_in("float32", "in float32, without a region: ", last) from None
     try:
         found = compare(args, kwargs, low)
     except ParityError as error:
         start = f"in {low}, though not in float32: " if first else ""
-        raise ParityError(*_said(error, low or "float32", start)) from None
+        raise error._found_in(low or "float32", start) from None
     if grads and all(x.dtype.kind in "iub" for x in rounding.arrays((args, kwargs)).values()):
         warnings.warn(_NO_GRADIENTS, stacklevel=2)
     return found._replace(float32=first)
@@ -192,13 +191,10 @@ class ParityError(AssertionError):
         # The arrays that were compared, with errors and tolerances; () where dtypes differ.
         self.gaps: tuple[Gap, ...] = tuple(gaps)
 
-
-def _said(
-    error: ParityError, dtype: str, start: str, last: str = ""
-) -> tuple[str, str, str, Sequence[Gap], str]:
-    """The arguments of the same error with the dtype in which it was found."""
-    text = "\n\n".join([f"{start}{error}", *([last] if last else [])])
-    return text, error.op, error.side_by_side, error.gaps, dtype
+    def _found_in(self, dtype: str, start: str, last: str = "") -> "ParityError":
+        """The same error with the dtype in which it was found."""
+        text = f"{start}{self}" + (f"\n\n{last}" if last else "")
+        return ParityError(text, self.op, self.side_by_side, self.gaps, dtype)
 
 
 def _compare(

@@ -189,20 +189,25 @@ class Walk(Generic[T, A]):
     def program(self, closed: ClosedProgram, values: Sequence[T], around: A) -> list[T]:
         """Those about the results of a program."""
 
-        def equation(_: int, eqn: Equation, values: list[T]) -> Sequence[T]:
-            return self.equation(eqn, values, around)
+        def equation(at: int, eqn: Equation, values: list[T]) -> Sequence[T]:
+            return self.equation(at, eqn, values, around)
 
         return interpreted(closed, values, equation, self.number)
 
-    def equation(self, eqn: Equation, values: list[T], around: A) -> Sequence[T]:
+    def inner(self, around: A, eqn: Equation, at: int, which: int) -> A:
+        """What is handed inwards to a program of an equation, by their numbers."""
+        return around
+
+    def equation(self, at: int, eqn: Equation, values: list[T], around: A) -> Sequence[T]:
         """Those about the results of an equation."""
-        programs = [one for one in inside(eqn) if one.gives]
+        programs = [(which, one) for which, one in enumerate(inside(eqn)) if one.gives]
         if not programs:
             return self.leaf(eqn, values, around)
-        outs = (self._looped(one, values, around) for one in programs)
+        outs = (self.looped(one, values, self.inner(around, eqn, at, n)) for n, one in programs)
         return [reduce(self.join, several) for several in zip(*outs, strict=True)]
 
-    def _looped(self, program: Inner, operands: list[T], around: A) -> list[T]:
+    def looped(self, program: Inner, operands: list[T], around: A) -> list[T]:
+        """Those about the results of a program that an equation runs, in a loop or once."""
         fixed, start, over = program.split(operands)
         outs: list[T] = []
 

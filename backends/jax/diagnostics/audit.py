@@ -12,7 +12,6 @@ import functools
 import math
 import reprlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -25,11 +24,8 @@ from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
-    call_of,
-    inputs,
     measured,
     measurements,
-    names,
 )
 from polymp.backends.jax.diagnostics.locate import derived, fault, largest, nodes_of
 from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
@@ -39,11 +35,11 @@ from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured, together
+from polymp.diagnostics.audit_records import Measured, largest_error, together
 from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.fp8_loss import Measurement, losses
-from polymp.diagnostics.magnitudes import BINS, INF, Magnitudes, followed, lower_edge
+from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
 from polymp.fp8.recipes import RECIPES, recipe_of
 from polymp.rules import policy_files
 from polymp.weights.lost_updates import LostUpdates
@@ -67,8 +63,7 @@ class Audited:
         self._fp8 = fp8
         self._rounding = rounding
         self._tried = policy_files.load("fp8").override(recipe=fp8) if fp8 else None
-        self._programs: dict[Hashable, MeasuredCall] = {}
-        self._weights: dict[Hashable, list[Written]] = {}
+        self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
         self._measured: list[Run] = []
         self._written: list[tuple[int, Sampled]] = []  # with the number of the call
         self._read: tuple[int, Audit] | None = None
@@ -95,23 +90,19 @@ class Audited:
         types = tuple(jax.typeof(x) if is_array(x) else _kind(x) for x in leaves)
         key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
         if key not in self._programs:
-            self._programs[key] = measured(
-                self.fn, args, kwargs, tried=self._tried, rounding=self._rounding
-            )
-            arrays = self._programs[key].traced.arrays
+            program = measured(self.fn, args, kwargs, tried=self._tried, rounding=self._rounding)
+            arrays = program.traced.arrays
+            weights = [] if is_kept((args, kwargs)) else written(program, arrays)
+            self._programs[key] = program, weights
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
-                facts = self._programs[key].packed.run(arrays)
+                facts = program.packed.run(arrays)
         else:
+            program, weights = self._programs[key]
             leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
             arrays = [leaf for leaf in leaves if is_array(leaf)]
-            facts = self._programs[key].packed.run(arrays)
-        program = self._programs[key]
+            facts = program.packed.run(arrays)
         self._measured.append(Run(program, facts, _scale_of((args, kwargs))))
-        if key not in self._weights:  # the twin was run
-            kept = is_kept((args, kwargs))
-            self._weights[key] = [] if kept else written(program, arrays)
-        weights = self._weights[key]
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
         result = self.fn(*args, **kwargs)
         if weights:
@@ -250,13 +241,13 @@ class Written(NamedTuple):
 
 
 def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]:
-    """The low weights that a program writes; its twin was run."""
+    """The low weights that a program writes."""
     kinds = [(str(x.dtype), tuple(np.shape(x))) for x in arrays]
-    ahead = (e.outside for e in program.twin.events if e.site.scope.direction == FORWARD)
+    ahead = (e.outside for e in program.graph.events if e.site.scope.direction == FORWARD)
     read: frozenset[int] = frozenset().union(*ahead)
-    found, words = [], names(program)
+    found, words = [], program.names
     outs = compat.opened(program.traced.closed)[0].outvars
-    for after, (origin, out) in enumerate(zip(program.twin.results, outs, strict=True)):
+    for after, (origin, out) in enumerate(zip(program.graph.results, outs, strict=True)):
         kind = str(getattr(out.aval, "dtype", "")), tuple(getattr(out.aval, "shape", ()))
         places = [i for i in origin.outside & read if i < len(kinds) and kinds[i] == kind]
         changed = bool(origin.events) or len(origin.outside) > 1
@@ -286,7 +277,7 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         measured.append(facts)
         audit.scale = float(np.asarray(scale))
         if recipe:
-            products += measurements(program.twin.events, facts, partial(call_of, program))
+            products += measurements(program, facts)
         forward = {call.module for call in program.calls if call.direction == FORWARD}
         handed = parameter_names.short(_handed(program), forward)
         nodes = nodes_of(program, facts, peaks)
@@ -302,8 +293,8 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
         if audit.fault is None:
             found = blame(nodes)
             if found is not None:
-                event = program.twin.events[found.node]
-                audit.fault = fault(program, found, tuple(largest(program, event, peaks)), facts)
+                operands = largest(program, program.graph.events[found.node], peaks)
+                audit.fault = fault(program, found, tuple(operands), facts)
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
     audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
@@ -325,7 +316,7 @@ def _results(
     """The measured results of a program's calls, each with the number of its event."""
     late = derived(program)
     effect = {at: float(x) for at, x in enumerate(effects) if np.isfinite(x)}
-    events, made = program.twin.events, list[Magnitudes | float]()
+    events, made = program.graph.events, list[Magnitudes | float]()
     for event, fact in zip(events, facts, strict=True):
         lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
         made.append(lost if event.group is None or not _ran(fact) else _magnitudes(event, fact))
@@ -340,16 +331,11 @@ def _results(
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
-            call.row, event.dtype, magnitudes, (), _error(fact.rounding), _error(fact.drift),
+            call.row, event.dtype, magnitudes, (),
+            largest_error(fact.rounding.reshape(-1, 2).tolist()),
+            largest_error(fact.drift.reshape(-1, 2).tolist()),
             effect.pop(event.group, None),
         ), number  # fmt: skip
-
-
-def _error(pairs: jax.Array) -> float | None:
-    """The largest relative error of the rounds; None if it was not measured."""
-    off, whole = np.sqrt(np.asarray(pairs, np.float64).reshape(-1, 2).T)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.where(off > 0, off / whole, 0.0).max()) if pairs.size else None
 
 
 def _ran(fact: Facts) -> bool:
@@ -358,24 +344,16 @@ def _ran(fact: Facts) -> bool:
 
 
 def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
-    sample = fact.sample.reshape(-1)
-    bins = np.bincount(sample, minlength=BINS + 1)[:BINS]
+    bins = np.bincount(fact.sample.reshape(-1), minlength=BINS + 1)[:BINS]
     peaks = fact.peak.reshape(-1)
-    peaks = peaks[(peaks >= 0) | np.isnan(peaks)]  # of what ran
-    largest = float(peaks[np.isfinite(peaks)].max(initial=0.0))
-    if not np.isfinite(peaks).all():  # the peak of such an array says no more; its bins do
-        largest = max([largest, *(lower_edge(int(b)) for b in np.flatnonzero(bins[:INF]))])
     lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((1, 3))
-    return Magnitudes(
+    return Magnitudes.measured(
         math.prod(event.site.eqn.outvars[0].aval.shape) * event.site.times,
-        int(bins.sum()),
         tuple(bins.tolist()),
-        largest,
-        bool(np.isinf(peaks).any() or (np.isnan(peaks).any() and bins[INF] > 0)),
-        bool(np.isnan(peaks).any()),
+        peaks[(peaks >= 0) | np.isnan(peaks)].tolist(),  # of what ran
         float(lost[:, 1].mean()),
         float(lost[:, 2].mean()),
-        wide=float(np.max(lost[:, 0], where=np.isfinite(lost[:, 0]) & (lost[:, 1] > 0), initial=0)),
+        float(np.max(lost[:, 0], where=np.isfinite(lost[:, 0]) & (lost[:, 1] > 0), initial=0)),
     )
 
 
@@ -384,16 +362,16 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
 
 def _handed(program: MeasuredCall) -> dict[int, list[str]]:
     """The gradients that the backward pass hands to the rest of a program: names, by event."""
-    twin = program.twin
+    graph = program.graph
     found: dict[int, list[str]] = {}
-    for value, name in zip(twin.results, program.traced.results, strict=True):
+    for value, name in zip(graph.results, program.traced.results, strict=True):
         if len(value.events) == 1:
             (number,) = value.events
-            if twin.events[number].site.scope.direction == BACKWARD:
+            if graph.events[number].site.scope.direction == BACKWARD:
                 found.setdefault(number, []).append(name)
     by_call = _by_call(program)
-    for number in sorted(twin.handed - found.keys()):
-        event = twin.events[number]
+    for number in sorted(graph.handed - found.keys()):
+        event = graph.events[number]
         shape = tuple(event.site.eqn.outvars[0].aval.shape)
         named = by_call.get((event.site.scope.call, shape), [])
         if named:  # a norm's two parameters have one shape, and one name here
@@ -411,10 +389,9 @@ def _shared(names: Sequence[str]) -> str:
 
 def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[str]]:
     """Names of the parameters that the forward of each call reads, by its name and their shapes."""
-    twin = program.twin
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    shapes, words = [tuple(v.aval.shape) for v in inputs(program)], names(program)
-    for event in twin.events:
+    shapes, words = [tuple(v.aval.shape) for v in program.inputs], program.names
+    for event in program.graph.events:
         if event.site.scope.direction == FORWARD and event.site.scope.call:
             for at in event.outside:
                 named = found.setdefault((event.site.scope.call, shapes[at]), [])

@@ -122,6 +122,10 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")
 # The equations of a program, each where it stands: its scopes, its loops, what it is inside of.
 
 
+# Of an equation: what it is inside of, as `Site.parent`, and its id.
+Key = tuple[tuple[int, ...], int]
+
+
 class Site(NamedTuple):
     """An equation of the final program, where it stands."""
 
@@ -131,6 +135,10 @@ class Site(NamedTuple):
     fixed: frozenset[Atom]  # variables around it that do not change while a loop runs
     parent: tuple[int, ...]  # what it is inside of, by the places of equations
     written: object  # traceback of the equation, or of the call of the library's function it is in
+
+    @property
+    def key(self) -> Key:
+        return self.parent, id(self.eqn)
 
 
 # What a site says of the program that an equation is in: all its fields but the equation.

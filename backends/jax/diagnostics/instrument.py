@@ -11,9 +11,8 @@ out what was measured inside.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, O
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
 from polymp.backends.jax.diagnostics.call_site import (
+    Key,
     Scope,
     Scopes,
     Site,
@@ -40,7 +40,7 @@ from polymp.backends.jax.diagnostics.call_site import (
 from polymp.backends.jax.diagnostics.explain import with_sites
 from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
 from polymp.backends.jax.diagnostics.traced_call import Record, Traced, traced
-from polymp.backends.jax.jaxprs import Inner, inside, interpreted, scanned
+from polymp.backends.jax.jaxprs import Inner, Walk, fixed_point, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.fp8_loss import Measurement
 from polymp.fp8 import loss
@@ -49,129 +49,230 @@ from polymp.rules.row import LOW
 
 
 class Origin(NamedTuple):
-    """Where a value of the program comes from: events, inputs, and what loops carry around."""
+    """Where a value of the program comes from: events, inputs by their places, infinite numbers."""
 
     events: frozenset[int] = frozenset()
     outside: frozenset[int] = frozenset()
     given: bool = False
-    carried: frozenset[tuple[tuple[int, ...], int]] = frozenset()
 
-    @classmethod
-    def of_all(cls, many: "Iterable[Origin]") -> "Origin":
-        """Where what is made of several values comes from."""
-        events, outside, given, carried = zip(*many, strict=True)
-        return cls(
-            frozenset().union(*events),
-            frozenset().union(*outside),
-            any(given),
-            frozenset().union(*carried),
+
+class Event(NamedTuple):
+    """Facts about a measured equation before it runs."""
+
+    site: Site  # the equation, where it stands
+    inputs: tuple[int, ...]  # events whose results it reads
+    outside: tuple[int, ...]  # inputs of the program that it reads, by their places
+    # Around it, the outermost first: where each stands, and whether it is a `while`.
+    loops: tuple[tuple[tuple[int, ...], bool], ...]
+    dtype: str  # of its results; "" if they are no floats
+    given: bool  # True if it reads an infinite number of the program
+    group: int | None  # of the call that it ends; None of any other
+    # of the program that a low dtype makes 0 or 1, by the place among its operands
+    numbers: tuple[tuple[int, float], ...]
+    later: tuple[int, ...] = ()  # events of the same loop whose results it reads one round later
+
+
+class _Leaf(NamedTuple):
+    """An equation that holds no program, as the walk meets it first."""
+
+    read: list[Origin]  # where its operands come from
+    before: int  # how many events are before it
+    loops: tuple[tuple[tuple[int, ...], bool], ...]  # as of `Event`
+
+
+class _Place(NamedTuple):
+    """A program inside the program: as `Site.parent`, and the loops around it."""
+
+    parent: tuple[int, ...] = ()
+    loops: tuple[tuple[tuple[int, ...], bool], ...] = ()
+
+
+class EventGraph(Walk[Origin, _Place]):
+    """The events of a program, and where the values that they read come from."""
+
+    def __init__(
+        self,
+        closed: ClosedProgram,
+        groups: Mapping[Key, int],
+        sites: Mapping[Key, Site],
+        record: Record,
+    ) -> None:
+        self.closed = closed
+        self.sites = sites  # of its equations
+        self._record = record
+        self.events: list[Event] = []  # in order
+        self.numbers: dict[Key, int] = {}  # by equation, that of its event
+        self.leaves: dict[Key, _Leaf] = {}
+        self.handed: set[int] = set()  # events of the backward that the rest of the program reads
+        self._groups = groups  # by equation, the number of the call that it ends
+        constvars, invars = compat.binders(closed)
+        ends = [Origin(outside=frozenset([n])) for n in range(len(invars) + len(constvars))]
+        self.results = interpreted(  # where they come from
+            closed,
+            ends[: len(invars)],
+            lambda at, eqn, values: self.equation(at, eqn, values, _Place()),
+            self.number,
+            ends[len(invars) :],
         )
 
+    def number(self, value: Any) -> Origin:
+        number = np.asarray(value) if np.ndim(value) == 0 else np.zeros(())
+        floats = jnp.issubdtype(number.dtype, jnp.floating)  # bfloat16, too, as numpy does not say
+        return Origin(given=bool(floats and not np.isfinite(number)))
 
-class Tracked(NamedTuple):
-    """A value of the twin, and where it comes from."""
+    def join(self, one: Origin, other: Origin) -> Origin:
+        return Origin(
+            one.events | other.events, one.outside | other.outside, one.given or other.given
+        )
 
-    value: jax.Array
-    origin: Origin
+    def inner(self, around: _Place, eqn: Equation, at: int, which: int) -> _Place:
+        place, name = (*around.parent, at), eqn.primitive.name
+        loops = ((place, name == "while"),) if name in ("scan", "while") else ()
+        return _Place((*place, which), (*around.loops, *loops))
 
+    def equation(
+        self, at: int, eqn: Equation, values: list[Origin], around: _Place
+    ) -> Sequence[Origin]:
+        if eqn.primitive.name == "shard_map":  # what is inside is not measured
+            return self.leaf(eqn, values, around)
+        return super().equation(at, eqn, values, around)
+
+    def looped(self, program: Inner, operands: list[Origin], around: _Place) -> list[Origin]:
+        fixed, start, over = program.split(operands)
+        outs: list[Origin] = []
+
+        def turn(state: list[Origin]) -> list[Origin]:
+            outs[:] = self.program(program.closed, [*fixed, *state, *over], around)
+            return outs
+
+        fixed_point(start, turn, self.join)
+        return outs  # which come from what the loop began with only if its body reads that
+
+    def leaf(self, eqn: Equation, values: list[Origin], around: _Place) -> Sequence[Origin]:
+        key, through = (around.parent, id(eqn)), reduce(self.join, values, Origin())
+        site = self.sites.get(key)
+        if apart := site is None:
+            scope = Scopes().inside(Scope(), eqn.source_info.name_stack)
+            written = eqn.source_info.traceback
+            site = Site(eqn, scope, 1, frozenset(), around.parent, written)
+        if key not in self.leaves:
+            self.leaves[key] = _Leaf(values, len(self.events), around.loops)
+            if site.scope.direction == FORWARD:
+                self.handed.update(n for n in through.events if self._is_backward(n))
+            made = [v.aval for v in eqn.outvars if is_measured(v.aval)]
+            group = self._groups.get(key) if made else None
+            some = any(is_measured(getattr(v, "val", v.aval)) for v in eqn.invars)
+            name = eqn.primitive.name
+            alone = name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
+            tells = not made and name not in LAYOUT
+            if group is not None or (some and (alone or tells or apart or is_tried(eqn))):
+                self.numbers[key] = len(self.events)
+                inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
+                dtype = made[0].dtype.name if made else ""
+                numbers = self._numbers(site)
+                self.events.append(
+                    Event(site, inputs, outside, around.loops, dtype, through.given, group, numbers)
+                )
+        elif key in self.numbers:
+            event = self.events[number := self.numbers[key]]
+            later = tuple(sorted(through.events.difference(event.inputs)))
+            self.events[number] = event._replace(later=later)
+        if key in self.numbers:
+            through = Origin(frozenset([self.numbers[key]]))
+        return [through] * len(eqn.outvars)
+
+    def _numbers(self, site: Site) -> tuple[tuple[int, float], ...]:
+        """The constants among its operands that became 0 or 1, as the program has them."""
+        call, eqn = self._record.calls.get(site.scope.call), site.eqn
+        if call is None or call.spelling.split(":")[1] != eqn.primitive.name:
+            return ()
+        forward = site.scope.direction == FORWARD  # a derivative may have another array there
+        return tuple((at, x) for at, x in call.numbers if forward or hasattr(eqn.invars[at], "val"))
+
+    def _is_backward(self, number: int) -> bool:
+        return self.events[number].site.scope.direction == BACKWARD
+
+
+# Equations that are events wherever they make float16, though a call may go on after them.
+_ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
-_Made = tuple[Sequence[Tracked], list[Facts]]
-
+_Made = tuple[Sequence[jax.Array], list[Facts]]
 
 # What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
-_Carried = tuple[list[jax.Array], list[Facts], jax.Array]
-
+_Carried = tuple[Sequence[jax.Array], list[Facts], jax.Array]
 
 # What was not measured.
 _NOTHING: Any = np.empty(0, np.float32)
 _NO_BINS: Any = np.empty(0, np.int32)
 _NO_OPERANDS: Any = np.empty((0, 6), np.float32)
-_UNMEASURED: Any = (np.float32(-1), _NOTHING, _NO_BINS, _NO_OPERANDS, _NO_BINS, *[_NOTHING] * 3)
-
-
-# Of an equation: what it is inside of, as `Site.parent`, and its id.
-Key = tuple[tuple[int, ...], int]
+_UNMEASURED = Facts(
+    np.float32(-1),
+    _NOTHING,
+    _NO_BINS,
+    _NO_OPERANDS,
+    _NO_BINS,
+    *[_NOTHING] * 3,  # type: ignore[arg-type]
+)
 
 
 class Twin:
-    """A program and what is measured in it; `run` is traced once, and fills the attributes."""
+    """A program in which the events of its graph are measured."""
 
     def __init__(
         self,
-        closed: ClosedProgram,
-        groups: Mapping[tuple[tuple[int, ...], int], int],
-        sites: Mapping[tuple[tuple[int, ...], int], Site],
+        graph: EventGraph,
         ask: int | None = None,
-        asked: Collection[tuple[tuple[int, ...], int]] = (),
+        asked: Collection[Key] = (),
         samples: bool = True,
         rounding: bool = False,
         wide: bool = False,
-        record: Record | None = None,
     ) -> None:
-        self.closed = closed
-        self._record = record
-        self.samples = samples and not wide
-        self.rounding = rounding
-        self.wide = wide
-        self.groups = groups
-        self.sites = sites
-        self.ask, self.asked = ask, asked
+        self.graph = graph
+        self.ask, self.asked = ask, asked  # an event, and the equations of its call
+        # Of what that call was given: dtype, shape, and its place among the inputs.
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
-        self.events: list[Event] = []
-        self.results: list[Origin] = []
-        self.handed: set[int] = set()
-        self._loops: list[tuple[tuple[int, ...], bool]] = []
+        self.samples = samples  # which take as long to compile as the rest
+        self.rounding = rounding  # True to measure rounding errors, and hand out values
+        self.wide = wide  # True to run the program in float32, and hand out values alone
         # What the call that is asked for made, and of which values that it was given; by id.
-        self._came: dict[int, tuple[jax.Array, list[Tracked]]] = {}
+        self._came: dict[int, tuple[jax.Array, list[tuple[jax.Array, Origin]]]] = {}
         self._outside: Sequence[jax.Array] = ()
-        self._carried: dict[int, frozenset[tuple[tuple[int, ...], int]]] = {}  # read by an event
 
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
-        self.events, self.handed, self._loops = [], set(), []
-        self._came = {}
-        outside = [*arrays, *compat.opened(self.closed)[1]]
+        closed, self._came = self.graph.closed, {}
+        outside = [*arrays, *compat.opened(closed)[1]]
         if self.wide:
             outside = list(map(measures.wider, outside))
         self._outside = tuple(outside)
-        given = [Tracked(x, Origin(outside=frozenset([at]))) for at, x in enumerate(outside)]
-        count = len(arrays)
-        results, facts = self._program(self.closed, given[:count], (), given[count:])
-        self.results = origins_of(results)
+        _, facts = self._program(closed, outside[: len(arrays)], (), outside[len(arrays) :])
         peaks = [measures.peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
         return facts, peaks
 
     def _program(
         self,
         closed: ClosedProgram,
-        given: Sequence[Tracked],
+        values: Sequence[jax.Array],
         place: tuple[int, ...],
-        consts: Sequence[Tracked] | None = None,
+        consts: Sequence[jax.Array] | None = None,
     ) -> _Made:
         """A program, with the facts of the events in it, in order."""
         facts: list[Facts] = []
-        if consts is None:
-            consts = [Tracked(x, NOWHERE) for x in compat.opened(closed)[1]]
 
-        def equation(at: int, eqn: Equation, read: list[Tracked]) -> Sequence[Tracked]:
+        def equation(at: int, eqn: Equation, read: list[jax.Array]) -> Sequence[jax.Array]:
             with eqn.ctx.manager:
                 outs, found = self._equation(eqn, read, place, at)
             facts.extend(found)
             return outs
 
-        made = interpreted(closed, given, equation, of_number, consts)
-        if self.wide:  # numbers and constants among the results
-            made = [Tracked(measures.wider(x.value), x.origin) for x in made]
-        return made, facts
+        made = interpreted(closed, values, equation, None, consts)
+        return list(map(measures.wider, made)) if self.wide else made, facts
 
     def _equation(
-        self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...], at: int
+        self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
     ) -> _Made:
-        programs = [] if eqn.primitive.name in _WHOLE else inside(eqn)
-        place = (*parent, at)
-        if not programs:
-            return self._leaf(eqn, read, parent)
+        programs, place = inside(eqn), (*parent, at)
         match eqn.primitive.name:
             case "scan":
                 return self._scan(eqn, programs[0], read, place)
@@ -179,50 +280,18 @@ class Twin:
                 return self._while(programs, read, place)
             case "cond":
                 return self._cond(programs, read, place)
-        return self._program(programs[0].closed, read, (*place, 0))
-
-    def _leaf(self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...]) -> _Made:
-        args, key = values_of(read), (parent, id(eqn))
-        outs = self._results(eqn, args, key)
-        through = Origin.of_all([NOWHERE, *origins_of(read)])
-        given = self._of_call(eqn, read) if key in self.asked else []
+            case "shard_map":
+                programs = []
+        if programs:
+            return self._program(programs[0].closed, read, (*place, 0))
+        key = parent, id(eqn)
+        outs = self._results(eqn, read, key)
+        if key not in self.graph.leaves:  # of the condition of a `while`
+            return outs, []
+        given = self._of_call(eqn, read, key) if key in self.asked else []
         self._came.update((id(x), (x, given)) for x in outs if key in self.asked)
-        site = self.sites.get(key)
-        apart = site is None and eqn.primitive.name == "shard_map"  # what is inside is not measured
-        if apart:
-            written = eqn.source_info.traceback
-            site = Site(eqn, Scopes().inside(Scope(), eqn.source_info.name_stack), 1, frozenset(),
-                        parent, written)  # fmt: skip
-        made = [x for x in outs if is_measured(x)]
-        group = self.groups.get(key) if made else None
-        alone = eqn.primitive.name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
-        if site is not None and site.scope.direction == FORWARD:
-            events = self.events
-            back = (n for n in through.events if events[n].site.scope.direction == BACKWARD)
-            self.handed.update(back)
-        some = any(is_measured(x) for x in args)
-        tried = is_tried(eqn)
-        tells = some and not made and not _is_layout(eqn)
-        counts = group is not None or (some and (alone or tells or apart or tried))
-        if site is None or not counts:
-            return [Tracked(x, through) for x in outs], []
-        number = len(self.events)
-        if number == self.ask:
-            places = {id(x): at for at, x in enumerate(self._outside)}
-            given = [x for x in given if not self._own(x.origin, site)]
-            self.given = [
-                (x.value.dtype.name, tuple(x.value.shape), places.get(id(x.value))) for x in given
-            ]
-        event = Event(
-            site, tuple(sorted(through.events)), tuple(sorted(through.outside)), (),
-            tuple(self._loops), made[0].dtype.name if made else "", through.given, group,
-            () if self._record is None else _numbers(site, self._record),
-        )  # fmt: skip
-        self.events.append(event)
-        self._carried[number] = through.carried
-        came = Origin(frozenset([number]))
-        fact = self._fact(eqn, args, outs, made, given)
-        return [Tracked(x, came) for x in outs], [fact]
+        number = self.graph.numbers.get(key)
+        return outs, [] if number is None else [self._fact(number, eqn, read, outs, given)]
 
     def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
         if self.wide:
@@ -231,40 +300,50 @@ class Twin:
 
     def _fact(
         self,
+        number: int,
         eqn: Equation,
         args: list[jax.Array],
         outs: Sequence[jax.Array],
-        made: Sequence[jax.Array],
-        given: Sequence[Tracked],
+        given: Sequence[tuple[jax.Array, Origin]],
     ) -> Facts:
-        """The facts of the latest event."""
-        number, group = len(self.events) - 1, self.events[-1].group
-        ends = made and group is not None
+        """The facts of an event."""
+        event, made = self.graph.events[number], [x for x in outs if is_measured(x)]
+        ends = event.group is not None
+        of_result = measures.values(made[0]) if ends and (self.rounding or self.wide) else _NOTHING
+        if self.wide:
+            return _UNMEASURED._replace(drift=of_result)
+        operands = _NO_OPERANDS
+        if number == self.ask:
+            places = {id(x): at for at, x in enumerate(self._outside)}
+            values = [x for x, origin in given if not self._own(origin, event.site)]
+            self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
+            operands = measures.operands(values) if values else _NO_OPERANDS
         return Facts(
             measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs, self.events[-1].numbers)
-            if self.events[-1].dtype in LOW
-            else _NOTHING,
-            measures.sample(made[0]) if group is not None and self.samples else _NO_BINS,
-            measures.operands(values_of(given)) if number == self.ask and given else _NO_OPERANDS,
+            measures.lost(eqn, args, outs, event.numbers) if event.dtype in LOW else _NOTHING,
+            measures.sample(made[0]) if ends and self.samples else _NO_BINS,
+            operands,
             _NO_BINS,
-            loss_of(eqn, args) if is_tried(eqn) and not self.wide else _NOTHING,
+            loss_of(eqn, args) if is_tried(eqn) else _NOTHING,
             measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
-            measures.values(made[0]) if ends and (self.rounding or self.wide) else _NOTHING,
-        )  # fmt: skip
+            of_result,
+        )
 
-    def _of_call(self, eqn: Equation, read: Sequence[Tracked]) -> list[Tracked]:
+    def _of_call(
+        self, eqn: Equation, args: Sequence[jax.Array], key: Key
+    ) -> list[tuple[jax.Array, Origin]]:
         """The values that its call was given, of which an equation makes its results."""
         counts = eqn.primitive.name == "gather"  # then the indices, too
-        pairs = zip(eqn.invars, read, strict=True)
-        arrays = [x for v, x in pairs if hasattr(x.value, "shape") and not hasattr(v, "val")]
-        some = [x for x in arrays if is_measured(x.value) or counts]
-        came = [y for x in some for y in self._came.get(id(x.value), (x.value, [x]))[1]]
-        return list({id(x.value): x for x in came}.values())
+        came: dict[int, tuple[jax.Array, Origin]] = {}
+        for v, x, origin in zip(eqn.invars, args, self.graph.leaves[key].read, strict=True):
+            if hasattr(x, "shape") and not hasattr(v, "val") and (counts or is_measured(x)):
+                _, many = self._came.get(id(x), (x, [(x, origin)]))
+                came.update((id(one[0]), one) for one in many)
+        return list(came.values())
 
     def _own(self, origin: Origin, site: Site) -> bool:
         """True for what a call has made for itself, such as a constant before the loop it is in."""
-        scopes = (self.events[at].site.scope for at in origin.events)
+        scopes = (self.graph.events[at].site.scope for at in origin.events)
         calls = {(scope.call, scope.direction) for scope in scopes}
         own = site.scope.call, site.scope.direction
         return bool(site.scope.call) and calls == {own} and not origin.outside
@@ -272,68 +351,26 @@ class Twin:
     # Control
 
     def _scan(
-        self, eqn: Equation, body: Inner, read: list[Tracked], place: tuple[int, ...]
+        self, eqn: Equation, body: Inner, read: list[jax.Array], place: tuple[int, ...]
     ) -> _Made:
-        came: list[Origin] = []
-        first, origins = len(self.events), _carrying(body, read, place)
+        def turn(_: None, values: list[jax.Array]) -> tuple[None, Sequence[jax.Array], list[Facts]]:
+            return None, *self._program(body.closed, values, (*place, 0))
 
-        def turn(_: None, values: list[jax.Array]) -> tuple[None, list[jax.Array], list[Facts]]:
-            del self.events[first:]  # jax may trace it again
-            with self._loop(place, False):
-                outs, facts = self._program(body.closed, tracked(values, origins), (*place, 0))
-            came[:] = origins_of(outs)
-            return None, values_of(outs), facts
-
-        outs, facts = scanned(eqn, turn, values_of(read), None)
+        outs, facts = scanned(eqn, turn, read, None)
         if eqn.params["reverse"]:  # rounds in the order in which they ran
             facts = jax.tree.map(lambda x: x[::-1], facts)
-        return tracked(outs, self._again(first, place, came, body.carries)), facts
-
-    def _again(
-        self, first: int, place: tuple[int, ...], came: Sequence[Origin], carries: int
-    ) -> list[Origin]:
-        """Note what events, and results, of a loop have of what others left in the round before."""
-        left = {(place, number): came[number] for number in range(carries)}
-
-        def whole(now: Origin) -> Origin:
-            return Origin.of_all([now, *map(left.__getitem__, now.carried & left.keys())])
-
-        # A round may hand on what the one before it left elsewhere.
-        while (more := {at: whole(now) for at, now in left.items()}) != left:
-            left = more
-        for at in range(first, len(self.events)):
-            event, now = self.events[at], whole(Origin(carried=self._carried[at]))
-            later = tuple(sorted({*event.later, *now.events}))
-            self.events[at] = event._replace(later=later)
-        return list(map(whole, came))
-
-    @contextmanager
-    def _loop(self, place: tuple[int, ...], counts: bool) -> Iterator[None]:
-        self._loops.append((place, counts))
-        try:
-            yield
-        finally:
-            self._loops.pop()
+        return outs, facts
 
     def _while(
-        self, programs: Sequence[Inner], read: list[Tracked], place: tuple[int, ...]
+        self, programs: Sequence[Inner], read: list[jax.Array], place: tuple[int, ...]
     ) -> _Made:
         body, condition = programs
         tested = condition.of(read)[: condition.fixed]
-        fixed, start, _ = body.split(values_of(read))
-        came: list[Origin] = []
-        first, origins = len(self.events), _carrying(body, read, place)
+        fixed, start, _ = body.split(read)
 
-        def round_(state: Sequence[jax.Array]) -> tuple[list[jax.Array], list[Facts]]:
-            del self.events[first:]  # jax may trace it again
-            given = tracked([*fixed, *state], origins)
-            with self._loop(place, True):
-                outs, facts = self._program(body.closed, given, (*place, 0))
-            came[:] = origins_of(outs)
-            facts = [fact._replace(when=measures.outer(fact.when)) for fact in facts]
-            return values_of(outs), facts
-
-        shapes = jax.eval_shape(round_, start)[1]
+        def round_(state: Sequence[jax.Array]) -> _Made:
+            outs, facts = self._program(body.closed, [*fixed, *state], (*place, 0))
+            return outs, [fact._replace(when=measures.outer(fact.when)) for fact in facts]
 
         def body_of(carried: _Carried) -> _Carried:
             state, before, number = carried
@@ -341,32 +378,24 @@ class Twin:
             after = [measures.after(*both, number) for both in zip(before, facts, strict=True)]
             return state, after, number + 1
 
-        def test(state: _Carried) -> jax.Array:
-            kept = len(self.events)
-            now = tracked(state[0], origins_of(body.split(read)[1]))
-            (going,), _ = self._program(condition.closed, [*tested, *now], (*place, 1))
-            del self.events[kept:]
-            return going.value
+        def test(carried: _Carried) -> jax.Array:
+            (going,), _ = self._program(condition.closed, [*tested, *carried[0]], (*place, 1))
+            return going
 
-        nothing = list(map(measures.absent, shapes))
+        nothing = list(map(measures.absent, jax.eval_shape(round_, start)[1]))
         outs, facts, _ = lax.while_loop(test, body_of, (start, nothing, jnp.int32(0)))
-        return tracked(outs, self._again(first, place, came, body.carries)), facts
+        return outs, facts
 
     def _cond(
-        self, branches: Sequence[Inner], read: list[Tracked], place: tuple[int, ...]
+        self, branches: Sequence[Inner], read: list[jax.Array], place: tuple[int, ...]
     ) -> _Made:
-        given = branches[0].of(read)
-        values, origins = values_of(given), origins_of(given)
-        came: list[list[Origin]] = []
+        values = branches[0].of(read)
 
         def made(number: int) -> tuple[ClosedProgram, list[Facts]]:
             """A branch that is measured, and the shapes of the facts of its events."""
 
-            def run(*values: jax.Array) -> tuple[list[jax.Array], list[Facts]]:
-                given = tracked(values, origins)
-                outs, facts = self._program(branches[number].closed, given, (*place, number))
-                came.append(origins_of(outs))
-                return values_of(outs), facts
+            def run(*values: jax.Array) -> _Made:
+                return self._program(branches[number].closed, values, (*place, number))
 
             program, (_, shapes) = jax.make_jaxpr(run, return_shape=True)(*values)
             return program, shapes
@@ -375,38 +404,17 @@ class Twin:
         programs, shapes = zip(*map(made, range(len(branches))), strict=True)
 
         def branch_of(number: int) -> Callable[..., object]:
-            def run(*values: jax.Array) -> tuple[list[jax.Array], list[Facts]]:
+            def run(*values: jax.Array) -> _Made:
                 made = jaxpr_as_fun(programs[number])(*values)
-                count = len(came[number])
+                count = len(compat.opened(branches[number].closed)[0].outvars)
                 parts = [list(map(measures.absent, found)) for found in shapes]
                 parts[number] = jax.tree.unflatten(jax.tree.structure(shapes[number]), made[count:])
                 return made[:count], list(chain.from_iterable(parts))
 
             return run
 
-        which = read[0].value
-        outs, facts = lax.switch(which, list(map(branch_of, range(len(branches)))), *values)
-        return tracked(outs, map(Origin.of_all, zip(*came, strict=True))), facts
-
-
-def _carrying(body: Inner, read: Sequence[Tracked], place: tuple[int, ...]) -> list[Origin]:
-    """Where the inputs of a loop's body come from; some of them are carried around."""
-    found = origins_of(body.of(read))
-    for number, at in enumerate(range(body.fixed, body.fixed + body.carries)):
-        found[at] = found[at]._replace(carried=found[at].carried | {(place, number)})
-    return found
-
-
-# Equations that are events wherever they make float16, though a call may go on after them.
-_ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
-
-
-# Equations with a program in them that are run as one.
-_WHOLE = OURS | {"shard_map"}
-
-
-def _is_layout(eqn: Equation) -> bool:
-    return eqn.primitive.name in LAYOUT
+        outs, facts = lax.switch(read[0], list(map(branch_of, range(len(branches)))), *values)
+        return outs, facts
 
 
 # Effects on the loss: the gradient of the loss by a share of each call's rounding errors.
@@ -415,18 +423,13 @@ def _is_layout(eqn: Equation) -> bool:
 class MovedTwin(Twin):
     """A twin whose low results are moved by shares of their errors; it hands out lone numbers."""
 
-    def __init__(
-        self,
-        closed: ClosedProgram,
-        groups: Mapping[Key, int],
-        sites: Mapping[Key, Site],
-        calls: Mapping[Key, int],
-    ) -> None:
-        super().__init__(closed, groups, sites)
-        self._calls = calls
+    def __init__(self, graph: EventGraph, calls: Mapping[Key, int]) -> None:
+        super().__init__(graph)
+        self._calls = calls  # by equation, the number of the call that it is part of
         self._scopes = Scopes()
+        # The calls of which a result was moved, each with the number of events before that.
         self.moved: dict[int, int] = {}
-        self.led_to: set[int] = set()
+        self.led_to: set[int] = set()  # the events that a differentiated move leads to
 
     def effects(self, arrays: Sequence[jax.Array], count: int) -> jax.Array:
         """By call, what its rounding changes the loss by, as a fraction of it, to first order.
@@ -454,48 +457,51 @@ class MovedTwin(Twin):
 
     def _losses(self) -> list[int]:
         """The events that make losses: before each backward pass, the last that a move leads to."""
-        back = np.cumsum([event.site.scope.direction == BACKWARD for event in self.events])
+        back = np.cumsum([event.site.scope.direction == BACKWARD for event in self.graph.events])
         last = {back[at]: at for at in sorted(self.led_to) if back[at] < back[-1]}
         return list(last.values())
 
     def _loss(self, at: int, facts: Sequence[Facts]) -> jax.Array:
         """The numbers that an event made; of a loop with no backward pass in it, the last one."""
-        made, loops = jnp.ravel(facts[at].drift), self.events[at].loops
-        back = (event for event in self.events if event.site.scope.direction == BACKWARD)
+        made, loops = jnp.ravel(facts[at].drift), self.graph.events[at].loops
+        back = (event for event in self.graph.events if event.site.scope.direction == BACKWARD)
         return made if any(event.loops == loops for event in back) else made[-1:]
 
     def _equation(
-        self, eqn: Equation, read: list[Tracked], parent: tuple[int, ...], at: int
+        self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
     ) -> _Made:
         scope = self._scopes.inside(Scope(), eqn.source_info.name_stack)
         name, has_rule = eqn.primitive.name, eqn.primitive in ad.primitive_jvps or inside(eqn)
         if name == "while" or name in OPAQUE or scope.direction != FORWARD or not has_rule:
-            read = [x._replace(value=lax.stop_gradient(x.value)) for x in read]
+            read = list(map(lax.stop_gradient, read))
         return super()._equation(eqn, read, parent, at)
 
     def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
         outs = super()._results(eqn, args, key)
-        in_while = any(counts for _, counts in self._loops)
-        of = None if in_while or key not in self.sites else self._calls.get(key)
-        if of is None or self.sites[key].scope.direction != FORWARD:
+        leaf, of = self.graph.leaves.get(key), self._calls.get(key)
+        if leaf is None or of is None or any(counts for _, counts in leaf.loops):
             return outs
-        wide = measures.exact(eqn, args, outs)
+        forward = self.graph.sites[key].scope.direction == FORWARD
+        wide = measures.exact(eqn, args, outs) if forward else None
         if wide is None:
             return outs
-        self.moved.setdefault(of, len(self.events))
+        self.moved.setdefault(of, leaf.before)
         off = outs[0].astype(jnp.float32) - wide
         off = lax.stop_gradient(jnp.where(jnp.isfinite(off), off, 0))
         return [outs[0] + (self._shares[of] * off).astype(outs[0].dtype), *outs[1:]]
 
     def _fact(
         self,
+        number: int,
         eqn: Equation,
         args: list[jax.Array],
         outs: Sequence[jax.Array],
-        made: Sequence[jax.Array],
-        given: Sequence[Tracked],
+        given: Sequence[tuple[jax.Array, Origin]],
     ) -> Facts:
-        number, ends = len(self.events) - 1, self.events[-1].group is not None
+        event, made = self.graph.events[number], [x for x in outs if is_measured(x)]
+        is_forward = event.site.scope.direction == FORWARD
+        if event.group is None or not is_forward or made[0].size != 1:
+            return _UNMEASURED
 
         @jax.custom_jvp
         def value(x: jax.Array) -> jax.Array:
@@ -509,9 +515,7 @@ class MovedTwin(Twin):
             return jax.jvp(measures.values, (x,), (tangent,))
 
         value.defjvp(rule, symbolic_zeros=True)
-        lone = ends and self.events[-1].site.scope.direction == FORWARD and made[0].size == 1
-        rest = Facts(*_UNMEASURED)
-        return rest._replace(drift=value(made[0])) if lone else rest
+        return _UNMEASURED._replace(drift=value(made[0]))
 
 
 # So that gradients in float16 do not vanish.
@@ -530,14 +534,14 @@ class Packed:
     def __init__(
         self, fn: Callable[..., object], options: Mapping[str, bool | int] | None = None
     ) -> None:
-        self._fn = fn
+        self.fn = fn
         self._kinds: list[tuple[str, tuple[int, ...]]] = []  # dtype and shape of each result
         self.run: Callable[..., dict[str, jax.Array]] = jax.jit(
             self._packed, compiler_options=None if options is None else dict(options)
         )
 
     def _packed(self, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        leaves, self._structure = jax.tree.flatten(self._fn(arrays))
+        leaves, self._structure = jax.tree.flatten(self.fn(arrays))
         self._kinds = [(x.dtype.name, tuple(x.shape)) for x in leaves]
         rows: dict[str, list[jax.Array]] = {}
         for x in leaves:
@@ -559,79 +563,26 @@ class Packed:
 
 
 class MeasuredCall(NamedTuple):
-    """A call as it was traced, with its twin."""
+    """A call as it was traced, with the twin that measures it."""
 
     traced: Traced
-    calls: list[Call]  # its calls; by their numbers
-    # the number of the call that an equation is part of, by (parent, id).
-    of_event: dict[tuple[tuple[int, ...], int], int]
-    twin: Twin  # what is run, once it was traced
-    # the twin, compiled; its results are those of `Twin.run`, and of `MovedTwin.effects` where
-    # rounding errors are measured.
+    calls: list[Call]  # by their numbers
+    of_event: dict[Key, int]  # by equation, the number of the call that it is part of
+    graph: EventGraph
+    # Compiled: `Twin.run`, and with rounding errors `MovedTwin.effects`.
     packed: Packed
+    inputs: Sequence[Atom]  # the variables of its inputs, and after them those of its constants
+    names: list[str]  # of these, as the caller would write them, and words for the constants
 
-
-# A call with a twin that measures it: the traced program, its calls, and what is compiled.
-
-
-def inputs(program: MeasuredCall) -> Sequence[Atom]:
-    """The variables of a program's inputs, and after them those of its constants."""
-    constvars, invars = compat.binders(program.traced.closed)
-    return *invars, *constvars
-
-
-# Measured equations, and where the values that they read come from.
-
-
-class Event(NamedTuple):
-    """Facts about a measured equation before it runs."""
-
-    site: Site  # the equation, where it stands
-    inputs: tuple[int, ...]  # events whose results it reads
-    outside: tuple[int, ...]  # inputs of the program that it reads, by their places
-    later: tuple[int, ...]  # events of the same loop whose results it reads one round later
-    # around it, the outermost first: where each stands, and whether it is a `while`.
-    loops: tuple[tuple[tuple[int, ...], bool], ...]
-    dtype: str  # of its results; "" if they are no floats
-    given: bool  # True if it reads an infinite number of the program
-    group: int | None  # of the call that it ends; None of any other
-    # of the program that a low dtype makes 0 or 1, by the place among its operands
-    numbers: tuple[tuple[int, float], ...]
-
-
-def _numbers(site: Site, record: Record) -> tuple[tuple[int, float], ...]:
-    """The constants among an equation's operands that became 0 or 1, as the program has them."""
-    call, eqn = record.calls.get(site.scope.call), site.eqn
-    if call is None or call.spelling.split(":")[1] != eqn.primitive.name:
-        return ()
-    forward = site.scope.direction == FORWARD  # a derivative may have another array there
-    return tuple((at, x) for at, x in call.numbers if forward or hasattr(eqn.invars[at], "val"))
-
-
-NOWHERE = Origin()
-
-
-def tracked(values: Iterable[jax.Array], origins: Iterable[Origin]) -> list[Tracked]:
-    """Values with where they come from."""
-    return list(map(Tracked, values, origins))
-
-
-def values_of(many: Iterable[Tracked]) -> list[jax.Array]:
-    """The values alone."""
-    return [x.value for x in many]
-
-
-def origins_of(many: Iterable[Tracked]) -> list[Origin]:
-    """Where they come from alone."""
-    return [x.origin for x in many]
-
-
-def of_number(x: jax.Array) -> Tracked:
-    """A number of the program."""
-    number = np.asarray(x)
-    floats = jnp.issubdtype(number.dtype, jnp.floating)  # numpy does not know that bfloat16 is one
-    infinite = floats and not np.isfinite(number).all()
-    return Tracked(x, Origin(given=infinite))
+    def call_of(self, site: Site) -> Call | None:
+        """The call that an equation is part of."""
+        number = self.of_event.get(site.key)
+        if number is not None:
+            return self.calls[number]
+        if site.eqn.primitive.name != "shard_map":
+            return None
+        place = site.scope.module, source(site.written), site.scope.direction
+        return Call("jax", "shard_map", "jax:shard_map", *place, "", None, (), "", ())
 
 
 # The losses of products, were they in 8 bits, measured in the twin of a program in bfloat16.
@@ -665,12 +616,10 @@ def loss_of(eqn: Equation, args: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack(loss.product_loss(VERBS, how.rules, operands, product))
 
 
-def measurements(
-    events: Sequence[Event], facts: Sequence[Facts], call_of: Callable[[Site], Call | None]
-) -> Iterator[Measurement]:
+def measurements(program: MeasuredCall, facts: Sequence[Facts]) -> Iterator[Measurement]:
     """Read what the products of a program would lose."""
-    for event, fact in zip(events, facts, strict=True):
-        call = call_of(event.site) if is_tried(event.site.eqn) else None
+    for event, fact in zip(program.graph.events, facts, strict=True):
+        call = program.call_of(event.site) if is_tried(event.site.eqn) else None
         if call is None or not np.any((fact.peak >= 0) | np.isnan(fact.peak)):  # not taken
             continue
         how: In8Bits = event.site.eqn.params["how"]
@@ -691,23 +640,22 @@ def measured(
     """A call, traced, with a twin that is not run yet."""
     found = traced(fn, args, kwargs, tried)
     calls: list[Call] = []
-    of_event: dict[tuple[tuple[int, ...], int], int] = {}
-    ends: dict[tuple[tuple[int, ...], int], int] = {}
+    of_event: dict[Key, int] = {}
+    ends: dict[Key, int] = {}
     readers = _readers(found.closed, {})
     for call, sites in with_sites(found.closed, found.record, lambda v: is_measured(v.aval)):
-        of_event.update(((s.parent, id(s.eqn)), len(calls)) for s in sites)
+        of_event.update((s.key, len(calls)) for s in sites)
         floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
         if floats and (once or not _updates(floats[-1])):
             last = _leaving(floats, sites, readers)
-            ends.update(((s.parent, id(s.eqn)), len(calls)) for s in last)
+            ends.update((s.key, len(calls)) for s in last)
         calls.append(call)
-    places = {(s.parent, id(s.eqn)): s for s in equations(found.closed)}
-    twin = Twin(
-        found.closed, ends, places, samples=not once, rounding=rounding, record=found.record
+    graph = EventGraph(
+        found.closed, ends, {s.key: s for s in equations(found.closed)}, found.record
     )
-    wide = Twin(found.closed, ends, places, wide=True)
-
-    moved = MovedTwin(found.closed, ends, places, of_event)
+    twin = Twin(graph, samples=not once, rounding=rounding)
+    wide, moved = Twin(graph, wide=True), MovedTwin(graph, of_event)
+    backward = any(event.site.scope.direction == BACKWARD for event in graph.events)
 
     def compared(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array], jax.Array]:
         facts, peaks = twin.run(arrays)
@@ -716,14 +664,16 @@ def measured(
             one._replace(drift=difference(one.drift, other.drift)) if one.drift.size else one
             for one, other in pairs
         ]
-        backward = any(event.site.scope.direction == BACKWARD for event in twin.events)
         return facts, peaks, moved.effects(arrays, len(calls)) if backward else jnp.zeros(0)
 
     options = quick_options(found.arrays) if once else None
+    constvars, invars = compat.binders(found.closed)
+    captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
     if rounding:  # else XLA leaves out roundings that the program has
         options = {"xla_allow_excess_precision": False}
     packed = Packed(compared if rounding else twin.run, options)
-    return MeasuredCall(found, calls, of_event, twin, packed)
+    variables, names = [*invars, *constvars], [*found.names, *captured]
+    return MeasuredCall(found, calls, of_event, graph, packed, variables, names)
 
 
 def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
@@ -777,23 +727,3 @@ def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, s
     for program in (program for eqn in jaxpr.eqns for program in inside(eqn)):
         _readers(program.closed, found)
     return found
-
-
-def call_of(program: MeasuredCall, site: Site) -> Call | None:
-    """The call that an equation is part of."""
-    number = program.of_event.get((site.parent, id(site.eqn)))
-    if number is not None:
-        return program.calls[number]
-    if site.eqn.primitive.name != "shard_map":
-        return None
-    direction, at = site.scope.direction, source(site.written)
-    return Call(
-        "jax", "shard_map", "jax:shard_map", site.scope.module, at, direction, "", None, (), "", ()
-    )
-
-
-def names(program: MeasuredCall) -> list[str]:
-    """Names of the inputs, as the caller would write them, and words for the constants."""
-    constvars, _ = compat.binders(program.traced.closed)
-    captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
-    return [*program.traced.names, *captured]

@@ -7,7 +7,7 @@ that made it.
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,10 +18,7 @@ from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
     Twin,
-    call_of,
-    inputs,
     measured,
-    names,
     quick_options,
 )
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
@@ -70,19 +67,26 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
-        made = program.twin
-        asked = _of_call(program, made.events[found.node])
-        twin = Twin(made.closed, made.groups, made.sites, found.node, asked, samples=False)
+        key = program.graph.events[found.node].site.key
+        call = program.of_event.get(key)
+        asked = {key, *(at for at, of in program.of_event.items() if of == call)}
+        twin = Twin(program.graph, found.node, asked, samples=False)
         look = jax.jit(
             lambda arrays: twin.run(arrays)[0][found.node].operands,
             compiler_options=quick_options(program.traced.arrays),
         )
         operands = np.asarray(look(program.traced.arrays))
-    bad = _bad(program.twin.events[found.node], facts[found.node])
+    bad = _bad(program.graph.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]
     rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
-    return fault(program, found, tuple(_measured(program, twin, rounds)), facts)
+    inputs = []
+    for at, (dtype, shape, place) in enumerate(twin.given):
+        ends = float(rounds[:, at, 0].min()), float(rounds[:, at, 1].max())
+        name = "" if place is None else program.names[place]
+        numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
+        inputs.append(Operand.measured(dtype, shape, numbers, name))
+    return fault(program, found, inputs, facts)
 
 
 class _Bad(NamedTuple):
@@ -105,8 +109,8 @@ def _bad(event: Event, fact: Facts) -> _Bad:
 
 def derived(program: MeasuredCall) -> set[int]:
     """Events that a call makes beside its result, for the backward pass alone."""
-    events = program.twin.events
-    used = {at for came in program.twin.results for at in came.events}
+    events = program.graph.events
+    used = {at for came in program.graph.results for at in came.events}
     read, late = set[int](), set[int]()
     for at in reversed(range(len(events))):
         event, direction = events[at], events[at].site.scope.direction
@@ -122,12 +126,11 @@ def nodes_of(
     program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array]
 ) -> list[Node]:
     """The events of a run with their facts, for `blame`."""
-    named = names(program)
-    spoiled = {at: named[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
+    spoiled = {at: program.names[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
     nodes, late = [], derived(program)
-    for at, (event, fact) in enumerate(zip(program.twin.events, facts, strict=True)):
+    for at, (event, fact) in enumerate(zip(program.graph.events, facts, strict=True)):
         bad, first, round_ = _bad(event, fact)
-        call = call_of(program, event.site)
+        call = program.call_of(event.site)
         burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
         vanished, ones = 0.0, False
         if fact.lost.size:
@@ -155,7 +158,7 @@ def nodes_of(
                 "" if call is None else call.op,
                 at in late,
                 ones,
-                call=program.of_event.get((event.site.parent, id(event.site.eqn))),
+                call=program.of_event.get(event.site.key),
             )
         )
     return nodes
@@ -168,32 +171,21 @@ def fault(
     facts: Sequence[Facts],
 ) -> Fault:
     """The fault that was found."""
-    event, first = program.twin.events[found.node], program.twin.events[found.first]
-    call, other = call_of(program, event.site), call_of(program, first.site)
+    event, first = program.graph.events[found.node], program.graph.events[found.first]
+    call, other = program.call_of(event.site), program.call_of(first.site)
     assert call is not None, "what computes with floats is part of a call"
     kind, why = found.kind, found.why
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
         kind, why = "index", _outside(event, operands)
     if kind == "saturation" and not event.inputs and not event.outside:
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
+    if found.node in derived(program):
+        call = call._replace(direction=BACKWARD)
+    row = call.row and call.row.under(program.traced.record.policy)
     became, *_ = _bad(first, facts[found.first])
-    if other is not None and found.first != found.node:
-        at = f" in {other.module}" if other.module else ""
-        became = f"{became}, of {other.op}{at} {other.source}".rstrip()
-    return Fault(
-        call.op,
-        call.spelling,
-        call.module,
-        call.source,
-        BACKWARD if found.node in derived(program) else call.direction,
-        kind,
-        event.dtype,
-        call.row and call.row.under(program.traced.record.policy),
-        tuple(operands),
-        became,
-        why,
-        call.region,
-    )
+    beside = other if found.first != found.node else None
+    cause = kind, why
+    return Fault.of(call._replace(row=row), cause, event.dtype, operands, became, beside)
 
 
 def _outside(event: Event, operands: Sequence[Operand]) -> str:
@@ -212,32 +204,11 @@ def _outside(event: Event, operands: Sequence[Operand]) -> str:
     return f"{which} is outside {of}: {by} filled with NaN"
 
 
-def _of_call(program: MeasuredCall, event: Event) -> set[tuple[tuple[int, ...], int]]:
-    """The equations of the call that an event is part of."""
-    key = event.site.parent, id(event.site.eqn)
-    number = program.of_event.get(key)
-    return {key} | {at for at, of in program.of_event.items() if of == number}
-
-
-def _measured(program: MeasuredCall, twin: Twin, rounds: np.ndarray[Any, Any]) -> Iterator[Operand]:
-    """The values that a call was given, as they were measured."""
-    named = names(program)
-    for at, (dtype, shape, place) in enumerate(twin.given):
-        smallest, largest = float(rounds[:, at, 0].min()), float(rounds[:, at, 1].max())
-        zeros, inf, nan, negative = rounds[:, at, 2:].mean(0).tolist()
-        smallest = smallest if math.isfinite(smallest) else 0.0
-        name = "" if place is None else named[place]
-        yield Operand(dtype, shape, smallest, largest, zeros, inf, nan, name, negative)
-
-
 def largest(program: MeasuredCall, event: Event, peaks: Sequence[jax.Array]) -> Iterator[Operand]:
     """The operands of an equation, with the largest magnitudes of those that have names."""
-    named = dict(zip(inputs(program), names(program), strict=True))
+    places = {v: at for at, v in enumerate(program.inputs)}
     for v in event.site.eqn.invars:
-        if hasattr(v, "val") or not is_measured(v.aval):
-            continue
-        dtype, shape, name = v.aval.dtype.name, tuple(v.aval.shape), named.get(v, "")
-        peak = float(peaks[names(program).index(name)]) if name else 0.0
-        most = peak if math.isfinite(peak) else 0.0
-        inf, nan = float(math.isinf(peak)), float(math.isnan(peak))
-        yield Operand(dtype, shape, 0.0, most, 0.0, inf, nan, name)
+        if not hasattr(v, "val") and is_measured(v.aval):
+            at = places.get(v)
+            name, peak = ("", 0.0) if at is None else (program.names[at], float(peaks[at]))
+            yield Operand.of_ends(v.aval.dtype.name, v.aval.shape, [peak], name)

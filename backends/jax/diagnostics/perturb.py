@@ -20,7 +20,7 @@ from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.diagnostics.call_site import Site
+from polymp.backends.jax.diagnostics.call_site import Key, Site
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.traced_call import Record, traced
 from polymp.backends.jax.jaxprs import inside, interpreted, scanned
@@ -54,8 +54,6 @@ _CHOOSES = (
 
 # By path, the arrays of a tree.
 _Arrays = dict[str, jax.Array]
-# Of an equation: the place of the program it is in, and its identity.
-_Address = tuple[tuple[int, ...], int]
 
 
 class Program:
@@ -129,7 +127,7 @@ class Program:
 
     def kept(self) -> Run:
         """The results, and the calls with their values, those in loops aside."""
-        wanted = [[_address(s) for s in sites] for _, sites in self._sites()]
+        wanted = [[s.key for s in sites] for _, sites in self._sites()]
         walk = _Evaluation(None)
 
         def keeping(*flat: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
@@ -139,7 +137,7 @@ class Program:
         outs, values = jax.jit(keeping, compiler_options=_QUICK)(*self._flat)
         calls = [call for call, _ in self._sites()]
         place = {address: at for at, group in enumerate(wanted) for address in group}
-        reads: dict[_Address, frozenset[int]] = {}  # of an equation that is in no call, its own
+        reads: dict[Key, frozenset[int]] = {}  # of an equation that is in no call, its own
         for address, sources in walk.reads.items():
             known = [{place[s]} if s in place else reads[s] for s in sources]
             reads[address] = frozenset().union(*known)
@@ -163,18 +161,14 @@ class Program:
         )
 
 
-def _address(site: Site) -> _Address:
-    return site.parent, id(site.eqn)
-
-
 class _Evaluation:
     """Evaluates programs, equation by equation."""
 
     def __init__(self, seed: jax.Array | None) -> None:
         self.seed: Any = seed
-        self.made: dict[_Address, list[jax.Array]] = {}
-        self.reads: dict[_Address, list[_Address]] = {}
-        self._makers: dict[int, tuple[_Address, jax.Array]] = {}  # alive, so that ids stay theirs
+        self.made: dict[Key, list[jax.Array]] = {}
+        self.reads: dict[Key, list[Key]] = {}
+        self._makers: dict[int, tuple[Key, jax.Array]] = {}  # alive, so that ids stay theirs
         self._moves = 0
 
     def program(

@@ -128,13 +128,13 @@ class _Flow(Walk[_Value, tuple[bool, bool]]):
         return outs if around[0] else list(map(self.left, outs))
 
     def equation(
-        self, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
+        self, at: int, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
     ) -> Sequence[_Value]:
         stack = eqn.source_info.name_stack
         back = around[0] or compat.in_backward(stack)
         scope = around[1] or regions.SCALED in compat.scope_names(stack)
         return super().equation(
-            eqn, values if back else list(map(self.left, values)), (back, scope)
+            at, eqn, values if back else list(map(self.left, values)), (back, scope)
         )
 
     def left(self, value: _Value) -> _Value:

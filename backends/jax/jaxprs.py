@@ -195,7 +195,7 @@ class Walk(Generic[T, A]):
         return interpreted(closed, values, equation, self.number)
 
     def inner(self, around: A, eqn: Equation, at: int, which: int) -> A:
-        """What is handed inwards to a program of an equation, by their numbers."""
+        """The place of a program of an equation, from their numbers."""
         return around
 
     def equation(self, at: int, eqn: Equation, values: list[T], around: A) -> Sequence[T]:

@@ -42,6 +42,7 @@ from polymp.diagnostics.fp8_loss import Measurement, losses
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
 from polymp.fp8.recipes import RECIPES, recipe_of
 from polymp.rules import policy_files
+from polymp.weights import lost_updates
 from polymp.weights.lost_updates import LostUpdates
 
 
@@ -65,7 +66,6 @@ class Audited:
         self._tried = policy_files.load("fp8").override(recipe=fp8) if fp8 else None
         self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
         self._measured: list[Run] = []
-        self._written: list[tuple[int, Sampled]] = []  # with the number of the call
         self._read: tuple[int, Audit] | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -102,7 +102,8 @@ class Audited:
             leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
             arrays = [leaf for leaf in leaves if is_array(leaf)]
             facts = program.packed.run(arrays)
-        self._measured.append(Run(program, facts, _scale_of((args, kwargs))))
+        at, run = len(self._measured), Run(program, facts, _scale_of((args, kwargs)))
+        self._measured.append(run)
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
         result = self.fn(*args, **kwargs)
         if weights:
@@ -110,14 +111,14 @@ class Audited:
             after = called(self.fn, args, kwargs)[1:] if modules else result
             left = [leaf for leaf in jax.tree.leaves(after) if is_array(leaf)]
             now = sampled([left[w.before if modules else w.after] for w in weights])
-            self._written.append((len(self._measured) - 1, Sampled(weights, before, now)))
+            self._measured[at] = run._replace(written=list(zip(weights, before, now, strict=True)))
         return result
 
     @property
     def audit(self) -> Audit:
         """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
-            found = read(self._measured, self._written, self._fp8)
+            found = read(self._measured, self._fp8)
             found.rounding = self._rounding
             self._read = len(self._measured), found
         return self._read[1]
@@ -213,14 +214,6 @@ def _scale_of(tree: object) -> jax.Array | float:
 # The audit of measured calls: what the measuring program handed out, as records of an `Audit`.
 
 
-class Run(NamedTuple):
-    """A run of the program that measures."""
-
-    program: MeasuredCall  # that ran
-    packed: dict[str, jax.Array]  # what it handed out, on the device
-    scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
-
-
 class Written(NamedTuple):
     """A low weight that a program reads and returns changed."""
 
@@ -256,30 +249,33 @@ def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]
     return found
 
 
-class Sampled(NamedTuple):
-    """The weights that a call wrote, as bits of samples before and after it."""
+class Run(NamedTuple):
+    """A run of the program that measures."""
 
-    written: list[Written]
-    before: list[jax.Array]
-    after: list[jax.Array]
+    program: MeasuredCall  # that ran
+    packed: dict[str, jax.Array]  # what it handed out, on the device
+    scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
+    # The weights that the call wrote, with the bits of samples before and after it.
+    written: Sequence[tuple[Written, jax.Array, jax.Array]] = ()
 
 
-def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: str = "") -> Audit:
+def read(runs: Sequence[Run], recipe: str = "") -> Audit:
     """Read what was measured, from the device."""
     audit = Audit()
     audit.steps, audit.fp8 = len(runs), recipe
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
-    measured: list[Sequence[Facts]] = []
     products: list[Measurement] = []
-    for program, packed, scale in runs:
+    updates: list[LostUpdates] = []
+    for program, packed, scale, weights in runs:
         facts, peaks, *effects = program.packed.read(packed)
-        measured.append(facts)
         audit.scale = float(np.asarray(scale))
         if recipe:
             products += measurements(program, facts)
         forward = {call.module for call in program.calls if call.direction == FORWARD}
-        handed = parameter_names.short(_handed(program), forward)
+        named = _handed(program)
+        updates += _updates(program, facts, weights, named)
+        handed = parameter_names.short(named, forward)
         nodes = nodes_of(program, facts, peaks)
         masks = meant(nodes)
         shares = effects[0] / len(runs) if effects else np.empty(0)  # their sum is the mean
@@ -298,13 +294,27 @@ def read(runs: Sequence[Run], weights: Sequence[tuple[int, Sampled]], recipe: st
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
     audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
-    samples = []
-    for number, sample in weights:
-        program = runs[number].program
-        events = {name: event for event, many in _handed(program).items() for name in many}
-        samples.append((sample, measured[number], events, program.traced.results))
-    audit.lost_updates = lost(samples)
+    audit.lost_updates = lost_updates.joined(updates)
     return audit
+
+
+def _updates(
+    program: MeasuredCall,
+    facts: Sequence[Facts],
+    weights: Sequence[tuple[Written, jax.Array, jax.Array]],
+    handed: Mapping[int, Sequence[str]],
+) -> Iterator[LostUpdates]:
+    """Count the updates of the weights that a call wrote, and those that rounding took away."""
+    events = {name: event for event, many in handed.items() for name in many}
+    for weight, old, new in weights:
+        moves: Any = np.ones(old.shape, bool)
+        event = events.get(program.traced.results[weight.after], events.get(weight.name))
+        if event is not None:
+            bins = facts[event].sample.reshape(-1)
+            if bins.shape == moves.shape:
+                moves = (bins != 0) & (bins != ABSENT)
+        kept = moves & np.equal(old, new)
+        yield LostUpdates(weight.name, weight.dtype, int(moves.sum()), int(kept.sum()))
 
 
 def _results(
@@ -398,22 +408,3 @@ def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[st
                 if words[at] not in named:
                     named.append(words[at])
     return found
-
-
-def lost(
-    calls: Sequence[tuple[Sampled, Sequence[Facts], Mapping[str, int], Sequence[str]]],
-) -> list[LostUpdates]:
-    """Updates and those that were lost, of each weight over all calls."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for samples, facts, gradients, results in calls:
-        for weight, old, new in zip(*samples, strict=True):
-            moves: Any = np.ones(old.shape, bool)
-            event = gradients.get(results[weight.after], gradients.get(weight.name))
-            if event is not None:
-                bins = facts[event].sample.reshape(-1)
-                if bins.shape == moves.shape:
-                    moves = (bins != 0) & (bins != ABSENT)
-            kept = moves & np.equal(old, new)
-            updates, before = found.get(weight[:2], (0, 0))
-            found[weight[:2]] = updates + int(moves.sum()), before + int(kept.sum())
-    return [LostUpdates(*key, *counts) for key, counts in found.items()]

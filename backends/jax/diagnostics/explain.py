@@ -6,7 +6,7 @@ decided it.
 
 import itertools
 import reprlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -118,7 +118,7 @@ def with_sites(
             alike.append(group)
             groups.append(group)
         group.append(site)
-    kept = kept_bytes(closed), kept_bytes(closed, IN_8_BITS)
+    kept = kept_bytes(closed)
     seen: set[str] = set()
     for sites in groups:
         name, direction = sites[0].scope.call, sites[0].scope.direction
@@ -140,7 +140,7 @@ def _call(
     followed: Followed | None,
     direction: str,
     saved: tuple[tuple[str, int], ...],
-    kept: Sequence[dict[tuple[tuple[int, ...], Atom], int]],
+    kept: Mapping[tuple[tuple[int, ...], Atom], int],
 ) -> Call:
     first = sites[0]
     made = {id(v) for site in sites for v in site.eqn.outvars}
@@ -155,7 +155,8 @@ def _call(
     spelled = ""
     for site in sites:
         eqn = site.eqn
-        for v in _operands(eqn):
+        in_8_bits = eqn.primitive.name in OURS and "how" in eqn.params
+        for v in eqn.invars[:2] if in_8_bits else eqn.invars:  # the two that are multiplied
             if not hasattr(v, "val") and id(v) not in made and (f := float_dtype(v)):
                 if v not in inputs and len(site.parent) > len(outside) and str(v.aval) in given:
                     given.remove(str(v.aval))  # a cast's result, by its name in the function
@@ -190,10 +191,7 @@ def _call(
         spelled = spelling(first.eqn)
     op = followed.op if followed else op_named(spelled)
     entry = followed.entry if followed else None
-    kept_here, kept_fp8 = (
-        sum(one.get((site.parent, v), 0) for site in sites for v in site.eqn.outvars)
-        for one in kept
-    )
+    sizes = [(float_dtype(v), kept.get((s.parent, v), 0)) for s in sites for v in s.eqn.outvars]
     return Call(
         "jax",
         op,
@@ -210,36 +208,24 @@ def _call(
         cast_bytes,
         saved,
         work,
-        kept_here,
+        sum(size for dtype, size in sizes if dtype == "float32"),
         first.times,
         followed.recipe if followed else "",
         followed.fallback if followed else "",
-        kept_fp8,
+        sum(size for dtype, size in sizes if dtype != "float32"),
     )
-
-
-def _operands(eqn: Equation) -> Sequence[Atom]:
-    """The operands of an equation; of a product in 8 bits, the two that are multiplied."""
-    if eqn.primitive.name not in OURS or "how" not in eqn.params:
-        return eqn.invars
-    return eqn.invars[:2]
 
 
 def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
     """The operands that a contraction casts, each with the dtype that it casts to."""
     if eqn.primitive.name not in OURS:
         return
-    for v, dtype, ready in zip(eqn.invars, *_taken(eqn), strict=False):
+    how, taken = _how(eqn), [(eqn.params["run"], False)] * 2
+    if how is not None:  # some come in these dtypes as well
+        taken = [(how.rules.format_of(part.role), part.shared) for part in how.both]
+    for v, (dtype, ready) in zip(eqn.invars, taken, strict=False):
         if not ready and float_dtype(v) != dtype:
             yield v, dtype
-
-
-def _taken(eqn: Equation) -> tuple[Sequence[str], Sequence[bool]]:
-    """The dtypes in which a contraction takes its operands, and which come in them as well."""
-    how = _how(eqn)
-    if how is None:
-        return [eqn.params["run"]] * 2, [False] * 2
-    return [how.rules.format_of(part.role) for part in how.both], [part.shared for part in how.both]
 
 
 def _how(eqn: Equation) -> In8Bits | None:
@@ -304,18 +290,14 @@ def bytes_of(v: Atom) -> int:
     return count_of(v.aval.shape) * int(v.aval.dtype.itemsize)
 
 
-def kept_bytes(
-    closed: ClosedProgram, dtypes: Container[str] = frozenset({"float32"})
-) -> dict[tuple[tuple[int, ...], Atom], int]:
-    """Bytes of values of some dtypes that forward equations make and others read.
+def kept_bytes(closed: ClosedProgram) -> dict[tuple[tuple[int, ...], Atom], int]:
+    """Bytes of float32 and 8-bit values that forward equations make and others read.
 
-    By place and name.
-
-    A place is that of the program that a variable is in, as `Site.parent`. A value that a call
-    or a loop returns counts for the equation in it that makes it.
+    By place and name. A place is that of the program that a variable is in, as `Site.parent`. A
+    value that a call or a loop returns counts for the equation in it that makes it.
     """
     kept: dict[tuple[tuple[int, ...], Atom], int] = {}
-    scopes = Scopes()
+    scopes, dtypes = Scopes(), IN_8_BITS | {"float32"}
 
     def put_down(program: OpenProgram, variable: Atom, size: int, place: tuple[int, ...]) -> None:
         for at, eqn in enumerate(program.eqns):

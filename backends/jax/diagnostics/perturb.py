@@ -20,20 +20,15 @@ from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.diagnostics.call_site import Key, Site
+from polymp.backends.jax.diagnostics.call_site import Key
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
-from polymp.backends.jax.diagnostics.traced_call import Record, traced
+from polymp.backends.jax.diagnostics.instrument import quick_options
+from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.backends.jax.jaxprs import inside, interpreted, scanned
 from polymp.diagnostics import rounding
-from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.rounding import EXACT, Run, Step, movement
 from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
-
-# A probe runs a few times: compiling is most of its time. A newer XLA has no second option.
-_QUICK: dict[str, bool | int] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    _QUICK["xla_cpu_use_fusion_emitters"] = False
 
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated".split())
 # Primitives whose results are among their operands, or these with another sign.
@@ -101,18 +96,16 @@ class Program:
             self._paths = list(found)
             return list(found.values()), [gradients[p] for p in self._graded]
 
-        self.closed: ClosedProgram
-        self.record: Record
-        self.closed, self.record, *_ = traced(program, (self._given,), {})
-        self._flat = jax.tree.leaves(self._given)
+        self.closed, record, self._flat, *_ = traced(program, (self._given,), {})
+        self._sites = list(with_sites(self.closed, record))
+        self._options = quick_options(self._flat)  # a probe runs a few times: most is compiling
         self._plain = jax.jit(core.jaxpr_as_fun(self.closed))
         self._moved: Callable[..., list[jax.Array]] | None = None
 
     def run(self) -> Run:
         """The results, and the calls without their values."""
         outs = self._plain(*self._flat)
-        steps = tuple(Step(call) for call, _ in with_sites(self.closed, self.record))
-        return self._run(outs, steps)
+        return self._run(outs, tuple(Step(call) for call, _ in self._sites))
 
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
@@ -121,21 +114,20 @@ class Program:
             def moved(seed: jax.Array, *flat: jax.Array) -> list[jax.Array]:
                 return _Evaluation(seed).program(self.closed, flat)
 
-            self._moved = jax.jit(moved, compiler_options=_QUICK)
+            self._moved = jax.jit(moved, compiler_options=self._options)
         runs = (self._moved(np.uint32(i + 1), *self._flat) for i in range(count))
         return [self._run(outs, ()) for outs in runs]
 
     def kept(self) -> Run:
         """The results, and the calls with their values, those in loops aside."""
-        wanted = [[s.key for s in sites] for _, sites in self._sites()]
+        wanted = [[s.key for s in sites] for _, sites in self._sites]
         walk = _Evaluation(None)
 
         def keeping(*flat: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
             outs = walk.program(self.closed, flat)
             return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
 
-        outs, values = jax.jit(keeping, compiler_options=_QUICK)(*self._flat)
-        calls = [call for call, _ in self._sites()]
+        outs, values = jax.jit(keeping, compiler_options=self._options)(*self._flat)
         place = {address: at for at, group in enumerate(wanted) for address in group}
         reads: dict[Key, frozenset[int]] = {}  # of an equation that is in no call, its own
         for address, sources in walk.reads.items():
@@ -143,12 +135,9 @@ class Program:
             reads[address] = frozenset().union(*known)
         steps = (
             Step(call, tuple(map(_array, v)), frozenset().union(*(reads.get(a, ()) for a in group)))
-            for call, v, group in zip(calls, values, wanted, strict=True)
+            for (call, _), v, group in zip(self._sites, values, wanted, strict=True)
         )
         return self._run(outs, tuple(steps))
-
-    def _sites(self) -> list[tuple[Call, list[Site]]]:
-        return list(with_sites(self.closed, self.record))
 
     def _run(self, outs: Sequence[jax.Array], steps: tuple[Step, ...]) -> Run:
         results = dict(zip(self._paths, outs, strict=False))

@@ -147,8 +147,7 @@ def _call(
     outside = min((site.parent for site in sites), key=len)
     given = [str(site.eqn.outvars[0].aval) for site in sites
              if site.parent == outside and _is_cast(site.eqn)]  # fmt: skip
-    casts = cast_bytes = work = 0
-    hoisted = 0
+    casts = cast_bytes = work = hoisted = 0
     inputs: dict[Atom, str] = {}
     run: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
@@ -163,23 +162,20 @@ def _call(
                     made.add(id(v))
                 else:
                     inputs.setdefault(v, f)
-        if eqn.primitive.name == "polymp_fp8_quantise":
-            casts += site.times
-            cast_bytes += site.times * (bytes_of(eqn.invars[0]) + bytes_of(eqn.outvars[0]))
-            continue
-        outputs = _dtypes(eqn.outvars) or outputs
-        if _is_cast(eqn):
-            times = 1 if eqn.invars[0] in site.fixed else site.times
+        quantises, is_cast = eqn.primitive.name == "polymp_fp8_quantise", _is_cast(eqn)
+        cast = [
+            (v, count_of(v.aval.shape) * np.dtype(dtype).itemsize) for v, dtype in _cast_inside(eqn)
+        ]
+        if quantises or is_cast:
+            cast = [(eqn.invars[0], bytes_of(eqn.outvars[0]))]
+        for v, size in cast:
+            times = 1 if v in site.fixed and not quantises else site.times
             hoisted += site.times - times
             casts += times
-            cast_bytes += times * (bytes_of(eqn.invars[0]) + bytes_of(eqn.outvars[0]))
+            cast_bytes += times * (bytes_of(v) + size)
+        outputs = outputs if quantises else _dtypes(eqn.outvars) or outputs
+        if quantises or is_cast:
             continue
-        for v, dtype in _cast_inside(eqn):
-            times = 1 if v in site.fixed else site.times
-            hoisted += site.times - times
-            casts += times
-            size = np.dtype(dtype).itemsize
-            cast_bytes += times * (bytes_of(v) + count_of(v.aval.shape) * size)
         own = flops(eqn)
         if _computes(eqn, float_dtype) and (not run or (own and not work)):
             run = _run(eqn)

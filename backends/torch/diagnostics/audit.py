@@ -128,7 +128,7 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     audit.steps = max(len(seen.passes), bool(seen.events))
     total = len(seen.sites) + len(seen.gradients)
     with progress.line("audit, reading", total, "tensor") as line:
-        passes = seen.rounding.passes() if seen.rounding is not None else 0
+        passes = seen.rounding.effects.passes if seen.rounding is not None else 0
         audit.results = _results(seen.sites, scales, passes, line)
         audit.gradients = _gradients(seen.gradients, scales, line)
     audit.lost_updates = lost_updates.joined(

@@ -169,7 +169,8 @@ def explain(
                 kind = device or _device(fn, (args, kwargs))
                 if policy is not None:
                     policy = _asked_for(policy, _models((fn, args, kwargs)), stack)
-                stack.enter_context(_region(kind, dtype, policy))
+                low = None if dtype is None else dtype_names.of(dtype, "explain(): dtype", LOW)
+                stack.enter_context(autocast(kind, low, policy=policy))
             report: Report = stack.enter_context(explaining(model, title))
             fn(*args, **kwargs)
     except (AssertionError, RuntimeError) as error:
@@ -213,11 +214,6 @@ _NOT_THERE = (
     "not compiled with CUDA enabled",
     "not linked with support for",
 )
-
-
-def _region(device: str, dtype: object, policy: PolicyLike | None) -> autocast:
-    low = None if dtype is None else dtype_names.of(dtype, "explain(): dtype", LOW)
-    return autocast(device, low, policy=policy)
 
 
 def _device(fn: Any, given: Any) -> str:

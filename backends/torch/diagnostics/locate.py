@@ -195,15 +195,6 @@ class _Meeting:
             ) from None
 
 
-def _scalers() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes of all loss scalers of the process, each with a copy of them."""
-    found = []
-    for it in [it for it in gc.get_objects() if issubclass(type(it), _SCALERS)]:
-        own = vars(it)
-        found.append((own, {name: _copied(value) for name, value in own.items()}))
-    return found
-
-
 _SCALERS = (torch.amp.GradScaler, GradScaler, *PARTS)
 
 
@@ -225,7 +216,8 @@ def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
         before = Snapshot(optimizers=[optimizer], values=False)  # `undo` has those of the tensors
         optimizers.setdefault(id(optimizer), before)
 
-    scalers = _scalers()
+    scalers = [vars(it) for it in gc.get_objects() if issubclass(type(it), _SCALERS)]
+    attributes = list(map(_copied, scalers))
     hook = register_optimizer_step_pre_hook(keep)
     meeting = _Meeting()
     before_modules = register_module_forward_pre_hook(meeting.module)
@@ -238,9 +230,9 @@ def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
         hook.remove()
         before_modules.remove()
         undo.put_back()
-        for own, attributes in scalers:
+        for own, was in zip(scalers, attributes, strict=True):
             own.clear()
-            own.update(attributes)
+            own.update(was)
         for before in optimizers.values():
             before.put_back()
 

@@ -7,7 +7,7 @@ are moved below autograd, so that the backward pass is that of the moved run, an
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -262,10 +262,6 @@ def _array(t: torch.Tensor) -> Any:
 # `polymp.diagnostics.rounding` explains by how much, and why.
 
 
-def _is_float(t: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(t, torch.Tensor) and t.is_floating_point() and t.layout is torch.strided
-
-
 @cache
 def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
     """Return an op's name in the vocabulary, or torch's own, and its class there."""
@@ -306,7 +302,8 @@ def _added(
     func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]
 ) -> torch.Tensor:
     """Return the sum of the squares of the terms of a sum."""
-    squares: Any = [x.double() ** 2 if _is_float(x) else x for x in args]
+    floats = {id(t) for t in float_tensors(args) if t.layout is torch.strided}
+    squares: Any = [x.double() ** 2 if id(x) in floats else x for x in args]
     kwargs = {k: torch.float64 if v in dtype_names.NAMES else v for k, v in kwargs.items()}
     found: torch.Tensor = func(*squares, **kwargs).double().abs()
     if func.overloadpacket is torch.ops.aten.mean:

@@ -77,7 +77,7 @@ def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
     many = len(objects.models) > 1
     for at, model in enumerate(objects.models):
         prefix = f"{type(model).__name__}{at}." if many else ""
-        for name, t in _parameters_and_buffers(model):
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
             if id(t) not in seen:
                 seen.add(id(t))
                 named[prefix + name] = t
@@ -88,11 +88,6 @@ def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
                     seen.add(id(p))
                     named[f"param_groups[{at}]['params'][{i}]"] = p
     return named
-
-
-def _parameters_and_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def weights(objects: TrainingObjects) -> dict[str, torch.Tensor]:

@@ -460,20 +460,16 @@ class RoundingErrors(Subscriber):
         self._uncast = Twins()  # of casts: what was cast
         self._twins = Twins()
         self._wide: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self._effects = LossEffects()
+        self.effects = LossEffects()
         self._node: int | None = None  # of the op that runs, if its result has a gradient
         self._entering: list[tuple[Tally, list[torch.Tensor]]] = []
-
-    def passes(self) -> int:
-        """Return how many backward passes of a loss there were."""
-        return self._effects.passes
 
     def begin(self) -> None:
         self.stream.callback(self.clear)
 
     def before(self, ran: Ran) -> None:
         """Run an op's twins; it may write into its arguments afterwards."""
-        self._effects.backward()
+        self.effects.backward()
         with Own():
             self._run_twins(ran)
 
@@ -522,17 +518,17 @@ class RoundingErrors(Subscriber):
     ) -> None:
         """Keep the errors of a result until its gradient is there, and it if it may be the loss."""
         if result.numel() == 1:
-            self._effects.may_be_loss(node, result)
+            self.effects.may_be_loss(node, result)
         if bins is not None and own and result.dtype in LOW_DTYPES:
-            self._effects.error(node, bins, result, own[0])
+            self.effects.error(node, bins, result, own[0])
         for maker, wide in self._entering:
             if wide:
-                self._effects.error(node, maker, own[0] if own else result, wide[0])
+                self.effects.error(node, maker, own[0] if own else result, wide[0])
 
     def viewed(self, args: Sequence[Any], node: int | None) -> None:
-        self._effects.backward()
+        self.effects.backward()
         if node is not None and args and measurable(args[0]) and args[0].numel() == 1:
-            self._effects.may_be_loss(node, args[0])
+            self.effects.may_be_loss(node, args[0])
 
     def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         if not (measurable(source) and measurable(result)):
@@ -559,7 +555,7 @@ class RoundingErrors(Subscriber):
         """Begin a step anew, with the weights that it finds."""
         self._uncast.clear()
         self._twins.clear()
-        self._effects.clear()
+        self.effects.clear()
 
 
 class LossEffects:

@@ -1,13 +1,13 @@
 """A program's twin: the same equations, and beside its results what they were, measured.
 
-    closed jaxpr, groups of equations -> Twin;  jit(twin.run)(arrays) -> measurements
+    closed jaxpr, groups of equations -> EventGraph -> Twin;  jit(twin.run)(arrays) -> measurements
 
 The twin is another program than the one whose numbers are asked for, so that one stays as it is;
 XLA may fuse the two differently, and last digits of what is measured may be others. The equation
 that ends a call becomes an event, and so do casts and products that make float16: the largest
 magnitude of its result, a sample of it, and, in float16, what float32 makes of the same operands.
-What other equations read and make is followed, for the events around them. Loops and branches hand
-out what was measured inside.
+What other equations read and make is followed, for the events around them, before a twin is traced.
+Loops and branches hand out what was measured inside.
 """
 
 import math
@@ -197,23 +197,17 @@ class EventGraph(Walk[Origin, _Place]):
 _ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
-_Made = tuple[Sequence[jax.Array], list[Facts]]
+_Made = tuple[list[jax.Array], list[Facts]]
 
 # What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
-_Carried = tuple[Sequence[jax.Array], list[Facts], jax.Array]
+_Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 
 # What was not measured.
 _NOTHING: Any = np.empty(0, np.float32)
 _NO_BINS: Any = np.empty(0, np.int32)
 _NO_OPERANDS: Any = np.empty((0, 6), np.float32)
-_UNMEASURED = Facts(
-    np.float32(-1),
-    _NOTHING,
-    _NO_BINS,
-    _NO_OPERANDS,
-    _NO_BINS,
-    *[_NOTHING] * 3,  # type: ignore[arg-type]
-)
+_NONE: Any = (np.float32(-1), _NOTHING, _NO_BINS, _NO_OPERANDS, _NO_BINS, *[_NOTHING] * 3)
+_UNMEASURED = Facts(*_NONE)
 
 
 class Twin:
@@ -368,7 +362,7 @@ class Twin:
         tested = condition.of(read)[: condition.fixed]
         fixed, start, _ = body.split(read)
 
-        def round_(state: Sequence[jax.Array]) -> _Made:
+        def round_(state: list[jax.Array]) -> _Made:
             outs, facts = self._program(body.closed, [*fixed, *state], (*place, 0))
             return outs, [fact._replace(when=measures.outer(fact.when)) for fact in facts]
 

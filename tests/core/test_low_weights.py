@@ -136,12 +136,6 @@ def test_the_rebuild_is_exact(full: np.ndarray) -> None:
     assert same_bits(store.join(NUMPY, *store.split(NUMPY, full)), full).all()
 
 
-@pytest.mark.long
-def test_the_rebuild_is_exact_on_two_to_the_24_values() -> None:
-    full = spread(2**24, seed=1)
-    assert same_bits(store.join(NUMPY, *store.split(NUMPY, full)), full).all()
-
-
 @pytest.mark.sized
 def test_the_high_part_is_the_cast_but_for_ties() -> None:
     full = np.concatenate([numbers(), edges(), spread(2**18)])

@@ -16,7 +16,7 @@ from tests.support.sizes import size
 # Inf and overflow are among the numbers, and NumPy warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
 
-N = size(2**16, 2**20)
+N = size(2**16, 2**18)
 VERBS = {
     "torch": "polymp.backends.torch.weights.low_parameters",
     "jax": "polymp.backends.jax.weights.low_weights",
@@ -72,14 +72,14 @@ def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode:
 @pytest.mark.sized
 @pytest.mark.parametrize("framework", VERBS)
 def test_split_rebuilds_every_number(framework: str) -> None:
-    """Of 2**24 values that cover the upper halves, 2**24 random ones, and all edges, NaN included.
+    """Of values that cover an eighth of the upper halves, random ones, and all edges, NaN included.
 
     The high part is the framework's own cast, but for ties. In JAX all of it is compiled, too.
     """
     need(framework)
     verbs = importlib.import_module(VERBS[framework]).VERBS
     compiled = importlib.import_module("jax").jit if framework == "jax" else lambda f: f
-    x = np.concatenate([edges(), upper_halves(size(64, 1)), spread(size(2**18, 2**24))])
+    x = np.concatenate([edges(), upper_halves(size(64, 8)), spread(size(2**18, 2**20))])
     given = array(framework, x)
     for way in (lambda f: f, compiled):
         high, rest = way(lambda x: store.split(verbs, x))(given)

@@ -213,11 +213,11 @@ def test_an_eps_of_1e_6_is_told_from_1e_5_in_a_block() -> None:
 
 # Gradients that are the sum of the fixed cotangent, whatever the seed: one error, often zero.
 ONE_ERROR = {("linear", 2), ("conv1d with bias", 2), ("layer_norm", 2)}
-SEEDS = {"block": size(3, 1000)}
+SEEDS = {"block": size(3, 200)}
 
 
 def seeds_of(name: str) -> int:
-    """So many that the ops have a thousand together, and the block as many alone."""
+    """So many that the ops have a thousand together."""
     return SEEDS.get(name, size(3, 33))
 
 
@@ -259,7 +259,7 @@ def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
     from tests.support.parity_seeds import Repeated
 
     repeated = Repeated(torch_block(), jax_block(), block_inputs(1), low, probes=4)
-    rows = [repeated.gaps(block_inputs(seed)) for seed in range(1, size(2, 100) + 1)]
+    rows = [repeated.gaps(block_inputs(seed)) for seed in range(1, size(2, 40) + 1)]
     assert [str(gap) for row in rows for gap in row if gap.part] == []
     seen = [(column, max(gap.error for gap in column)) for column in zip(*rows, strict=True)]
     times = [statistics.median(g.tolerance for g in c) / most for c, most in seen if most]

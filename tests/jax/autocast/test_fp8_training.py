@@ -4,14 +4,14 @@ import jax
 import pytest
 
 from tests.jax.autocast.test_fp8_regions import example
-from tests.support.jax.fp8_models import NAMES, policy
+from tests.support.jax.fp8_models import policy
 
 
 @pytest.mark.long
 def test_the_example_trains_as_in_bfloat16():
     train_jax, args, text, _ = example()
     own, losses = train_jax.autocast, {}
-    for name in ("bfloat16", *NAMES):
+    for name in ("bfloat16", "rowwise"):
         chosen = None if name == "bfloat16" else policy(name)
 
         def region(dtype, enabled, chosen=chosen):
@@ -24,6 +24,5 @@ def test_the_example_trains_as_in_bfloat16():
             train_jax.autocast = own
         losses[name] = run.held_out[-1][1]
     print({name: round(loss, 4) for name, loss in losses.items()}, f"after {args.steps} steps")
-    for name in NAMES:
-        assert losses[name] == pytest.approx(losses["bfloat16"], rel=0.01)
-        assert losses[name] != losses["bfloat16"]
+    assert losses["rowwise"] == pytest.approx(losses["bfloat16"], rel=0.01)
+    assert losses["rowwise"] != losses["bfloat16"]

@@ -29,10 +29,10 @@ from tests.support.frameworks import in_jax as fw
 from tests.support.random_policies import MINE, NAMES, SIZE, WRONG, Call, Framework, Module
 from tests.support.sizes import size
 
-POLICIES = size(100, 500)  # traced under jit: dtypes, and what is recorded
-VALUED = size(15, 120)  # of these, run op by op: numbers
-JITTED = size(4, 30)  # and compiled
-PAIRS = size(4, 25)  # of policies, under each of which one function runs in turn
+POLICIES = size(100, 250)  # traced under jit: dtypes, and what is recorded
+VALUED = size(15, 60)  # of these, run op by op: numbers
+JITTED = size(4, 12)  # and compiled
+PAIRS = size(4, 10)  # of policies, under each of which one function runs in turn
 
 pytestmark = pytest.mark.sized
 

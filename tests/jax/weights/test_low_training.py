@@ -30,7 +30,7 @@ from tests.support.jax.scaler_tools import bits
 from tests.support.sizes import size
 
 MODES = tuple(store.MODES)
-STEPS = size(30, 1000)
+STEPS = size(30, 300)
 USERS = {"xla_backend_optimization_level": 3, **AS_FOR_USERS}
 
 SMALL = replace(transformer.SMALL, layers=1)

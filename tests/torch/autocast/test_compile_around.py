@@ -154,20 +154,29 @@ HEADS = {"disabled": Disabled, "scoped": Head, "own policy": OwnPolicy}
 SIDES = ("around", "decorator", "inside")
 
 
-# Inductor compiles C++ for most of its time.
-LONG, SHORT = pytest.mark.long, ("inductor", "scoped", FP16, "around")
+# The low dtypes in turn. Inductor compiles C++ for most of its time.
+CELLS = [
+    *zip(
+        itertools.product(("aot_eager", "inductor"), HEADS, SIDES),
+        itertools.cycle(LOW),
+        strict=False,
+    )
+]
+SHORT = ("inductor", "scoped", "around")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize(
-    ("backend", "head", "dtype", "side"),
+    ("backend", "head", "side", "dtype"),
     [
-        pytest.param(*case, marks=() if case == SHORT or case[0] == "aot_eager" else LONG)
-        for case in itertools.product(("aot_eager", "inductor"), HEADS, LOW, SIDES)
+        pytest.param(
+            *case, low, marks=() if case == SHORT or case[0] == "aot_eager" else pytest.mark.long
+        )
+        for case, low in CELLS
     ],
 )
 def test_a_compiled_backward_pass_keeps_what_is_wide(
-    backend: str, head: str, dtype: torch.dtype, side: str, count: Count, net: Net
+    backend: str, head: str, side: str, dtype: torch.dtype, count: Count, net: Net
 ) -> None:
     """The region is around, and another thread compiles: torch would trace the backward in it."""
     model = nn.Sequential(net, HEADS[head]())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import ml_dtypes
@@ -77,7 +78,7 @@ SHAPES = [((32, 64), 48), ((2, 16, 16), 128), ((4, 3, 16, 32), 16)]
 
 @pytest.mark.sized
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(size(1, 20)))
+@pytest.mark.parametrize("seed", range(size(1, 4)))
 @pytest.mark.parametrize(("shape", "outputs"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -230,7 +231,7 @@ def test_every_bfloat16_and_many_float32_are_quantised_as_ml_dtypes_casts(scale,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_scales_have_the_bits_of_numpy(dtype, recipe, role):
     recipe = RECIPES[recipe]
-    for seed in range(size(20, 1000)):
+    for seed in range(size(20, 200)):
         made = torch.Generator().manual_seed(seed)
         array = torch.randn(8, 16, generator=made) * 10.0 ** float(seed % 9 - 6)
         array = array.to(dtype)
@@ -243,18 +244,17 @@ def test_scales_have_the_bits_of_numpy(dtype, recipe, role):
             assert ours.shape == theirs.shape
 
 
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("role", ["activation", "weight", "gradient"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("where", [0, 77, 127])
-def test_inf_and_nan_never_become_finite(where, dtype, recipe, role, bad):
-    array = torch.ones(8, 16, dtype=dtype)
-    array.view(-1)[where] = bad
-    for axis in (None, 0, 1):
+def test_inf_and_nan_never_become_finite(dtype, recipe, role):
+    bad = (float("inf"), -float("inf"), float("nan"))
+    for value, where, axis in itertools.product(bad, (0, 77, 127), (None, 0, 1)):
+        array = torch.ones(8, 16, dtype=dtype)
+        array.view(-1)[where] = value
         low, scale = Quantisation(RECIPES[recipe], role, axis)(array)
-        assert low.float().view(-1)[where].isnan()
-        assert scale.isnan().any()
+        assert low.float().view(-1)[where].isnan(), (value, where, axis)
+        assert scale.isnan().any(), (value, where, axis)
 
 
 def test_a_default_dtype_of_float64_changes_nothing():

@@ -232,9 +232,9 @@ def main(what: str, count: int) -> None:
         print(json.dumps(functions[what](count)))
 
 
-POLICIES = size(50, 500)
-COMPILED = size(4, 30)  # half of them with AOT autograd; each costs as much as 20 eager programs
-PAIRS = size(2, 12)  # under A, B, A and under B, A, B
+POLICIES = size(50, 200)
+COMPILED = size(4, 12)  # half of them with AOT autograd; each costs as much as 20 eager programs
+PAIRS = size(2, 6)  # under A, B, A and under B, A, B
 
 pytestmark = pytest.mark.sized
 

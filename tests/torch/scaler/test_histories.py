@@ -174,7 +174,7 @@ def play(make: type, game: Any, history: Any) -> list[Any]:
 
 
 @pytest.mark.sized
-@settings(max_examples=size(200, 2000))
+@settings(max_examples=size(60, 600))
 @given(game=high | low, history=st.lists(calls, min_size=1, max_size=10))
 def test_random_histories(game: Any, history: Any) -> None:
     theirs = play(torch.amp.GradScaler, game, history)
@@ -211,7 +211,7 @@ def scales(scaler: Any, optimizer_of: Any, history: Any) -> list[Any]:
 
 
 @pytest.mark.sized
-@settings(max_examples=size(100, 20_000), deadline=None)
+@settings(max_examples=size(40, 1000), deadline=None)
 @given(
     kind=st.sampled_from(["loop", "fused sgd", "undone"]),
     start=st.fixed_dictionaries({"init_scale": st.sampled_from([2.0**16, 1e30, 3.0])} | factors),
@@ -325,7 +325,7 @@ fused_runs = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("knows", [None, True, False], ids=["", "below 1?", "not below 1"])
 @pytest.mark.sized
-@settings(max_examples=size(10, 100))
+@settings(max_examples=size(4, 30))
 @given(run=fused_runs)
 def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
     """Whatever the host makes of the scale: by what it has heard, or told the same always."""

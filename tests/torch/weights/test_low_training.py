@@ -92,7 +92,7 @@ def test_every_optimizer_trains_in_every_mode(name: str, mode: str) -> None:
 @pytest.mark.sized
 @pytest.mark.parametrize("name", MODELS)
 def test_master_trains_to_the_bits_of_float32(name: str) -> None:
-    steps = size(60, 1000)
+    steps = size(60, 300)
     plain, _, losses = train(name, None, steps)
     model, optimizer, low_losses = train(name, "master", steps)
     assert losses == low_losses
@@ -227,7 +227,7 @@ class Run:
 
 @pytest.mark.parametrize("mode", ["master", "split"])
 @pytest.mark.parametrize("kind", OPTIMIZERS_LOW_HISTORIES)
-@settings(max_examples=size(20, 200))
+@settings(max_examples=size(6, 60))
 @given(events=EVENTS)
 def test_an_exact_mode_has_the_bits_of_float32(
     mode: str, kind: str, events: list[tuple[str, int]]
@@ -247,7 +247,7 @@ def test_an_exact_mode_has_the_bits_of_float32(
             assert ((gap <= half) | ~full.isfinite() | (full.abs() > 3.38e38)).all()
 
 
-@settings(max_examples=size(20, 200))
+@settings(max_examples=size(6, 60))
 @given(events=EVENTS)
 @example(events=[("copy", 0), ("save", 0)])  # the values that the weights have already
 def test_stochastic_is_the_same_in_every_run(events: list[tuple[str, int]]) -> None:

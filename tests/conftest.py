@@ -23,9 +23,9 @@ from tests.support.sizes import LONGEST, size
 
 REQUIRED = {name for name in os.environ.get("POLYMP_REQUIRE", "").split(",") if name}
 # Random programs take as long as they take, and are the same ones in every run. Of tests that do
-# not say how many, `make test` tries a third of what Hypothesis would, and `make test-long` all.
+# not say how many, `make test` tries 20.
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, database=None, max_examples=size(33, 100)
+    "ci", deadline=None, derandomize=True, database=None, max_examples=size(20, 60)
 )
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("POLYMP_HYPOTHESIS", "ci"))

@@ -123,7 +123,7 @@ def _both() -> None:
     need("jax")
 
 
-@settings(max_examples=size(10, 25))
+@settings(max_examples=size(5, 25))
 @given(options=rules, legs=st.lists(steps, min_size=3, max_size=3))
 @pytest.mark.parametrize("first", [Torch, Jax])
 def test_there_and_back_is_one_run(first, options, legs):
@@ -141,7 +141,7 @@ def test_there_and_back_is_one_run(first, options, legs):
     assert saved == by_rule(options, [found for leg in legs for found in leg])
 
 
-@settings(max_examples=size(10, 25))
+@settings(max_examples=size(5, 25))
 @given(options=rules, history=steps)
 def test_both_save_the_same_of_one_history(options, history):
     runs = Torch(**options), Jax(**options)
@@ -151,7 +151,7 @@ def test_both_save_the_same_of_one_history(options, history):
     assert runs[0].state_dict() == runs[1].state_dict() == by_rule(options, history)
 
 
-@settings(max_examples=size(10, 25))
+@settings(max_examples=size(5, 25))
 @given(options=rules, history=steps)
 def test_torch_amp_loads_what_jax_saved(options, history):
     import torch

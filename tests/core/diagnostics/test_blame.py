@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from polymp.diagnostics import blame as module
 from polymp.diagnostics.blame import Blame, Node, blame
+from tests.support.sizes import size
 
 
 def node(*inputs: int, bad: str = "", run: str = "float16", **more: Any) -> Node:
@@ -215,7 +216,7 @@ def runs(draw: Any) -> tuple[list[Node], int]:
 kinds = st.sampled_from([{}, {"burst": True}, {"spoiled": "x"}])
 
 
-@settings(max_examples=200)
+@settings(max_examples=size(60, 200))
 @given(runs(), kinds)
 def test_the_planted_source_is_the_one_to_blame(
     planted: tuple[list[Node], int], more: dict[str, Any]
@@ -229,7 +230,7 @@ def test_the_planted_source_is_the_one_to_blame(
     assert found.kind == kind
 
 
-@settings(max_examples=100)
+@settings(max_examples=size(30, 100))
 @given(runs())
 def test_a_planted_zero_is_found_behind_what_it_broke(planted: tuple[list[Node], int]) -> None:
     nodes, source = planted

@@ -25,6 +25,7 @@ from polymp.diagnostics.magnitudes import (
 from polymp.dtypes import FORMATS
 from tests.conftest import need
 from tests.support.reports import magnitudes
+from tests.support.sizes import size
 
 DTYPES = {
     "float16": np.float16,
@@ -82,7 +83,7 @@ anything = st.one_of(
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@settings(max_examples=150)
+@settings(max_examples=size(50, 150))
 @given(st.lists(anything, min_size=1, max_size=30))
 @example([0.0])
 @example(ALL_EDGES)

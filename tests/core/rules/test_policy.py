@@ -183,13 +183,13 @@ def test_a_row_is_there_once(twice):
 # Scopes against a matcher that tries every way: what matches, how deep, and who outranks whom
 
 
-@settings(max_examples=size(250, 1000))
+@settings(max_examples=size(80, 500))
 @given(PARTS, ANY_PATH)
 def test_depth_is_what_trying_every_way_finds(parts, path):
     assert scopes.depth("".join(parts), path) == deepest(parts, path)
 
 
-@settings(max_examples=size(120, 500))
+@settings(max_examples=size(40, 250))
 @given(st.lists(PARTS, max_size=5, unique_by="".join), ANY_PATH)
 def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_characters(many, path):
     by_text = {"".join(parts): parts for parts in many}

@@ -395,7 +395,7 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=size(50, 200))
+@settings(max_examples=size(15, 100))
 @given(POLICIES)
 def test_what_is_written_is_read_back(tmp_path_factory, policy):
     path = tmp_path_factory.getbasetemp() / "written.toml"

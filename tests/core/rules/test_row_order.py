@@ -37,13 +37,13 @@ def test_the_names_of_these_tests_are_in_the_vocabulary():
         assert (op.name if op else "") == name
 
 
-@settings(max_examples=size(120, 500))
+@settings(max_examples=size(40, 250))
 @given(CASES)
 def test_the_most_specific_row_wins(case):
     assert answer(*case) == expected(*case)
 
 
-@settings(max_examples=size(60, 200))
+@settings(max_examples=size(20, 100))
 @given(CASES, st.lists(NAMES, max_size=3))
 def test_the_decision_is_that_of_the_row_that_wins(case, dtypes):
     policy, (op, low, spelling), path = case
@@ -222,7 +222,7 @@ def stacked(own, base, question):
     return None
 
 
-@settings(max_examples=size(80, 300))
+@settings(max_examples=size(30, 150))
 @given(two_policies())
 def test_own_rows_win_over_those_of_the_policy_below(case):
     own, base, question = case

@@ -30,6 +30,7 @@ from tests.conftest import need
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
 from tests.support.jax.programs import Program, arguments, plain, programs
+from tests.support.sizes import size
 
 
 def bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +141,9 @@ def test_programs_of_the_corpus(name):
         agree(lambda autocast: autocast(it.fn), *it.args)
 
 
-@settings(max_examples=12, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=size(4, 12), phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(programs())
 def test_random_programs(program: Program):
     env = arguments(program)

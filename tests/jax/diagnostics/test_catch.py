@@ -102,7 +102,7 @@ def test_a_healthy_training_is_left_alone_and_the_state_before_a_bad_step_is_giv
     assert same(state, by_hand(dtype, [*factors, 1.0]))
 
 
-@settings(max_examples=size(6, 150), deadline=None)
+@settings(max_examples=size(4, 60), deadline=None)
 @given(
     bad=st.lists(st.booleans(), min_size=1, max_size=10),
     every=st.integers(1, 4),

@@ -28,6 +28,7 @@ from tests.jax.autocast.test_random_policies import MINE, arguments, function, m
 from tests.support import examples
 from tests.support import random_policies as programs
 from tests.support.jax.transformer import SMALL, loss, parameters, tokens
+from tests.support.sizes import size
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
 
@@ -129,7 +130,7 @@ def said_of(policy: polymp.Policy, op: str, low: str, module: str, spelling: str
 
 
 @pytest.mark.usefixtures("registered")
-@settings(max_examples=15)
+@settings(max_examples=size(5, 15))
 @given(st.integers(0, 10_000))
 def test_random_programs_under_random_policies(seed: int) -> None:
     """Casts as counted, and every row that ruled is the policy's for that module."""

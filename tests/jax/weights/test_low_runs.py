@@ -1,13 +1,9 @@
-"""Runs with low weights that are spread over devices, saved, killed and disturbed."""
+"""Runs with low weights that are spread over devices, saved and disturbed."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,7 +84,7 @@ def meshes(folder: Path) -> dict[str, Any]:
     found = {}
     for mode in store.MODES:
         ways = {"alone": seen(trained(mode, start(mode), range(STEPS)))}
-        for shape in ((8, 1), (2, 4), (4, 2)):
+        for shape in ((8, 1), (2, 4)):
             mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
             where = {name: NamedSharding(mesh, spec) for name, spec in WHERE.items()}
             first = start(mode, jax.device_put(START, where))
@@ -108,36 +104,20 @@ def meshes(folder: Path) -> dict[str, Any]:
     return found
 
 
-def save_each_step(folder: Path, mode: str, slow: bool) -> None:
-    """Train to the end, from the beginning or from the last step that is there."""
-    run, step = start(mode), step_of(mode)
-    done = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-    if done:
-        run = restored(folder / str(done[-1]), run)
-    for number in range(done[-1] + 1 if done else 0, STEPS):
-        run = step(run, gradients(number))
-        save(run, folder / str(number))
-        if slow and number >= CUT:
-            (folder / "stopped").touch()
-            time.sleep(600)  # until it is killed
-    (folder / "end.json").write_text(json.dumps(seen(run)))
-
-
 MODES = tuple(store.MODES)
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("meshes")
-    return eight_devices.run("tests.jax.weights.test_low_runs", "meshes", folder, python=())
+    return eight_devices.run("tests.jax.weights.test_low_runs", folder, python=())
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bits_do_not_depend_on_the_mesh(found, mode):
     """Nor on a checkpoint of one device that is read by eight."""
     ways = found[mode]
-    assert ways.keys() == {"alone", "8x1", "2x4", "4x2", "resumed on eight"}
+    assert ways.keys() == {"alone", "8x1", "2x4", "resumed on eight"}
     assert ways == dict.fromkeys(ways, ways["alone"])
     assert ways["alone"] == seen(trained(mode, start(mode), range(STEPS)))
 
@@ -151,28 +131,6 @@ def test_a_checkpoint_of_orbax_goes_on(mode, tmp_path):
     assert bits(back) == bits(half)
     whole = trained(mode, start(mode), range(STEPS))
     assert bits(trained(mode, back, range(CUT, STEPS))) == bits(whole)
-
-
-def program(folder: Path, *rest: str) -> list[str]:
-    return [sys.executable, "-m", __name__, "save", str(folder), *rest]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_was_killed_goes_on(mode, tmp_path):
-    running = subprocess.Popen(program(tmp_path, mode, "slow"), cwd=ROOT, env=os.environ)
-    try:
-        limit = time.monotonic() + 240
-        while not (tmp_path / "stopped").exists() and time.monotonic() < limit:
-            assert running.poll() is None
-            time.sleep(0.1)
-    finally:
-        os.kill(running.pid, signal.SIGKILL)
-        running.wait()
-    assert not (tmp_path / "end.json").exists()
-    subprocess.run(program(tmp_path, mode), cwd=ROOT, env=os.environ, check=True)
-    end = json.loads((tmp_path / "end.json").read_text())
-    assert end == seen(trained(mode, start(mode), range(STEPS)))
 
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -225,9 +183,5 @@ def test_a_schedule_goes_on_where_it_was(mode):
 
 
 if __name__ == "__main__":
-    what, where_to, *rest = sys.argv[1:]
-    if what == "meshes":
-        assert len(jax.devices()) == 8
-        print(json.dumps(meshes(Path(where_to))))
-    else:
-        save_each_step(Path(where_to), rest[0], slow="slow" in rest)
+    assert len(jax.devices()) == 8
+    print(json.dumps(meshes(Path(sys.argv[1]))))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from polymp.torch import autocast
 from tests.conftest import need
-from tests.support import forks, sizes
+from tests.support import forks
 from tests.support.examples import TINY, modules
 from tests.support.torch import saved_dtypes
 
@@ -81,7 +81,7 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 LOW = ("bfloat16", "float16")
-STEPS = sizes.size(80, 120)
+STEPS = 120
 
 # Of torch.autocast's bytes, at most. Where attention is one kernel, there is less float32 to save:
 # all that it saves is low under torch.autocast, too.
@@ -214,7 +214,7 @@ def losses(parts: Any, policy: str | None, steps: int) -> tuple[float, float]:
     return run.held_out[0][1], run.loss
 
 
-@pytest.mark.sized
+@pytest.mark.long
 def test_training_ends_within_half_a_percent_of_torchs(one_thread):
     with modules("job", "train_torch") as parts:
         before, theirs = losses(parts, None, STEPS)

@@ -393,6 +393,7 @@ print((now - before) / COUNT)
 """
 
 
+@pytest.mark.long
 def test_a_policy_takes_less_than_a_hundredth_of_a_megabyte() -> None:
     assert float(forks.program(MEMORY.replace("COUNT", "12"))) < 10_000
 

@@ -16,6 +16,7 @@ from tests.support.torch import upstream, upstream_child, upstream_standins
 from tests.support.torch.upstream import STOCK, Run, Selection
 
 FILE = "test/test_autocast.py"
+LONG = pytest.mark.long  # what it makes is a run of a source tree
 
 TESTS = """
     import os, unittest, torch
@@ -117,6 +118,7 @@ def outcomes(run: Run) -> dict[str, str]:
     return {name.rpartition("::")[2]: test["outcome"] for name, test in run.tests.items()}
 
 
+@LONG
 def test_both_runs_tell_what_became_of_each_test(runs: Runs) -> None:
     assert outcomes(runs[STOCK]) == {
         "test_region": "passed",
@@ -134,6 +136,7 @@ def test_both_runs_tell_what_became_of_each_test(runs: Runs) -> None:
     assert "not here" in " ".join(reasons)
 
 
+@LONG
 def test_the_classes_meant_are_the_ones_at_work(runs: Runs) -> None:
     assert (runs[STOCK].made, runs[STOCK].stock_made) == (2, 2)
     assert (runs["polymp.torch"].made, runs["polymp.torch"].stock_made) == (2, 0)
@@ -158,6 +161,7 @@ def test_every_place_of_torchs_classes_is_replaced() -> None:
     assert found <= set(upstream_child.NAMES)
 
 
+@LONG
 def test_the_same_tests_pass(tool: Tool, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     written = tmp_path / "out.json"
     assert tool("--json", str(written)) == 0
@@ -169,6 +173,7 @@ def test_the_same_tests_pass(tool: Tool, tmp_path: Path, capsys: pytest.CaptureF
     assert len(file["ours"]["tests"]) == 8
 
 
+@LONG
 def test_a_region_that_does_nothing_and_a_crash_are_named(
     tool: Tool, capsys: pytest.CaptureFixture
 ) -> None:
@@ -192,6 +197,7 @@ def test_torchs_own_class_in_disguise_proves_nothing(
     assert "NOT SHOWN: the same tests pass, but" in out
 
 
+@LONG
 def test_a_place_that_was_forgotten_is_named(
     tool: Tool, runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -113,7 +113,7 @@ def test_a_state_that_is_not_put_back_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert not same(training.state(), before)
 
 
-@settings(max_examples=size(6, 150), deadline=None)
+@settings(max_examples=size(4, 60), deadline=None)
 @given(
     bad=st.lists(st.booleans(), min_size=1, max_size=12),
     every=st.integers(1, 5),

@@ -34,6 +34,7 @@ from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, explain, scoped
 from tests.support import examples
 from tests.support import random_policies as programs
+from tests.support.sizes import size
 from tests.support.torch.each_op import EachOp, at_every_line, interrupted
 from tests.support.torch.models import MODELS, seen
 from tests.support.torch.version_changes import need_lstm
@@ -124,7 +125,7 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
-@settings(max_examples=15)
+@settings(max_examples=size(5, 15))
 @given(st.integers(0, 10_000))
 def test_random_programs_under_random_policies(seed: int) -> None:
     """Casts as counted; the rows are those that were decided, and the policy's for the module."""
@@ -535,6 +536,7 @@ def under_inference_mode(x: torch.Tensor) -> None:
         x.exp()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("program", [in_a_block, of_a_call, under_inference_mode])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(
     program: Callable[[torch.Tensor], None], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ import torch
 
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
+from tests.support.sizes import LONG
 from tests.support.torch import run_ranks
 from tests.support.torch.ranks import bits, launch
 from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways
@@ -37,7 +38,7 @@ KEYS = [
     for way in ways(cut, ranks)
 ]
 EVERY = pytest.mark.parametrize(("ranks", "cut", "way"), KEYS)
-WORLD = pytest.mark.parametrize("ranks", WORLDS)
+WORLD = pytest.mark.parametrize("ranks", WORLDS if LONG else WORLDS[:1])
 
 
 def several(names: Sequence[str]) -> pytest.MarkDecorator:
@@ -240,7 +241,7 @@ def test_an_evaluation_of_a_closure_that_overflows_on_one_rank(worlds: Any, rank
     assert all(np.isfinite(array(p)).all() for p in parameters[2].values())
 
 
-@WORLD
+@pytest.mark.parametrize("ranks", WORLDS)
 def test_meshes_and_groups(worlds: Any, ranks: int) -> None:
     every = list(range(ranks))
     for rank, of_rank in enumerate(worlds[ranks]):

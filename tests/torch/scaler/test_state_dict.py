@@ -80,7 +80,7 @@ every = pytest.mark.parametrize("kind", KINDS)
 
 
 @every
-@settings(max_examples=size(12, 40))
+@settings(max_examples=size(5, 20))
 @given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
 def test_into_torchs_scaler_which_goes_on_as_ours(kind, history, after) -> None:
     one = Run(polymps(kind), kind)
@@ -94,7 +94,7 @@ def test_into_torchs_scaler_which_goes_on_as_ours(kind, history, after) -> None:
 
 
 @every
-@settings(max_examples=size(12, 40))
+@settings(max_examples=size(5, 20))
 @given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
 def test_out_of_torchs_scaler(kind, history, after) -> None:
     one = Run(torchs(), kind)
@@ -161,7 +161,7 @@ WAYS = {
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", WAYS)
 @every
-@settings(max_examples=size(8, 20))
+@settings(max_examples=size(4, 10))
 @given(options=ours, history=histories, after=histories)
 def test_a_run_goes_on_bit_for_bit(way, kind, options, history, after) -> None:
     whole = Run(polymps(kind, on_stuck=print, **options), kind)

@@ -489,7 +489,7 @@ def outcome(model: nn.Module, region: Any) -> list[Any]:
 several = st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.booleans()), min_size=1, max_size=5)
 
 
-@settings(max_examples=size(8, 25))
+@settings(max_examples=size(3, 15))
 @given(
     several,
     st.sampled_from(POLICIES),
@@ -512,7 +512,7 @@ def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: 
     assert not math.isnan(expected[0].float().sum().item())
 
 
-@settings(max_examples=size(5, 15))
+@settings(max_examples=size(2, 10))
 @given(several, st.sampled_from(RECIPES))
 def test_random_models_in_8_bits(ways: list[tuple[str, bool]], recipe: str) -> None:
     model, other = Random(ways), Random(ways)

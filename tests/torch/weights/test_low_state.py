@@ -1,12 +1,8 @@
-"""The state_dict of an optimizer with low weights; checkpoints in float32; runs that are killed."""
+"""The state_dict of an optimizer with low weights; checkpoints in float32."""
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,37 +12,13 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from polymp.torch import low_weights
-from tests import STRICT
 from tests.support.torch.low_training import loss_of, low, made, same_bits, weights
-
-STEPS = 100
-FILE = "run.pt"
 
 
 def step(model: Any, optimizer: Any, at: int) -> None:
     optimizer.zero_grad()
     loss_of("mlp", model, at).backward()
     optimizer.step()
-
-
-def train(mode: str, folder: Path | None = None) -> tuple[Any, Any]:
-    """Train to the end, from the beginning or from where the folder's file ends."""
-    model, optimizer = start(mode)
-    first = 0
-    if folder is not None and (folder / FILE).exists():
-        saved = torch.load(folder / FILE, weights_only=True)
-        first = saved["step"]
-        optimizer.load_state_dict(saved["optimizer"])
-        model.load_state_dict(saved["model"])
-    for at in range(first, STEPS):
-        step(model, optimizer, at)
-        if folder is not None:
-            saved = {
-                "step": at + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-            }  # fmt: skip
-            torch.save(saved, folder / "draft.pt")
-            (folder / "draft.pt").replace(folder / FILE)
-    return model, optimizer
 
 
 MODES = ("master", "split", "stochastic")
@@ -220,37 +192,6 @@ def test_state_stays_float32_under_another_default_dtype() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert state_bits(optimizer) == before
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_is_killed_goes_on_exactly(mode: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        *STRICT,
-        "-m",
-        "tests.torch.weights.test_low_state",
-        mode,
-        str(tmp_path),
-    ]
-    file = tmp_path / FILE
-    process = subprocess.Popen(command)
-    until = time.monotonic() + 120
-    while not file.exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    reached = torch.load(file, weights_only=True)["step"]
-    assert 0 < reached < STEPS
-    model, optimizer = train(mode, tmp_path)
-    whole, second = train(mode)
-    assert same_bits(weights(model, optimizer), weights(whole, second))
-    assert state_bits(optimizer) == state_bits(second)
-    print(f"{mode}: killed after step {reached} of {STEPS}, and bit-equal at the end")
-
-
-if __name__ == "__main__":
-    train(sys.argv[1], Path(sys.argv[2]))
 
 
 # --- Averages of low weights: torch's `AveragedModel`, with which functions it works, and when ----

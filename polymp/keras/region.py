@@ -86,13 +86,7 @@ def use(
 
 
 class _Region:
-    """The methods that a model gets in place of its own.
-
-    Args:
-        model: whose.
-        policy: of the region.
-        dtype: of the region.
-    """
+    """The methods that a model gets in place of its own."""
 
     def __init__(self, model: Any, policy: "Source | None", dtype: "DTypeLike") -> None:
         from polymp.jax import autocast, upper

@@ -119,16 +119,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         grads: Sequence[object],
         trainable_variables: Sequence[object],
     ) -> tuple[list[Any], list[Any]]:
-        """Divide gradients by the scale, and take the step or skip it.
-
-        Args:
-            optimizer_variables: values of `variables`.
-            grads: multiplied by the scale.
-            trainable_variables: values of the variables to train.
-
-        Returns:
-            The next values of the variables to train, and of `variables`.
-        """
         import jax
 
         def update(grads: object, trainable: object, inner: object) -> tuple[Any, Any]:

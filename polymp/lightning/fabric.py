@@ -57,7 +57,7 @@ class FabricPrecision(Region, FSDPPrecision):
         super().__init__(precision, policy, scaler)
         self._module: Any = lambda: None
         if device is not None:
-            self.begin(device)
+            self._begin(device)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Remember the module, to look at its device; called by `fabric.setup`.
@@ -140,4 +140,4 @@ class FabricPrecision(Region, FSDPPrecision):
                 "FabricPrecision does not know its device before fabric.setup(model). Write "
                 f"FabricPrecision({self.precision!r}, device='cuda')."
             )
-        self.begin(parameter.device.type)
+        self._begin(parameter.device.type)

@@ -55,12 +55,8 @@ class Region(Plain):
         self.device: str | None = None
         self._settings: RegionSettings | None = None
 
-    def begin(self, device: str) -> None:
-        """Make the region, and the scaler if none was given, once the device is known.
-
-        Args:
-            device: its type.
-        """
+    def _begin(self, device: str) -> None:
+        """Make the region, and the scaler if none was given, once the device type is known."""
         if device == self.device:
             return
         self.device, dtype = device, _DTYPES[self.precision]
@@ -82,7 +78,7 @@ class Region(Plain):
         return self._autocast
 
     def _find_device(self) -> None:
-        """Call `begin`, or raise: the region or the scaler is needed, and the device not known."""
+        """Call `_begin`, or raise: the region or the scaler is needed, and the device not known."""
         raise NotImplementedError
 
     @property

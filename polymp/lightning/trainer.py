@@ -83,7 +83,7 @@ class Precision(Region, plugins.FSDPPrecision):
             The three.
         """
         module = next(m for m in model.modules() if isinstance(m, LightningModule))
-        self.begin(module.trainer.strategy.root_device.type)
+        self._begin(module.trainer.strategy.root_device.type)
         self._root = model
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -168,20 +168,11 @@ class Precision(Region, plugins.FSDPPrecision):
             plugins.Precision.clip_grad_by_norm(self, optimizer, clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the scaler's state under the names of Lightning's own plugins.
-
-        Args:
-            checkpoint: to save.
-        """
+        # Under the names of Lightning's own plugins.
         if state := checkpoint.pop(type(self).__qualname__, None):
             checkpoint.update(dict.fromkeys(_THEIRS, state))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the scaler's state, from a run with polymp or with Lightning's own plugins.
-
-        Args:
-            checkpoint: that was loaded.
-        """
         state = next((checkpoint[name] for name in _THEIRS if name in checkpoint), None)
         if state is not None:
             self.load_state_dict(state)

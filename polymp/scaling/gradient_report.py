@@ -76,7 +76,11 @@ class GradientReport(NamedTuple):
         many = len(self.gradients)
         lines.append(f"{len(self.bad)} of {many} gradients have Inf or NaN")
         lines.append(f"{self.underflowed:.1%} of all values are 0 or below normal float16 numbers")
-        by_trouble = sorted(self.gradients, key=_trouble, reverse=True)
+        by_trouble = sorted(
+            self.gradients,
+            key=lambda g: (g.inf + g.nan, (g.zero + g.subnormal) / max(1, g.size)),
+            reverse=True,
+        )
         rows: list[tuple[str, ...]] = [("", "size", "Inf", "NaN", "zero", "subnormal")]
         for g in by_trouble[:_SHOWN]:
             shares = (f"{n / max(1, g.size):.1%}" for n in (g.zero, g.subnormal))
@@ -133,12 +137,6 @@ def tell(on_stuck: OnStuck, report: GradientReport) -> None:
         raise StuckError(report.why_stuck)
     elif callable(on_stuck):
         on_stuck(report)
-
-
-def _trouble(gradient: Gradient) -> tuple[int, float]:
-    """The sort key of the table: values that are not finite, then the share of small ones."""
-    lost = (gradient.zero + gradient.subnormal) / max(1, gradient.size)
-    return gradient.inf + gradient.nan, lost
 
 
 def _scale(report: GradientReport) -> str:

@@ -131,36 +131,29 @@ def checked(rule: ScaleRule) -> ScaleRule:
         )
     if not 0 <= hysteresis <= LONGEST:
         raise ValueError(f"hysteresis must be from 0 to {LONGEST}, got {rule.hysteresis!r}.")
+    interval = int(min(interval, LONGEST))
     return ScaleRule(
-        growth, backoff, int(min(interval, LONGEST)), as_float32(least), as_float32(most),
-        int(hysteresis),
-    )  # fmt: skip
+        growth, backoff, interval, as_float32(least), as_float32(most), int(hysteresis)
+    )
 
 
-def checked_scale(name: str, value: object, rule: ScaleRule) -> float:
-    """Return a value as a scale, if the rule allows it."""
+def checked_scale(name: str, value: object, rule: ScaleRule, *, first: bool = False) -> float:
+    """Return a value as a scale, or as the first one, if the rule allows it."""
     scale = number(name, value)
-    if not rule.min_scale <= as_float32(scale) <= rule.max_scale:  # which are float32
+    held = as_float32(scale)
+    if first and not 0 < held < math.inf:
+        raise ValueError(
+            f"{name} must be a positive number that float32 holds, such as 2.0**16; got {value!r}."
+        )
+    # The default bounds limit growth and backoff, not the first scale, as in torch.amp. Bounds that
+    # the caller has set limit the first scale, too.
+    beyond_widest = held < rule.min_scale == SMALLEST or rule.max_scale == LARGEST < held
+    if not rule.min_scale <= held <= rule.max_scale and not (first and beyond_widest):
         raise ValueError(
             f"{name} must be from min_scale to max_scale, {rule.min_scale!r} to "
             f"{rule.max_scale!r}; got {value!r}."
         )
     return scale
-
-
-def checked_first_scale(name: str, value: object, rule: ScaleRule) -> float:
-    """Return a value as a scale to start from, if it is a positive number that float32 holds."""
-    # The default bounds limit growth and backoff, not the first scale, as in torch.amp. Bounds that
-    # the caller has set limit the first scale, too.
-    scale = number(name, value)
-    if not 0 < as_float32(scale) < math.inf:
-        raise ValueError(
-            f"{name} must be a positive number that float32 holds, such as 2.0**16; got {value!r}."
-        )
-    beyond_widest = as_float32(
-        scale
-    ) < rule.min_scale == SMALLEST or rule.max_scale == LARGEST < as_float32(scale)
-    return scale if beyond_widest else checked_scale(name, value, rule)
 
 
 def number(name: str, value: object, *, whole: bool = False) -> float:
@@ -187,11 +180,9 @@ def as_float32(x: Any) -> Any:
         return math.copysign(math.inf, x)
 
 
-# The state of a loss scaler as a dictionary, under the names of torch.amp.GradScaler.
-#
-# Python numbers in and out, so that a run of one framework goes on in the other.
-#
-# The entries that torch.amp.GradScaler saves, and those that polymp's scalers add.
+# The state of a loss scaler as a dictionary of Python numbers, under the names of
+# torch.amp.GradScaler, so that a run of one framework goes on in the other: the entries that
+# torch.amp saves, and those that polymp's scalers add.
 _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _BOUNDS = ("min_scale", "max_scale", "hysteresis")
 _COUNTS = ("_growth_tracker", "skips", "spoiled", "skipped")

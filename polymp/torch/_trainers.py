@@ -28,21 +28,13 @@ def check_scaler(scaler: object, asked: str, half: bool, write: str) -> None:
 
 
 class RegionSettings(NamedTuple):
-    """The region of an adapter, and who opens it.
+    """The region of an adapter, and who opens it."""
 
-    Attributes:
-        device: the device type of the region.
-        dtype: its low dtype.
-        policy: its policy; `attach` puts rules by module path on models.
-        name: of who opens it, for the message.
-        write: how the adapter is given a policy, for the message.
-    """
-
-    device: str
+    device: str  # the device type
     dtype: torch.dtype
-    policy: Policy | None
-    name: str
-    write: str
+    policy: Policy | None  # `attach` puts rules by module path on models
+    name: str  # of who opens it, for the message
+    write: str  # how the adapter is given a policy, for the message
 
     def region(self) -> autocast:
         """Return the region."""
@@ -53,13 +45,8 @@ class RegionSettings(NamedTuple):
         return None if self.policy is None else self.policy.at("")
 
     def check(self) -> None:
-        """Raise if the region is about to be opened in another one of polymp's.
-
-        Regions of torch.autocast around it are allowed: they have no policy that would be lost.
-
-        Raises:
-            PolicyError: this thread is in a region with another dtype or another policy.
-        """
+        """Raise if this thread is in a region of polymp's with another dtype or policy."""
+        # Regions of torch.autocast around it are allowed: they have no policy that would be lost.
         here = [region for region, *_ in regions.stack.frames if region.device == self.device]
         if not here or not here[-1].enabled:
             return
@@ -77,33 +64,22 @@ class RegionSettings(NamedTuple):
             self.check()
 
 
-class _Attached(NamedTuple):
-    """A policy on a model, and the check before its forward."""
-
-    settings: RegionSettings
-    handles: tuple[Any, ...]
-
-
+# By model, the settings of its region, and the handles of the policy and of the check on it.
+_Attached = tuple[RegionSettings | None, tuple[Any, ...]]
 _attached: WeakKeyDictionary[nn.Module, _Attached] = WeakKeyDictionary()
 
 
 def attach(model: nn.Module, settings: RegionSettings) -> None:
-    """Put a policy on a model whose forward a framework calls in a region.
-
-    It takes the place of one that other settings have put there. The same settings change nothing,
-    nor do any on a model whose calls open a region.
-    """
-    if opens_region(model):
+    """Put a policy on a model whose forward a framework calls in a region, in place of another."""
+    # Nothing changes for a model whose calls open a region.
+    before, handles = _attached.get(model, (None, ()))
+    if opens_region(model) or before is settings:
         return
-    before = _attached.get(model)
-    if before is not None:
-        if before.settings is settings:
-            return
-        for handle in before.handles:
-            handle.remove()
+    for handle in handles:
+        handle.remove()
     scopings = () if settings.policy is None else (scoped(model, settings.policy),)
     check: Any = settings
-    _attached[model] = _Attached(settings, (*scopings, model.register_forward_pre_hook(check)))
+    _attached[model] = settings, (*scopings, model.register_forward_pre_hook(check))
 
 
 def open_in(model: nn.Module, settings: RegionSettings) -> None:

@@ -9,16 +9,13 @@ from polymp.backends.torch.scaler import grad_scaler
 
 
 class autocast(api.autocast):  # the name is torch's
-    """`polymp.torch.autocast("cpu", ...)`, with bfloat16 as the default dtype; deprecated.
+    """`polymp.torch.autocast("cpu", ...)`, by default in bfloat16; warns that it is deprecated.
 
     Args:
         enabled: as in `polymp.torch.autocast`.
         dtype: likewise.
         cache_enabled: likewise.
         policy: likewise.
-
-    Warns:
-        FutureWarning: always, as in torch: the spelling is deprecated.
     """
 
     def __init__(
@@ -34,7 +31,7 @@ class autocast(api.autocast):  # the name is torch's
 
 
 class GradScaler(grad_scaler.GradScaler):
-    """`polymp.torch.GradScaler("cpu", ...)`; deprecated.
+    """`polymp.torch.GradScaler("cpu", ...)`; warns that it is deprecated.
 
     Args:
         init_scale: as in `polymp.torch.GradScaler`.
@@ -42,9 +39,6 @@ class GradScaler(grad_scaler.GradScaler):
         backoff_factor: likewise.
         growth_interval: likewise.
         enabled: likewise.
-
-    Warns:
-        FutureWarning: always, as in torch: the spelling is deprecated.
     """
 
     def __init__(
@@ -57,9 +51,6 @@ class GradScaler(grad_scaler.GradScaler):
     ) -> None:
         deprecated("GradScaler", "cpu")
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-
-
-# The deprecation warning of the names in polymp.torch.cuda and polymp.torch.cpu.
 
 
 def deprecated(name: str, device: str) -> None:

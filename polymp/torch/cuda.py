@@ -14,16 +14,13 @@ R = TypeVar("R")
 
 
 class autocast(api.autocast):  # the name is torch's
-    """`polymp.torch.autocast("cuda", ...)`, with float16 as the default dtype; deprecated.
+    """`polymp.torch.autocast("cuda", ...)`, by default in float16; warns that it is deprecated.
 
     Args:
         enabled: as in `polymp.torch.autocast`.
         dtype: likewise.
         cache_enabled: likewise.
         policy: likewise.
-
-    Warns:
-        FutureWarning: always, as in torch: the spelling is deprecated.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class autocast(api.autocast):  # the name is torch's
 
 
 class GradScaler(grad_scaler.GradScaler):
-    """`polymp.torch.GradScaler("cuda", ...)`; deprecated.
+    """`polymp.torch.GradScaler("cuda", ...)`; warns that it is deprecated.
 
     Args:
         init_scale: as in `polymp.torch.GradScaler`.
@@ -47,9 +44,6 @@ class GradScaler(grad_scaler.GradScaler):
         backoff_factor: likewise.
         growth_interval: likewise.
         enabled: likewise.
-
-    Warns:
-        FutureWarning: always, as in torch: the spelling is deprecated.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ def custom_fwd(
 def custom_fwd(
     fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | str | None = None
 ) -> Callable[..., Any]:
-    """Call `polymp.torch.custom_fwd` with `device_type="cuda"`; deprecated.
+    """Call `polymp.torch.custom_fwd` for "cuda"; warns that it is deprecated.
 
     Args:
         fwd: as in `polymp.torch.custom_fwd`.
@@ -89,25 +83,19 @@ def custom_fwd(
 
     Returns:
         The decorated forward; without `fwd`, a decorator.
-
-    Warns:
-        FutureWarning: always, as in torch: the spelling is deprecated.
     """
     deprecated("custom_fwd", "cuda")
     return custom_ops.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
 def custom_bwd(bwd: Callable[P, R]) -> Callable[P, R]:
-    """Call `polymp.torch.custom_bwd` with `device_type="cuda"`; deprecated.
+    """Call `polymp.torch.custom_bwd` for "cuda"; warns that it is deprecated.
 
     Args:
         bwd: the backward, whose first argument is the ctx.
 
     Returns:
         The decorated backward.
-
-    Warns:
-        FutureWarning: always, as in torch: the spelling is deprecated.
     """
     deprecated("custom_bwd", "cuda")
     return custom_ops.custom_bwd(bwd, device_type="cuda")

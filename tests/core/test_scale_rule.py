@@ -17,7 +17,6 @@ from polymp.scaling.scale_rule import (
     ScaleRule,
     ScaleState,
     checked,
-    checked_first_scale,
     checked_scale,
     from_state_dict,
     step,
@@ -185,14 +184,14 @@ def test_a_scale_out_of_the_bounds(value: Any, error: type[Exception], message: 
 def test_a_first_scale_that_is_none(arguments: Any, error: type[Exception], message: str) -> None:
     bounds = {key: value for key, value in arguments.items() if key != "init_scale"}
     with pytest.raises(error) as raised:
-        checked_first_scale("init_scale", arguments["init_scale"], ScaleRule(**bounds))
+        checked_scale("init_scale", arguments["init_scale"], ScaleRule(**bounds), first=True)
     assert raised.value.args == (message,)
 
 
 @pytest.mark.parametrize("value", [1e38, 3.4e38, 2.0**127, 2.0**-149, 1e-40, 8, 2.0**126])
 def test_a_first_scale_may_lie_beyond_the_widest_bounds(value: float) -> None:
     """The rule brings it between them from where it changes."""
-    assert checked_first_scale("first", value, ScaleRule()) == value
+    assert checked_scale("first", value, ScaleRule(), first=True) == value
     first = ScaleState(scale_rule.as_float32(float(value)))
     assert step(ScaleRule(interval=2), first, True).scale == first.scale
     assert step(ScaleRule(interval=1), first, True).scale <= LARGEST
@@ -204,7 +203,7 @@ def test_a_first_scale_may_lie_beyond_the_widest_bounds(value: float) -> None:
 def test_bounds_that_are_given_hold_for_the_first_scale(value: float) -> None:
     message = f"first must be from min_scale to max_scale, 1.0 to 24.0; got {value!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
-        checked_first_scale("first", value, NARROW)
+        checked_scale("first", value, NARROW, first=True)
 
 
 @pytest.mark.parametrize("value", [1, 24.0, 3.3])

@@ -107,7 +107,7 @@ class GradScaler:
                     growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
                 )
             )
-            init_scale = scale_rule.checked_first_scale("init_scale", init_scale, rule)
+            init_scale = scale_rule.checked_scale("init_scale", init_scale, rule, first=True)
         else:
             rule, init_scale = ScaleRule(), 1.0
         _set(self, optimizer_step.on_device(ScaleState(init_scale)), rule, bool(enabled))
@@ -365,35 +365,23 @@ class GradScaler:
         return self if state is self.state else _make(state, self.rule, self.enabled)
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(GradScaler))
-
-
-def _set(scaler: GradScaler, *values: object) -> None:
-    for name, value in zip(_FIELDS, values, strict=True):
+def _set(scaler: GradScaler, state: object, rule: ScaleRule, enabled: bool) -> None:
+    for name, value in (("state", state), ("rule", rule), ("enabled", enabled)):
         object.__setattr__(scaler, name, value)
 
 
-def _make(*values: object) -> GradScaler:
+def _make(*fields: Any) -> GradScaler:
     """A scaler from its fields, unchecked: JAX puts markers in the place of arrays."""
     scaler = object.__new__(GradScaler)
-    _set(scaler, *values)
+    _set(scaler, *fields)
     return scaler
 
 
-def _flatten(scaler: GradScaler) -> tuple[tuple[object], tuple[object, ...]]:
-    first, *rest = (getattr(scaler, name) for name in _FIELDS)
-    return (first,), tuple(rest)
-
-
-def _flatten_with_keys(
-    scaler: GradScaler,
-) -> tuple[tuple[tuple[object, object]], tuple[object, ...]]:
-    (first,), rest = _flatten(scaler)
-    return ((jax.tree_util.GetAttrKey(_FIELDS[0]), first),), rest
-
-
 jax.tree_util.register_pytree_with_keys(
-    GradScaler, _flatten_with_keys, lambda rest, first: _make(*first, *rest), _flatten
+    GradScaler,
+    lambda it: (((jax.tree_util.GetAttrKey("state"), it.state),), (it.rule, it.enabled)),
+    lambda rest, first: _make(*first, *rest),
+    lambda it: ((it.state,), (it.rule, it.enabled)),
 )
 
 
@@ -435,20 +423,15 @@ def _shown(x: object) -> str:
     return shown_dtype(x) if tree_math.is_carried(x) else f"{type(x)}"
 
 
-class _Told(threading.local):
-    """The rules of the scalers that this thread was warned of: each step makes another scaler."""
-
-    def __init__(self) -> None:
-        self.rules: set[ScaleRule] = set()
-
-
-_TOLD = _Told()
+# The rules of the scalers that a thread was warned of: each step makes another scaler.
+_TOLD = threading.local()
 
 
 def warn_in_bfloat16(rule: ScaleRule) -> None:
     """Warn if a loss that is scaled here comes from a bfloat16 region; once for each rule."""
-    if regions.latest_low() == "bfloat16" and rule not in _TOLD.rules:
-        _TOLD.rules.add(rule)
+    told: set[ScaleRule] = vars(_TOLD).setdefault("rules", set())
+    if regions.latest_low() == "bfloat16" and rule not in told:
+        told.add(rule)
         warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=outside())
 
 

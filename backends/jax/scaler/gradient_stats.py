@@ -92,10 +92,8 @@ def _stacked(xs: list[jax.Array], factor: jax.Array, dtype: jax.typing.DTypeLike
 
 
 def _kinds(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, ...]:
-    """Where x is Inf, NaN, zero and subnormal, no value in two kinds; bool of its shape.
-
-    What is subnormal in float32 counts as zero: XLA on CPU takes it for 0, but not in all it does.
-    """
+    """Where x is Inf, NaN, zero and subnormal, no value in two kinds; bool of its shape."""
+    # What is subnormal in float32 counts as zero: XLA on CPU takes it for 0, if not everywhere.
     parts = [x.real, x.imag] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
     parts = [part.astype(jnp.float32) if part.dtype.itemsize < 4 else part for part in parts]
     inf = reduce(operator.or_, map(jnp.isinf, parts))

@@ -97,10 +97,8 @@ def step(
 def _either(
     finite: jax.Array, grads: object, apply: Callable[[Any], T], skip: Callable[[], T]
 ) -> T:
-    """`apply(grads)` if finite, else `skip()`, in traced code: see the top of this file.
-
-    Each is traced once. What has effects, such as a print, is always a conditional.
-    """
+    """`apply(grads)` if finite, else `skip()`, in traced code: see the top of this file."""
+    # Each is traced once. What has effects, such as a print, is always a conditional.
     floats, together = apart(grads, tree_math.is_traced_float)
     applied = jax.make_jaxpr(lambda floats: apply(together(floats)), return_shape=True)
     taken, shapes = applied(floats)
@@ -111,7 +109,8 @@ def _either(
 
     def select(finite: jax.Array, floats: list[jax.Array]) -> list[jax.Array]:
         floats = [jnp.where(finite, x, 0) for x in floats]
-        return [_selected(finite, *both) for both in zip(take(*floats), keep(), strict=True)]
+        pairs = zip(take(*floats), keep(), strict=True)
+        return [o if o.dtype == float0 else lax.select(finite, n, o) for n, o in pairs]
 
     if taken.effects:
         result = branch(finite, floats)
@@ -120,10 +119,6 @@ def _either(
         result = lax.platform_dependent(finite, floats, default=branch, **forms)
     whole: T = jax.tree.unflatten(jax.tree.structure(shapes), result)
     return whole
-
-
-def _selected(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    return old if old.dtype == float0 else lax.select(finite, new, old)
 
 
 def check_replaces(old: tuple[object, ...], new: object) -> None:
@@ -160,10 +155,6 @@ def check_replaces(old: tuple[object, ...], new: object) -> None:
                 f"update must keep the shapes and dtypes of the state, and what is no array; "
                 f"state{where} was {before} and came back as {after}."
             )
-
-
-# The rule is `polymp.scaling.scale_rule.step`, bit for bit as in torch. What the next functions add
-# is how float32 arrays multiply by a factor that float32 cannot hold.
 
 
 class _Factor:

@@ -34,18 +34,16 @@ def multiplied(tree: T, scale: jax.Array) -> T:
 
 @regions.as_written()
 def settled(tree: T) -> T:
-    """Return the same floats, as numbers that XLA cannot compute in two ways.
-
-    It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
-    check would call a gradient finite that is Inf where it is used.
-    """
+    """Return the same floats, as numbers that XLA cannot compute in two ways."""
+    # It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
+    # check would call a gradient finite that is Inf where it is used.
     floats, together = apart(tree, is_traced_float)
     # One each: the results of one for all would vary over every axis of a shard_map that any does.
     return together([lax.optimization_barrier(x) for x in floats])
 
 
 def divided(tree: T, scale: jax.Array) -> T:
-    """Every float of the tree through the scale."""
+    """Every float of the tree times the float nearest to 1/scale, as torch computes it."""
     return _each_float(_quotient, tree, scale)
 
 
@@ -107,7 +105,6 @@ def _parts(x: jax.typing.ArrayLike) -> list[jax.Array]:
 
 
 def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """X times the float nearest to 1/scale, as torch computes it."""
     return x * (1 / scale)
 
 

@@ -80,18 +80,9 @@ def cuda_lacks_bfloat16() -> bool:
 
 
 def knows_autocast(device: str) -> bool:
-    """Return whether torch has autocast for a device type.
+    """Return whether torch has autocast for a device type; raises if it has no such device.
 
     `_is_autocast_available` since torch 2.4.
-
-    Args:
-        device: the device type.
-
-    Returns:
-        True if it has.
-
-    Raises:
-        RuntimeError: torch has no such device type.
     """
     return bool(torch._C._is_autocast_available(device))
 
@@ -104,16 +95,7 @@ def is_private(device: str) -> bool:
 def private_dtypes(device: str) -> list[torch.dtype]:
     """Return the low dtypes of a device that an extension registered as PrivateUse1.
 
-    Since torch 2.1.
-
-    Args:
-        device: the device type.
-
-    Returns:
-        The dtypes that autocast supports on it.
-
-    Raises:
-        AssertionError: the extension has not registered its module, or not all of it.
+    Raises where the extension has not registered its module, or not all of it. Since torch 2.1.
     """
     if not hasattr(getattr(torch, device, None), "get_amp_supported_dtype"):
         torch.autocast(device)  # raises the error of this version of torch

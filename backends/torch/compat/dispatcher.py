@@ -316,16 +316,11 @@ _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 class Showing:
-    """The hooks of `saved_tensors_shown` that are in force, in all threads of this process.
-
-    Attributes:
-        hooks: by the function that packs.
-        lock: held while any come or go.
-    """
+    """The hooks of `saved_tensors_shown` that are in force, in all threads of this process."""
 
     def __init__(self) -> None:
-        self.hooks: dict[Any, Any] = {}
-        self.lock: threading.RLock = threading.RLock()
+        self.hooks: dict[Any, Any] = {}  # by the function that packs
+        self.lock: threading.RLock = threading.RLock()  # held while any come or go
 
 
 showing: Showing = Showing()

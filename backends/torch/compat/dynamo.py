@@ -75,9 +75,6 @@ def compile_by(rules: str) -> None:
     a policy keeps wide. It finds graphs of other processes by the autocast state, in which a policy
     is a code that holds for one process. What the user has set stays. `backward_pass_autocast`
     since torch 2.9, `cache_key_tag` since torch 2.7.
-
-    Args:
-        rules: what stands for the policies of this process, in all processes alike.
     """
     before = _rules.get()
     if rules != before or (rules and not _tag().endswith(rules)):  # the user has set it since

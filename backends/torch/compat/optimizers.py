@@ -55,7 +55,9 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) 
         not torch.compiler.is_dynamo_compiling()
         or not _breaks_graphs(kind)
         or optimizer.defaults["differentiable"]
-        or ("step" in vars(optimizer) and not _scheduled(optimizer.step))
+        or (
+            "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+        )
     ):
         return optimizer.step(*args, **kwargs)
     for hook in (
@@ -72,11 +74,6 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) 
     ):
         hook(optimizer, args, kwargs)
     return result
-
-
-def _scheduled(step: Any) -> bool:
-    """Return whether a learning-rate scheduler has wrapped the step."""
-    return bool(getattr(step, "_wrapped_by_lr_sched", False))
 
 
 @dynamo.at_trace_time

@@ -12,7 +12,7 @@ one comes from `scale_rule.step` in two ways:
 import contextlib
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,14 +23,6 @@ from polymp.backends.torch.scaler import unscale
 from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict
-
-
-class _Known(NamedTuple):
-    """The state as Python numbers, and the tensors and versions of them that it was read from."""
-
-    state: ScaleState
-    tensors: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
 
 
 class DeviceState:
@@ -49,7 +41,8 @@ class DeviceState:
     _bars: torch.Tensor | None  # of `new_bars`
     _loss: torch.Tensor | None  # float32 [], one of the bars: not 0 if a loss was not finite
     _captured: torch.Tensor | None  # the scale that a CUDA graph updates, without a new version
-    _known: _Known | None
+    # The state as Python numbers, and the tensors and versions of them that it was read from.
+    _known: tuple[ScaleState, tuple[tuple[torch.Tensor, int], ...]] | None
     _regular: bool  # see `regular`
     _arriving: "AsyncRead"
 
@@ -82,26 +75,11 @@ class DeviceState:
         with _versioned():
             scale = torch.full((), first.scale, dtype=torch.float32, device=dev)
             tracker = torch.full((), first.tracker, dtype=torch.int32, device=dev)
-            self._make_counts(dev)
         self._scale, self._growth_tracker = scale, tracker  # at once: half of it would be no state
-        self._stay()
+        self._tensors()
         if self._capturing():
             self._captured = self._scale  # and every replay fills it anew
         self._remember(first._replace(scale=scale_rule.as_float32(float(first.scale))))
-
-    def _make_counts(self, device: torch.device) -> None:
-        """Without a copy from the host, which a CUDA graph cannot capture."""
-        counts = torch.zeros(3, dtype=torch.float32, device=device)
-        for at, number in enumerate(counted(self._first())):
-            if number:
-                counts.select(0, at).fill_(number)
-        self._counts, (self._bars, self._loss) = counts, new_bars(device)
-
-    def _stay(self) -> None:
-        """Let compiled code write to the state where it is."""
-        if not torch.compiler.is_compiling():
-            for tensor in (*self._tensors(), self._loss):
-                dynamo.stays(cast(torch.Tensor, tensor))
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return scale, tracker and counts. Other libraries may have made the first two."""
@@ -109,15 +87,20 @@ class DeviceState:
         assert self._growth_tracker is not None
         if self._counts is None:
             with _versioned():
-                self._make_counts(self._scale.device)
-                self._stay()
-        assert self._counts is not None
+                counts = torch.zeros(3, dtype=torch.float32, device=self._scale.device)
+                for at, number in enumerate(counted(self._first())):
+                    if number:  # without a copy from the host, which a CUDA graph cannot capture
+                        counts.select(0, at).fill_(number)
+                self._bars, self._loss = new_bars(self._scale.device)
+            self._counts = counts
+            if not torch.compiler.is_compiling():  # compiled code writes to them where they are
+                for tensor in (self._scale, self._growth_tracker, counts, self._loss):
+                    dynamo.stays(tensor)
         return self._scale, self._growth_tracker, self._counts
 
     def _noted_loss(self) -> torch.Tensor:
         """Return `_loss`, made if it is not there."""
-        if self._loss is None:
-            self._tensors()
+        self._tensors()
         assert self._loss is not None
         return self._loss
 
@@ -128,15 +111,10 @@ class DeviceState:
         self._regular = regular(self._rule, state)
         if torch.compiler.is_compiling():
             return
-        tensors = self._tensors()
-        self._known = _Known(state, tensors, tuple(t._version for t in tensors))
+        self._known = state, tuple((t, t._version) for t in self._tensors())
 
     def _replays(self) -> bool:
-        """Return whether this code may run again without Python, so that no number may decide.
-
-        So it is in code that is compiled, while a CUDA graph is captured, and for as long as the
-        scale is one that a graph updates.
-        """
+        """Return whether this code may run again without Python, so that no number may decide."""
         if torch.compiler.is_compiling() or self._capturing():
             return True
         return self._captured is not None and self._captured is self._scale
@@ -149,14 +127,12 @@ class DeviceState:
 
     def _recall(self) -> ScaleState | None:
         """Return the state if the host knows it; None if something has written to the tensors."""
-        if self._replays():
+        if self._replays() or self._known is None or self._scale is None:
             return None
-        known = self._known
-        if known is None or self._scale is None:
-            return None
-        pairs = zip(known.tensors, self._tensors(), known.versions, strict=True)
-        same = all(was is now and was._version == version for was, now, version in pairs)
-        return known.state if same else None
+        state, read = self._known
+        pairs = zip(read, self._tensors(), strict=True)
+        same = all(was is now and was._version == version for (was, version), now in pairs)
+        return state if same else None
 
     def _read(self) -> ScaleState:
         """Return the state as Python numbers. Waits for the device if the host does not know it."""
@@ -182,8 +158,9 @@ class DeviceState:
         state = self._recall()
         if state is not None:
             return bool(state.scale < 1)
-        if not self._arriving.follows(self._tensors()[0]):
-            return True
+        scale, (left, version) = self._tensors()[0], self._arriving.left
+        if left is not scale or version != scale._version:
+            return True  # other code than an update may have written it
         return self._arriving.at_least(self._rule.backoff, self._rule.min_scale) < 1
 
     # The next state.
@@ -203,7 +180,7 @@ class DeviceState:
         else:
             number = scale_rule.checked_scale("new_scale", new, self._rule)
             scale.fill_(number)
-        self._arriving.given()
+        self._arriving.given += 1
         self._known = None
         if number is not None and before is not None:
             self._remember(before._replace(scale=scale_rule.as_float32(number)))
@@ -248,7 +225,7 @@ class DeviceState:
             self._noted_loss().zero_()
         self._known = None
         if not torch.compiler.is_compiling():
-            self._arriving.wrote(scale)
+            self._arriving.left = scale, scale._version
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state that `from_state_dict` accepts; raises as that does."""
@@ -333,72 +310,52 @@ def update(
     loss: torch.Tensor | None,
     bars: torch.Tensor | None = None,
 ) -> None:
-    """Bring the tensors to the state after one optimizer step, in place."""
+    """Bring the tensors to the state after one optimizer step, in place.
+
+    With `bars` by the kernel that torch.amp uses, in a quarter of the launches.
+    """
     wild = rule.hysteresis or rule.growth > _TAME
     if bars is None or wild or torch.compiler.is_compiling():
-        _by_rule(rule, scale, tracker, counts, found, loss)
+        # The factors act in float64, as in torch's kernel; the scale is rounded when it is stored.
+        wide = scale if scale.device.type == "mps" else scale.double()
+        skips, overflows, skipped = counts.unbind()
+        state = ScaleState(wide, tracker, skips, skips - overflows, skipped)
+        fine = None if loss is None else loss == 0
+        after = scale_rule.step(rule, state, found == 0, torch.where, loss_finite=fine)
+        scale.copy_(after.scale)
+        tracker.copy_(after.tracker)
+        counts.copy_(torch.stack(counted(after)))
     else:
-        _by_kernel(rule, scale, tracker, counts, found, bars)
+        above = torch.gt(found, bars, out=torch.empty_like(bars))  # 1 or 0, float32
+        more, goes_on = above.view(2, 3).unbind()
+        torch.addcmul(more, goes_on, counts, out=counts)
+        skip = more.select(0, 0)
+        torch._amp_update_scale_(scale, tracker, skip, rule.growth, rule.backoff, rule.interval)
+        scale.clamp_(rule.min_scale, rule.max_scale)
 
 
-def _by_rule(
-    rule: ScaleRule,
-    scale: torch.Tensor,
-    tracker: torch.Tensor,
-    counts: torch.Tensor,
-    found: torch.Tensor,
-    loss: torch.Tensor | None,
-) -> None:
-    # The factors act in float64, as in torch's kernel, and the scale is rounded when it is stored.
-    wide = scale if scale.device.type == "mps" else scale.double()
-    skips, overflows, skipped = counts.unbind()
-    state = ScaleState(wide, tracker, skips, skips - overflows, skipped)
-    fine = None if loss is None else loss == 0
-    after = scale_rule.step(rule, state, found == 0, torch.where, loss_finite=fine)
-    scale.copy_(after.scale)
-    tracker.copy_(after.tracker)
-    counts.copy_(torch.stack(counted(after)))
-
-
-def _by_kernel(
-    rule: ScaleRule,
-    scale: torch.Tensor,
-    tracker: torch.Tensor,
-    counts: torch.Tensor,
-    found: torch.Tensor,
-    bars: torch.Tensor,
-) -> None:
-    """Do the same in a quarter of the launches, by the kernel that torch.amp uses."""
-    above = torch.gt(found, bars, out=torch.empty_like(bars))  # 1 or 0, float32
-    more, goes_on = above.view(2, 3).unbind()
-    torch.addcmul(more, goes_on, counts, out=counts)
-    skip = more.select(0, 0)
-    torch._amp_update_scale_(scale, tracker, skip, rule.growth, rule.backoff, rule.interval)
-    scale.clamp_(rule.min_scale, rule.max_scale)
-
-
-# Copies of a scaler's state to the host, for which the host does not wait.
-#
-# Updates between two copies. A copy costs the host some microseconds.
+# Updates between two copies of a state to the host. A copy costs the host some microseconds.
 _EVERY = 4
 
 
 class AsyncRead:
-    """Copies the state to the host every few updates, and keeps the last copy that has arrived.
+    """Copies the state to the host every few updates, without a wait, and keeps the last arrived.
 
     Attributes:
         seen: the state of that copy; None before the first.
         age: the number of updates since that state.
+        given: how often the user has set the scale: copies from before say nothing about it.
+        left: the scale and its version after the last update.
     """
 
     def __init__(self) -> None:
         self.seen: ScaleState | None = None
         self.age: int = 0
-        self._given = 0  # how often the user has set the scale
-        self._mailbox: Mailbox[int] = Mailbox()  # with `_given` when a copy was started
-        self._seen_of = 0  # `_given` when the copy in `seen` was started
+        self.given: int = 0
+        self.left: tuple[torch.Tensor | None, int] = None, 0
+        self._mailbox: Mailbox[int] = Mailbox()  # with `given` when a copy was started
+        self._seen_of = 0  # `given` when the copy in `seen` was started
         self._sent = 0  # updates since the copy on its way was started
-        self._left: tuple[torch.Tensor, int] | None = None  # the scale and its version
 
     def updated(self, *state: torch.Tensor) -> bool:
         """Note an update; read a copy that has arrived, and start another."""
@@ -412,74 +369,48 @@ class AsyncRead:
         if not self._mailbox and self._sent >= _EVERY:
             # One copy for all, as bits, so that no number is converted or rounded.
             together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
-            self._mailbox.post(AsyncCopy(together), self._given)
+            self._mailbox.post(AsyncCopy(together), self.given)
             self._sent = 0
         return new
 
-    def given(self) -> None:
-        """Note that the user has set the scale: copies from before say nothing about it."""
-        self._given += 1
-
-    def wrote(self, scale: torch.Tensor) -> None:
-        """Note that an update has just written the scale, float32 []."""
-        self._left = scale, scale._version
-
-    def follows(self, scale: torch.Tensor) -> bool:
-        """Return False if other code than an update may have written the scale, float32 []."""
-        return self._left is not None and (
-            self._left[0] is scale and self._left[1] == scale._version
-        )
-
     def at_least(self, backoff: float, min_scale: float) -> float:
         """Return a lower bound of the scale, which holds as long as only updates write it."""
-        if self.seen is None or self._seen_of != self._given:
+        if self.seen is None or self._seen_of != self.given:
             return min_scale
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
         return float(max(min_scale, self.seen.scale * lowest**self.age))
 
 
-# In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
-class Listeners:
-    """The scalers of this process, by name, as long as they live."""
-
-    def __init__(self) -> None:
-        self.by_name: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self.numbers: count[int] = count()
-
-
-listeners: Listeners = Listeners()
+# The scalers of this process, by name, as long as they live.
+scalers: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = count()
 
 
 def listen(scaler: object) -> str:
     """Return the name by which `tell` calls the scaler's `_updated`."""
-    name = f"scaler {next(listeners.numbers)}"
-    listeners.by_name[name] = scaler
+    name = f"scaler {next(_numbers)}"
+    scalers[name] = scaler
     return name
 
 
+# In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
 def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
     """Call the scaler of that name whenever the code that is being traced runs."""
     torch.ops.polymp.updated(counts, scale, tracker, name)
 
 
 def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
-    scaler = listeners.by_name.get(name)
+    scaler = scalers.get(name)
     if scaler is not None:
         scaler._updated(scale, tracker, counts)
 
 
 _library = torch.library.Library("polymp", "DEF")
-
-
 # Its schema has a write, so that no compiler leaves the op out. Its tag keeps it out of CUDA
 # graphs, whose replays would not call it: compilers cut the graph there.
 _library.define(
     "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
-
-
 _library.impl("updated", _updated, "CompositeExplicitAutograd")
-
-
 _library.impl("updated", lambda *_: None, "Meta")

@@ -6,7 +6,6 @@ skip, update the scale. The state and its update are in `device_state`, the pass
 """
 
 import math
-import threading
 import warnings
 import weakref
 from collections import defaultdict
@@ -177,15 +176,24 @@ class GradScaler(DeviceState):
         self._enabled = _acts_on(device, dtype, enabled)
         if not self._enabled:
             return
-        self._rule = _checked_rule(
+        # The errors are torch.amp's where torch.amp has one.
+        if scale_rule.number("growth_factor", growth_factor) <= 1.0:
+            raise AssertionError("The growth factor must be > 1.0.")
+        if scale_rule.number("backoff_factor", backoff_factor) >= 1.0:
+            raise AssertionError("The backoff factor must be < 1.0.")
+        self._rule = scale_rule.checked(
             ScaleRule(
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             )
         )
-        self._options = _checked(
-            Options(on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group)
+        if skip_on not in ("auto", "host", "device"):
+            raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {skip_on!r}.")
+        checked_on_stuck(on_stuck, stuck_after)
+        unscale.check_group(process_group)
+        self._options = Options(
+            on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group
         )
-        first = scale_rule.checked_first_scale("init_scale", init_scale, self._rule)
+        first = scale_rule.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.entries.latest.clear()  # regions from before say nothing about this scaler's
         self._knows_region = False  # whether it is bfloat16, where scaling has no effect
         self._checks_loss = check_loss
@@ -526,10 +534,7 @@ class GradScaler(DeviceState):
     def _check_inf_per_device(
         self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """Look for Inf and NaN without unscaling; for optimizers that unscale by themselves.
-
-        Given the `divisor`, float32 [], also for quotients that overflow.
-        """
+        """Look for Inf and NaN, also in quotients by a `divisor`, for who unscales by himself."""
         self._check_scale_growth_tracker("_check_inf_per_device")
         entry = self._look(optimizer, None, allow_fp16=True, divisor=divisor)
         return cast(dict[str, Any], entry["found_inf_per_device"])
@@ -556,9 +561,8 @@ class GradScaler(DeviceState):
     def _begin(self) -> None:
         super()._begin()
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
+        self._may_warn_of_clipping = True
         self._listener = device_state.listen(self)
-        with watched.lock:
-            watched.unwarned.add(self)
         _watch_clipping()
 
     def __getstate__(self) -> dict[str, object]:
@@ -586,18 +590,20 @@ class GradScaler(DeviceState):
     def _scale_of(self, loss: torch.Tensor) -> torch.Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(loss.device)
-        self._knows_region = self._knows_region or warned_of_bfloat16(loss.device.type)
+        if not self._knows_region:
+            low = regions.latest_low(loss.device.type)
+            if low is torch.bfloat16:
+                level = 4 if torch.compiler.is_compiling() else outside()
+                warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
+            self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
         if self._checks_loss:
             note(loss, self._noted_loss())
         return self._tensors()[0]
 
     def _has_scaled(self) -> bool:
-        """Return whether a loss was scaled in this iteration, outside of compiled code.
-
-        Iterations are told apart by the object in `_per_optimizer_states`, which the `update` of a
-        subclass replaces, too.
-        """
+        """Return whether a loss was scaled in this iteration, outside of compiled code."""
+        # They are told apart by this object, which the `update` of a subclass replaces, too.
         return self._scaled_in is self._per_optimizer_states
 
     def _look(
@@ -699,11 +705,9 @@ class GradScaler(DeviceState):
     # What was found.
 
     def _found(self, entry: Entry) -> torch.Tensor:
-        """Return 1 if any device found Inf or NaN, else 0; float32 [], on the scale's device.
-
-        torch's sharded scaler adds up the findings of ranks, other libraries take their mean; but
-        fused kernels skip for 1 and for nothing else.
-        """
+        """Return 1 if any device found Inf or NaN, else 0; float32 [], on the scale's device."""
+        # torch's sharded scaler adds up the findings of ranks, other libraries take their mean;
+        # but fused kernels skip for 1 and for nothing else.
         return self._largest(entry).sign()
 
     def _largest(self, entry: Entry) -> torch.Tensor:
@@ -762,12 +766,7 @@ class GradScaler(DeviceState):
         self._reported_row = row
 
     def _has_yet_to_unscale(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether gradients of parameters are scaled now: after `scale`, before `unscale_`.
-
-        Only the optimizers that were stepped in the iteration before are known.
-        """
-        if not self._has_scaled():
-            return False
+        """Return whether gradients of parameters are still to be unscaled in this iteration."""
         for key, before in self._before.items():
             now = self._per_optimizer_states.get(key)
             optimizer = before["optimizer"]() if "optimizer" in before else None
@@ -783,6 +782,7 @@ class GradScaler(DeviceState):
 _NOT_KEPT = (
     *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
     *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_listener"),
+    "_may_warn_of_clipping",
 )
 
 # The classes whose objects change as a scaler is used.
@@ -810,24 +810,6 @@ def _acts_on(device: object, dtype: object, enabled: bool) -> bool:
     return acts
 
 
-def _checked_rule(rule: ScaleRule) -> ScaleRule:
-    """Check the constants of a rule; the errors are torch.amp's where torch.amp has one."""
-    if scale_rule.number("growth_factor", rule.growth) <= 1.0:
-        raise AssertionError("The growth factor must be > 1.0.")
-    if scale_rule.number("backoff_factor", rule.backoff) >= 1.0:
-        raise AssertionError("The backoff factor must be < 1.0.")
-    return scale_rule.checked(rule)
-
-
-def _checked(options: Options) -> Options:
-    """Check the options."""
-    if options.skip_on not in ("auto", "host", "device"):
-        raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {options.skip_on!r}.")
-    checked_on_stuck(options.on_stuck, options.stuck_after)
-    unscale.check_group(options.process_group)
-    return options
-
-
 # Outputs multiplied by the scale, and a note of those that are not finite.
 
 
@@ -843,15 +825,6 @@ def scaled(outputs: Outputs, scale_of: Callable[[torch.Tensor], torch.Tensor]) -
             return type(outputs)(*items)
         return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
     raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-
-
-def warned_of_bfloat16(device: str) -> bool:
-    """Warn if the region that a loss comes from is bfloat16, where scaling has no effect."""
-    low = regions.latest_low(device)
-    if low is torch.bfloat16:
-        level = 5 if torch.compiler.is_compiling() else outside()
-        warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
-    return low is not None
 
 
 def note(loss: torch.Tensor, noted: torch.Tensor) -> None:
@@ -874,21 +847,6 @@ def note(loss: torch.Tensor, noted: torch.Tensor) -> None:
 # knows its optimizers from the iteration before, so that nothing is noticed in the first one.
 
 
-class Watched:
-    """The scalers of this process whose gradients must not be clipped before they are unscaled.
-
-    Attributes:
-        unwarned: those for which the warning was not given yet.
-        lock: held while it changes or is gone through.
-    """
-
-    def __init__(self) -> None:
-        self.unwarned: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-        self.lock: threading.Lock = threading.Lock()
-
-
-watched: Watched = Watched()
-
 TOO_EARLY = (
     "gradients were clipped while they were still multiplied by the loss scale, so what is left of "
     "them is too small by that factor. Call scaler.unscale_(optimizer) before clipping. With "
@@ -906,10 +864,8 @@ def _look_for_scaled(parameters: Sequence[torch.Tensor]) -> None:
     """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
     if torch.compiler.is_compiling():
         return
-    with watched.lock:
-        unwarned = list(watched.unwarned)
-    for scaler in unwarned:
-        if scaler._has_yet_to_unscale(parameters):
-            with watched.lock:
-                watched.unwarned.discard(scaler)
+    for scaler in filter(None, (ref() for ref in device_state.scalers.valuerefs())):
+        watched = scaler._may_warn_of_clipping and scaler._has_scaled()
+        if watched and scaler._has_yet_to_unscale(parameters):
+            scaler._may_warn_of_clipping = False
             warnings.warn(TOO_EARLY, ScalerWarning, stacklevel=outside())

@@ -8,7 +8,6 @@ a closure    the loss is evaluated, scaled and unscaled within the step, as for 
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,33 +17,20 @@ from polymp.backends.torch.compat import distributed, dynamo, optimizers
 from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.snapshot import Snapshot
 
-
-class Steps:
-    """The steps of optimizers that this process has seen.
-
-    Attributes:
-        take_scaler: by function, whether it has an argument `grad_scaler`.
-    """
-
-    def __init__(self) -> None:
-        self.take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
-
-
-steps: Steps = Steps()
+# By the function of an optimizer's step, whether it has an argument `grad_scaler`: to read a
+# signature takes longer than the rest of the step's overhead.
+_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 
 def takes_scaler(optimizer: Any) -> bool:
-    """Return whether the optimizer's step has an argument `grad_scaler`, for the scaler itself.
-
-    The answer is kept: reading a signature takes longer than the rest of the step's overhead.
-    """
+    """Return whether the optimizer's step has an argument `grad_scaler`, for the scaler itself."""
     if torch.compiler.is_compiling():  # dynamo traces signatures, and no such dictionary
         return "grad_scaler" in inspect.signature(optimizer.step).parameters
     step = getattr(optimizer.step, "__func__", optimizer.step)
-    known = steps.take_scaler.get(step)
+    known = _take_scaler.get(step)
     if known is None:
         known = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        steps.take_scaler[step] = known
+        _take_scaler[step] = known
     return known
 
 
@@ -58,11 +44,8 @@ def step_fused(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set.
-
-    Dynamo does not trace it: it breaks the graph in a fused step anyway, and would lose attributes
-    that are set before the break and deleted after it.
-    """
+    """Call `optimizer.step(*args, **kwargs)` with `grad_scale` and `found_inf` set."""
+    # Dynamo would break the graph in it, and lose attributes that are set before the break.
     optimizer.grad_scale = scale
     optimizer.found_inf = found
     try:
@@ -73,20 +56,16 @@ def step_fused(
 
 
 def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
-    """Prepare the optimizer for a step that `found` may skip.
-
-    The fused step of SGD makes its momentum without a value and lets the first step write it. If
-    that is skipped, the next step reads whatever the memory held (torch 2.13). So the momentum is
-    made of zeros here, from which the first step gets the same result unless `dampening` is set.
-    With `dampening` the host waits for `found` if a parameter has its first gradient.
-    """
+    """Prepare for a step that `found` may skip; return False if it must not be taken."""
+    # The fused step of SGD makes its momentum without a value and lets the first step write it. If
+    # that is skipped, the next step reads whatever the memory held (torch 2.13). So it is made of
+    # zeros here, from which the first step gets the same result unless `dampening` is set: then the
+    # host waits for `found`.
     if not isinstance(optimizer, torch.optim.SGD):
         return True
     wait = False
     for group in optimizer.param_groups:
-        if not group["momentum"]:
-            continue
-        for p in group["params"]:
+        for p in group["params"] if group["momentum"] else ():
             made = optimizer.state.get(p, {}).get("momentum_buffer") is not None
             if p.grad is None or made:
                 continue
@@ -100,11 +79,9 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
 # An optimizer's step that is skipped by a value on the device, for which the host does not wait.
 #
 # The step is taken, and then undone on the device if Inf or NaN was found: parameters that have
-# a gradient, and the tensors of their state, get their old values back. This costs a copy of
-# both while the step runs, and three passes over them, each in a few launches for all. The rest
-# is put back by the host, which waits for the finding: state that the step has made, Python
-# numbers that it has changed, and tensors on the CPU if the finding is elsewhere.
-#
+# a gradient, and the tensors of their state, get their old values back, for a copy of both and
+# three passes over them. The rest is put back by the host, which waits for the finding: state that
+# the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere.
 # torch's optimizers, after the step that made their state:
 #
 #   never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
@@ -113,17 +90,12 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
 #                          a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
 #   always wait            SparseAdam: its count of steps is a number
 #   need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
-#
-# For an optimizer that keeps other objects than tensors and numbers in its state, the host waits
-# for the finding before the step.
-
+#   wait before the step   those with other objects than tensors and numbers in their state
 
 State = dict[str, Any]
 
-
 # Values that a step can only replace, not change in place.
 _PLAIN = (torch.Tensor, bool, int, float, str, type(None))
-
 
 # Integer dtypes by their size in bytes. There is none of 16, as complex128 has: see `_Copies`.
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -132,12 +104,10 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def step_or_undo(
     optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`, and undo it if `found` is not 0.
-
-    In code that torch.compile traces nothing can wait: there torch's optimizers make their state
-    before the step, and a first step that is skipped leaves it as made. SGD's momentum is then
-    zeros instead of None, which gives the same next step unless `dampening` is set.
-    """
+    """Call `optimizer.step(*args, **kwargs)`, and undo it if `found` is not 0."""
+    # In code that torch.compile traces nothing can wait: there torch's optimizers make their state
+    # before the step, and a first step that is skipped leaves it as made. SGD's momentum is then
+    # zeros instead of None, which gives the same next step unless `dampening` is set.
     compiling = torch.compiler.is_compiling()
     optimizers.complete_state(optimizer)
     if compiling:
@@ -185,11 +155,7 @@ def step_or_undo(
 
 
 def decides_on_device(skip_on: str, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the device decides on a step.
-
-    By "auto" it does so in compiled code, and for optimizers whose steps can be captured in a CUDA
-    graph: `capturable`.
-    """
+    """Return whether the device decides on a step."""
     if skip_on == "auto":
         return torch.compiler.is_compiling() or all(
             group.get("capturable", False) for group in optimizer.param_groups
@@ -198,14 +164,13 @@ def decides_on_device(skip_on: str, optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Copies:
-    """Copies of tensors, which are put back if a finding is not 0.
+    """Copies of tensors, which are put back if a finding is not 0."""
 
-    Tensors on the finding's device are read as integers, many at a time: products with 0 and 1 and
-    sums of integers are exact. A copy is multiplied by 1 if it will be put back and by 0 if not,
-    what the step has written the other way round, and the two are added. Other tensors are put back
-    one by one, for which the host waits after the step; in compiled code all are, because the
-    compiler makes one kernel of many by itself.
-    """
+    # Tensors on the finding's device are read as integers, many at a time: products with 0 and 1
+    # and sums of integers are exact. A copy is multiplied by 1 if it will be put back and by 0 if
+    # not, what the step has written the other way round, and the two are added. Other tensors are
+    # put back one by one, for which the host waits after the step; in compiled code all are,
+    # because the compiler makes one kernel of many by itself.
 
     def __init__(self, tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
         self.skip = skip
@@ -287,12 +252,7 @@ def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer cannot step without a closure, as LBFGS."""
-    return _needs_closure(type(optimizer))  # type: ignore[arg-type]
-
-
-@cache
-def _needs_closure(kind: Any) -> bool:
-    closure = inspect.signature(kind.step).parameters.get("closure")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

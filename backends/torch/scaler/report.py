@@ -13,14 +13,7 @@ Named = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 
 
 class Names:
-    """Names of parameters, by the tensor; keeps neither a module nor a tensor alive.
-
-    Args:
-        named: a module, or pairs of a name and a parameter; None for no names.
-
-    Raises:
-        TypeError: `named` is something else.
-    """
+    """Names of parameters, by the tensor; keeps neither a module nor a tensor alive."""
 
     def __init__(self, named: Named | None = None) -> None:
         self._module: weakref.ref[torch.nn.Module] | None = None
@@ -44,10 +37,7 @@ class Names:
         return Names, ()  # the parameters of a copied model are other tensors
 
     def of(self, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-        """Return a name for every parameter of the optimizer, by its id.
-
-        Parameters without a name get the optimizer's own name, or their place in it.
-        """
+        """Return a name for every parameter of the optimizer, its own or the place, by the id."""
         names: dict[int, str] = {}
         for at, group in enumerate(optimizer.param_groups):
             own = group.get("param_names") or [

@@ -68,10 +68,7 @@ def update_pending(scaler: GradScaler | None) -> None:
 
 
 def metrics(scaler: GradScaler | None) -> dict[str, float]:
-    """Return `loss_scale` and `skipped_steps`, for a logger; nothing without a scaler.
-
-    Waits for the device if the host does not know them.
-    """
+    """Return `loss_scale` and `skipped_steps`, for a logger; nothing without a scaler."""
     if scaler is None:
         return {}
     return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skipped_steps)}

@@ -18,16 +18,11 @@ Findings = dict[torch.device, torch.Tensor]
 
 
 class OnDevices:
-    """Copies of a scalar tensor on other devices, made when they are needed.
-
-    Args:
-        master: the tensor.
-        copy: True to make a copy on its own device, too, because copies will be written.
-    """
+    """Copies of a scalar tensor on other devices, made when needed; with `copy` on its own, too."""
 
     def __init__(self, master: torch.Tensor, *, copy: bool = True) -> None:
         self.master = master
-        self.copy = copy
+        self.copy = copy  # True where the copies will be written
         self.copies: dict[torch.device, torch.Tensor] = {}
 
     def get(self, device: torch.device) -> torch.Tensor:
@@ -38,10 +33,8 @@ class OnDevices:
 
 
 def moved(tensor: torch.Tensor, device: torch.device, *, copy: bool = False) -> torch.Tensor:
-    """Move a tensor to a device without waiting, except to the CPU.
-
-    There torch would return before the values have arrived.
-    """
+    """Move a tensor to a device without waiting, except to the CPU."""
+    # There torch would return before the values have arrived.
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
@@ -51,10 +44,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def largest(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return the largest of findings on one device, float32 []; None if there are none.
-
-    If all are one tensor, that tensor is returned.
-    """
+    """Return the largest of findings on one device, float32 []; None if there are none."""
     most = None
     for finding in findings:
         if most is None:
@@ -101,12 +91,10 @@ def unscale_gradients(
 
 
 def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findings:
-    """Find gradients whose quotient by `divisor` is not finite; none is written.
-
-    The largest magnitude of a gradient is divided, as torch's fused optimizers divide: in float32,
-    or in float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
-    (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
-    """
+    """Find gradients whose quotient by `divisor` is not finite; none is written."""
+    # The largest magnitude is divided, as torch's fused optimizers divide: in float32, or in
+    # float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
+    # (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
     divisors = OnDevices(divisor, copy=False)
     founds: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
@@ -131,24 +119,14 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
-    """Return whether one call of the kernel can take all gradients, unless one is sparse.
-
-    The kernel checks all tensors before it writes any, and raises if one is sparse: to check it
-    here would cost as much as gathering the gradients.
-    """
-    return (
-        len(dtypes) == 1
-        and not grads[0].is_complex()
-        and set(map(type, grads)) == {torch.Tensor}
-        and _on_one_device(grads)
-    )
-
-
-def _on_one_device(grads: list[torch.Tensor]) -> bool:
-    if not torch.compiler.is_compiling() and _only_cpu():
-        return True
-    # An index is a device here, for a process has the CPU, -1, and one kind of accelerator.
-    return len({g.get_device() for g in grads}) == 1
+    """Return whether one call of the kernel can take all gradients, unless one is sparse."""
+    # The kernel checks that before it writes, and raises: to check it here would cost as much as
+    # gathering the gradients. An index stands for a device: a process has the CPU, -1, and one
+    # kind of accelerator.
+    if len(dtypes) > 1 or grads[0].is_complex() or set(map(type, grads)) != {torch.Tensor}:
+        return False
+    only_cpu = not torch.compiler.is_compiling() and _only_cpu()
+    return only_cpu or len({g.get_device() for g in grads}) == 1
 
 
 @cache
@@ -203,15 +181,10 @@ def _values(param: torch.Tensor) -> torch.Tensor:
 
 
 class RankGroups(NamedTuple):
-    """The ranks that a finding is exchanged with.
+    """The ranks that a finding is exchanged with."""
 
-    Attributes:
-        groups: process groups, in the order of their exchanges, which every rank has to keep.
-        everybody: True if all ranks of the job know the same afterwards.
-    """
-
-    groups: tuple[Any, ...]
-    everybody: bool
+    groups: tuple[Any, ...]  # in the order of their exchanges, which every rank has to keep
+    everybody: bool  # whether all ranks of the job know the same afterwards
 
 
 ALONE = RankGroups((), True)
@@ -223,13 +196,11 @@ def has_peers() -> bool:
 
 
 def rank_groups(params: Iterable[torch.Tensor], given: Any = None) -> RankGroups:
-    """Return the groups over which a finding about parameters has to be exchanged.
-
-    They are the same on every rank that holds the same parameters, with gradients or without. A
-    group of all ranks replaces the others. The group that the caller gives comes last: ranks may
-    hold other parameters, on other meshes, and every rank of a mesh is then done with the mesh
-    before it waits for ranks outside of it.
-    """
+    """Return the groups over which a finding about parameters has to be exchanged."""
+    # They are the same on every rank that holds the same parameters, with gradients or without. A
+    # group of all ranks replaces the others. The one that the caller gives comes last: ranks may
+    # hold other parameters, on other meshes, and every rank of a mesh is then done with the mesh
+    # before it waits for ranks outside of it.
     if not has_peers():
         return ALONE
     world = dist.get_world_size()
@@ -253,10 +224,8 @@ def rank_groups(params: Iterable[torch.Tensor], given: Any = None) -> RankGroups
 def agreed(
     found: Findings, loss: torch.Tensor | None, scale: torch.Tensor, groups: Iterable[Any]
 ) -> tuple[Findings, torch.Tensor | None]:
-    """Return findings and the note of a loss as all ranks of the groups have them together.
-
-    A rank may have no loss, or no gradient, where others have: stages of a pipeline.
-    """
+    """Return findings and the note of a loss as all ranks of the groups have them together."""
+    # A rank may have no loss, or no gradient, where others have: stages of a pipeline.
     together = torch.zeros_like(scale)
     for finding in found.values():
         together.copy_(torch.maximum(together, finding.to(scale.device)))

@@ -61,11 +61,10 @@ def on_device(
     for at, (found, loss) in enumerate(history):
         if loss is not None:
             bad.fill_((1.0, math.nan)[at % 2] if loss else 0.0)
-        given = [] if way is device_state._by_kernel else [None if loss is None else bad]
-        if way is not device_state._by_rule:
-            by_kernel = way is not device_state.update or device_state.regular(rule, state)
-            given.append(bars if by_kernel else None)
-        way(rule, scale, tracker, counts, torch.tensor(float(found)), *given)
+        given = None if loss is None else bad
+        by_kernel = way is not device_state.update or device_state.regular(rule, state)
+        by = bars if by_kernel else None
+        way(rule, scale, tracker, counts, torch.tensor(float(found)), given, by)
         bad.zero_()
         seen.append(device_state.state_of(scale.item(), tracker.item(), *counts.tolist()))
     assert (scale.dtype, tracker.dtype, counts.dtype) == (
@@ -86,6 +85,10 @@ def on_host(
     return seen
 
 
+def by_rule(*state: Any) -> None:
+    device_state.update(*state[:-1], None)  # without the bars that the kernel needs
+
+
 histories = st.lists(st.sampled_from(FOUND), min_size=1, max_size=12)
 
 
@@ -94,9 +97,7 @@ def test_the_kernel_the_rule_on_tensors_and_python_numbers_agree(data: Any, hist
     rule = data.draw(rules(TAME, 0))
     state = data.draw(states(rule))
     expected = on_host(rule, state, history)
-    assert on_device(device_state._by_rule, rule, state, history) == expected
-    if device_state.regular(rule, state):
-        assert on_device(device_state._by_kernel, rule, state, history) == expected
+    assert on_device(by_rule, rule, state, history) == expected
     assert on_device(device_state.update, rule, state, history) == expected
 
 
@@ -105,27 +106,26 @@ def test_with_hysteresis_and_wild_growth(data: Any, history: Any) -> None:
     rule = data.draw(rules(TAME + WILD, 4))
     state = data.draw(states(rule))
     expected = on_host(rule, state, history)
-    assert on_device(device_state._by_rule, rule, state, history) == expected
+    assert on_device(by_rule, rule, state, history) == expected
     assert on_device(device_state.update, rule, state, history) == expected
 
 
 def test_the_kernel_is_kept_from_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    for name in ("_by_rule", "_by_kernel"):
-        monkeypatch.setattr(device_state, name, lambda *_, name=name: calls.append(name))
+    calls: list[float] = []
+    monkeypatch.setattr(torch, "_amp_update_scale_", lambda *state: calls.append(state[3]))
+    state, found = tensors(ScaleState(), torch.Tensor), torch.zeros(())
     for rule in (ScaleRule(), ScaleRule(growth=4.0), ScaleRule(hysteresis=1), ScaleRule(growth=5)):
-        device_state.update(rule, *[torch.zeros(())] * 4, None, torch.zeros(6))
-    device_state.update(ScaleRule(), *[torch.zeros(())] * 4, None)
-    assert calls == ["_by_kernel", "_by_kernel", "_by_rule", "_by_rule", "_by_rule"]
+        device_state.update(rule, *state, found, None, torch.zeros(6))
+    device_state.update(ScaleRule(), *state, found, None)
+    assert calls == [2.0, 4.0]
 
 
 def forgets_the_loss(rule: Any, *state: Any) -> None:
-    device_state._by_kernel(rule, *state[:-2], device_state.new_bars(torch.device("cpu"))[0])
+    device_state.update(rule, *state[:-1], device_state.new_bars(torch.device("cpu"))[0])
 
 
 def forgets_the_bounds(rule: ScaleRule, *state: Any) -> None:
-    rule = rule._replace(min_scale=SMALLEST, max_scale=LARGEST)
-    device_state._by_kernel(rule, *state[:-2], state[-1])
+    device_state.update(rule._replace(min_scale=SMALLEST, max_scale=LARGEST), *state)
 
 
 def by_equality(
@@ -278,8 +278,8 @@ def test_an_op_in_compiled_code_reaches_the_scaler_while_it_lives() -> None:
     assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
     del two
     device_state.tell(names[1], *state)
-    assert names[1] not in device_state.listeners.by_name
-    assert names[0] in device_state.listeners.by_name
+    assert names[1] not in device_state.scalers
+    assert names[0] in device_state.scalers
 
 
 def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:

@@ -33,6 +33,7 @@ from tests.support.torch.compiled import (
     dtypes,
     one_region,
 )
+from tests.support.torch.graph_breaks import KINDS
 from tests.support.torch.version_changes import VERSION
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -281,54 +282,24 @@ def test_a_graph_break_keeps_the_region(at: str, count: Count, net: Net, x: torc
     assert_same(result, eager)
 
 
-MASK = torch.tensor([True, False, True])
-
-
-def rows_by_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
-    rows = torch.zeros(3, 8)
-    rows[MASK] = y[:2].float()
-    return net.second(rows)
-
-
-def rows_of_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y[MASK])
-
-
-def rows_not_zero(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y[MASK.nonzero().squeeze(1)])
-
-
-def a_number_read(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y * (1 + 0 * y.sum().item()))
-
-
-def a_branch_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) if y.sum() > -1e9 else y
-
-
-def a_disabled_region_with_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
-    with autocast("cpu", enabled=False):
-        return rows_by_mask(net, y)
-
-
 BREAKS = (
-    rows_by_mask,
-    rows_of_a_mask,
-    rows_not_zero,
-    a_number_read,
-    a_branch_on_data,
-    a_disabled_region_with_a_mask,
+    "rows_by_mask",
+    "rows_of_a_mask",
+    "rows_not_zero",
+    "a_number_read",
+    "a_branch_on_data",
+    "a_disabled_region_with_a_mask",
 )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("region", [F16, RELU32], ids=["no policy", "policy"])
-@pytest.mark.parametrize("kind", BREAKS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", BREAKS)
 def test_what_a_backend_refuses_breaks_the_graph(
-    kind: Callable[..., torch.Tensor], region: dict[str, Any], count: Count, net: Net
+    name: str, region: dict[str, Any], count: Count, net: Net
 ) -> None:
     """Inside a region as outside: aot_eager and inductor cannot compile nonzero."""
-    x = torch.ones(3, 8)
+    kind, x = KINDS[name], torch.ones(3, 8)
 
     def inside() -> torch.Tensor:
         with autocast("cpu", **region):
@@ -343,6 +314,27 @@ def test_what_a_backend_refuses_breaks_the_graph(
         assert torch.equal(y, eager)
         assert all(map(torch.equal, gradients(y), gradients(eager)))
         assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in BREAKS])
+def test_breaks_of_all_kinds_keep_the_region(name: str, count: Count, net: Net) -> None:
+    """What torch.compile does there is what the same function does eagerly, gradients too."""
+    x, region = torch.ones(3, 8), RELU32 if len(name) % 2 else F16
+
+    def inside() -> torch.Tensor:
+        with autocast("cpu", **region):
+            return KINDS[name](net, net.first(x))
+
+    y, eager = torch.compile(inside, backend=count)(), inside()
+    assert torch.equal(y, eager)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(t.float().sum(), list(net.parameters())) for t in (y, eager)),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 MADE_OUTSIDE = {

@@ -1,0 +1,327 @@
+"""Functions in which torch.compile breaks a graph, or that it could break one in, each of one kind.
+
+Each takes two layers and the result of the first, and returns a result of the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from polymp.torch import autocast
+from tests.support.torch.compiled import Net
+
+MASK = torch.tensor([True, False, True])
+Kind = Callable[[Net, torch.Tensor], torch.Tensor]
+KINDS: dict[str, Kind] = {}
+graph_break = torch._dynamo.graph_break
+
+
+def kind(function: Kind) -> Kind:
+    """Put a function into the table."""
+    KINDS[function.__name__] = function
+    return function
+
+
+# Shapes and branches that depend on numbers.
+
+
+@kind
+def rows_by_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
+    rows = torch.zeros(3, 8)
+    rows[MASK] = y[:2].float()
+    return net.second(rows)
+
+
+@kind
+def rows_of_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y[MASK])
+
+
+@kind
+def rows_not_zero(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y[MASK.nonzero().squeeze(1)])
+
+
+@kind
+def rows_where(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y[torch.where(y.sum(1) > -1e9)])
+
+
+@kind
+def masked_select(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(torch.masked_select(y, MASK[:, None]).view(-1, 8))
+
+
+@kind
+def a_number_read(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y * (1 + 0 * y.sum().item()))
+
+
+@kind
+def a_list_read(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) * len(y[0].tolist())
+
+
+@kind
+def a_branch_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) if y.sum() > -1e9 else y
+
+
+@kind
+def a_loop_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
+    turns = 0
+    while y.abs().sum() > 0 and turns < 2:
+        y, turns = net.second(y), turns + 1
+    return y
+
+
+@kind
+def a_slice_of_data(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y[: int(MASK.sum())])
+
+
+@kind
+def an_assertion(net: Net, y: torch.Tensor) -> torch.Tensor:
+    assert y.isfinite().all()
+    return net.second(y)
+
+
+@kind
+def unique_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) + torch.unique(y.detach()).sum()
+
+
+@kind
+def repeated_rows(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(torch.repeat_interleave(y, torch.tensor([1, 2, 1]), 0))
+
+
+@kind
+def a_conditional(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return torch.cond(torch.tensor(True), lambda t: net.second(t), lambda t: t + t, (y,))
+
+
+# What Python does outside of tensors.
+
+
+@kind
+def a_break(net: Net, y: torch.Tensor) -> torch.Tensor:
+    graph_break()
+    return net.second(y)
+
+
+@kind
+def a_warning(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.warn("a break", stacklevel=1)
+    return net.second(y)
+
+
+@kind
+def numpy_and_back(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) + torch.from_numpy(y.detach().float().numpy() * 2)
+
+
+@kind
+def an_address(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) if y.data_ptr() else y
+
+
+@kind
+def a_generator(net: Net, y: torch.Tensor) -> torch.Tensor:
+    def rows() -> Iterator[torch.Tensor]:
+        for at in range(3):
+            graph_break()
+            yield net.second(y[at : at + 1])
+
+    return torch.cat(list(rows()))
+
+
+@kind
+def a_closure_that_writes(net: Net, y: torch.Tensor) -> torch.Tensor:
+    def step() -> None:
+        nonlocal y
+        graph_break()
+        y = net.second(y)
+
+    step()
+    return y
+
+
+@kind
+def an_error_caught(net: Net, y: torch.Tensor) -> torch.Tensor:
+    try:
+        graph_break()
+        y = net.second(y)
+        raise KeyError
+    except KeyError:
+        y = net.first(y)
+    finally:
+        y = net.second(y)
+    return y
+
+
+@contextlib.contextmanager
+def block() -> Iterator[None]:
+    """A context that does nothing."""
+    yield
+
+
+@kind
+def a_context(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with block():
+        graph_break()
+        y = net.second(y)
+    return net.first(y)
+
+
+class Pair(NamedTuple):
+    """A tensor and a number."""
+
+    tensor: torch.Tensor
+    times: int
+
+
+@kind
+def containers(net: Net, y: torch.Tensor) -> torch.Tensor:
+    pair = Pair(y, 2)
+    graph_break()
+    made = tree_map(net.second, {"a": pair.tensor})
+    return made["a"] * pair.times  # type: ignore[no-any-return]
+
+
+@kind
+def a_partial_function(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return functools.partial(lambda a, b: net.second(a) + b, b=1)(y)  # type: ignore[no-any-return]
+
+
+@kind
+def a_compiled_function_inside(net: Net, y: torch.Tensor) -> torch.Tensor:
+    graph_break()
+    return torch.compile(net.second, backend="aot_eager")(y)  # type: ignore[no-any-return]
+
+
+# Gradients and modes.
+
+
+@kind
+def no_gradients(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        graph_break()
+        z = net.second(y)
+    return net.second(y) + z
+
+
+@kind
+def inference(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        z = net.second(y)
+    return net.second(y) + z.clone()
+
+
+@kind
+def a_hook_of_a_tensor(net: Net, y: torch.Tensor) -> torch.Tensor:
+    y = y * 1
+    y.register_hook(lambda g: g * (2 + 0 * g.sum().item()))
+    return net.second(y)
+
+
+@kind
+def a_hook_of_a_module(net: Net, y: torch.Tensor) -> torch.Tensor:
+    handle = net.second.register_forward_hook(lambda module, inputs, result: result * 2)
+    y = net.second(y)
+    handle.remove()
+    return y
+
+
+@kind
+def a_gradient_inside(net: Net, y: torch.Tensor) -> torch.Tensor:
+    leaf = y.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(net.second(leaf).float().sum(), leaf)
+    return net.second(y) + gradient
+
+
+@kind
+def a_checkpoint(net: Net, y: torch.Tensor) -> torch.Tensor:
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        graph_break()
+        return net.second(torch.relu(y))
+
+    return checkpoint(inner, y, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Unchanged(torch.overrides.TorchFunctionMode):
+    """A mode that changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@kind
+def a_mode(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with Unchanged():
+        return net.second(y)
+
+
+# Tensors of other kinds, and writes.
+
+
+@kind
+def complex_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) + torch.view_as_complex(y.float().view(3, 4, 2)).abs().sum()
+
+
+@kind
+def a_view_written(net: Net, y: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    y[0].add_(1)
+    graph_break()
+    y.view(-1)[3:5].mul_(2)
+    return net.second(y)
+
+
+@kind
+def a_buffer_grown(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) + torch.empty(0).resize_(3, 8).zero_()
+
+
+@kind
+def a_parameter_written(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        net.second.bias.add_(0)
+    return net.second(y)
+
+
+@kind
+def random_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return net.second(y * torch.rand(3, 8))
+
+
+@kind
+def a_tensor_of_a_tensor(net: Net, y: torch.Tensor) -> torch.Tensor:
+    return net.second(y) * torch.tensor([y.sum().item(), 1.0]).sum()
+
+
+# Regions inside, and code that asks for the region.
+
+
+@kind
+def a_disabled_region_with_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with autocast("cpu", enabled=False):
+        return rows_by_mask(net, y)
+
+
+@kind
+def the_dtype_of_the_region(net: Net, y: torch.Tensor) -> torch.Tensor:
+    graph_break()
+    return net.second(y).to(torch.get_autocast_dtype("cpu"))

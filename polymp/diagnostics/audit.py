@@ -87,7 +87,7 @@ class Audit(AuditRecord):
         """
         if fp8:
             return suggest_fp8(self, "fp8" if base is None else base, limit)
-        if not self.results:
+        if not self.results and self.fault is None:
             raise ValueError("nothing was measured: run a step in the audit's block first.")
         return suggest(self, "amp" if base is None else base)
 

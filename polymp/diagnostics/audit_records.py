@@ -152,7 +152,7 @@ class Fault(NamedTuple):
     spelling: str  # the framework's own name, with a prefix
     module: str  # path of the module it was called in
     source: str  # file and line of the user's code
-    direction: str  # "forward", "backward" or "recompute"
+    direction: str  # "forward", "backward", "recompute", or "update" for what an optimizer does
     # "overflow" (its dtype turned a value that float32 holds into Inf), "underflow" (into zero),
     # "saturation" (into 1), "number" (a constant of the program is zero in its dtype), "input" (an
     # argument or parameter was not finite), "index" (one is out of range, and was filled with NaN)
@@ -164,6 +164,7 @@ class Fault(NamedTuple):
     found: str  # "Inf" or "NaN", whichever came first, and the op where it did if it is another
     why: str  # a sentence on the cause
     region: str = ""  # the low dtype of the region it ran in, "" outside
+    remedy: str = ""  # of an update, the change that helps, and whether it was tried, in sentences
 
     @classmethod
     def of(
@@ -193,6 +194,7 @@ class Fault(NamedTuple):
             f"{self.op} ({self.spelling}){place}, {self.direction}, ran in {self.run}{rule}",
             f"  {self.kind}: {self.why}{broke}",
             *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)),
+            *([f"  {self.remedy}"] if self.remedy else []),
         ]
         return "\n".join(lines)
 

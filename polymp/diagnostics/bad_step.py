@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self, overload
 
 from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.blame import HUGE
 from polymp.errors import escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
@@ -16,9 +17,6 @@ RUNAWAY = 10.0
 
 # After so many bad steps in a row, training does not go on.
 MANY = 3
-
-# Products of numbers of this size overflow in every dtype; no weight that trains has it.
-HUGE = 1e18
 
 
 class BadStep(NamedTuple):
@@ -32,8 +30,6 @@ class BadStep(NamedTuple):
         undone: the number of steps that were taken back, this one included; 0 if they could not be
             repeated.
         note: a sentence on what a replay could not show; "" if there is nothing to say.
-        eps: the optimizer whose eps is zero in its weights' dtype, if a larger one was tried and
-            helps, in a sentence; "" if that is not the cause.
     """
 
     step: int
@@ -42,14 +38,13 @@ class BadStep(NamedTuple):
     losses: tuple[float, ...] = ()
     undone: int = 1
     note: str = ""
-    eps: str = ""
 
     @property
     def remedy(self) -> str:
         """The change that helps, in a sentence; "" if the steps could not be repeated."""
         fault = self.fault
-        if self.eps:
-            return self.eps
+        if fault is not None and fault.remedy:
+            return fault.remedy
         if fault is not None and fault.kind == "input" and ".grad" in fault.why:
             return "Call zero_grad() before the backward pass, which adds to what is there."
         if fault is not None and fault.kind == "input":
@@ -80,7 +75,9 @@ class BadStep(NamedTuple):
             )
         if self.note:
             lines.append(f"  {self.note}")
-        return escaped("\n".join([*lines, *([f"  {self.remedy}"] if self.remedy else [])]))
+        if self.remedy and not (self.fault is not None and self.fault.remedy):  # which has it
+            lines.append(f"  {self.remedy}")
+        return escaped("\n".join(lines))
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:

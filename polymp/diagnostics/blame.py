@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
+from polymp.rules.row import LOW
 
 # How many nodes back the zero that was divided by is searched for.
 _STEPS = 12
@@ -31,6 +32,12 @@ OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
 CAST = "an input of it is beyond {}'s largest number when it is cast"
+
+# The direction of what an optimizer does, beside those of calls.
+UPDATE = "update"
+
+# Products of numbers of this size overflow in every dtype; no weight that trains has it.
+HUGE = 1e18
 
 # An op that lost more than this share of its values is the cause of a later Inf or NaN.
 _MOST = 0.5
@@ -74,6 +81,7 @@ class Node(NamedTuple):
     ones: bool = False  # its largest result is 1 in its dtype, and below in float32
     single: bool = False  # its result is one number, as a loss is
     call: Hashable = None  # of the op that it is part of; nodes of one call share their inputs
+    returned: bool = False  # the program returns its result
 
 
 class Blame(NamedTuple):
@@ -176,14 +184,15 @@ def _reaching(
 ) -> list[bool]:
     """For each node, True if its values are not finite and stay so up to an end.
 
-    An end is a value that no op reads, or `tests` alone, or that is tested for being finite.
+    An end is a value that no op reads, or `tests` alone, that is tested for being finite, or that
+    the program returns.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
             of_values = [r for r in readers[at] if nodes[r].value]
             asked = any(nodes[r].asks for r in readers[at])
-            unread = not of_values if tests else not readers[at]
+            unread = nodes[at].returned or (not of_values if tests else not readers[at])
             reaches[at] = asked or unread or any(reaches[r] for r in of_values)
     return reaches
 
@@ -246,3 +255,39 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
         before = {i for of in front for i in nodes[of].inputs if nodes[i].zeros and i < of}
         front = sorted(before - seen)
     return max(found, key=lambda i: nodes[i].vanished, default=None)
+
+
+# An optimizer that breaks a step.
+
+
+NO_EPS = "the number that keeps its divisor from zero is zero"
+
+
+def larger_eps(dtype: str) -> float:
+    """Return an eps that is not zero in a dtype, with digits to spare."""
+    return 1e-4 if dtype == "float16" else 1e-8
+
+
+def of_optimizer(
+    framework: str, kind: str, dtype: str, largest: float, lost: str = "", tried: bool = False
+) -> str:
+    """Return the change that helps where an optimizer made a value that is not finite.
+
+    `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0", and `tried`
+    says whether the step was finite with a larger one.
+    """
+    untried = " That was not tried."
+    wide = f"eep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
+    if kind == "number":
+        how = ", with which this step was tried and is finite" if tried else ""
+        or_wide = f", or k{wide}" if dtype in LOW else "."
+        give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else untried}"
+        return f"{lost}, so that it divides by zero. {give}"
+    if kind == "overflow":
+        return f"K{wide}{untried}"
+    if largest > HUGE:
+        return (
+            f"It was given numbers as large as {largest:.3g}: clip the gradients, lower the "
+            f"learning rate, or look at the data.{untried}"
+        )
+    return f"Lower the learning rate, or clip the gradients.{untried}"

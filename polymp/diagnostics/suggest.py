@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
-from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, lost_constants
+from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, UPDATE, lost_constants
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
@@ -106,6 +106,7 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
     """Suggest a change with which the audited steps train.
 
         a fault of the data or of the mathematics     nothing, and where to look
+        an optimizer broke the step                   nothing, and its remedy
         many ops overflow, or numbers beyond 65504    bfloat16
           are given to an op that computes in float16
         an op overflows, or loses most of its values  that op in float32, in its module
@@ -114,6 +115,8 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
     An op that ran by a float32 row of `base` gets no other.
     """
     policy, fault = policy_files.load(base), audit.fault
+    if fault is not None and fault.direction == UPDATE and fault.remedy:
+        return Suggestion(reasons=(f"{_at(fault)}: {fault.why}. {fault.remedy}",))
     if fault is not None and fault.kind in ("input", "index", "operation"):
         causes = _lost_before(audit, fault) if fault.kind == "operation" else []
         return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))

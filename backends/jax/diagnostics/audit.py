@@ -27,7 +27,7 @@ from polymp.backends.jax.diagnostics.instrument import (
     measured,
     measurements,
 )
-from polymp.backends.jax.diagnostics.locate import derived, fault, largest, nodes_of
+from polymp.backends.jax.diagnostics.locate import derived, fault, largest, located, nodes_of
 from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
 from polymp.backends.jax.diagnostics.traced_call import called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
@@ -35,7 +35,7 @@ from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured, largest_error, together
+from polymp.diagnostics.audit_records import Fault, Measured, largest_error, together
 from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.fp8_loss import Measurement, losses
@@ -102,7 +102,10 @@ class Audited:
             leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
             arrays = [leaf for leaf in leaves if is_array(leaf)]
             facts = program.packed.run(arrays)
-        at, run = len(self._measured), Run(program, facts, _scale_of((args, kwargs)))
+        broke = None
+        if not any(run.fault for run in self._measured) and _breaks(program, facts):
+            broke = located(measured(self.fn, args, kwargs, once=True))
+        at, run = len(self._measured), Run(program, facts, _scale_of((args, kwargs)), broke)
         self._measured.append(run)
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
         result = self.fn(*args, **kwargs)
@@ -255,8 +258,19 @@ class Run(NamedTuple):
     program: MeasuredCall  # that ran
     packed: dict[str, jax.Array]  # what it handed out, on the device
     scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
+    fault: Fault | None = None  # of a call whose optimizer left what is not finite
     # The weights that the call wrote, with the bits of samples before and after it.
     written: Sequence[tuple[Written, jax.Array, jax.Array]] = ()
+
+
+def _breaks(program: MeasuredCall, packed: dict[str, jax.Array]) -> bool:
+    """True if an optimizer left what is not finite. Waits for the device if there is one."""
+    graph = program.graph
+    if not graph.unlisted:
+        return False
+    pairs = zip(graph.events, program.packed.read(packed)[0], strict=True)
+    of_update = (fact for event, fact in pairs if event.site.key in graph.unlisted)
+    return not all(np.isfinite(fact.peak).all() for fact in of_update)
 
 
 def read(runs: Sequence[Run], recipe: str = "") -> Audit:
@@ -267,7 +281,7 @@ def read(runs: Sequence[Run], recipe: str = "") -> Audit:
     gradients: dict[str, list[Measured]] = {}
     products: list[Measurement] = []
     updates: list[LostUpdates] = []
-    for program, packed, scale, weights in runs:
+    for program, packed, scale, broke, weights in runs:
         facts, peaks, *effects = program.packed.read(packed)
         audit.scale = float(np.asarray(scale))
         if recipe:
@@ -286,6 +300,8 @@ def read(runs: Sequence[Run], recipe: str = "") -> Audit:
             for name in handed.get(number, ()):
                 gradient = m._replace(op="gradient", spelling="", module=name, source="", row=None)
                 gradients.setdefault(name, []).append(gradient)
+        if audit.fault is None and broke is not None:
+            audit.fault = broke
         if audit.fault is None:
             found = blame(nodes)
             if found is not None:

@@ -107,10 +107,20 @@ def is_update(traceback: object) -> bool:
     return any(_updates(code.co_filename) for code in compat.frames(traceback).codes)
 
 
+@cache
+def optimizer_of(traceback: object) -> tuple[str, object]:
+    """The function of optax that an equation is in, and where in it; ("", None) without one."""
+    for code, offset in zip(*compat.frames(traceback), strict=True):
+        if _OPTAX in code.co_filename:
+            return code.co_qualname.partition(".")[0], (code, offset)
+    return "", None
+
+
 def _updates(filename: str) -> bool:
-    return filename in _SCALING or f"{os.sep}optax{os.sep}_src{os.sep}" in filename
+    return filename in _SCALING or _OPTAX in filename
 
 
+_OPTAX = f"{os.sep}optax{os.sep}_src{os.sep}"
 _SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step))
 _NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
 

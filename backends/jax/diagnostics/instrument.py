@@ -96,9 +96,11 @@ class EventGraph(Walk[Origin, _Place]):
         groups: Mapping[Key, int],
         sites: Mapping[Key, Site],
         record: Record,
+        unlisted: Collection[Key] = (),
     ) -> None:
         self.closed = closed
         self.sites = sites  # of its equations
+        self.unlisted = unlisted  # of an optimizer: measured, without rows
         self._record = record
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int] = {}  # by equation, that of its event
@@ -165,7 +167,8 @@ class EventGraph(Walk[Origin, _Place]):
             name = eqn.primitive.name
             alone = name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
             tells = not made and name not in LAYOUT
-            if group is not None or (some and (alone or tells or apart or is_tried(eqn))):
+            counts = group is not None or key in self.unlisted
+            if counts or (some and (alone or tells or apart or is_tried(eqn))):
                 self.numbers[key] = len(self.events)
                 inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
                 dtype = made[0].dtype.name if made else ""
@@ -177,7 +180,7 @@ class EventGraph(Walk[Origin, _Place]):
             event = self.events[number := self.numbers[key]]
             later = tuple(sorted(through.events.difference(event.inputs)))
             self.events[number] = event._replace(later=later)
-        if key in self.numbers:
+        if key in self.numbers and key not in self.unlisted:
             through = Origin(frozenset([self.numbers[key]]))
         return [through] * len(eqn.outvars)
 
@@ -636,17 +639,20 @@ def measured(
     calls: list[Call] = []
     of_event: dict[Key, int] = {}
     ends: dict[Key, int] = {}
+    unlisted = set[Key]()  # what an optimizer makes and the program returns
     readers = _readers(found.closed, {})
     for call, sites in with_sites(found.closed, found.record, lambda v: is_measured(v.aval)):
         of_event.update((s.key, len(calls)) for s in sites)
         floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
-        if floats and (once or not _updates(floats[-1])):
-            last = _leaving(floats, sites, readers)
+        last = _leaving(floats, sites, readers)
+        if floats and not once and _updates(floats[-1]):
+            last = [s for s in last if any(0 in readers.get(v, ()) for v in s.eqn.outvars)]
+            unlisted.update(s.key for s in last)
+        else:
             ends.update((s.key, len(calls)) for s in last)
         calls.append(call)
-    graph = EventGraph(
-        found.closed, ends, {s.key: s for s in equations(found.closed)}, found.record
-    )
+    places = {s.key: s for s in equations(found.closed)}
+    graph = EventGraph(found.closed, ends, places, found.record, unlisted)
     twin = Twin(graph, samples=not once, rounding=rounding)
     wide, moved = Twin(graph, wide=True), MovedTwin(graph, of_event)
     backward = any(event.site.scope.direction == BACKWARD for event in graph.events)

@@ -11,20 +11,34 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 
 from polymp import progress
-from polymp.backends.jax.diagnostics.call_site import function_of
+from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.diagnostics.call_site import Key, function_of, optimizer_of
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
+    Packed,
     Twin,
     measured,
     quick_options,
 )
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.diagnostics.audit_records import Fault, Operand
-from polymp.diagnostics.blame import DIVIDING, Blame, Node, blame, rounded
+from polymp.diagnostics.blame import (
+    DIVIDING,
+    NO_EPS,
+    UPDATE,
+    Blame,
+    Node,
+    blame,
+    larger_eps,
+    of_optimizer,
+    rounded,
+)
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.rules.row import LOW
 
 
 def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault | None:
@@ -58,12 +72,19 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
     program = measured(fn, args, kwargs, once=True)
+    fault = located(program)
+    if fault is None:
+        progress.tell("locate: all values that the step made are finite")
+    return fault
+
+
+def located(program: MeasuredCall) -> Fault | None:
+    """Run a program that was made to be measured once, and return its fault."""
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
         found = blame(nodes_of(program, facts, peaks))
         if found is None:
-            progress.tell("locate: all values that the step made are finite")
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
@@ -76,6 +97,8 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
             compiler_options=quick_options(program.traced.arrays),
         )
         operands = np.asarray(look(program.traced.arrays))
+        lost = lost_eps(program, program.graph.events[found.node])
+        helps = lost is not None and _is_finite(program, lost)
     bad = _bad(program.graph.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]
@@ -86,7 +109,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         name = "" if place is None else program.names[place]
         numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
         inputs.append(Operand.measured(dtype, shape, numbers, name))
-    return fault(program, found, inputs, facts)
+    return fault(program, found, inputs, facts, lost if helps else None)
 
 
 class _Bad(NamedTuple):
@@ -127,6 +150,7 @@ def nodes_of(
 ) -> list[Node]:
     """The events of a run with their facts, for `blame`."""
     spoiled = {at: program.names[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
+    returned = {at for origin in program.graph.results for at in origin.events}
     nodes, late = [], derived(program)
     for at, (event, fact) in enumerate(zip(program.graph.events, facts, strict=True)):
         bad, first, round_ = _bad(event, fact)
@@ -159,6 +183,7 @@ def nodes_of(
                 at in late,
                 ones,
                 call=program.of_event.get(event.site.key),
+                returned=at in returned,
             )
         )
     return nodes
@@ -169,8 +194,9 @@ def fault(
     found: Blame,
     operands: Sequence[Operand],
     facts: Sequence[Facts],
+    lost: "Eps | None" = None,
 ) -> Fault:
-    """The fault that was found."""
+    """The fault that was found; with a larger eps in place of a `lost` one the step is finite."""
     event, first = program.graph.events[found.node], program.graph.events[found.first]
     call, other = program.call_of(event.site), program.call_of(first.site)
     assert call is not None, "what computes with floats is part of a call"
@@ -182,10 +208,82 @@ def fault(
     if found.node in derived(program):
         call = call._replace(direction=BACKWARD)
     row = call.row and call.row.under(program.traced.record.policy)
+    remedy, eqn = "", event.site.eqn
+    by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
+    if any(name for name, _ in by) and kind in ("overflow", "operation"):
+        given = (float(facts[at].peak.max()) for at in event.inputs)
+        largest = max(filter(math.isfinite, given), default=0.0)
+        whose = ""
+        if lost is not None:
+            zero = "is 0" if event.dtype not in LOW else f"is zero in {event.dtype}"
+            kind, why = "number", f"{NO_EPS} in {event.dtype}"
+            whose = f"{lost.optimizer}'s eps {zero}"
+        call = call._replace(direction=UPDATE)
+        remedy = of_optimizer("jax", kind, event.dtype, largest, whose, lost is not None)
     became, *_ = _bad(first, facts[found.first])
     beside = other if found.first != found.node else None
     cause = kind, why
-    return Fault.of(call._replace(row=row), cause, event.dtype, operands, became, beside)
+    made = Fault.of(call._replace(row=row), cause, event.dtype, operands, became, beside)
+    return made._replace(remedy=remedy)
+
+
+# An eps of an optimizer that is zero in its dtype: in the program it is a zero that is added.
+
+
+class Eps(NamedTuple):
+    """A zero that an optimizer adds to what it divides by."""
+
+    optimizer: str  # the function of optax
+    where: object  # it is added, in that function
+    dtype: str
+
+
+def lost_eps(program: MeasuredCall, event: Event) -> Eps | None:
+    """Return the eps that should keep an optimizer from dividing by zero, if it is 0."""
+    divides = event.site.eqn.primitive.name
+    optimizer, _ = optimizer_of(event.site.eqn.source_info.traceback)
+    if divides not in ("div", "rsqrt", "pow") or not optimizer:
+        return None
+    makers = {v: s for s in program.graph.sites.values() for v in s.eqn.outvars}
+    read: Atom | None = event.site.eqn.invars[-1 if divides == "div" else 0]
+    for _ in range(_STEPS):
+        site = None if read is None or isinstance(read, Literal) else makers.get(read)
+        if site is None:
+            return None
+        numbers = [x.val for x in site.eqn.invars if isinstance(x, Literal)]
+        if site.eqn.primitive.name == "add" and numbers:
+            name, where = optimizer_of(site.eqn.source_info.traceback)
+            is_zero = all(float(x) == 0 for x in numbers)
+            return Eps(name, where, event.dtype) if is_zero and name else None
+        read = next((x for x in site.eqn.invars if not isinstance(x, Literal)), None)
+    return None
+
+
+_STEPS = 4  # back from a division to the eps in it: over roots and casts
+
+
+class _WithEps(Twin):
+    """The twin of a program in which an eps is larger."""
+
+    eps: Eps
+
+    def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
+        if eqn.primitive.name == "add" and self.eps.where is not None:
+            _, where = optimizer_of(eqn.source_info.traceback)
+            if where == self.eps.where:
+                pairs = zip(eqn.invars, args, strict=True)
+                larger = larger_eps(self.eps.dtype)
+                args = [x + larger if isinstance(v, Literal) else x for v, x in pairs]
+        return super()._results(eqn, args, key)
+
+
+def _is_finite(program: MeasuredCall, eps: Eps) -> bool:
+    """Try a program with a larger eps."""
+    twin = _WithEps(program.graph, samples=False)
+    twin.eps = eps
+    packed = Packed(twin.run, quick_options(program.traced.arrays))
+    facts, peaks = packed.read(packed.run(program.traced.arrays))
+    return blame(nodes_of(program, facts, peaks)) is None
 
 
 def _outside(event: Event, operands: Sequence[Operand]) -> str:

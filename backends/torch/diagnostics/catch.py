@@ -22,10 +22,12 @@ from polymp import code_origin
 from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.diagnostics import locate as replay
+from polymp.backends.torch.diagnostics.fault import with_gradients
 from polymp.backends.torch.diagnostics.training_state import (
     TrainingObjects,
     TrainingState,
     named_tensors,
+    states,
     training_objects,
     weights,
 )
@@ -285,8 +287,9 @@ class Catch(CaughtStep, Generic[P, R]):
             CatchWarning: as a call does.
         """
         if self._copy is not None:
-            bad_weights = bad_by_device(weights(self._copy.objects).values())
-            found = self._checks.now() or any(map(bool, bad_weights))
+            objects = self._copy.objects
+            written = weights(objects) | states(objects)
+            found = self._checks.now() or any(map(bool, bad_by_device(written.values())))
             if any_rank(found):
                 self._stop(self._copy)
 
@@ -358,6 +361,7 @@ class Catch(CaughtStep, Generic[P, R]):
                 described_losses(result, mean, self._jump)
                 or described("the gradient of", gradients)
                 or described("the weight", not_finite(weights(objects)))
+                or described("the optimizer's", not_finite(states(objects)))
             )
             if not any_rank(bool(found)):
                 losses += values(result)
@@ -368,33 +372,12 @@ class Catch(CaughtStep, Generic[P, R]):
             note = "" if call.versions == versions_of(call[:2]) else _WRITTEN
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
-            eps = ""
-            stepped = fault is None and found.startswith("the weight")
-            lost = lost_eps(objects.optimizers) if stepped else {}
-            if any_rank(bool(lost)):
-                eps = self._with_eps(call, objects, lost)
-                before.put_back()
-            return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note, eps)
+            return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note)
         repeated = TrainingState(objects)
         broken.put_back()
         fault = _located(self._fn, calls[-1], objects)
         repeated.put_back()
         return BadStep(self.step - 1, _SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
-
-    def _with_eps(
-        self, call: Call, objects: TrainingObjects, lost: Mapping[str, list[dict[str, Any]]]
-    ) -> str:
-        """Try a step with a larger eps in some groups of optimizers; say if that helps."""
-        groups = [(group, group["eps"]) for many in lost.values() for group in many]
-        try:
-            for group, _ in groups:
-                group["eps"] = _EPS
-            self._fn(*call.args, **call.kwargs)
-            helps = not not_finite(weights(objects))
-        finally:
-            for group, eps in groups:
-                group["eps"] = eps
-        return _LOST_EPS.format(whose=next(iter(lost)), eps=_EPS) if lost and helps else ""
 
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
@@ -413,14 +396,6 @@ def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # After so many calls in a row that found the training written by other code, say so.
 _OFTEN = 3
 
-
-# An eps that float16 holds, with digits to spare.
-_EPS = 1e-4
-
-_LOST_EPS = (
-    "{whose}, so that it divides by zero. Give it eps={eps:g}, with which this step was tried and "
-    "is finite, or keep the weights in float32 and lower the ops, as polymp.torch.autocast does."
-)
 
 _ELSEWHERE = "another rank found a value that is not finite"
 _SOMETHING = "a value is not finite"
@@ -525,25 +500,6 @@ def stepping(look: Callable[[Optimizer], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def with_gradients(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer that have a gradient."""
-    groups = optimizer.param_groups
-    return [p for group in groups for p in group["params"] if p.grad is not None]
-
-
-def lost_eps(optimizers: Iterable[Optimizer]) -> dict[str, list[dict[str, Any]]]:
-    """Return the groups of parameters whose eps is zero in their dtype, by a clause on it."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            eps = group.get("eps")
-            for dtype in {p.dtype for p in group["params"]} if isinstance(eps, float) else ():
-                if eps and not float(torch.tensor(eps, dtype=dtype)):
-                    said = f"{type(optimizer).__name__}'s eps={eps:g} is zero in {dtype}"
-                    found.setdefault(said, []).append(group)
-    return found
 
 
 def differing(recorded: Sequence[torch.Tensor], result: object) -> str:

@@ -1,15 +1,19 @@
-"""The op at which the first value of a run that is not finite was made, and its cause."""
+"""The op at which the first value of a run that is not finite was made, and its cause.
 
+Ops are followed one by one; the step of an optimizer is one for itself: an `Update`.
+"""
+
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import modes
+from polymp.backends.torch.compat import distributed, modes, optimizers
 from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
@@ -17,9 +21,21 @@ from polymp.backends.torch.diagnostics.measure import (
     measurable,
     real,
 )
-from polymp.backends.torch.diagnostics.op_call import OpCall, Own, call_of
+from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, call_of
 from polymp.diagnostics.audit_records import Fault, Operand
-from polymp.diagnostics.blame import CONSTANT, DIVIDING, Node, blame, meant, rounded
+from polymp.diagnostics.blame import (
+    CONSTANT,
+    DIVIDING,
+    NO_EPS,
+    UPDATE,
+    Node,
+    blame,
+    larger_eps,
+    meant,
+    of_optimizer,
+    rounded,
+)
+from polymp.dtypes import FORMATS
 
 # Dtype and shape of the float tensors that an op reads.
 Reads = tuple[tuple[torch.dtype, torch.Size], ...]
@@ -180,6 +196,11 @@ class Provenance:
             yield from self._model.named_parameters()
             yield from self._model.named_buffers()
 
+    def names_of(self, params: Sequence[torch.Tensor]) -> list[str]:
+        """Return the names of parameters, without a wait."""
+        named = {id(p): name for name, p in self._named()}
+        return [named.get(id(p), f"parameter {at}") for at, p in enumerate(params)]
+
 
 def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance) -> Fault | None:
     """Return the fault of a run: where the first value that is not finite came from."""
@@ -267,3 +288,142 @@ def operand(t: torch.Tensor) -> torch.Tensor:
 
 
 NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is not measured
+
+
+# The step of an optimizer, which reads gradients and weights, and writes weights and its state.
+
+
+class Part(NamedTuple):
+    """A tensor that an optimizer reads or writes."""
+
+    range: int  # its number in the `RangeTable`
+    dtype: torch.dtype
+    shape: torch.Size
+    of: str  # the parameter's name
+
+
+# By name: "0.weight", "0.weight.grad", "exp_avg of 0.weight".
+Parts = Mapping[str, Part]
+
+
+class Update:
+    """A step of an optimizer that is about to run, measured; nothing waits for the device."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        place: CallSite,
+        at: int,
+        ranges: RangeTable,
+        provenance: Provenance,
+    ) -> None:
+        self.at = at  # how many events there were before
+        self._place, self._ranges = place, ranges
+        self._kind = type(optimizer)
+        self._names = provenance.names_of(with_gradients(optimizer))
+        self._read = self._parts(optimizer) | self._parts(optimizer, grads=True)
+        self._wrote: Parts = {}
+        self._lost = lost_eps(optimizer)
+        self._tried: Parts | None = None
+        if self._lost and (trial := _stepped(optimizer, self._lost)) is not None:
+            self._tried = self._parts(trial)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure what the step has written."""
+        self._wrote = self._parts(optimizer)
+
+    def _parts(self, optimizer: torch.optim.Optimizer, grads: bool = False) -> dict[str, Part]:
+        parts = dict[str, Part]()
+        for of, p in zip(self._names, with_gradients(optimizer), strict=False):
+            own = {f"{of}.grad": p.grad} if grads else {of: p} | moments(optimizer, of, p)
+            for name, t in own.items():
+                local = None if t is None else distributed.local(t.detach())
+                if local is not None and measurable(local):
+                    number = self._ranges.add(local)
+                    parts[name] = Part(number, local.dtype, local.shape, of)
+        return parts
+
+    def _bad(self, parts: Parts) -> list[str]:
+        return [name for name, part in parts.items() if _bad(self._ranges.read([part.range]))]
+
+    def fault(self, spoiled: bool) -> Fault | None:
+        """Return a fault if it made what is not finite, or if `spoiled`, if it was given that."""
+        given, made = self._bad(self._read), self._bad(self._wrote)
+        if spoiled and given:
+            why = f"{given[0]} is not finite before the update"
+            return self._fault("input", given[0], self._read[given[0]], why)
+        if given or not made:
+            return None
+        name, part = made[0], self._wrote[made[0]]
+        run, lost = dtype_names.NAMES[part.dtype], self._lost.get(part.dtype, "")
+        kind, why = "operation", f"its inputs are finite and {name} is not, in {run} or wider"
+        if lost and (self._tried is None or not self._bad(self._tried)):
+            kind, why = "number", f"{NO_EPS} in {run}"
+        elif run == "float16" and _bad(self._ranges.read([part.range])) == "Inf":
+            kind = "overflow"
+            why = f"{name} is beyond float16's largest number, {FORMATS[run].max:g}"
+        return self._fault(kind, name, part, why, lost)
+
+    def _fault(self, kind: str, name: str, part: Part, why: str, lost: str = "") -> Fault:
+        run, of = dtype_names.NAMES[part.dtype], f"{part.of}.grad"
+        inputs = tuple[Operand, ...]()
+        if (grad := self._read.get(of)) is not None:
+            ends = self._ranges.read([grad.range])
+            inputs = (Operand.of_ends(dtype_names.NAMES[grad.dtype], grad.shape, ends, of),)
+        remedy, largest = "", max((operand.largest for operand in inputs), default=0.0)
+        if kind != "input":
+            tried = self._tried is not None
+            remedy = of_optimizer("torch", kind, run, largest, lost, tried)
+        return Fault(
+            f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
+            self._place.module, self._place.source, UPDATE, kind, run, None, inputs,
+            _bad(self._ranges.read([part.range])), why, remedy=remedy,
+        )  # fmt: skip
+
+
+def with_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer that have a gradient."""
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
+def moments(
+    optimizer: torch.optim.Optimizer, name: str, p: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of more than one number in an optimizer's state of a parameter."""
+    state: Any = optimizer.state.get(p, {})
+    tensors = {key: t for key, t in dict(state).items() if isinstance(t, torch.Tensor)}
+    floats = {key: t for key, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    return {f"{key} of {name}": t for key, t in floats.items() if t.numel() > 1}
+
+
+def lost_eps(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, str]:
+    """Return the dtypes of weights in which the optimizer's eps is zero, with a clause on it."""
+    found: dict[torch.dtype, str] = {}
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if not isinstance(eps, (int, float)):
+            continue
+        for dtype in {p.dtype for p in group["params"]}:
+            form = FORMATS.get(dtype_names.NAMES[dtype])
+            if abs(eps) <= (0 if form is None else form.smallest_subnormal / 2):
+                whose = f"{type(optimizer).__name__}'s eps"
+                found[dtype] = f"{whose}={eps:g} is zero in {dtype}" if eps else f"{whose} is 0"
+    return found
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, lost: Mapping[torch.dtype, str]
+) -> torch.optim.Optimizer | None:
+    """Return a copy of an optimizer after a step with a larger eps; None if it takes none."""
+    try:
+        trial = copy.deepcopy(optimizer)
+        for group in trial.param_groups:
+            dtypes = {p.dtype for p in group["params"]} & lost.keys()
+            if "eps" in group and dtypes:
+                group["eps"] = max(larger_eps(dtype_names.NAMES[dtype]) for dtype in dtypes)
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            optimizers.step_without_hooks(type(trial))(trial)
+    except Exception:  # the user's optimizer may not be one to copy
+        return None
+    return trial

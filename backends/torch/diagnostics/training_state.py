@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader
 
 from polymp import code_origin
+from polymp.backends.torch.diagnostics.fault import moments
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.errors import CatchWarning
@@ -94,6 +95,17 @@ def weights(objects: TrainingObjects) -> dict[str, torch.Tensor]:
     """Return the parameters that optimizers write, by name."""
     written = {id(p) for it in objects.optimizers for g in it.param_groups for p in g["params"]}
     return {name: t for name, t in named_tensors(objects).items() if id(t) in written}
+
+
+def states(objects: TrainingObjects) -> dict[str, torch.Tensor]:
+    """Return the tensors in the states of optimizers, by name: "exp_avg of 0.weight"."""
+    names = {id(t): name for name, t in named_tensors(objects).items()}
+    return {
+        key: t
+        for it in objects.optimizers
+        for p in it.state
+        for key, t in moments(it, names.get(id(p), "of no model"), p).items()
+    }
 
 
 # The models, optimizers, schedulers and loss scalers that a training step works with.

@@ -5,6 +5,7 @@ program never sees.
 """
 
 import math
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -21,7 +22,13 @@ from torch.optim.optimizer import (
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
-from polymp.backends.torch.diagnostics.fault import Event, Provenance, Reads, first_fault
+from polymp.backends.torch.diagnostics.fault import (
+    Event,
+    Provenance,
+    Reads,
+    Update,
+    first_fault,
+)
 from polymp.backends.torch.diagnostics.measure import (
     LOW_DTYPES,
     BinTable,
@@ -56,6 +63,7 @@ class Values(Subscriber):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.events: list[Event] = []  # the ops that ran, in order
+        self.updates: list[Update] = []  # the steps of optimizers
         self.ranges: RangeTable = RangeTable()  # of their results
         self._reads: dict[Reads, Reads] = {}  # of events: many are alike, and one is kept of these
         self._provenance = Provenance(model, self.ranges)
@@ -188,13 +196,19 @@ class Values(Subscriber):
         self._closure = closure_of(args[1:], kwargs) is not None
         if not self._closure:  # the ops of an update are not the model's; those of a closure are
             self.stream.pause()
+            place, *_ = self.stream.where(sys._getframe(1))
+            with Own(), torch.no_grad():
+                at = place, len(self.events), self.ranges, self._provenance
+                self.updates.append(Update(optimizer, *at))
             self.updating(optimizer)
 
-    def _stepped(self, *_: object) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._stepper != threading.get_ident():
             return
         self._stepper = None
         if not self._closure:
+            with Own(), torch.no_grad():
+                self.updates[-1].stepped(optimizer)
             self.updated()
             self.stream.go_on()
         self._look_at_parameters()
@@ -212,7 +226,13 @@ class Values(Subscriber):
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
-        return first_fault(self.events, self.ranges, self._provenance)
+        broke = next((it for it in self.updates if it.fault(spoiled=False)), None)
+        events = self.events if broke is None else self.events[: broke.at]
+        faults = [first_fault(events, self.ranges, self._provenance)]
+        if broke is not None:
+            faults.append(broke.fault(spoiled=False))
+        faults += [it.fault(spoiled=True) for it in self.updates] if not any(faults) else []
+        return next(filter(None, faults), None)
 
 
 def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:

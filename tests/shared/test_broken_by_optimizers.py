@@ -1,0 +1,195 @@
+"""Training steps that the optimizer breaks: `locate`, `audit` and `catch` say the same of each."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+
+from polymp.errors import BadStepError
+from tests.conftest import need
+
+
+class Case(NamedTuple):
+    """A step whose model is fine: loss and gradients are finite."""
+
+    name: str
+    optimizer: str  # "adam" or "rms"
+    kind: str  # of the fault
+    says: str  # what the remedy begins with
+    dtype: str = "float32"  # of the weights
+    eps: float = 1e-8
+    loss: float = 1.0  # how large it is
+    healthy: tuple[tuple[str, Any], ...] = ()  # what is other in a step that does not break
+
+
+ZERO = r"\w+'s eps(=1e-08)? is zero in (torch.)?float16, so that it divides by zero. "
+NOTHING = r"\w+'s eps is 0, so that it divides by zero. "
+TRIED = ", with which this step was tried and is finite"
+WIDE = "eep the weights in float32 and lower the ops, as polymp.{}.autocast does."
+CASES = (
+    Case("an eps that float16 lacks", "adam", "number",
+         f"{ZERO}Give it eps=0.0001{TRIED}, or k{WIDE}$",
+         "float16", healthy=(("eps", 1e-4),)),
+    Case("no eps", "adam", "number", f"{NOTHING}Give it eps=1e-08{TRIED}.$",
+         eps=0.0, healthy=(("eps", 1e-8),)),
+    Case("no eps under a root", "rms", "number", f"{NOTHING}Give it eps=1e-08{TRIED}.$",
+         eps=0.0, healthy=(("eps", 1e-8),)),
+    Case("a second moment out of float32", "adam", "operation",
+         r"It was given numbers as large as 1.5e\+25: clip the gradients, .* That was not tried.$",
+         loss=1e25, healthy=(("loss", 1.0),)),
+    Case("a second moment out of float16", "adam", "overflow", f"K{WIDE} That was not tried.$",
+         "float16", 1e-4, 1e4, (("loss", 1.0),)),
+)  # fmt: skip
+
+
+class InTorch:
+    """A step of `torch.optim`."""
+
+    op, name = {"adam": "Adam.step", "rms": "RMSprop.step"}, "torch"
+
+    def __init__(self, case: Case) -> None:
+        import torch
+
+        import polymp.torch
+
+        self.tools, self.case = polymp.torch, case
+        dtype = getattr(torch, case.dtype)
+        self.model = torch.nn.Linear(4, 4, bias=False, dtype=dtype)
+        torch.nn.init.ones_(self.model.weight)
+        kind = {"adam": torch.optim.Adam, "rms": torch.optim.RMSprop}[case.optimizer]
+        self.optimizer = kind(self.model.parameters(), lr=1e-3, eps=case.eps)
+        self.x = torch.ones(2, 4, dtype=dtype)
+        self.x[:, 1] = 0  # the gradients of a column are zero
+
+    def step(self) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.model(self.x).float().square().mean() * self.case.loss
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def is_finite(self) -> bool:
+        """Do the step, and return whether its loss and all that it left are finite."""
+        loss = self.step()
+        state = [t for s in self.optimizer.state.values() for t in s.values()]
+        return all(bool(t.isfinite().all()) for t in (loss, self.model.weight, *state))
+
+    def located(self) -> Any:
+        return self.tools.locate(self.step, model=self.model)
+
+    def audited(self, steps: int) -> Any:
+        with self.tools.audit(self.model) as audit:
+            for _ in range(steps):
+                self.step()
+        return audit
+
+    def caught(self) -> None:
+        step = self.tools.catch(self.step, every=1)
+        for _ in range(3):
+            step()
+        step.check()
+
+
+class InJax:
+    """A step of optax."""
+
+    op, name = {}, "jax"
+
+    def __init__(self, case: Case) -> None:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        import polymp.jax
+
+        self.tools, self.finite = polymp.jax, lambda x: bool(jnp.isfinite(x).all())
+        kind = {"adam": optax.adam, "rms": optax.rmsprop}[case.optimizer]
+        optimizer = kind(1e-3, eps=case.eps)
+        self.leaves = jax.tree.leaves
+
+        @jax.jit
+        def step(w: Any, state: Any, x: Any) -> Any:
+            def loss_fn(w: Any) -> Any:
+                return ((x @ w).astype("float32") ** 2).mean() * case.loss
+
+            loss, gradients = jax.value_and_grad(loss_fn)(w)
+            updates, state = optimizer.update(gradients, state, w)
+            return optax.apply_updates(w, updates), state, loss
+
+        w = jnp.ones((4, 4), case.dtype)
+        x = jnp.ones((2, 4), case.dtype).at[:, 1].set(0)
+        self.step, self.args = step, (w, optimizer.init(w), x)
+
+    def is_finite(self) -> bool:
+        return all(map(self.finite, self.leaves(self.step(*self.args))))
+
+    def located(self) -> Any:
+        return self.tools.locate(self.step, *self.args)
+
+    def audited(self, steps: int) -> Any:
+        audited, (w, state, x) = self.tools.audit(self.step), self.args
+        for _ in range(steps):
+            w, state, _ = audited(w, state, x)
+        return audited.audit
+
+    def caught(self) -> None:
+        step, (w, state, x) = self.tools.catch(self.step, every=1), self.args
+        for _ in range(3):
+            w, state, _ = step(w, state, x)
+        step.check()
+
+
+FRAMEWORKS = {"torch": InTorch, "jax": InJax}
+both = pytest.mark.parametrize("framework", FRAMEWORKS)
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@both
+@each
+def test_locate_audit_and_catch_say_the_same(framework: str, case: Case) -> None:
+    need(framework)
+    kind = FRAMEWORKS[framework]
+    assert not kind(case).is_finite()
+    fault = kind(case).located()
+    assert (fault.direction, fault.kind, fault.run) == ("update", case.kind, case.dtype)
+    assert fault.op in (kind.op.get(case.optimizer), "div", "rsqrt", "pow"), str(fault)
+    assert fault.source.startswith("test_broken_by_optimizers.py:")
+    remedy = case.says.format(kind.name)
+    assert re.match(remedy, fault.remedy), fault.remedy
+    assert str(fault).endswith(fault.remedy)
+
+    for steps in (1, 2):  # in the second, the model is given what the first has spoiled
+        audit = kind(case).audited(steps)
+        assert audit.fault[:8] == fault[:8]
+        assert (audit.fault.why, audit.fault.remedy) == (fault.why, fault.remedy)
+        suggestion = audit.suggest()
+        assert not suggestion
+        assert fault.remedy in str(suggestion)
+        assert "Nothing to change" not in str(suggestion)
+        assert fault.remedy in " ".join(str(audit).split())
+
+    with pytest.raises(BadStepError) as raised:
+        kind(case).caught()
+    report = raised.value.report
+    assert report.step == 0
+    assert report.fault[:8] == fault[:8]
+    assert report.remedy == fault.remedy
+    assert str(report).count(fault.remedy) == 1
+
+
+@both
+@each
+def test_with_the_remedy_nothing_is_said(
+    framework: str, case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need(framework)
+    kind, healthy = FRAMEWORKS[framework], case._replace(**dict(case.healthy))
+    assert kind(healthy).is_finite()
+    assert kind(healthy).located() is None
+    assert "all values that the step made are finite" in capsys.readouterr().err
+    audit = kind(healthy).audited(2)
+    assert audit.fault is None
+    assert "tried" not in str(audit.suggest())
+    kind(healthy).caught()

@@ -306,10 +306,13 @@ def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: Any, lo
             assert torch.equal(read(leaf), y), name
 
 
-OWN = {"all": {"rules": {"all": "fp32"}}, "scatter_add": {"rules": {"scatter_add": "fp32_keep"}}}
+OWN_JAX = {
+    "all": {"rules": {"all": "fp32"}},
+    "scatter_add": {"rules": {"scatter_add": "fp32_keep"}},
+}
 
 
-@pytest.mark.parametrize("policy", ["amp", "lean", "matmul", *OWN])
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul", *OWN_JAX])
 @pytest.mark.parametrize("inside", [False, True], ids=["gradient of a region", "inside"])
 def test_gradients_of_what_is_read_often_in_jax(policy: str, inside: bool) -> None:
     """As in torch: the gradients are added up in float32, and reading casts no table."""
@@ -337,7 +340,7 @@ def test_gradients_of_what_is_read_often_in_jax(policy: str, inside: bool) -> No
         def loss(x: Any, read: Any = read) -> Any:
             return (read(x) * jnp.bfloat16(0.01)).astype(jnp.float32).sum()
 
-        region: Any = {"dtype": "bfloat16", "policy": OWN.get(policy, policy)}
+        region: Any = {"dtype": "bfloat16", "policy": OWN_JAX.get(policy, policy)}
         if inside:
             gradient = autocast(jax.grad(loss), **region)
         else:

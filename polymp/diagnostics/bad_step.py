@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self, overload
 
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import HUGE
+from polymp.diagnostics.blame import HUGE, UNTRIED
 from polymp.errors import escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
@@ -41,7 +41,7 @@ class BadStep(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """The change that helps, in a sentence; "" if the steps could not be repeated."""
+        """The change that may help, and whether it was tried; "" if no step could be repeated."""
         fault = self.fault
         if fault is not None and fault.remedy:
             return fault.remedy
@@ -56,14 +56,14 @@ class BadStep(NamedTuple):
         if fault is None and not self.undone:
             return ""
         if fault is None:
-            return "Lower the learning rate, or clip the gradients."
+            return f"Lower the learning rate, or clip the gradients.{UNTRIED}"
         place = f" in {fault.module}" if fault.module else ""
         if fault.kind == "number":
-            return f"Use another constant, or give {fault.op} the rule fp32{place}."
+            return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
         if fault.kind == "operation" or fault.run == "float32":
             return f"Change the code: {fault.op} has no finite result there in float32 either."
         other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
-        return f"Give {fault.op} the rule fp32{place}{other}."
+        return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {self.found}"]
@@ -84,13 +84,13 @@ def _grown(losses: Sequence[float], fault: Fault | None) -> str:
     """Say what has grown without bound before a step, and what helps; "" if nothing has."""
     if len(losses) > 1 and losses[-1] > RUNAWAY * abs(min(losses)) > 0:
         grown = f"The loss grew from {min(losses):.3g} to {losses[-1]:.3g} in the steps before"
-        return f"{grown}: lower the learning rate, or clip the gradients."
+        return f"{grown}: lower the learning rate, or clip the gradients.{UNTRIED}"
     for i, operand in enumerate(fault.inputs if fault is not None else ()):
         if operand.largest > HUGE:
             name = operand.name or f"input {i} of {fault.op if fault else ''}"
             return (  # a weight, or the batch, or what they made
                 f"{name} is as large as {operand.largest:.3g}: lower the learning rate, clip the "
-                "gradients, or look at the data."
+                f"gradients, or look at the data.{UNTRIED}"
             )
     return ""
 

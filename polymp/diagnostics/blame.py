@@ -262,6 +262,9 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
 
 NO_EPS = "the number that keeps its divisor from zero is zero"
 
+# Behind a remedy.
+UNTRIED = " That was not tried."
+
 
 def larger_eps(dtype: str) -> float:
     """Return an eps that is not zero in a dtype, with digits to spare."""
@@ -276,18 +279,17 @@ def of_optimizer(
     `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0", and `tried`
     says whether the step was finite with a larger one.
     """
-    untried = " That was not tried."
     wide = f"eep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
     if kind == "number":
         how = ", with which this step was tried and is finite" if tried else ""
         or_wide = f", or k{wide}" if dtype in LOW else "."
-        give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else untried}"
+        give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
         return f"{lost}, so that it divides by zero. {give}"
     if kind == "overflow":
-        return f"K{wide}{untried}"
+        return f"K{wide}{UNTRIED}"
     if largest > HUGE:
         return (
             f"It was given numbers as large as {largest:.3g}: clip the gradients, lower the "
-            f"learning rate, or look at the data.{untried}"
+            f"learning rate, or look at the data.{UNTRIED}"
         )
-    return f"Lower the learning rate, or clip the gradients.{untried}"
+    return f"Lower the learning rate, or clip the gradients.{UNTRIED}"

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
-from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, UPDATE, lost_constants
+from polymp.diagnostics.blame import (
+    CAST,
+    CONSTANT,
+    DIVIDING,
+    OF_ONE,
+    UNTRIED,
+    UPDATE,
+    lost_constants,
+)
 from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
@@ -95,6 +103,8 @@ class Suggestion:
             lines.append(f"# Compute in {self.dtype}.")
         if self.init_scale:
             lines.append(f"# Start with a loss scale of {self.init_scale:g}.")
+        if self:
+            lines.append("# Not tried: change this, and audit again.")
         if self.rules or self.scopes:
             rows = policy_files.load({"rules": self.rules, "scopes": self.scopes})
             text = policy_files.to_toml(rows).splitlines()
@@ -141,7 +151,7 @@ def _drifted(audit: AuditRecord) -> list[str]:
             own = f"{100 * (m.rounding or 0):.2g} % of it by its own rounding"
             return [
                 f"{_at(m)}: its result is off by {100 * m.drift:.2g} % from float32's, {own}: make "
-                "what it reads in float32, casts and all. That was not tried."
+                f"what it reads in float32, casts and all.{UNTRIED}"
             ]
     return []
 

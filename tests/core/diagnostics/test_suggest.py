@@ -326,7 +326,10 @@ def test_the_text_is_a_part_of_a_policy_file() -> None:
     assert data == {"rules": {"exp": "fp32"}, "scopes": {"blocks.0": {"matmul": "fp32"}}}
     assert polymp.policy({"extends": "torch-cpu", **data}).rows == found.apply("torch-cpu").rows
     whole = Suggestion(dtype="bfloat16", init_scale=1024.0, reasons=("one\ntwo",))
-    assert str(whole) == ("# one two\n# Compute in bfloat16.\n# Start with a loss scale of 1024.")
+    assert str(whole) == (
+        "# one two\n# Compute in bfloat16.\n# Start with a loss scale of 1024.\n"
+        "# Not tried: change this, and audit again."
+    )
     assert tomllib.loads(str(whole)) == {}
 
 

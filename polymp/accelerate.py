@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-import torch.nn as nn
-
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.scaler import trainer_steps
@@ -24,6 +21,8 @@ from polymp.torch._trainers import RegionSettings, attach, check_scaler, extend,
 
 require("accelerate")
 
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polymp.backends.jax.diagnostics import perturb as in_jax
+from polymp.backends.torch.diagnostics import perturb as in_torch
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Gap
 from polymp.testing import parity
@@ -33,15 +35,15 @@ class Repeated:
         dtype: str | None = None,
         probes: int = 16,
     ) -> None:
-        given = *arguments(inputs), dtype, "amp", True, probes
-        self._pair = parity._Pair(torch_fn, jax_fn, *given)
-        with self._pair._torch.watch:
-            self._pair._jax = self._pair._in_jax()
+        given = *arguments(inputs), dtype, "amp", parity.cotangent
+        self._torch = in_torch.Program(torch_fn, *given)
+        with self._torch.watch:
+            self._jax = in_jax.Program(jax_fn, *given)
         self._probes = probes
 
     def gaps(self, inputs: Sequence[object]) -> list[Gap]:
         """The arrays of a call, with errors and tolerances."""
-        ours, theirs, tree = self._pair._torch, self._pair._jax, arguments(inputs)
+        ours, theirs, tree = self._torch, self._jax, arguments(inputs)
         ours._tree = tree
         theirs._flat = jax.tree.leaves(
             {p: jnp.asarray(x) for p, x in rounding.arrays(tree).items()}

@@ -239,8 +239,10 @@ class Written(NamedTuple):
 def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]:
     """The low weights that a program writes."""
     kinds = [(str(x.dtype), tuple(np.shape(x))) for x in arrays]
-    ahead = (e.outside for e in program.graph.events if e.site.scope.direction == FORWARD)
-    read: frozenset[int] = frozenset().union(*ahead)
+    graph, read = program.graph, set[int]()
+    for event in graph.events:
+        if event.site.scope.direction == FORWARD and event.site.key not in graph.unlisted:
+            read.update(event.outside)
     found, words = [], program.names
     outs = compat.opened(program.traced.closed)[0].outvars
     for after, (origin, out) in enumerate(zip(program.graph.results, outs, strict=True)):

@@ -377,8 +377,10 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         part = text_table.share(lost)
         why = f"gradients: {part} of the values that are not zero are zero in float16"
     if not any((m.region or m.run) == "float16" for m in audit.results):
+        if fits is None:  # all are zero in this run, too
+            return Suggestion()
         needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
-        return Suggestion(reasons=(needs,) if fits else ())
+        return Suggestion(reasons=(needs,))
     if fits is None:
         why = f"gradients: all are zero, at a loss scale of {scale:g}; start with {FIRST:g}."
         return Suggestion(init_scale=FIRST, reasons=(why,))

@@ -574,3 +574,10 @@ def test_the_line_of_the_users_code_is_named() -> None:
         torch.ones(2) * 3
         line = sys._getframe().f_lineno - 1
     assert found.results[0].source == f"test_audit.py:{line}"
+
+
+def test_gradients_that_are_all_zero_in_bfloat16_have_no_scale_that_fits() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(torch.bfloat16)
+    with polymp.torch.audit(model) as audit:
+        (model(torch.ones(4, 8, dtype=torch.bfloat16)).sum() * 1e-44).backward()
+    assert not audit.suggest()

@@ -208,6 +208,11 @@ class Walk(Generic[T, A]):
 
     def looped(self, program: Inner, operands: list[T], around: A) -> list[T]:
         """Those about the results of a program that an equation runs, in a loop or once."""
+        state, outs = self.turned(program, operands, around)
+        return [*state, *outs[program.carries :]]
+
+    def turned(self, program: Inner, operands: list[T], around: A) -> tuple[list[T], list[T]]:
+        """Those about what a loop carries, and about the results of its last turn."""
         fixed, start, over = program.split(operands)
         outs: list[T] = []
 
@@ -215,7 +220,7 @@ class Walk(Generic[T, A]):
             outs[:] = self.program(program.closed, [*fixed, *state, *over], around)
             return outs
 
-        return [*fixed_point(start, turn, self.join), *outs[program.carries :]]
+        return fixed_point(start, turn, self.join), outs
 
 
 def fixed_point(

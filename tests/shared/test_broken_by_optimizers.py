@@ -193,3 +193,29 @@ def test_with_the_remedy_nothing_is_said(
     assert audit.fault is None
     assert "tried" not in str(audit.suggest())
     kind(healthy).caught()
+
+
+def test_an_eps_that_would_not_help_is_no_remedy() -> None:
+    """One gradient is zero, and the square of another is beyond float16."""
+    need("torch")
+    import torch
+
+    import polymp.torch
+
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    model = torch.nn.ParameterList([weight])
+    optimizer = torch.optim.Adam([weight], lr=1e-3)
+    gradient = torch.tensor([0.0, 6e4], dtype=torch.float16)
+
+    def step() -> None:
+        weight.grad = gradient.clone()
+        optimizer.step()
+
+    before = weight.detach().clone()
+    fault = polymp.torch.locate(step, model=model)
+    assert fault.direction == "update"
+    assert fault.kind == "operation"
+    assert "tried and is finite" not in str(fault)
+    assert torch.equal(weight, before)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["eps"] == 1e-8

@@ -102,6 +102,8 @@ class Audited:
             leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
             arrays = [leaf for leaf in leaves if is_array(leaf)]
             facts = program.packed.run(arrays)
+        if program.graph.unlisted:
+            facts = jax.device_get(facts)  # to look at now, and for the audit
         broke = None
         if not any(run.fault for run in self._measured) and _breaks(program, facts):
             broke = located(measured(self.fn, args, kwargs, once=True))
@@ -258,7 +260,7 @@ class Run(NamedTuple):
     """A run of the program that measures."""
 
     program: MeasuredCall  # that ran
-    packed: dict[str, jax.Array]  # what it handed out, on the device
+    packed: dict[str, jax.Array]  # what it handed out, on the device unless an optimizer was in it
     scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
     fault: Fault | None = None  # of a call whose optimizer left what is not finite
     # The weights that the call wrote, with the bits of samples before and after it.
@@ -266,7 +268,7 @@ class Run(NamedTuple):
 
 
 def _breaks(program: MeasuredCall, packed: dict[str, jax.Array]) -> bool:
-    """True if an optimizer left what is not finite. Waits for the device if there is one."""
+    """True if an optimizer left what is not finite."""
     graph = program.graph
     if not graph.unlisted:
         return False

@@ -40,7 +40,7 @@ from polymp.backends.jax.diagnostics.call_site import (
 from polymp.backends.jax.diagnostics.explain import with_sites
 from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
 from polymp.backends.jax.diagnostics.traced_call import Record, Traced, traced
-from polymp.backends.jax.jaxprs import Inner, Walk, fixed_point, inside, interpreted, scanned
+from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.fp8_loss import Measurement
 from polymp.fp8 import loss
@@ -140,14 +140,7 @@ class EventGraph(Walk[Origin, _Place]):
         return super().equation(at, eqn, values, around)
 
     def looped(self, program: Inner, operands: list[Origin], around: _Place) -> list[Origin]:
-        fixed, start, over = program.split(operands)
-        outs: list[Origin] = []
-
-        def turn(state: list[Origin]) -> list[Origin]:
-            outs[:] = self.program(program.closed, [*fixed, *state, *over], around)
-            return outs
-
-        fixed_point(start, turn, self.join)
+        _, outs = self.turned(program, operands, around)
         return outs  # which come from what the loop began with only if its body reads that
 
     def leaf(self, eqn: Equation, values: list[Origin], around: _Place) -> Sequence[Origin]:

@@ -182,6 +182,7 @@ def nodes_of(
                 "" if call is None else call.op,
                 at in late,
                 ones,
+                single=event.site.eqn.outvars[0].aval.shape == (),
                 call=program.of_event.get(event.site.key),
                 returned=at in returned,
             )

@@ -199,6 +199,7 @@ class Ruling:
         how: how the op is made to run in float32 under rule fp32.
         decision: the decision, if it does not depend on the dtypes of the inputs; else None.
         mul: the row for calls in which a product adds nothing up; None if `row` holds for all.
+        writes: True if the op may add up what it writes at given places.
     """
 
     region: Region
@@ -208,6 +209,7 @@ class Ruling:
     how: Apply
     decision: Decision | None
     mul: Row | None = None
+    writes: bool = False
 
     def decided(self, op: torch._ops.OpOverload, name: str, device: str, args: Any) -> Decision:
         """Return the decision for a call."""
@@ -215,10 +217,10 @@ class Ruling:
             asked = dtypes(op, device, args)
             return self.policy.apply(self.mul, asked, self.region.dtype)._replace(rule=Rule.LOWER)
         assert self.row is not None, "an op without a row is not run by one"
-        # torch's kernel of scatter_add rounds once by itself.
-        adds = name != "scatter_add" and op_facts.accumulates(name, args)
-        if name in op_facts.ADD_IN_PLACE and self.row.rule is not Rule.FIRST and not adds:
-            return Decision(self.row.rule)
+        adds = self.writes and op_facts.accumulates(name, args)
+        if self.writes and not adds and name in op_facts.ADD_IN_PLACE:
+            if self.row.rule is not Rule.FIRST:
+                return Decision(self.row.rule)
         if self.decision is not None:
             return self.decision
         decision = self.policy.apply(self.row, dtypes(op, device, args), self.region.dtype)
@@ -286,7 +288,8 @@ class Rulings:
                 decision = policy.apply(row, (), dtype)
             if region.policy is not None:
                 mul = torch_table.as_mul(device, policy, name, dtype)
-        return Ruling(region, policy, row, agrees, how, decision, mul)
+        writes = name in op_facts.WRITES
+        return Ruling(region, policy, row, agrees, how, decision, mul, writes)
 
 
 def _way(row: Row, device: str, name: str, dtype: str) -> Apply:

@@ -53,6 +53,9 @@ ADD_IN_PLACE = {
     "scatter_reduce_.two": "scatter_reduce.two",
 }
 
+# All ops that may add up what they write; scatter_add is none here, for its kernel rounds once.
+WRITES = frozenset(ADD_IN_PLACE).union(ADD_IN_PLACE.values()) - {"scatter_add"}
+
 # These add up only if they are called with accumulate=True, their fourth argument.
 _ADD_IF_TOLD = frozenset({"index_put", "index_put_", "put", "put_"})
 
@@ -140,9 +143,7 @@ def has_low(overload: str, device: str, dtype: str) -> bool:
 
 
 def accumulates(name: str, args: Sequence[Any]) -> bool:
-    """Return whether a call writes at given places and adds up the numbers that meet there."""
-    if ADD_IN_PLACE.get(name, name) not in ADD_IN_PLACE.values():
-        return False
+    """Return whether a call of one of `WRITES` adds up the numbers that meet in one place."""
     return name not in _ADD_IF_TOLD or bool(len(args) > 3 and args[3])
 
 

@@ -3,7 +3,6 @@
 Ops are followed one by one; the step of an optimizer is one for itself: an `Update`.
 """
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from polymp.backends.torch.compat import distributed, modes, optimizers
 from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
-    comparable,
+    largest_of,
     measurable,
     real,
 )
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, call_of
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import (
     CONSTANT,
@@ -153,8 +153,7 @@ class Provenance:
 
     def look_at_parameters(self) -> None:
         """Measure the largest magnitude of each parameter, all at once."""
-        own = list(map(comparable, self._trained()))
-        self._norms.append(list(torch._foreach_norm(own, math.inf)) if own else [])
+        self._norms.append(largest_of(self._trained()))
         self._updates += 1
 
     def updated(self) -> None:
@@ -167,17 +166,21 @@ class Provenance:
 
     def given(self, origin: int) -> tuple[torch.Tensor, list[float]]:
         """Return a tensor that no op made, with the ends of its values."""
-        t, found, update = self._given[-1 - origin]
+        return self._given[-1 - origin][0], self._ranges.read([self._range(-1 - origin)])
+
+    def _range(self, at: int) -> int:
+        t, found, update = self._given[at]
         if found is None:  # a parameter
             largest = self._norms[update][self._parameters[modes.storage_key(t)]]
             found = self._ranges.keep(largest, largest)
-            self._given[-1 - origin] = t, found, update
-        return t, self._ranges.read([found])
+            self._given[at] = t, found, update
+        return found
 
     def spoiled(self) -> dict[int, str]:
         """Return the names of the tensors that no op made and that are not finite, by origin."""
-        given = {-1 - at: self.given(-1 - at) for at in range(len(self._given))}
-        return {at: self.name(t) for at, (t, ends) in given.items() if _bad(ends)}
+        ranges = list(map(self._range, range(len(self._given))))  # all are read at once
+        bad = [-1 - at for at, n in enumerate(ranges) if _bad(self._ranges.read([n]))]
+        return {origin: self.name(self._given[-1 - origin][0]) for origin in bad}
 
     def name(self, t: torch.Tensor) -> str:
         """Return the name of a parameter or buffer, or a description of another tensor."""
@@ -320,33 +323,51 @@ class Update:
         self.at = at  # how many events there were before
         self._place, self._ranges = place, ranges
         self._kind = type(optimizer)
-        self._names = provenance.names_of(with_gradients(optimizer))
-        self._read = self._parts(optimizer) | self._parts(optimizer, grads=True)
+        self._params = with_gradients(optimizer)
+        self._names = provenance.names_of(self._params)
+        self._read = {**self._parts(optimizer), **self._parts(optimizer, grads=True)}
         self._wrote: Parts = {}
         self._lost = lost_eps(optimizer)
-        self._tried: Parts | None = None
-        if self._lost and (trial := _stepped(optimizer, self._lost)) is not None:
-            self._tried = self._parts(trial)
+        self._tried = self._try(optimizer) if self._lost else None
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step has written."""
         self._wrote = self._parts(optimizer)
 
-    def _parts(self, optimizer: torch.optim.Optimizer, grads: bool = False) -> dict[str, Part]:
-        parts = dict[str, Part]()
-        for of, p in zip(self._names, with_gradients(optimizer), strict=False):
-            own = {f"{of}.grad": p.grad} if grads else {of: p} | moments(optimizer, of, p)
-            for name, t in own.items():
-                local = None if t is None else distributed.local(t.detach())
-                if local is not None and measurable(local):
-                    number = self._ranges.add(local)
-                    parts[name] = Part(number, local.dtype, local.shape, of)
-        return parts
+    def _try(self, optimizer: torch.optim.Optimizer) -> Parts | None:
+        """Take the step with a larger eps, and undo it; None if it cannot be taken."""
+        before = Snapshot(
+            self._params, grads=self._params, optimizers=[optimizer], random_numbers=True
+        )
+        try:
+            for group in optimizer.param_groups:
+                if lost := {p.dtype for p in group["params"]} & self._lost.keys():
+                    group["eps"] = max(larger_eps(dtype_names.NAMES[dtype]) for dtype in lost)
+            optimizers.step_without_hooks(type(optimizer))(optimizer)
+            return self._parts(optimizer)
+        except Exception:  # of a user's optimizer, which the step itself will raise
+            return None
+        finally:
+            before.put_back()
+
+    def _parts(self, optimizer: torch.optim.Optimizer, grads: bool = False) -> Parts:
+        named: list[tuple[str, str, torch.Tensor]] = []
+        for of, p in zip(self._names, self._params, strict=True):
+            own = {of: p} | moments(optimizer, of, p)
+            if grads:
+                own = {} if p.grad is None else {f"{of}.grad": p.grad}
+            local = ((name, of, distributed.local(t.detach())) for name, t in own.items())
+            named += [each for each in local if measurable(each[-1])]
+        largest = largest_of([t for *_, t in named])
+        return {
+            name: Part(self._ranges.keep(x, x), t.dtype, t.shape, of)
+            for (name, of, t), x in zip(named, largest, strict=True)
+        }
 
     def _bad(self, parts: Parts) -> list[str]:
         return [name for name, part in parts.items() if _bad(self._ranges.read([part.range]))]
 
-    def fault(self, spoiled: bool) -> Fault | None:
+    def fault(self, spoiled: bool = False) -> Fault | None:
         """Return a fault if it made what is not finite, or if `spoiled`, if it was given that."""
         given, made = self._bad(self._read), self._bad(self._wrote)
         if spoiled and given:
@@ -410,20 +431,3 @@ def lost_eps(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, str]:
                 whose = f"{type(optimizer).__name__}'s eps"
                 found[dtype] = f"{whose}={eps:g} is zero in {dtype}" if eps else f"{whose} is 0"
     return found
-
-
-def _stepped(
-    optimizer: torch.optim.Optimizer, lost: Mapping[torch.dtype, str]
-) -> torch.optim.Optimizer | None:
-    """Return a copy of an optimizer after a step with a larger eps; None if it takes none."""
-    try:
-        trial = copy.deepcopy(optimizer)
-        for group in trial.param_groups:
-            dtypes = {p.dtype for p in group["params"]} & lost.keys()
-            if "eps" in group and dtypes:
-                group["eps"] = max(larger_eps(dtype_names.NAMES[dtype]) for dtype in dtypes)
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            optimizers.step_without_hooks(type(trial))(trial)
-    except Exception:  # the user's optimizer may not be one to copy
-        return None
-    return trial

@@ -41,6 +41,12 @@ def real(t: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
+def largest_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Measure the largest magnitude of each measurable tensor, all at once; NaN if it has one."""
+    own = list(map(comparable, tensors))
+    return list(torch._foreach_norm(own, math.inf)) if own else []
+
+
 def comparable(t: torch.Tensor) -> torch.Tensor:
     """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
     return real(t) if t.element_size() > 1 else t.to(torch.float32)

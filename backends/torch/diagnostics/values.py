@@ -226,13 +226,11 @@ class Values(Subscriber):
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
-        broke = next((it for it in self.updates if it.fault(spoiled=False)), None)
-        events = self.events if broke is None else self.events[: broke.at]
-        faults = [first_fault(events, self.ranges, self._provenance)]
-        if broke is not None:
-            faults.append(broke.fault(spoiled=False))
-        faults += [it.fault(spoiled=True) for it in self.updates] if not any(faults) else []
-        return next(filter(None, faults), None)
+        broken = ((it.at, fault) for it in self.updates if (fault := it.fault()) is not None)
+        until, broke = next(broken, (None, None))
+        found = first_fault(self.events[:until], self.ranges, self._provenance) or broke
+        spoiled = (it.fault(spoiled=True) for it in self.updates)
+        return found or next(filter(None, spoiled), None)
 
 
 def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import polymp
 import polymp.jax
+from polymp.diagnostics.blame import CONSTANT
 from polymp.diagnostics.rounding import gap
 from polymp.jax import explain
 from polymp.testing import ParityError, assert_parity
@@ -147,3 +148,17 @@ def test_what_breaks_in_a_shard_map_is_put_down_to_it() -> None:
     assert fault is not None
     assert (fault.op, fault.kind, fault.found) == ("shard_map", "operation", "Inf")
     assert polymp.jax.locate(lambda x: mapped(x).sum(), -jnp.ones(4)) is None
+
+
+def test_an_infinite_loss_is_put_down_to_the_constant_that_it_is_made_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loss(h: jax.Array) -> jax.Array:
+        return (h @ h).at[:, 2].set(jnp.inf).sum()
+
+    low = jax.jit(polymp.jax.autocast(loss, dtype=jnp.float16))
+    for fn in (loss, jax.value_and_grad(loss), low):
+        fault = polymp.jax.locate(fn, jnp.ones((4, 4)))
+        assert fault is not None
+        assert (fault.kind, fault.why) == ("operation", CONSTANT)
+    assert "are finite" not in capsys.readouterr().err

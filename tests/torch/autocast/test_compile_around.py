@@ -320,7 +320,7 @@ def test_what_a_backend_refuses_breaks_the_graph(
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in BREAKS])
 def test_breaks_of_all_kinds_keep_the_region(name: str, count: Count, net: Net) -> None:
-    """What torch.compile does there is what the same function does eagerly, gradients too."""
+    """A compiled function has the bits of the eager one, and so have its gradients."""
     x, region = torch.ones(3, 8), RELU32 if len(name) % 2 else F16
 
     def inside() -> torch.Tensor:

@@ -182,7 +182,8 @@ def nodes_of(
                 "" if call is None else call.op,
                 at in late,
                 ones,
-                single=event.site.eqn.outvars[0].aval.shape == (),
+                # A loss is returned; the largest of a mask, which is one number, too, is not.
+                single=at in returned and event.site.eqn.outvars[0].aval.shape == (),
                 call=program.of_event.get(event.site.key),
                 returned=at in returned,
             )

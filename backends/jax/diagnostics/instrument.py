@@ -308,6 +308,8 @@ class Twin:
             values = [x for x, origin in given if not self._own(origin, event.site)]
             self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
             operands = measures.operands(values) if values else _NO_OPERANDS
+            if eqn.primitive.name == "gather":
+                operands = jnp.concatenate([operands, measures.ends(args[1])])
         return Facts(
             measures.peak(*made) if made else jnp.float32(-1),
             measures.lost(eqn, args, outs, event.numbers) if event.dtype in LOW else _NOTHING,

@@ -15,7 +15,13 @@ from jax.extend.core import Literal
 
 from polymp import progress
 from polymp.backends.jax.compat.programs import Atom, Equation
-from polymp.backends.jax.diagnostics.call_site import Key, function_of, optimizer_of
+from polymp.backends.jax.diagnostics.call_site import (
+    Key,
+    Site,
+    function_of,
+    optimizer_of,
+    source,
+)
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
@@ -83,7 +89,9 @@ def located(program: MeasuredCall) -> Fault | None:
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
-        found = blame(nodes_of(program, facts, peaks))
+        nodes = nodes_of(program, facts, peaks)
+        # Of what is returned, also an Inf that the program has: nothing takes it up again.
+        found = blame(nodes) or blame([node._replace(single=node.returned) for node in nodes])
         if found is None:
             return None
         # XLA drops all of the twin but what leads to these operands.
@@ -109,7 +117,9 @@ def located(program: MeasuredCall) -> Fault | None:
         name = "" if place is None else program.names[place]
         numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
         inputs.append(Operand.measured(dtype, shape, numbers, name))
-    return fault(program, found, inputs, facts, lost if helps else None)
+    ends = rounds[:, len(inputs) :]
+    indices = [*zip(ends[..., 0].min(0), ends[..., 1].max(0), strict=True)]
+    return fault(program, found, inputs, facts, lost if helps else None, indices)
 
 
 class _Bad(NamedTuple):
@@ -197,14 +207,18 @@ def fault(
     operands: Sequence[Operand],
     facts: Sequence[Facts],
     lost: "Eps | None" = None,
+    indices: Sequence[tuple[float, float]] = (),
 ) -> Fault:
-    """The fault that was found; with a larger eps in place of a `lost` one the step is finite."""
+    """The fault that was found; with a larger eps in place of a `lost` one the step is finite.
+
+    `indices` are the ends of those of a gather, for each dimension; none where they are not known.
+    """
     event, first = program.graph.events[found.node], program.graph.events[found.first]
     call, other = program.call_of(event.site), program.call_of(first.site)
     assert call is not None, "what computes with floats is part of a call"
     kind, why = found.kind, found.why
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
-        kind, why = "index", _outside(event, operands)
+        kind, why = "index", _outside(program, event, indices)
     if kind == "saturation" and not event.inputs and not event.outside:
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in derived(program):
@@ -246,7 +260,7 @@ def lost_eps(program: MeasuredCall, event: Event) -> Eps | None:
     optimizer, _ = optimizer_of(event.site.eqn.source_info.traceback)
     if divides not in ("div", "rsqrt", "pow") or not optimizer:
         return None
-    makers = {v: s for s in program.graph.sites.values() for v in s.eqn.outvars}
+    makers = _makers(program)
     read: Atom | None = event.site.eqn.invars[-1 if divides == "div" else 0]
     for _ in range(_STEPS):
         site = None if read is None or isinstance(read, Literal) else makers.get(read)
@@ -259,6 +273,11 @@ def lost_eps(program: MeasuredCall, event: Event) -> Eps | None:
             return Eps(name, where, event.dtype) if is_zero and name else None
         read = next((x for x in site.eqn.invars if not isinstance(x, Literal)), None)
     return None
+
+
+def _makers(program: MeasuredCall) -> dict[Atom, Site]:
+    """By variable, the equation that makes it."""
+    return {v: s for s in program.graph.sites.values() for v in s.eqn.outvars}
 
 
 _STEPS = 4  # back from a division to the eps in it: over roots and casts
@@ -288,20 +307,45 @@ def _is_finite(program: MeasuredCall, eps: Eps) -> bool:
     return blame(nodes_of(program, facts, peaks)) is None
 
 
-def _outside(event: Event, operands: Sequence[Operand]) -> str:
-    """Say which index of a gather is outside of the array, as far as that was measured."""
+def _outside(program: MeasuredCall, event: Event, indices: Sequence[tuple[float, float]]) -> str:
+    """Say which index of a gather is outside of the array, if they were measured."""
     eqn = event.site.eqn
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    taken = eqn.params["slice_sizes"]
-    last = [shape[axis] - taken[axis] for axis in numbers.start_index_map]
-    indices = [x for x in operands if "int" in x.dtype]
-    index = max((int(x.largest) for x in indices), default=0)
-    of = f"0..{last[0]}" if len(last) == 1 else f"shape {list(shape)}"
-    which = f"index {index}" if index > max(last) else "an index"
-    if any(x.negative for x in indices):  # those that count from the end were wrapped before
-        which = "a negative index"
-    by = function_of(eqn.source_info.traceback) or "gather"
-    return f"{which} is outside {of}: {by} filled with NaN"
+    axes, taken = numbers.start_index_map, eqn.params["slice_sizes"]
+    by = function_of(eqn.source_info.traceback)
+    last = {axis: shape[axis] - taken[axis] for axis in axes}
+    which, allowed = "an index", f"0..{last[axes[0]]}" if len(axes) == 1 else f"shape {list(shape)}"
+    pairs = ((axis, ends) for axis, ends in zip(axes, indices, strict=False))
+    for axis, (low, high) in ((n, e) for n, e in pairs if e[0] < 0 or e[1] > last[n]):
+        first = 0
+        if low >= 0:
+            which = f"index {int(high)}"
+        elif _counted_from_end(program, event.site, by):
+            which, first = f"index {int(low) - shape[axis]}", -shape[axis]
+        else:
+            which = f"a negative index, {int(low)},"
+        which += "" if len(axes) == 1 else f" of dimension {axis}"
+        allowed = f"{first}..{last[axis]}"
+        break
+    return f"{which} is outside {allowed}: {by or 'gather'} filled with NaN"
+
+
+def _counted_from_end(program: MeasuredCall, site: Site, by: str) -> bool:
+    """True if jax.numpy has added the size to negative indices: by itself, or in the program."""
+    makers = _makers(program)
+
+    def is_number(v: Atom) -> bool:
+        maker = None if isinstance(v, Literal) else makers.get(v)
+        return isinstance(v, Literal) or (
+            maker is not None
+            and maker.eqn.primitive.name in ("broadcast_in_dim", "concatenate")
+            and all(map(is_number, maker.eqn.invars))
+        )
+
+    line = source(site.written)
+    beside = (s for s in program.graph.sites.values() if s.eqn.primitive.name == "select_n")
+    wrapped = any("int" in str(s.eqn.outvars[0].aval) and source(s.written) == line for s in beside)
+    return bool(by) and (wrapped or is_number(site.eqn.invars[1]))
 
 
 def largest(program: MeasuredCall, event: Event, peaks: Sequence[jax.Array]) -> Iterator[Operand]:

@@ -182,6 +182,13 @@ def _operand(x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 
 
+def ends(indices: jax.Array) -> jax.Array:
+    """The smallest and the largest index of each dimension, in rows as of operands."""
+    rows = indices.reshape(-1, indices.shape[-1]).astype(jnp.float32)
+    both = jnp.stack([rows.min(0), rows.max(0)], 1)
+    return jnp.pad(both, [(0, 0), (0, 4)])
+
+
 def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
     """The first result of an equation whose low dtypes are float32; None if it has no such form."""
     wide = [wider(x) for x in args]

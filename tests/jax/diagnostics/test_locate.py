@@ -385,10 +385,44 @@ def test_an_index_out_of_range_is_named(low: Any) -> None:
         assert fault.module == ("emb" if isinstance(fn, nnx.Module) else "")
         below = locate(called, *args[:-1], jnp.array([1, -20]))
         assert below is not None
-        assert below.why.startswith(f"a negative index is outside 0..9: {by}")
+        assert below.why.startswith(f"index -20 is outside -10..9: {by}")
     audited = audit(autocast(calls[0][0], dtype=F16))
     audited(x, at)
     assert "an index is outside 0..9" in str(audited.audit.suggest())
+
+
+BAD = jnp.array([1, -20])
+IN_A_LOOP: Any = lambda t: lax.fori_loop(  # noqa: E731
+    8, 20, lambda j, total: total + t.at[1, j - 6].get(mode="fill"), 0.0
+)
+OUTSIDE: list[tuple[Any, str]] = [
+    (lambda t: t.at[12, 1].get(mode="fill"), "index 12 of dimension 0 is outside 0..9: get"),
+    (
+        lambda t: t.at[[1, 2], [3, 7]].get(mode="fill"),
+        "index 7 of dimension 1 is outside 0..3: get",
+    ),
+    (lambda t: t.at[3, -9].get(mode="fill"), "index -9 of dimension 1 is outside -4..3: get"),
+    (lambda t: t.at[1, BAD].get(mode="fill"), "index -20 of dimension 1 is outside -4..3: get"),
+    (lambda t: jnp.take(t, -20, axis=0), "index -20 is outside -10..9: take"),
+    (
+        lambda t: t.at[BAD].get(mode="fill", wrap_negative_indices=False),
+        "a negative index, -20, is outside 0..9: get",
+    ),
+    (
+        lambda t: lax.gather(
+            t, BAD[:, None], lax.GatherDimensionNumbers((1,), (0,), (0,)), (1, 4), mode="fill"
+        ),
+        "a negative index, -20, is outside 0..9: gather",
+    ),
+    (IN_A_LOOP, "index 4 of dimension 1 is outside 0..3: get"),  # the first round that broke
+]
+
+
+@pytest.mark.parametrize(("fn", "why"), OUTSIDE, ids=[why for _, why in OUTSIDE])
+def test_the_index_and_its_dimension_are_named_as_the_program_has_them(fn: Any, why: str) -> None:
+    fault = locate(jax.jit(fn), jnp.ones((10, 4)))
+    assert fault is not None
+    assert (fault.kind, fault.why) == ("index", f"{why} filled with NaN")
 
 
 @pytest.mark.parametrize("place", ["update", "step"])

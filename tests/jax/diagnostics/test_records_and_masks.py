@@ -150,15 +150,21 @@ def test_what_breaks_in_a_shard_map_is_put_down_to_it() -> None:
     assert polymp.jax.locate(lambda x: mapped(x).sum(), -jnp.ones(4)) is None
 
 
-def test_an_infinite_loss_is_put_down_to_the_constant_that_it_is_made_of(
+def test_an_infinite_result_is_put_down_to_the_constant_that_it_is_made_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    def rows(h: jax.Array) -> jax.Array:
+        return (h @ h).at[:, 2].set(jnp.inf)
+
     def loss(h: jax.Array) -> jax.Array:
-        return (h @ h).at[:, 2].set(jnp.inf).sum()
+        return rows(h).sum()
 
     low = jax.jit(polymp.jax.autocast(loss, dtype=jnp.float16))
-    for fn in (loss, jax.value_and_grad(loss), low):
+    for fn in (loss, jax.value_and_grad(loss), low, rows, lambda h: rows(h).sum(0)):
         fault = polymp.jax.locate(fn, jnp.ones((4, 4)))
         assert fault is not None
         assert (fault.kind, fault.why) == ("operation", CONSTANT)
     assert "are finite" not in capsys.readouterr().err
+    audited = polymp.jax.audit(rows)  # which may be a mask that it returns
+    audited(jnp.ones((4, 4)))
+    assert audited.audit.fault is None

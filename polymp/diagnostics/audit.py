@@ -11,25 +11,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from polymp import text_table
-from polymp.diagnostics import audit_plot, fp8_loss, page, tables
+from polymp.diagnostics import audit_plot, page, tables
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, split, together
 from polymp.diagnostics.blame import lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
-from polymp.diagnostics.fp8_loss import LIMIT, Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
-from polymp.diagnostics.suggest import Suggestion, suggest, suggest_fp8
+from polymp.diagnostics.suggest import Suggestion, suggest
 from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column
 from polymp.errors import escaped
-from polymp.fp8 import loss
-from polymp.fp8.recipes import (
-    ACTIVATION,
-    GRADIENT,
-    INPUT_GRADIENT,
-    RECIPES,
-    RESULT,
-    WEIGHT,
-    WEIGHT_GRADIENT,
-)
 from polymp.rules.policy_files import Source
 from polymp.weights import lost_updates
 
@@ -49,47 +38,29 @@ class Audit(AuditRecord):
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
         rounding: True if rounding errors were measured.
         loss_effect: the sum of the ops' effects on the loss, None if none was measured.
-        fp8: name of the recipe whose losses were measured, "" for none.
-        fp8_losses: what each call site of a product would lose in 8 bits by that recipe.
     """
 
-    def suggest(
-        self, base: Source | None = None, *, fp8: bool = False, limit: float = LIMIT
-    ) -> Suggestion:
+    def suggest(self, base: Source = "amp") -> Suggestion:
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
 
             mine = audit.suggest("amp").apply("amp")
 
         Ops after the first Inf cannot be judged: if a step still breaks, audit it again.
 
-        With `fp8=True`, suggest which products stay in bfloat16 before the others run in 8 bits.
-        The audit needs the losses of a recipe, as of `audit(model, fp8="tensorwise")`. A product
-        stays if one of its errors, of an operand or of a result, is more than `limit` times that of
-        rounding alone: 2.4 % for a float8_e4m3fn operand, 4.7 % for one of float8_e5m2, and the
-        root of the sum of their squares for a result. The printed text is a whole policy file.
-
-            audit.suggest(fp8=True).apply("fp8")
-
         Args:
-            base: the policy that the steps ran by, "amp" if left out. An op that ran by a float32
-                row of it gets no other. With `fp8=True`, the policy that products are taken out
-                of, "fp8" if left out.
-            fp8: True for products that stay in bfloat16 under a policy with rule fp8.
-            limit: with `fp8=True`, how many times the error of rounding alone an error may be.
+            base: the policy that the steps ran by. An op that ran by a float32 row of it gets no
+                other.
 
         Returns:
             The suggestion, which is false if nothing has to change.
 
         Raises:
-            PolicyError: no such policy; or with `fp8=True`, one without rule fp8.
-            ValueError: nothing was measured; with `fp8=True`, no losses were, or `limit` is not a
-                number above 0.
+            PolicyError: no such policy.
+            ValueError: nothing was measured.
         """
-        if fp8:
-            return suggest_fp8(self, "fp8" if base is None else base, limit)
         if not self.results and self.fault is None:
             raise ValueError("nothing was measured: run a step in the audit's block first.")
-        return suggest(self, "amp" if base is None else base)
+        return suggest(self, base)
 
     def table(
         self,
@@ -133,8 +104,6 @@ class Audit(AuditRecord):
         if rows:
             right = [column.name for column in _COLUMNS if column.numeric]
             lines += text_table.columns(heads, rows, right, width)
-        if self.fp8:
-            lines += ["", *_fp8_table(self, width, fold)]
         return escaped("\n".join(lines))
 
     def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
@@ -215,8 +184,6 @@ class Audit(AuditRecord):
             "results": [m.to_dict() for m in self.results],
             "gradients": [m.to_dict() for m in self.gradients],
             "lost_updates": [each._asdict() for each in self.lost_updates],
-            "fp8": self.fp8,
-            "fp8_losses": [one.to_dict() for one in self.fp8_losses],
         }
 
 
@@ -454,68 +421,3 @@ _MEASURED: tables.RowKind[Measured] = tables.RowKind(
         LOSS: lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),
     },
 )
-
-
-# The losses of products, were they in 8 bits: a table below that of an audit.
-
-_RESULTS = {RESULT: "result", INPUT_GRADIENT: "input grad", WEIGHT_GRADIENT: "weight grad"}
-_OPERANDS = (ACTIVATION, WEIGHT, GRADIENT)
-
-_LOSSES = (
-    Column("op"),
-    Column("source"),
-    *(Column(name, True) for name in (*_OPERANDS, *_RESULTS.values(), "times")),
-)
-
-
-def _fp8_table(audit: AuditRecord, width: int | None, fold: bool) -> list[str]:
-    """The lines of the table."""
-    title = text_table.heading(f"products in 8 bits, by recipe {audit.fp8}", width)
-    if not audit.fp8_losses:
-        none = "no product that ran in bfloat16 would run in 8 bits; `explain` has the reasons"
-        return [title, *text_table.folded(none, width)]
-    formats = dict.fromkeys(map(RECIPES[audit.fp8].format_of, _OPERANDS))
-    alone = " and ".join(
-        f"{_short_percent(loss.rounding_error(name))} in {text_table.short(name)}"
-        for name in formats
-    )
-    legend = (
-        "percent by which 8 bits would change operands and results, and of operands, after a "
-        f"slash, the percent of values that would become zero; by rounding alone, {alone}; times: "
-        "the largest change over that of rounding alone"
-    )
-    modules, _, _ = tables.arranged(audit.fp8_losses, _FP8, fold=fold)
-    lines = [tables.Line("", one.label, _fp8_cells(row)) for one in modules for row in one.rows]
-    table = tables.text(tables.Table(_LOSSES, (), lines), width)
-    return [title, *text_table.folded(legend, width), "", *table]
-
-
-def _alike_loss(one: Fp8Loss) -> Hashable:
-    worst = one.worst.of if one.worst.times > LIMIT else ""
-    return one.op, one.source, tuple(one.operands), tuple(one.results), worst
-
-
-_FP8: tables.RowKind[Fp8Loss] = tables.RowKind(
-    {"": ""}, lambda one: ("", one.module), _alike_loss, fp8_loss.together
-)
-
-
-def _fp8_cells(one: Fp8Loss) -> tuple[Cell, ...]:
-    errors = {role: _short_percent(o.error) for role, o in one.operands.items()}
-    zeros = {role: f"/{_short_percent(o.zero)}" for role, o in one.operands.items() if o.zero}
-    results = {product: _short_percent(error) for product, error in one.results.items()}
-    texts = (
-        one.op,
-        one.source,
-        *(errors.get(role, "") + zeros.get(role, "") for role in _OPERANDS),
-        *(results.get(product, "") for product in _RESULTS),
-        f"{one.worst.times:.3g}",
-    )
-    return tuple(map(Cell, texts))
-
-
-def _short_percent(part: float) -> str:
-    percent = 100 * part
-    if 0 < percent < 0.1:
-        return "<.1"
-    return f"{percent:.2g}" if percent < 10 else f"{percent:.0f}"

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.call_record import Call
-from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
@@ -210,8 +209,6 @@ class AuditRecord:
         self.steps: int = 0
         self.scale: float = 1.0
         self.rounding: bool = False
-        self.fp8: str = ""
-        self.fp8_losses: Sequence[Fp8Loss] = ()
 
     @property
     def backward(self) -> list[Measured]:

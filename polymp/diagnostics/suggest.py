@@ -7,9 +7,7 @@ float16; a loss scale where only gradients are. Ops after the first Inf cannot b
 again with the suggestion. Nothing here knows a framework.
 """
 
-import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,10 +23,8 @@ from polymp.diagnostics.blame import (
     UPDATE,
     lost_constants,
 )
-from polymp.diagnostics.fp8_loss import Fp8Loss
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
-from polymp.fp8.recipes import ACTIVATION, GRADIENT, INPUT_GRADIENT, RESULT, WEIGHT, WEIGHT_GRADIENT
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
 from polymp.rules.row import Rule
@@ -65,8 +61,6 @@ class Suggestion:
     dtype: str | None = None  # "bfloat16" where no row makes float16 work, else None
     init_scale: float | None = None  # the loss scale to start with, None if that in use will do
     reasons: tuple[str, ...] = ()  # sentences; there may be some where nothing has to change
-    # Of a policy's file, with which the printed text is a whole one: `extends` and `fp8`.
-    head: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.rules or self.scopes or self.dtype or self.init_scale)
@@ -87,18 +81,16 @@ class Suggestion:
             PolicyError: no such policy.
         """
         loaded = policy_files.load(policy)
-        recipe = self.head.get("fp8", "")
-        if not self.rules and not self.scopes and recipe in ("", loaded.fp8):
+        if not self.rules and not self.scopes:
             return loaded
-        return loaded.override(rules=self.rules, scopes=self.scopes, recipe=recipe)
+        return loaded.override(rules=self.rules, scopes=self.scopes)
 
     def __str__(self) -> str:
-        """Rows to be pasted into a policy's file; all else is comments there, or its head."""
+        """Rows to be pasted into a policy's file; all else is comments there."""
         lines = [f"# {escaped(' '.join(reason.split()))}" for reason in self.reasons]
         if not self:
             what = "No row, dtype or loss scale" if self.reasons else "Nothing"
             lines.append(f"# {what} to change.")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in self.head.items()]
         if self.dtype:
             lines.append(f"# Compute in {self.dtype}.")
         if self.init_scale:
@@ -412,83 +404,3 @@ def _loss(one: Measured | Fault) -> str:
     if one.numbers:
         return f"the number {lost_constants(one.numbers, one.run)} and is not in float32."
     return f"{m.vanished:.0%} of its values are zero in float16 and are not in float32."
-
-
-# Which products should stay in bfloat16 under a policy with products in 8 bits, and why.
-#
-#     what products would lose in 8 bits -> Suggestion: rows with rule lower, each in a scope
-#
-# A product stays in bfloat16 if one of its errors, of an operand or of a result, is more than
-# `limit` times that of rounding alone: then its numbers do not fit into the range that one scale
-# gives them.
-#
-# In sentences and tables.
-NAMES = {
-    ACTIVATION: "activation",
-    WEIGHT: "weight",
-    GRADIENT: "gradient",
-    RESULT: "result",
-    INPUT_GRADIENT: "gradient of the activation",
-    WEIGHT_GRADIENT: "gradient of the weight",
-}
-
-
-def suggest_fp8(audit: AuditRecord, base: policy_files.Source, limit: float) -> Suggestion:
-    """Suggest which products stay in bfloat16."""
-    if not audit.fp8:
-        raise ValueError(
-            "suggest(fp8=True) needs an audit with the losses of a recipe: write "
-            "audit(..., fp8='tensorwise')."
-        )
-    if not audit.fp8_losses:
-        raise ValueError(
-            "suggest(fp8=True): no product was measured. Audit steps in a bfloat16 region whose "
-            "policy has no rule fp8; `explain` under policy 'fp8' says which products cannot run "
-            "in 8 bits, and why."
-        )
-    if not limit > 0:
-        raise ValueError(f"suggest(fp8=True, limit={limit!r}): write a number above 0, such as 2.")
-    policy = policy_files.load(base)
-    if not any(row.rule is Rule.FP8 for row in policy.rows):
-        raise PolicyError(
-            f"suggest(fp8=True): policy {policy.name!r} runs no product in 8 bits. Give "
-            "base='fp8', or a policy with rows of rule fp8."
-        )
-    over = [one for one in audit.fp8_losses if one.worst.times > limit]
-    inside: dict[str, dict[str, str]] = {}
-    reasons = []
-    for one in over:
-        scope, why = scope_of(one.module), _why(one)
-        if scope:
-            inside.setdefault(scope, {})[one.op] = Rule.LOWER.value
-        else:
-            why += " " + _NOWHERE
-        reasons.append(why)
-    for one in audit.fp8_losses:  # a row holds for the modules inside of its own, too
-        around = (o for o in over if o.module and one.module.startswith(f"{o.module}."))
-        if one not in over and any(one.op == other.op for other in around):
-            inside.setdefault(scope_of(one.module), {}).setdefault(one.op, Rule.FP8.value)
-    head = {"fp8": audit.fp8}
-    if isinstance(base, (str, os.PathLike)):
-        head = {"extends": os.fspath(base), **head}
-    return Suggestion(scopes=inside, reasons=tuple(reasons), head=head)
-
-
-_NOWHERE = (
-    "No row can be for it alone, because it is called outside of all modules; in JAX, "
-    "jax.named_scope('name') names a part of a function."
-)
-
-
-def _why(one: Fp8Loss) -> str:
-    """The error that is too large, and what becomes zero."""
-    worst = one.worst
-    at = " ".join(filter(None, (one.op, one.module and f"in {one.module}", one.source)))
-    why = (
-        f"{at}: its {NAMES[worst.of]} would be off by {text_table.share(worst.error)}, "
-        f"{worst.times:.3g} times as much as by rounding alone, {text_table.share(worst.expected)}"
-    )
-    operand = one.operands.get(worst.of)
-    if operand is not None and operand.zero:
-        why += f"; {text_table.share(operand.zero)} of its values would become zero"
-    return f"{why}."

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from polymp.rules.policy import Decision, Policy
+from polymp.rules.policy import Decision
 from polymp.rules.row import Row
 
 T = TypeVar("T")
@@ -39,8 +39,6 @@ class Recorder:
     """Receives the decisions of a run from the backends, whose tracers override its methods."""
 
     def __init__(self) -> None:
-        # A policy with rule fp8 that does not hold: the losses of its products are measured.
-        self.tried: Policy | None = None
         self.outer: Recorder | None = None  # which notes the same
 
     def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:

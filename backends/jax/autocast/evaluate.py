@@ -385,7 +385,7 @@ class _Form(NamedTuple):
 def _forms(step: Step) -> Iterator[tuple[int, _Form]]:
     """The operands of a step that are saved in 8 bits, by their places."""
     how = step.in_8_bits
-    if how is None or how.trial:
+    if how is None:
         return
     for at, operand in enumerate(step.operands):
         part, other = how.both[at], how.both[1 - at]

@@ -90,7 +90,7 @@ def _jvp(
     saved = list(operands)
     for at, x in enumerate(operands):
         moves = type(tangents[1 - at]) is not ad.Zero
-        if moves and not isinstance(x, Quantised) and not how.trial:
+        if moves and not isinstance(x, Quantised):
             saved[at] = _saved(x, at, own, how, run)
             if isinstance(x, Shared):
                 continue
@@ -101,7 +101,7 @@ def _jvp(
     for at, moved in enumerate(tangents[:2]):
         if type(moved) is ad.Zero:
             continue
-        if how.rules.scaling == ROW and not how.trial:
+        if how.rules.scaling == ROW:
             moved = _through_bfloat16(moved)
         lhs, rhs = (moved, saved[1]) if at == 0 else (saved[0], moved)
         if how.rules.weight_gradient_high and how.both[at].role == WEIGHT:
@@ -337,8 +337,6 @@ def product(
 ) -> jax.Array:
     """The product of quantised operands, and of those that are quantised here."""
     operands, own = operands_of(flat, how), dict(params)
-    if how.trial:
-        return contract(of, *operands, params=own, run=run, out=out)
     (lc, rc), (lb, rb) = own["dimension_numbers"]
     pairs = list(zip(operands, (lc, rc), strict=True))
     if any(isinstance(x, Quantised) and _differs(x.scale, summed) for x, summed in pairs):

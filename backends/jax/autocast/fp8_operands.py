@@ -69,9 +69,6 @@ class In8Bits(NamedTuple):
     recipe: str  # the name of the one in force
     lhs: Part  # the first operand's part
     rhs: Part  # the second operand's part
-    # True for a product that runs in the low dtype, as without rule fp8, and says what its operands
-    # would be in 8 bits, so that an audit can measure what they would lose.
-    trial: bool = False
 
     @property
     def rules(self) -> Recipe:

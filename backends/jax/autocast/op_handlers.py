@@ -11,7 +11,6 @@ that is added to the result of a contraction is its bias, and takes the low dtyp
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -199,11 +198,8 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         return step._replace(fallback=in_float32), [ValueFacts(final, product=final in LOW_DTYPES)]
     # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
     reads = [run if k.dtype and not k.is_parameter else None for k in known]
-    if decision.rule is Rule.FP8:
-        how = how_in_8_bits()
-    else:
-        how = in_trial(frame, eqn, known, op_of(spelled), spelled, region) or ""
-    if isinstance(how, In8Bits) and not how.trial:
+    how = how_in_8_bits() if decision.rule is Rule.FP8 else ""
+    if isinstance(how, In8Bits):
         reads = [None] * len(known)  # they are quantised from the dtypes that they come in
     made = out if out == run else "float32"
     returns = (final,) if final != made else None
@@ -461,21 +457,6 @@ def in_8_bits(
         for i, atom in enumerate(eqn.invars)
     ]
     return In8Bits(recipe.name, parts[0], parts[1])
-
-
-def in_trial(
-    frame: Frame, eqn: Equation, known: Sequence[ValueFacts], op: str, spelled: str, region: Region
-) -> In8Bits | None:
-    """How a product that runs low would run in 8 bits by the policy that a recorder tries."""
-    recorder = decision_log.current()
-    policy = None if recorder is None else recorder.tried
-    if policy is None or region.dtype != recipes.REGION_DTYPE:
-        return None
-    row = policy.winner(op, region.dtype, f"jax:{spelled}")
-    if row is None or row.rule is not Rule.FP8:
-        return None
-    how = in_8_bits(frame, eqn, known, op, replace(region, policy=policy))
-    return None if isinstance(how, str) else how._replace(trial=True)
 
 
 def _weight(known: Sequence[ValueFacts]) -> int:

@@ -25,7 +25,6 @@ from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
     measured,
-    measurements,
 )
 from polymp.backends.jax.diagnostics.locate import derived, fault, largest, located, nodes_of
 from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
@@ -38,10 +37,7 @@ from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, largest_error, together
 from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
-from polymp.diagnostics.fp8_loss import Measurement, losses
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
-from polymp.fp8.recipes import RECIPES, recipe_of
-from polymp.rules import policy_files
 from polymp.weights import lost_updates
 from polymp.weights.lost_updates import LostUpdates
 
@@ -54,16 +50,13 @@ class Audited:
 
     Args:
         fn: the function.
-        fp8: name of the recipe that is tried, "" for none.
         rounding: True to measure rounding errors.
     """
 
-    def __init__(self, fn: Callable[..., object], fp8: str = "", rounding: bool = False) -> None:
+    def __init__(self, fn: Callable[..., object], rounding: bool = False) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
-        self._fp8 = fp8
         self._rounding = rounding
-        self._tried = policy_files.load("fp8").override(recipe=fp8) if fp8 else None
         self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
@@ -90,7 +83,7 @@ class Audited:
         types = tuple(jax.typeof(x) if is_array(x) else _kind(x) for x in leaves)
         key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
         if key not in self._programs:
-            program = measured(self.fn, args, kwargs, tried=self._tried, rounding=self._rounding)
+            program = measured(self.fn, args, kwargs, rounding=self._rounding)
             arrays = program.traced.arrays
             weights = [] if is_kept((args, kwargs)) else written(program, arrays)
             self._programs[key] = program, weights
@@ -123,7 +116,7 @@ class Audited:
     def audit(self) -> Audit:
         """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
-            found = read(self._measured, self._fp8)
+            found = read(self._measured)
             found.rounding = self._rounding
             self._read = len(self._measured), found
         return self._read[1]
@@ -142,7 +135,7 @@ class Audited:
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"
 
 
-def audit(fn: Callable[..., object], *, fp8: str | None = None, rounding: bool = False) -> Audited:
+def audit(fn: Callable[..., object], *, rounding: bool = False) -> Audited:
     """Wrap a function so that its numbers are measured at every call.
 
         audited = polymp.jax.audit(train_step)          # jitted or not; with its jax.grad inside
@@ -161,9 +154,6 @@ def audit(fn: Callable[..., object], *, fp8: str | None = None, rounding: bool =
     Gradients are found where the program takes them: they are what its backward pass hands to the
     rest of it. A `GradScaler` among the arguments says by which scale to divide them.
 
-    With `fp8=`, the twin also measures what the products of bfloat16 regions would lose in 8 bits:
-    those that the policy `fp8` would run so. Each of them is computed twice more, in float32.
-
     With `rounding=True`, the twin also measures rounding errors: of each op in a low dtype, against
     its last equation in float32 on the same inputs, and of each result, against the same call in
     float32, by a second twin; and what these errors change the loss by, by the gradient of a third.
@@ -171,7 +161,6 @@ def audit(fn: Callable[..., object], *, fp8: str | None = None, rounding: bool =
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
             jax.grad may be inside of, and not around.
-        fp8: name of the recipe to try: "tensorwise", "rowwise" or "rowwise_gw_hp"; None for none.
         rounding: True to measure rounding errors.
 
     Returns:
@@ -179,11 +168,10 @@ def audit(fn: Callable[..., object], *, fp8: str | None = None, rounding: bool =
 
     Raises:
         TypeError: `fn` is not callable.
-        PolicyError: there is no such recipe.
     """
     if not callable(fn):
         raise TypeError(f"audit(fn) needs a function, got {reprlib.repr(fn)}.")
-    return Audited(fn, "" if fp8 is None else recipe_of(fp8, "audit()").name, rounding)
+    return Audited(fn, rounding)
 
 
 class _Same(NamedTuple):
@@ -277,19 +265,16 @@ def _breaks(program: MeasuredCall, packed: dict[str, jax.Array]) -> bool:
     return not all(np.isfinite(fact.peak).all() for fact in of_update)
 
 
-def read(runs: Sequence[Run], recipe: str = "") -> Audit:
+def read(runs: Sequence[Run]) -> Audit:
     """Read what was measured, from the device."""
     audit = Audit()
-    audit.steps, audit.fp8 = len(runs), recipe
+    audit.steps = len(runs)
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
-    products: list[Measurement] = []
     updates: list[LostUpdates] = []
     for program, packed, scale, broke, weights in runs:
         facts, peaks, *effects = program.packed.read(packed)
         audit.scale = float(np.asarray(scale))
-        if recipe:
-            products += measurements(program, facts)
         forward = {call.module for call in program.calls if call.direction == FORWARD}
         named = _handed(program)
         updates += _updates(program, facts, weights, named)
@@ -313,7 +298,6 @@ def read(runs: Sequence[Run], recipe: str = "") -> Audit:
                 audit.fault = fault(program, found, tuple(operands), facts)
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
-    audit.fp8_losses = losses(RECIPES[recipe], products) if recipe else ()
     audit.lost_updates = lost_updates.joined(updates)
     return audit
 

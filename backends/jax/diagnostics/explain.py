@@ -226,8 +226,7 @@ def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
 
 def _how(eqn: Equation) -> In8Bits | None:
     """How a contraction runs in 8 bits; None if it does not."""
-    how: In8Bits | None = eqn.params.get("how")
-    return None if how is None or how.trial else how
+    return eqn.params.get("how")
 
 
 def _module(sites: Sequence[Site]) -> str:

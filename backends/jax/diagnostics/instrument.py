@@ -11,8 +11,8 @@ Loops and branches hand out what was measured inside.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.fp8_operands import VERBS, In8Bits, product_of
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OPAQUE, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
@@ -42,9 +41,6 @@ from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measu
 from polymp.backends.jax.diagnostics.traced_call import Record, Traced, traced
 from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
-from polymp.diagnostics.fp8_loss import Measurement
-from polymp.fp8 import loss
-from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
 
 
@@ -161,7 +157,7 @@ class EventGraph(Walk[Origin, _Place]):
             alone = name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
             tells = not made and name not in LAYOUT
             counts = group is not None or key in self.unlisted
-            if counts or (some and (alone or tells or apart or is_tried(eqn))):
+            if counts or (some and (alone or tells or apart)):
                 self.numbers[key] = len(self.events)
                 inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
                 dtype = made[0].dtype.name if made else ""
@@ -202,7 +198,7 @@ _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 _NOTHING: Any = np.empty(0, np.float32)
 _NO_BINS: Any = np.empty(0, np.int32)
 _NO_OPERANDS: Any = np.empty((0, 6), np.float32)
-_NONE: Any = (np.float32(-1), _NOTHING, _NO_BINS, _NO_OPERANDS, _NO_BINS, *[_NOTHING] * 3)
+_NONE: Any = (np.float32(-1), _NOTHING, _NO_BINS, _NO_OPERANDS, _NO_BINS, _NOTHING, _NOTHING)
 _UNMEASURED = Facts(*_NONE)
 
 
@@ -316,7 +312,6 @@ class Twin:
             measures.sample(made[0]) if ends and self.samples else _NO_BINS,
             operands,
             _NO_BINS,
-            loss_of(eqn, args) if is_tried(eqn) else _NOTHING,
             measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
             of_result,
         )
@@ -577,60 +572,15 @@ class MeasuredCall(NamedTuple):
         return Call("jax", "shard_map", "jax:shard_map", *place, "", None, (), "", ())
 
 
-# The losses of products, were they in 8 bits, measured in the twin of a program in bfloat16.
-#
-# A policy that is tried leaves on each product what its operands would be in 8 bits: their
-# roles, and the axes of their scales. The products of the backward pass have them by the
-# derivative rules of the contraction in 8 bits.
-
-
-def is_tried(eqn: Equation) -> bool:
-    """True for a product that runs low, and that a policy which is tried would run in 8 bits."""
-    how: In8Bits | None = eqn.params.get("how")
-    return eqn.primitive.name == "polymp_fp8_contraction" and how is not None and how.trial
-
-
-def loss_of(eqn: Equation, args: Sequence[jax.Array]) -> jax.Array:
-    """Measure what a product would lose in 8 bits."""
-    how, params = eqn.params["how"], dict(eqn.params["params"])
-    summed = params["dimension_numbers"][0]
-    operands = [
-        loss.Operand(x, part.role, how.axes(at, x.ndim, summed[at]), tuple(summed[at]))
-        for at, (x, part) in enumerate(zip(args, how.both, strict=True))
-    ]
-    product = partial(
-        lax.dot_general,
-        dimension_numbers=params["dimension_numbers"],
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=np.dtype("float32"),
-        out_sharding=params["out_sharding"],
-    )
-    return jnp.stack(loss.product_loss(VERBS, how.rules, operands, product))
-
-
-def measurements(program: MeasuredCall, facts: Sequence[Facts]) -> Iterator[Measurement]:
-    """Read what the products of a program would lose."""
-    for event, fact in zip(program.graph.events, facts, strict=True):
-        call = program.call_of(event.site) if is_tried(event.site.eqn) else None
-        if call is None or not np.any((fact.peak >= 0) | np.isnan(fact.peak)):  # not taken
-            continue
-        how: In8Bits = event.site.eqn.params["how"]
-        roles = how.lhs.role, how.rhs.role
-        for numbers in fact.fp8.reshape(-1, 5).tolist():
-            site = call.op, call.module, call.source
-            yield Measurement(site, product_of(roles), roles, numbers)
-
-
 def measured(
     fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     once: bool = False,
-    tried: Policy | None = None,
     rounding: bool = False,
 ) -> MeasuredCall:
     """A call, traced, with a twin that is not run yet."""
-    found = traced(fn, args, kwargs, tried)
+    found = traced(fn, args, kwargs)
     calls: list[Call] = []
     of_event: dict[Key, int] = {}
     ends: dict[Key, int] = {}

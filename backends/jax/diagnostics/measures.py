@@ -42,7 +42,6 @@ class Facts(NamedTuple):
     operands: jax.Array  # float32 [k, 6], what it was given, where that is asked for; else empty
     # int32 [w], the round of each `while` around it in which its result was first not finite.
     when: jax.Array
-    fp8: jax.Array  # float32 [5], what a product would lose in 8 bits; empty for others
     # float32 [2], the sums of squares of what differs from float32, and of float32's values, by the
     # same equation on the same operands; empty where it is not measured.
     rounding: jax.Array
@@ -239,7 +238,6 @@ def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
         now.sample,
         jnp.where(good[..., None], now.operands, before.operands),
         jnp.where(good, now.when.at[..., 0].set(number), before.when),
-        jnp.fmax(before.fp8, now.fp8),
         now.rounding,
         now.drift,
     )
@@ -250,7 +248,7 @@ def absent(shape: Facts) -> Facts:
     return Facts(*(_filled(x, value) for x, value in zip(shape, _ABSENT, strict=True)))
 
 
-_ABSENT = (-1, 0, ABSENT, 0, 0, 0, 0, 0)
+_ABSENT = (-1, 0, ABSENT, 0, 0, 0, 0)
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from polymp.backends.jax.compat.programs import ClosedProgram
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.blame import rounded
 from polymp.rules import decision_log
-from polymp.rules.policy import Policy
 
 
 class Followed(NamedTuple):
@@ -43,9 +42,8 @@ class Followed(NamedTuple):
 class Record(decision_log.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
-    def __init__(self, line: progress.Line | None = None, tried: Policy | None = None) -> None:
+    def __init__(self, line: progress.Line | None = None) -> None:
         super().__init__()
-        self.tried = tried
         self._line = line or progress.Line()
         self.calls: dict[str, Followed] = {}
         self.policy: str = ""
@@ -65,7 +63,7 @@ class Record(decision_log.Recorder):
             spelled = spelling(what.eqn)
             op = op_named(spelled)
         how = what.in_8_bits
-        recipe = "" if how is None or how.trial else how.recipe
+        recipe = "" if how is None else how.recipe
         numbers = tuple(
             (at, o.number)
             for at, o in enumerate(what.operands)
@@ -113,10 +111,7 @@ def called(
 
 
 def traced(
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    tried: Policy | None = None,
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Traced:
     """The program of a call, and what was decided in it."""
     named = _namer(fn, args, kwargs)
@@ -134,7 +129,7 @@ def traced(
         return [x for _, x in found]
 
     with progress.line("tracing", unit="op") as line, regions.EXPLAINED(next(_numbers)):
-        record = Record(line, tried)
+        record = Record(line)
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)

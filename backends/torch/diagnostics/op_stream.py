@@ -76,9 +76,6 @@ class Subscriber:
         """Return whether to follow an op that reads no float: for a constant that it is given."""
         return False
 
-    def computed(self, entry: decision_log.Entry, op_call: OpCall, given: Any, result: Any) -> None:
-        """Called after an op of the vocabulary, with its arguments; gradients may be enabled."""
-
 
 class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of ours
     """Follows the ops that run in a thread, and in the backward passes that it starts."""
@@ -118,7 +115,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self.unwatched = self._hearing("unwatched")
         self.follows = self._hearing("follows")
         self._viewed = self._hearing("viewed")
-        self._computed = self._hearing("computed")
 
     def is_here(self) -> bool:
         """Return whether it follows the ops of this thread."""
@@ -165,7 +161,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             result = run(*args)
         finally:
             self._open.pop()
-        self.tell(self._computed, entry, op_call, given, result)
         if not self.counts:
             return result
         if entry.row is None and not op_call.ops and not op_call.casts:

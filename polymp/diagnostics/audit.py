@@ -121,7 +121,6 @@ class Audit(AuditRecord):
         made = page.Page(
             title=first,
             about="",
-            figures=(),
             notes=[*others, *_legend(self), *notes],
             table=table.without_empty(),
             sorted=("#", True),

@@ -1,6 +1,6 @@
 """An HTML page with a table that can be sorted and filtered in a browser.
 
-    Page (figures as bars, notes, a table) -> page.html and page_parts.html filled in -> text
+    Page (notes, a table) -> page.html and page_parts.html filled in -> text
 
 All markup is in these two files, style and script in page.css and page.js; a text is escaped when
 it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
@@ -26,20 +26,11 @@ from polymp import text_table
 from polymp.diagnostics.tables import Cell, Column, Line, Table
 
 
-class Bar(NamedTuple):
-    """A bar in a figure: its label, its length and that length in words."""
-
-    label: str
-    length: float
-    words: str
-
-
 class Page(NamedTuple):
     """The contents of a page."""
 
     title: str
     about: str  # the line below the title
-    figures: Sequence[tuple[str, Sequence[Bar]]]  # headings and bars
     notes: Sequence[str]
     table: Table  # its sections are one on a page, by the ranks of its lines
     sorted: tuple[str, bool] | None  # the column that it is sorted by, and whether upwards
@@ -68,7 +59,6 @@ def html(page: Page) -> str:
         title=page.title,
         style=_Markup(_file("page.css")),
         about=page.about,
-        figures=_joined(_figure(name, bars) for name, bars in page.figures),
         notes=_joined(_part("note", text=note) for note in page.notes),
         selects=_joined(_select(at, table) for at in range(len(table.selects))),
         orders=_orders(columns, page.sorted),
@@ -110,15 +100,6 @@ def _attributes(values: Mapping[str, object]) -> _Markup:
     """The attributes that have a value."""
     present = ((name, value) for name, value in values.items() if value not in ("", None))
     return _Markup(" ".join(f'{name}="{escape(str(value))}"' for name, value in present))
-
-
-def _figure(name: str, bars: Sequence[Bar]) -> _Markup:
-    longest, drawn = max((bar.length for bar in bars), default=0) or 1, list[_Markup]()
-    for label, length, words in bars:
-        percent = f"{max(100 * length / longest, 0.5):.1f}"
-        line = _part("length", percent=percent) if length else ""
-        drawn.append(_part("bar", label=label, words=words, length=line))
-    return _part("figure", head=name, bars=_joined(drawn) or _part("no-bars"))
 
 
 def _select(at: int, table: Table) -> _Markup:

@@ -17,11 +17,9 @@ from typing import Any
 from polymp import text_table
 from polymp.diagnostics import page, tables
 from polymp.diagnostics.call_record import SECTIONS, Call, CallList, added, alike, cost, ruled
-from polymp.diagnostics.page import Bar
 from polymp.diagnostics.report_diff import ReportDiff
 from polymp.diagnostics.tables import COST, Cell, Column
 from polymp.errors import escaped
-from polymp.rules.scopes import depth
 
 
 class Report(CallList):
@@ -51,44 +49,38 @@ class Report(CallList):
 
     def table(
         self,
-        modules: str | Iterable[str] | None = None,
-        ops: str | Iterable[str] | None = None,
-        limit: int | None = None,
         width: int | None = None,
         *,
         sort: str = "program",
         fold: bool = True,
+        limit: int | None = None,
     ) -> str:
-        """Return the report, or a part of it, as the text that `print(report)` shows.
+        """Return the report as the text that `print(report)` shows.
 
         Calls are grouped by direction and module. "fp32 x2 -> bf16 (in fp32)" is an op with two
         float32 inputs and a bfloat16 result that ran in float32. "layers.*.attn x24" are 24 modules
         whose calls are alike; their counts are added up.
 
         Args:
-            modules: patterns of module paths, as in policies: "blocks.*.attn"; "" for calls outside
-                of modules. The totals are then of these alone.
-            ops: names in the vocabulary or the framework's; the totals are then of these alone.
-            limit: how many rows to list, those with the highest costs.
             width: of a line, in characters; by default the terminal's, and 100 without one.
             sort: "program" for the order in which modules and calls were first reached; "cost" to
                 put those first whose casts move the most bytes, and of these, or where nothing is
                 cast, those with the most FLOPs.
             fold: False to show equal layers one by one.
+            limit: how many rows to list, those with the highest costs.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: a pattern matches no call, an op is not in the report, `limit` is not a
-                positive number, or `sort` neither "program" nor "cost".
+            ValueError: `limit` is not a positive number, or `sort` neither "program" nor "cost".
         """
-        part = _chosen(self, modules, ops)
-        rows, hidden, note = tables.arranged(part.calls, CALLS, sort, fold, limit)
-        lines = [_headline(part)]
-        if len(part):
-            lines += ["", *_totals(part, width), *text_table.folded(note, width)]
-        lines += ["", *tables.text(_table(part, rows), width)]
+        rows, hidden, note = tables.arranged(self.calls, CALLS, sort, fold, limit)
+        lines = [_headline(self)]
+        if len(self):
+            totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
+            lines += ["", *totals, *text_table.folded(note, width)]
+        lines += ["", *tables.text(_table(self, rows), width)]
         if hidden:
             lines += ["", f"{text_table.plural(hidden, 'row')} with lower costs not listed"]
         return escaped("\n".join(lines).rstrip())
@@ -129,8 +121,7 @@ class Report(CallList):
         made = page.Page(
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
-            figures=_figures(self, modules),
-            notes=list(filter(None, [_in_8_bits(self), widening(self), note])),
+            notes=[*map(": ".join, _totals(self)), *filter(None, [note])],
             table=_table(self, modules),
             sorted=("bytes", False) if self.cast_bytes else None,
             what="row" if note else "call site",
@@ -184,7 +175,6 @@ _COLUMNS = (
 )
 
 _NAMED = 5  # widened calls that are named; of more, how many
-_MODULES = 4  # in the figure of bytes by module
 
 
 def _table(report: CallList, modules: Iterable[tables.ModuleRows[Call]]) -> tables.Table:
@@ -248,8 +238,8 @@ def _fallbacks(report: CallList, rule: str, ran: str) -> list[str]:
     return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
 
 
-def _totals(report: CallList, width: int | None = None) -> list[str]:
-    """The report's sums, a line for each kind; long lines are broken."""
+def _totals(report: CallList) -> list[tuple[str, str]]:
+    """The names and texts of the report's sums."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
         f"{text_table.amount(count)} ({text_table.share(count / total)}) "
@@ -267,8 +257,7 @@ def _totals(report: CallList, width: int | None = None) -> list[str]:
         ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
         ("widened", widening(report).removeprefix("widened ")),
     ]
-    rows = [(name, text) for name, text in pairs if text]
-    return text_table.columns(("", ""), rows, width=width)[2:]
+    return [(name, text) for name, text in pairs if text]
 
 
 def widening(report: CallList) -> str:
@@ -283,71 +272,3 @@ def widening(report: CallList) -> str:
     if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
     return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
-
-
-def _figures(
-    report: CallList, modules: Iterable[tables.ModuleRows[Call]]
-) -> list[tuple[str, list[Bar]]]:
-    flops, total = report.flops, sum(report.flops.values())
-    by_dtype = [
-        Bar(dtype, n, f"{text_table.amount(n)}, {text_table.share(n / total)}")
-        for dtype, n in sorted(flops.items(), key=lambda item: -item[1])
-    ]
-    counts = [Bar("done", report.casts, f"{report.casts:,}")] if report.casts else []
-    counts += [Bar(f"saved: {why}", n, f"{n:,}") for why, n in sorted(report.saved.items())]
-    moved, kept = dict[str, int](), dict[str, int]()
-    for one in modules:
-        for call in one.rows:
-            name = one.label
-            moved[name] = moved.get(name, 0) + call.cast_bytes
-            kept[name] = kept.get(name, 0) + call.kept
-    return [
-        ("FLOPs by dtype", by_dtype),
-        ("Casts", counts),
-        (f"Bytes cast: {text_table.size(report.cast_bytes)}", _widest(moved)),
-        (f"float32 kept: {text_table.size(report.kept)}", _widest(kept)),
-    ]
-
-
-def _widest(by_module: dict[str, int]) -> list[Bar]:
-    """A bar for each of the modules with most bytes; the others as a number."""
-    ranked = sorted(((m, n) for m, n in by_module.items() if n), key=lambda item: -item[1])
-    bars = [Bar(m, n, text_table.size(n)) for m, n in ranked[:_MODULES]]
-    if others := ranked[_MODULES:]:
-        rest = sum(n for _, n in others)
-        bars.append(Bar(text_table.plural(len(others), "other module"), 0, text_table.size(rest)))
-    return bars
-
-
-def _chosen(
-    report: CallList, modules: str | Iterable[str] | None, ops: str | Iterable[str] | None
-) -> CallList:
-    """Return the part of a report that is of some modules and some ops."""
-    calls: Iterable[Call] = report.calls
-    if modules is not None:
-        patterns = [modules] if isinstance(modules, str) else list(modules)
-        every = dict.fromkeys(call.module for call in report.calls)
-        inside = {p: {m for m in every if (depth(p, m) if p else not m)} for p in patterns}
-        for pattern, matching in inside.items():
-            if not matching:
-                raise ValueError(
-                    f"modules={pattern!r} matches no call; the report's modules are {_list(every)}."
-                )
-        kept = set[str]().union(*inside.values())
-        calls = [call for call in calls if call.module in kept]
-    if ops is not None:
-        names = {ops} if isinstance(ops, str) else {*ops}
-        for name in sorted(names):
-            if not report.of(name):
-                raise ValueError(
-                    f"ops={name!r} is not in the report; its ops are "
-                    f"{_list(dict.fromkeys(call.op for call in report.calls))}."
-                )
-        calls = [call for call in calls if names & {call.op, call.spelling}]
-    return CallList(tuple(calls), report.title, report.low, report.policy)
-
-
-def _list(names: Iterable[str]) -> str:
-    quoted = [repr(name) for name in names]
-    more = f" and {len(quoted) - 12} more" if len(quoted) > 12 else ""
-    return ", ".join(quoted[:12]) + more

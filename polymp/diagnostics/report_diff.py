@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from polymp import text_table
 from polymp.diagnostics import page, tables
 from polymp.diagnostics.call_record import SECTIONS, Call, CallList, added, alike, cost, ruled
-from polymp.diagnostics.page import Bar, Page
+from polymp.diagnostics.page import Page
 from polymp.diagnostics.tables import COST
 from polymp.errors import escaped
 
@@ -93,6 +93,10 @@ class ReportDiff:
             for name in sorted({*one, *other})
         }
 
+    def _in_words(self) -> list[tuple[str, str, str]]:
+        """The totals in words."""
+        return [(w, _words(w, one), _words(w, other)) for w, (one, other) in self.totals().items()]
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
         return {
@@ -113,16 +117,11 @@ class ReportDiff:
             The page as text.
         """
         modules, _, note = tables.arranged(self.rows, DIFFERENCES, fold=fold)
-        names = self.names
-        figures = [
-            (what, [Bar(side, n, _words(what, n)) for side, n in zip(names, pair, strict=True)])
-            for what, pair in self.totals().items()
-        ]
+        sums = "; ".join(f"{what}: {one} and {other}" for what, one, other in self._in_words())
         made = Page(
-            title=" and ".join(names),
+            title=" and ".join(self.names),
             about=self._headline(),
-            figures=figures,
-            notes=(note,) if note else (),
+            notes=list(filter(None, (sums, note))),
             table=self._table(modules),
             sorted=("#", True),
             what="row" if note else "difference",
@@ -189,10 +188,7 @@ class ReportDiff:
         modules, _, note = tables.arranged(self.rows, DIFFERENCES, sort, fold)
         names = self.names
         lines = [f"{names[0]} and {names[1]}: {self._headline()}"]
-        sums = [
-            (what, *(_words(what, count) for count in pair)) for what, pair in self.totals().items()
-        ]
-        if sums:
+        if sums := self._in_words():
             lines += ["", *text_table.columns(("totals", *names), sums, names, width)]
         if note:
             lines += ["", *text_table.folded(note, width)]

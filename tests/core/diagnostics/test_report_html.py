@@ -168,15 +168,15 @@ def test_heads_are_buttons_and_fields_have_labels() -> None:
     assert len(parsed.of("label")) == fields == 5
 
 
-def test_totals_are_bars_of_the_right_length() -> None:
+def test_the_totals_are_notes() -> None:
     parsed = Parsed(reports.in_torch().to_html())
-    assert parsed.texts["figcaption"] == [
-        "FLOPs by dtype", "Casts", "Bytes cast: 840 KiB", "float32 kept: 1.50 MiB",
-    ]  # fmt: skip
-    lengths = [str(i["style"]) for i in parsed.of("i")]
-    assert lengths[:2] == ["width:100.0%", "width:0.5%"]
-    assert lengths[2:4] == ["width:100.0%", f"width:{100 * 2 / 11:.1f}%"]
-    assert "widened to float32 by a float32 input: add in head, model.py:32" in parsed.texts["p"]
+    assert parsed.texts["p"][1:] == [
+        "FLOPs: 37.0 M (99.8 %) in bf16, 80.0 k (0.22 %) in fp32",
+        "casts: 11, 840 KiB read and written",
+        "saved: 2 cached",
+        "kept: 1.50 MiB of float32 for the backward pass",
+        "widened: to float32 by a float32 input: add in head, model.py:32",
+    ]
 
 
 def least_widths(page: str) -> dict[str, float]:
@@ -226,7 +226,6 @@ def test_many_rows_stay_small() -> None:
     page = reports.long(5000).to_html()
     assert len(Parsed(page).rows) == 5001
     assert len(page) < 5000 * 700
-    assert "96 other modules" in page
 
 
 def test_written_to_a_file_and_framed_in_a_notebook(tmp_path: Path) -> None:
@@ -263,7 +262,7 @@ def test_a_page_of_differences() -> None:
     assert parsed.rows[0] == ["#", "module", "op", "direction", "what", "torch", "jax"]
     assert parsed.column("what")[:4] == ["casts", "only in torch", "only in jax", "dtypes, rule"]
     assert parsed.column("#") == [str(at) for at in range(1, len(diff) + 1)]
-    assert parsed.texts["figcaption"] == list(diff.totals())
+    assert parsed.texts["p"][1].startswith("call sites: 9 and 5; FLOPs in bfloat16: 37.0 M and 15")
     assert Parsed(diff._repr_html_()).of("iframe")[0]["srcdoc"] == page
 
 
@@ -276,7 +275,7 @@ def test_differences_of_markup_are_only_text() -> None:
     )
     parsed = Parsed(diff.to_html())
     assert len(parsed.of("script")) == 1
-    assert not parsed.of("b")[len(diff.totals()) * 2 :]
+    assert not parsed.of("b")
     assert parsed.column("op").count(NASTY) == 2
 
 
@@ -298,7 +297,7 @@ def strings(path: Path) -> Iterator[str]:
 def test_each_part_is_closed_and_filled_in_somewhere() -> None:
     code = "".join(strings(Path(page_module.__file__)))
     parts = page_module._parts()
-    assert len(parts) > 10
+    assert len(parts) > 6
     for name, part in parts.items():
         Parsed(f"<tr>{part.template}</tr>")
         assert name in code, f"no code fills in {name}"

@@ -137,29 +137,6 @@ def test_a_limit_keeps_the_widest_and_says_how_many_are_not_listed() -> None:
             report.table(limit=limit)
 
 
-def test_a_part_of_a_report_has_the_totals_of_that_part() -> None:
-    report = reports.in_torch()
-    assert ops(report.table(modules="*.attn")) == ["linear", "softmax", "matmul", "relu"]
-    assert ops(report.table(modules=["embed", "he*"])) == ["embedding", "linear", "add", "matmul"]
-    assert ops(report.table(modules="")) == ["sum"]
-    assert ops(report.table(ops=["add", "aten:softmax.int"])) == ["softmax", "add"]
-    part = report.table(modules="head", ops="linear")
-    assert ops(part) == ["linear"]
-    assert "9.00 M (100 %) in bf16" in part
-    assert "casts  3, 72.0 KiB" in part
-    assert "widened" not in part
-
-
-def test_what_is_not_in_the_report_is_an_error_that_lists_what_is() -> None:
-    report = reports.in_torch()
-    with pytest.raises(ValueError, match=r"modules='tail' matches no call; .* 'blocks\.0\.attn'"):
-        report.table(modules=["head", "tail"])
-    with pytest.raises(ValueError, match=r"ops='sofmax' is not in the report; .*'softmax'"):
-        report.table(ops="sofmax")
-    with pytest.raises(ValueError, match="and 88 more"):
-        reports.long(100).table(modules="tail")
-
-
 def test_widened_calls_are_named_and_counted() -> None:
     def add(line: int) -> object:
         given = {"inputs": ("bfloat16", "float32"), "outputs": ("float32",), "run": "float32"}

@@ -212,7 +212,10 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
         )
     if (cause := _saturated(nodes, at)) is not None:
-        why = f"its largest result is 1 in {nodes[cause].run}, and below 1 in float32"
+        found = nodes[cause]
+        why = f"its largest result is 1 in {found.run}, and below 1 in float32"
+        if _reads_cast(found):
+            why = f"the largest value of an input of it becomes 1 when it is cast to {found.run}"
         return Blame(cause, at, "saturation", why)
     cause = _cause(nodes, at)
     if cause is not None:
@@ -221,10 +224,18 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
             why = f"the constant {lost_constants(found.numbers, found.run)}"
             why = why.replace(" is zero", ", which keeps a value from zero, is zero")
             return Blame(cause, at, "number", why)
-        why = f"{found.vanished:.0%} of its results are zero in {found.run} and are not in float32"
+        lost = f"{found.vanished:.0%} of"
+        why = f"{lost} its results are zero in {found.run} and are not in float32"
+        if _reads_cast(found):
+            why = f"{lost} an input of it becomes zero when it is cast to {found.run}"
         return Blame(cause, at, "underflow", why)
     why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'} or wider"
     return Blame(at, at, "operation", why)
+
+
+def _reads_cast(node: Node) -> bool:
+    """True of a cast of what an op reads; one that the program makes is an op itself."""
+    return node.cast and node.op != "to"
 
 
 def _saturated(nodes: Sequence[Node], at: int) -> int | None:

@@ -61,6 +61,7 @@ class Suggestion:
     dtype: str | None = None  # "bfloat16" where no row makes float16 work, else None
     init_scale: float | None = None  # the loss scale to start with, None if that in use will do
     reasons: tuple[str, ...] = ()  # sentences; there may be some where nothing has to change
+    remedy: str = ""  # what else to change, which the reasons tell: an optimizer's eps
 
     def __bool__(self) -> bool:
         return bool(self.rules or self.scopes or self.dtype or self.init_scale)
@@ -88,7 +89,7 @@ class Suggestion:
     def __str__(self) -> str:
         """Rows to be pasted into a policy's file; all else is comments there."""
         lines = [f"# {escaped(' '.join(reason.split()))}" for reason in self.reasons]
-        if not self:
+        if not self and not self.remedy:
             what = "No row, dtype or loss scale" if self.reasons else "Nothing"
             lines.append(f"# {what} to change.")
         if self.dtype:
@@ -118,7 +119,8 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
     """
     policy, fault = policy_files.load(base), audit.fault
     if fault is not None and fault.direction == UPDATE and fault.remedy:
-        return Suggestion(reasons=(f"{_at(fault)}: {fault.why}. {fault.remedy}",))
+        why = f"{_at(fault)}: {fault.why}. {fault.remedy}"
+        return Suggestion(reasons=(why,), remedy=fault.remedy)
     if fault is not None and fault.kind in ("input", "index", "operation"):
         causes = _lost_before(audit, fault) if fault.kind == "operation" else []
         return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))

@@ -166,7 +166,8 @@ def test_locate_audit_and_catch_say_the_same(framework: str, case: Case) -> None
         assert (audit.fault.why, audit.fault.remedy) == (fault.why, fault.remedy)
         suggestion = audit.suggest()
         assert not suggestion
-        assert fault.remedy in str(suggestion)
+        assert suggestion.remedy == fault.remedy
+        assert str(suggestion).endswith(fault.remedy), "and no line that there is nothing to change"
         assert "Nothing to change" not in str(suggestion)
         assert fault.remedy in " ".join(str(audit).split())
 

@@ -123,6 +123,10 @@ def test_what_divides_by_a_zero_that_float16_made_is_not_to_blame() -> None:
     assert found is not None
     assert (found.node, found.first, found.kind) == (1, 3, "underflow")
     assert found.why == "90% of its results are zero in float16 and are not in float32"
+    given = squares._replace(cast=True, op="div")  # of what `div` reads
+    found = blame([node(zeros=True), given, root, quotient])
+    assert found is not None
+    assert found.why == "90% of an input of it becomes zero when it is cast to float16"
 
 
 def test_a_number_of_the_program_that_became_zero_is_the_cause() -> None:

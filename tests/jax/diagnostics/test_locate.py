@@ -506,6 +506,7 @@ def test_a_constant_that_vanishes_is_blamed_and_the_rows_help(case: str) -> None
     fault = locate(autocast(loss, dtype=dtype, policy=policy), w)
     assert fault is not None
     assert (fault.op, fault.kind, fault.run) == (op, kind, "float16")
+    assert fault.why.endswith("it is cast to float16") == (kind != "number")
     for _ in range(2):  # numbers beyond float16 are seen once nothing breaks before
         step = audit(autocast(loss, dtype=dtype, policy=policy))
         if jnp.isfinite(step(w)):

@@ -1,22 +1,33 @@
 """`BadStep`: the first step of a training whose numbers broke, and what to change.
 
-`catch` of both frameworks finds the step and makes this record. Nothing here knows a framework.
+`catch` of both frameworks finds the step and makes this record. What they do alike is here: the
+checks of losses, and what happens at a bad step. Nothing here knows a framework.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self, overload
 
+from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import HUGE, UNTRIED
-from polymp.errors import escaped
+from polymp.errors import BadStepError, CatchWarning, escaped
+from polymp.mailbox import Copy, Mailbox
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
 
 # After so many bad steps in a row, training does not go on.
 MANY = 3
+
+# Of the mean loss, the share that stays at each step; a loss is compared with it from this many on.
+STAYS, WARM_UP = 0.9, 10
+
+# What is found where no more can be said.
+SOMETHING = "a value is not finite"
 
 
 class BadStep(NamedTuple):
@@ -95,6 +106,83 @@ def _grown(losses: Sequence[float], fault: Fault | None) -> str:
     return ""
 
 
+class Mean(NamedTuple):
+    """The mean of the last values of a loss, in which older ones count less."""
+
+    value: Any = math.nan  # float32 [], on the loss's device; NaN before the first
+    seen: int = 0  # how many values it is of
+
+
+class LossVerbs(NamedTuple):
+    """A framework's functions of losses on their devices."""
+
+    is_bad: Callable[[Any], Any]  # whether a loss is Inf or NaN, bool []
+    # Likewise, or whether it is above so many times a mean; and the mean with it in it.
+    compared: Callable[[Any, Any, float], tuple[Any, Any]]
+    sent: Callable[[Sequence[Any]], Sequence[Copy]]  # bools [], to the host
+    alone: Callable[[], bool]  # False if other processes learn of a bad loss in `now` alone
+
+
+class LossChecks:
+    """The findings on the steps since the last `now`; some are still on their way to the host."""
+
+    def __init__(
+        self, verbs: LossVerbs, jump: float | None, means: Mapping[int, Mean] | None = None
+    ) -> None:
+        self.means: Mapping[int, Mean] = means or {}  # by the place of a loss in the results
+        self._verbs, self._jump = verbs, jump
+        self._mailbox: Mailbox[None] = Mailbox()
+
+    def add(self, losses: Mapping[int, Any], bad: Sequence[Any] = ()) -> bool:
+        """Check the losses of a call; return whether one so far, or of `bad`, is known to be bad.
+
+        Several processes learn of it in `now` alone, so that all of them stop at the same step.
+        """
+        for copy in self._verbs.sent([*bad, *(self._is_bad(at, x) for at, x in losses.items())]):
+            self._mailbox.post(copy, None)
+        return self._verbs.alone() and self._arrived(wait=False)
+
+    def now(self) -> bool:
+        """Wait for what is on its way, and return whether something was bad."""
+        return self._arrived(wait=True)
+
+    def described(self, losses: Mapping[int, Any]) -> str:
+        """Check the losses of a call, and say which is bad; "" if none. Waits for the device."""
+        for at, loss in losses.items():
+            mean = self.means.get(at, Mean())
+            if bool(self._is_bad(at, loss)):
+                number = float(loss)
+                if math.isfinite(number):
+                    before = float(mean.value)
+                    return f"the loss is {number:.4g}; the mean of the last ones is {before:.4g}"
+                sign = "-" if number == -math.inf else ""
+                return f"the loss is {'NaN' if math.isnan(number) else f'{sign}Inf'}"
+        return ""
+
+    def _is_bad(self, at: int, loss: Any) -> Any:
+        if self._jump is None:
+            return self._verbs.is_bad(loss)
+        mean = self.means.get(at, Mean())
+        jump = self._jump if mean.seen >= WARM_UP else math.inf
+        bad, value = self._verbs.compared(loss, mean.value, jump)
+        self.means = {**self.means, at: Mean(value, mean.seen + 1)}
+        return bad
+
+    def _arrived(self, *, wait: bool) -> bool:
+        return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
+
+
+def described(
+    found: Mapping[Any, str], name: Callable[[Any], str] = "{}".format, after: str = ""
+) -> str:
+    """Say which values are not finite, of which each is "Inf" or "NaN"; "" if none."""
+    if not found:
+        return ""
+    (of, what), *others = found.items()
+    more = f", and {len(others)} more" if others else ""
+    return f"{name(of)} is {what}{after}{more}"
+
+
 class CaughtStep:
     """A training step that `catch` has wrapped.
 
@@ -122,6 +210,13 @@ class CaughtStep:
         self.reports: list[BadStep] = []
         self._every, self._raises, self._jump = every, raises, jump
 
+    def _stopped(self, report: BadStep, last_good: Any = None, goes_on: bool = True) -> None:
+        """Raise a bad step, or warn of it if training goes on."""
+        self.reports.append(report)
+        if self._raises or not goes_on or in_a_row(self.reports):
+            raise BadStepError(report, last_good)
+        warn(str(report))
+
     @overload
     def __get__(self, it: None, owner: type) -> Self: ...
 
@@ -138,6 +233,11 @@ class CaughtStep:
             "was wrapped in its class. Remove the decorator, and write in __init__: "
             f"self.{name} = catch(self.{name})"
         )
+
+
+def warn(message: str) -> None:
+    """Give a warning at the line of the user's that called."""
+    warnings.warn(message, CatchWarning, stacklevel=code_origin.outside())
 
 
 def in_a_row(reports: Sequence[BadStep]) -> bool:

@@ -6,24 +6,31 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
                 let `locate` look at it
 """
 
-import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polymp import code_origin
 from polymp.backends.jax.arrays import AsyncCopy, is_float, is_inexact
 from polymp.backends.jax.diagnostics import locate as finder
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
-from polymp.errors import BadStepError, CatchWarning
-from polymp.mailbox import Mailbox
+from polymp.diagnostics.bad_step import (
+    SOMETHING,
+    STAYS,
+    BadStep,
+    CaughtStep,
+    LossChecks,
+    LossVerbs,
+    Mean,
+    checked_arguments,
+    described,
+    warn,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,8 +117,8 @@ class Catch(CaughtStep, Generic[P, R]):
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
-        self._checks = LossChecks(jump)
-        self._means: Means = {}  # when the arguments were copied
+        self._checks = LossChecks(_LOSSES, jump)
+        self._means: Mapping[int, Mean] = {}  # when the arguments were copied
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -158,11 +165,9 @@ class Catch(CaughtStep, Generic[P, R]):
         recorded.returned(leaves + jax.tree.leaves(self._changeable((positional, named))))
         losses = self._losses(leaves)
         if self.step == 1 and not losses:
-            warnings.warn(
+            warn(
                 "catch: the step returns no loss, a float with one element, so that only the "
-                f"state is checked, every {self._every} calls. Return the loss.",
-                CatchWarning,
-                stacklevel=code_origin.outside(),
+                f"state is checked, every {self._every} calls. Return the loss."
             )
         if not self._checks.add(losses):
             return result
@@ -228,22 +233,20 @@ class Catch(CaughtStep, Generic[P, R]):
     def _stop(self, last: Leaves | None, tree: jax.tree_util.PyTreeDef) -> Leaves:
         """Find the first bad step, and say which it was."""
         report, good = self._replayed(last)
-        self.reports.append(report)
         self._recorded = RecordedCalls()
-        self._checks = LossChecks(self._jump, self._means)
+        self._checks = LossChecks(_LOSSES, self._jump, self._means)
         last_good = None if good is None else self._put_back(jax.tree.unflatten(tree, good))
-        if self._raises or good is None or not self._fed or in_a_row(self.reports):
-            raise BadStepError(report, last_good)
-        warnings.warn(str(report), CatchWarning, stacklevel=code_origin.outside())
+        self._stopped(report, last_good, goes_on=good is not None and bool(self._fed))
+        assert good is not None, "otherwise it has raised"
         return good
 
     def _replayed(self, last: Leaves | None) -> tuple[BadStep, Leaves | None]:
         calls = self._recorded.calls
         here, many = self.step - len(calls), len(calls)
         if donated([leaf for call in calls[1:] for leaf in call.leaves]):  # the first's were copied
-            return BadStep(self.step - 1, _SOMETHING, undone=0, note=_DONATED), None
+            return BadStep(self.step - 1, SOMETHING, undone=0, note=_DONATED), None
         losses: list[float] = []
-        checks = LossChecks(self._jump, self._means)
+        checks = LossChecks(_LOSSES, self._jump, self._means)
         for run in self._recorded.repeated(self._fn, last):
             found_losses = self._losses(jax.tree.leaves(run.result))
             found = checks.described(found_losses) or self._described(run.state, calls[run.at].tree)
@@ -252,21 +255,16 @@ class Catch(CaughtStep, Generic[P, R]):
                 step, undone = here + run.at, many - run.at
                 return BadStep(step, found, fault, tuple(losses), undone, note), run.before
             losses += [float(loss) for loss in found_losses.values()]
-        return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
+        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
 
     def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""
         found = not_finite(state)
         bad = {at: what for at, what in found.items() if at not in self._infinite}
-        if not bad:
-            return ""
-        at, what = next(iter(bad.items()))
-        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
-        return f"{name_of(tree, at)} is {what} after it{more}"
+        return described(bad, partial(name_of, tree), " after it")
 
 
 _JITTED = type(jax.jit(lambda: None))
-_SOMETHING = "a value is not finite"
 
 _DONATED = (
     "The steps cannot be repeated: the step donates arguments that no call of it returned, such as "
@@ -305,25 +303,16 @@ def _located(
 
 
 class Made(NamedTuple):
-    """Stands for an argument that the call before returned.
+    """Stands for an argument that the call before returned."""
 
-    Attributes:
-        at: its place in the results of that call.
-    """
-
-    at: int
+    at: int  # its place in the results of that call
 
 
 class Call(NamedTuple):
-    """A call of the step.
+    """A call of the step."""
 
-    Attributes:
-        tree: of its arguments, `(args, kwargs)`.
-        leaves: of these; what the call before returned is a `Made`.
-    """
-
-    tree: jax.tree_util.PyTreeDef
-    leaves: Leaves
+    tree: jax.tree_util.PyTreeDef  # of its arguments, `(args, kwargs)`
+    leaves: Leaves  # of these; what the call before returned is a `Made`
 
     @property
     def fed(self) -> dict[int, int]:
@@ -332,27 +321,16 @@ class Call(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A repeated call.
+    """A repeated call."""
 
-    Attributes:
-        at: its number; 0 is the first that was recorded.
-        before: leaves of its arguments, in memory of their own.
-        result: what it returned.
-        state: of the next call's arguments, by place, those that this call returned.
-    """
-
-    at: int
-    before: Leaves
+    at: int  # its number; 0 is the first that was recorded
+    before: Leaves  # of its arguments, in memory of their own
     result: object
-    state: dict[int, Any]
+    state: dict[int, Any]  # of the next call's arguments, by place, those that this call returned
 
 
 class RecordedCalls:
-    """The calls of a step since a copy of its arguments.
-
-    Attributes:
-        calls: likewise.
-    """
+    """The calls of a step since a copy of its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -418,81 +396,6 @@ def donated(leaves: Sequence[Any]) -> bool:
 
 
 # Whether the losses of a training are finite, and have not jumped; found out on the device.
-#
-# Of the mean loss, the share that stays at each step; a loss is compared with it from this many on.
-_STAYS, _WARM_UP = 0.9, 10
-
-
-class _Mean(NamedTuple):
-    """The mean of the last values of a loss, in which older ones count less.
-
-    Attributes:
-        value: float32 []; NaN before the first.
-        seen: how many it is of.
-    """
-
-    value: Any = math.nan
-    seen: int = 0
-
-
-Means = Mapping[int, _Mean]
-
-
-class LossChecks:
-    """The findings on the losses since the last `now`; some are still on their way to the host.
-
-    Args:
-        jump: the factor by which a loss may be above the mean of its last values; None for any.
-        means: of the losses so far, by the place of the loss in the step's results.
-
-    Attributes:
-        means: likewise.
-    """
-
-    def __init__(self, jump: float | None, means: Means | None = None) -> None:
-        self.means: Means = means or {}
-        self._jump = math.inf if jump is None else jump
-        self._mailbox: Mailbox[None] = Mailbox()
-
-    def add(self, losses: Mapping[int, Any]) -> bool:
-        """Check the losses of a call; return whether a loss of any call so far is known to be bad.
-
-        Several processes learn of it in `now` alone, so that all of them stop at the same step.
-        """
-        for at, loss in losses.items():
-            self._mailbox.post(AsyncCopy(self._is_bad(at, loss)), None)
-        return jax.process_count() == 1 and self._arrived(wait=False)
-
-    def now(self) -> bool:
-        """Wait for what is on its way, and return whether a loss was bad."""
-        return self._arrived(wait=True)
-
-    def described(self, losses: Mapping[int, Any]) -> str:
-        """Check the losses of a call, and say which is bad; "" if none. Waits for the device."""
-        for at, loss in losses.items():
-            mean = self.means.get(at, _Mean())
-            if bool(self._is_bad(at, loss)):
-                number = float(loss)
-                if math.isfinite(number):
-                    mean_now = float(mean.value)
-                    return f"the loss is {number:.4g}; the mean of the last ones is {mean_now:.4g}"
-                sign = "-" if number == -math.inf else ""
-                return f"the loss is {'NaN' if math.isnan(number) else f'{sign}Inf'}"
-        return ""
-
-    def _is_bad(self, at: int, loss: Any) -> jax.Array:
-        bad: jax.Array
-        if self._jump == math.inf:
-            bad = _not_finite(loss)
-            return bad
-        mean = self.means.get(at, _Mean())
-        jump = self._jump if mean.seen >= _WARM_UP else math.inf
-        bad, value = _checked(loss, mean.value, jump)
-        self.means = {**self.means, at: _Mean(value, mean.seen + 1)}
-        return bad
-
-    def _arrived(self, *, wait: bool) -> bool:
-        return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
 
 
 @jax.jit
@@ -507,7 +410,18 @@ def _checked(loss: Any, mean: Any, jump: Any) -> tuple[jax.Array, jax.Array]:
     loss = jnp.asarray(loss).reshape(()).astype(jnp.float32)
     is_first = jnp.isnan(mean)
     bad = ~jnp.isfinite(loss) | (loss > mean + (jump - 1) * jnp.abs(mean))
-    return bad, jnp.where(is_first, loss, mean * _STAYS + loss * (1 - _STAYS))
+    return bad, jnp.where(is_first, loss, mean * STAYS + loss * (1 - STAYS))
+
+
+def _sent(bad: Sequence[jax.Array]) -> list[AsyncCopy]:
+    return list(map(AsyncCopy, bad))
+
+
+def _alone() -> bool:
+    return jax.process_count() == 1
+
+
+_LOSSES = LossVerbs(_not_finite, _checked, _sent, _alone)
 
 
 # Which arguments of a call are not finite, and their names as the caller would write them.

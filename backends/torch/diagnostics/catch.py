@@ -8,7 +8,6 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
@@ -18,7 +17,6 @@ from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from polymp import code_origin
 from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.diagnostics import locate as replay
@@ -33,9 +31,18 @@ from polymp.backends.torch.diagnostics.training_state import (
 )
 from polymp.backends.torch.snapshot import Settings
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.bad_step import BadStep, CaughtStep, checked_arguments, in_a_row
-from polymp.errors import BadStepError, CatchWarning
-from polymp.mailbox import Mailbox
+from polymp.diagnostics.bad_step import (
+    SOMETHING,
+    STAYS,
+    BadStep,
+    CaughtStep,
+    LossChecks,
+    LossVerbs,
+    Mean,
+    checked_arguments,
+    described,
+    warn,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,86 +119,38 @@ def catch(
     return Catch(step, every, on_bad == "raise", jump, of)
 
 
-def losses(result: object) -> list[torch.Tensor]:
+def losses(result: object) -> dict[int, torch.Tensor]:
     """Return the floats with one element among a step's results, each as a tensor []."""
-    found = []
-    for leaf in tree_leaves(result):
+    found = dict[int, torch.Tensor]()
+    for at, leaf in enumerate(tree_leaves(result)):
         if isinstance(leaf, float):
-            found.append(torch.tensor(leaf))
+            found[at] = torch.tensor(leaf)
         elif isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() == 1:
-            found.append(distributed.local(leaf.detach()).reshape(()))
+            found[at] = distributed.local(leaf.detach()).reshape(())
     return found
 
 
 class Call(NamedTuple):
-    """A call of the step, to be repeated.
-
-    Attributes:
-        args: positional.
-        kwargs: by name.
-        versions: of the tensors among them, when it was made.
-        settings: of the optimizers, such as the learning rate, which code outside may change.
-        losses: of the call, on their devices.
-    """
+    """A call of the step, to be repeated."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: tuple[int, ...]
-    settings: Settings
-    losses: list[torch.Tensor]
-
-
-class MeanLoss(NamedTuple):
-    """The mean of the last losses, in which older ones count less.
-
-    Attributes:
-        value: float32 [], on the loss's device; None before the first.
-        seen: how many losses it is of.
-    """
-
-    value: torch.Tensor | None = None
-    seen: int = 0
-
-    def jumped(self, loss: torch.Tensor, factor: float) -> torch.Tensor | None:
-        """Return whether a loss is more than `factor` above it, bool []; None if it is too new."""
-        if self.value is None or self.seen < _WARM_UP:
-            return None
-        return loss.float() > self.value.to(loss.device) + (factor - 1) * self.value.abs()
-
-    def and_also(self, loss: torch.Tensor) -> "MeanLoss":
-        """Return the mean with one more loss, float [], in it."""
-        loss = loss.float()
-        value = loss if self.value is None else self.value * _STAYS + loss * (1 - _STAYS)
-        return MeanLoss(value, self.seen + 1)
-
-
-# The calls of a training step since its state was copied, to be repeated from there.
+    versions: tuple[int, ...]  # of the tensors among them, when it was made
+    settings: Settings  # of the optimizers, such as the learning rate, which other code may change
+    losses: dict[int, torch.Tensor]  # by their places in the results, on their devices
 
 
 class StateCopy:
-    """The state of the training before a step, and the calls since.
+    """The state of the training before a step, and the calls since."""
 
-    Args:
-        objects: of the training.
-        mean: of the losses so far.
-
-    Attributes:
-        objects: likewise.
-        mean: likewise.
-        state: of the objects.
-        named: their tensors by name.
-        calls: since then.
-        left: `versions` when the last call ended.
-    """
-
-    def __init__(self, objects: TrainingObjects, mean: MeanLoss) -> None:
-        self.objects: TrainingObjects = objects
-        self.mean: MeanLoss = mean
-        self.state: TrainingState = TrainingState(objects)
-        self.named: dict[str, torch.Tensor] = named_tensors(objects)
+    def __init__(self, objects: TrainingObjects, means: Mapping[int, Mean]) -> None:
+        self.objects = objects
+        self.means = means  # of the losses so far
+        self.state = TrainingState(objects)
+        self.named = named_tensors(objects)
         self.calls: list[Call] = []
         self._versioned = [t for t in self.named.values() if not t.is_inference()]
-        self.left: list[int] = self.versions()
+        self.left = self.versions()  # when the last call ended
 
     def versions(self) -> list[int]:
         """Return the versions of the tensors, which every write to a tensor changes."""
@@ -216,7 +175,7 @@ class Catch(CaughtStep, Generic[P, R]):
         super().__init__(step, every, raises, jump)
         self._fn, self._of = step, of
         self._copy: StateCopy | None = None
-        self._checks = StepChecks(jump)
+        self._checks = LossChecks(_LOSSES, jump)
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
@@ -240,7 +199,7 @@ class Catch(CaughtStep, Generic[P, R]):
         """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
         versions = versions_of((args, kwargs))
-        call = Call(args, kwargs, versions, Settings(copy.objects.optimizers), [])
+        call = Call(args, kwargs, versions, Settings(copy.objects.optimizers), {})
         copy.calls.append(call)
         self.step += 1
         scaled, steps = copy.objects.scaled, list[torch.optim.Optimizer]()
@@ -252,12 +211,12 @@ class Catch(CaughtStep, Generic[P, R]):
 
         with stepping(look):
             result = self._fn(*args, **kwargs)
-        call.losses.extend(loss.clone() for loss in losses(result))
+        call.losses.update({at: loss.clone() for at, loss in losses(result).items()})
         if not (steps or scaled):  # other code steps, after this call
             bad.extend(bad_by_device(_gradients(copy.named.values())))
         self._meet(copy, steps, call)
         copy.left = copy.versions()
-        if self._checks.add(result, bad):
+        if self._checks.add(call.losses, bad):
             self._stop(copy)
         return result
 
@@ -268,11 +227,9 @@ class Catch(CaughtStep, Generic[P, R]):
         self._met += {id(it): it for it in new}.values()
         self._renews = self._renews or bool(new)
         if self.step == 1 and copy.objects.scaled and not call.losses:
-            warnings.warn(
+            warn(
                 f"catch: the step returns no loss, and the scaler checks the gradients, so that "
-                f"only the weights are checked, every {self._every} calls. Return the loss.",
-                CatchWarning,
-                stacklevel=code_origin.outside(),
+                f"only the weights are checked, every {self._every} calls. Return the loss."
             )
 
     def check(self) -> None:
@@ -299,12 +256,10 @@ class Catch(CaughtStep, Generic[P, R]):
         written = copy.written() if copy is not None else ""
         self._written = self._written + 1 if written else 0
         if self._written == _OFTEN and self._every > 1:
-            warnings.warn(
+            warn(
                 f"catch: {written!r} is written between two calls of the step, again and again, so "
                 "that the training is copied before each. Do all of it in the step that is "
-                "wrapped: forward, backward, optimizer.step() and what follows it.",
-                CatchWarning,
-                stacklevel=code_origin.outside(),
+                "wrapped: forward, backward, optimizer.step() and what follows it."
             )
         full = self._renews or (copy is not None and len(copy.calls) >= self._every)
         if copy is not None and not written and not full:
@@ -317,24 +272,22 @@ class Catch(CaughtStep, Generic[P, R]):
                 f"catch found no model and no optimizer in {self._fn!r}. Name them: "
                 "catch(step, of=[model, optimizer])."
             )
-        self._copy = copy = StateCopy(objects, self._checks.mean)
+        self._copy = copy = StateCopy(objects, self._checks.means)
         return copy
 
     def _stop(self, copy: StateCopy) -> None:
         """Go back to before the first bad step, and say which it was."""
         report = self._replayed(copy)
-        self.reports.append(report)
-        self._copy, self._checks = None, StepChecks(self._jump, copy.mean)
-        if self._raises or in_a_row(self.reports):
-            raise BadStepError(report)
-        warnings.warn(str(report), CatchWarning, stacklevel=code_origin.outside())
+        self._copy, self._checks = None, LossChecks(_LOSSES, self._jump, copy.means)
+        self._stopped(report)
 
     def _replayed(self, copy: StateCopy) -> BadStep:
-        objects, calls, mean = copy.objects, copy.calls, copy.mean
+        objects, calls = copy.objects, copy.calls
+        checks = LossChecks(_LOSSES, self._jump, copy.means)
         names = {id(t): name for name, t in copy.named.items()}
         broken = TrainingState(objects)
         copy.state.put_back()
-        losses: list[float] = []
+        before_it: list[float] = []
         for at, call in enumerate(calls):
             call.settings.put_back()
             before, gradients = TrainingState(objects), dict[str, str]()
@@ -348,7 +301,7 @@ class Catch(CaughtStep, Generic[P, R]):
                     result = self._fn(*call.args, **call.kwargs)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
-                return BadStep(self.step - 1, _SOMETHING, None, tuple(losses), 0, _UNREPEATED)
+                return self._unrepeated(None, before_it)
             if any_rank(bool(differs := differing(call.losses, result))):
                 broken.put_back()
                 return self._differing(calls, at, differs)
@@ -358,35 +311,37 @@ class Catch(CaughtStep, Generic[P, R]):
                 grads = {name: t.grad for name, t in copy.named.items() if t.grad is not None}
                 gradients |= not_finite(grads)
             found = (
-                described_losses(result, mean, self._jump)
-                or described("the gradient of", gradients)
-                or described("the weight", not_finite(weights(objects)))
-                or described("the optimizer's", not_finite(states(objects)))
+                checks.described(losses(result))
+                or described(gradients, "the gradient of {}".format)
+                or described(not_finite(weights(objects)), "the weight {}".format)
+                or described(not_finite(states(objects)), "the optimizer's {}".format)
             )
             if not any_rank(bool(found)):
-                losses += values(result)
-                mean = mean_after(result, mean)
+                before_it += values(result)
                 continue
             before.put_back()
             first, undone = self.step - len(calls) + at, len(calls) - at
             note = "" if call.versions == versions_of(call[:2]) else _WRITTEN
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
-            return BadStep(first, found or _ELSEWHERE, fault, tuple(losses), undone, note)
+            return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone, note)
         repeated = TrainingState(objects)
         broken.put_back()
         fault = _located(self._fn, calls[-1], objects)
         repeated.put_back()
-        return BadStep(self.step - 1, _SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
+        return self._unrepeated(fault, before_it)
+
+    def _unrepeated(self, fault: Fault | None, losses: Sequence[float]) -> BadStep:
+        return BadStep(self.step - 1, SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
 
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
         first = self.step - len(calls)
-        found = [described_losses(c.losses, MeanLoss(), None) for c in calls]
+        found = [LossChecks(_LOSSES, None).described(c.losses) for c in calls]
         last = next((i for i, words in enumerate(found) if words), len(calls) - 1)
-        losses = [float(loss) for c in calls[:last] for loss in c.losses]
+        losses = [float(loss) for c in calls[:last] for loss in c.losses.values()]
         note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")
-        return BadStep(first + last, found[last] or _SOMETHING, None, tuple(losses), 0, note)
+        return BadStep(first + last, found[last] or SOMETHING, None, tuple(losses), 0, note)
 
 
 def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -398,7 +353,6 @@ _OFTEN = 3
 
 
 _ELSEWHERE = "another rank found a value that is not finite"
-_SOMETHING = "a value is not finite"
 _WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
 
 _DIFFERS = (
@@ -429,70 +383,43 @@ def versions_of(given: object) -> tuple[int, ...]:
 
 
 # Whether the numbers of a training step are finite: its losses, gradients and weights.
-#
-# `StepChecks` finds out on the device, for which the host does not wait. `Described` waits, and
-# says in words what is not finite.
-#
-# Of the mean loss, the share that stays at each step; a loss is compared with it from this many on.
-_STAYS, _WARM_UP = 0.9, 10
-Optimizer = torch.optim.Optimizer
 
 
-class StepChecks:
-    """The findings of the steps since the last `now`; some are still on their way to the host.
+def _is_bad(loss: torch.Tensor) -> torch.Tensor:
+    return ~loss.isfinite()
 
-    Args:
-        jump: the factor by which a loss may be above the mean; None for any.
-        mean: of the losses so far.
 
-    Attributes:
-        mean: likewise.
-    """
+def _compared(loss: torch.Tensor, mean: Any, jump: float) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = loss.float()
+    known = isinstance(mean, torch.Tensor)
+    mean = mean.to(loss.device) if known else torch.full_like(loss, mean)
+    bad = _is_bad(loss) | (loss > mean + (jump - 1) * mean.abs())
+    return bad, torch.where(mean.isnan(), loss, mean * STAYS + loss * (1 - STAYS))
 
-    def __init__(self, jump: float | None, mean: MeanLoss | None = None) -> None:
-        self.mean: MeanLoss = mean or MeanLoss()
-        self._jump = jump
-        self._mailbox: Mailbox[None] = Mailbox()
 
-    def add(self, result: object, bad_gradients: Sequence[torch.Tensor]) -> bool:
-        """Check the results of a step; return whether something is not finite, if that is known.
+def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
+    """Send the host whether one is true, on any rank; all ranks have to ask."""
+    ranks = _ranks()
+    if not bad and ranks == 1:
+        return []
+    device = max((b.device for b in bad), key=lambda d: d.type != "cpu", default=_device())
+    found = torch.stack([b.to(device, non_blocking=True) for b in bad]).any() if bad else None
+    found = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
+    return [AsyncCopy(over_ranks(found) if ranks > 1 else found)]
 
-        On a CPU it is known at once, on other devices some steps later. Several ranks with other
-        devices learn of it in `now` alone, so that all of them stop at the same step.
-        """
-        bad = list(bad_gradients)
-        for loss in losses(result):
-            bad.append(~loss.isfinite())
-            if self._jump is not None:
-                jumped = self.mean.jumped(loss, self._jump)
-                bad += [] if jumped is None else [jumped]
-                self.mean = self.mean.and_also(loss)
-        ranks = _ranks()
-        if not bad and ranks == 1:
-            return False
-        device = max((b.device for b in bad), key=lambda d: d.type != "cpu", default=_device())
-        found = torch.stack([b.to(device, non_blocking=True) for b in bad]).any() if bad else None
-        found = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
-        if ranks > 1:
-            found = over_ranks(found)
-        if device.type == "cpu":
-            return bool(found)
-        self._mailbox.post(AsyncCopy(found), None)
-        return ranks == 1 and self._arrived(wait=False)
 
-    def now(self) -> bool:
-        """Wait for what is on its way, and return whether something is not finite."""
-        return self._arrived(wait=True)
+def _alone() -> bool:
+    return _ranks() == 1 or _device().type == "cpu"  # on which all ranks learn of it at once
 
-    def _arrived(self, *, wait: bool) -> bool:
-        return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
+
+_LOSSES = LossVerbs(_is_bad, _compared, _sent, _alone)
 
 
 @contextmanager
-def stepping(look: Callable[[Optimizer], None]) -> Iterator[None]:
+def stepping(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
     """Show `look` every optimizer that is about to step, in a `with` block."""
 
-    def before(optimizer: Optimizer, *_: object) -> None:
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
         look(optimizer)
 
     hook = register_optimizer_step_pre_hook(before)
@@ -502,12 +429,12 @@ def stepping(look: Callable[[Optimizer], None]) -> Iterator[None]:
         hook.remove()
 
 
-def differing(recorded: Sequence[torch.Tensor], result: object) -> str:
+def differing(recorded: Mapping[int, torch.Tensor], result: object) -> str:
     """Say which finite loss of a step was another when it was repeated; "" if none.
 
     On a CPU within a few roundings of the loss; other devices may add up in another order.
     """
-    for loss, now in zip(recorded, values(result), strict=False):
+    for loss, now in zip(recorded.values(), values(result), strict=False):
         was, eps = float(loss), max(4 * torch.finfo(loss.dtype).eps, 1e-5)
         close = math.isclose(was, now, rel_tol=eps if loss.device.type == "cpu" else 0.1)
         if math.isfinite(was) and not close:
@@ -574,34 +501,6 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def described(kind: str, found: Mapping[str, str]) -> str:
-    """Say which tensors of a kind are not finite; "" if none."""
-    if not found:
-        return ""
-    (name, what), *others = found.items()
-    more = f", and {len(others)} more" if others else ""
-    return f"{kind} {name} is {what}{more}"
-
-
-def described_losses(result: object, mean: MeanLoss, jump: float | None) -> str:
-    """Say which loss is not finite, or has jumped; "" if none."""
-    for loss in losses(result):
-        value = float(loss)
-        if not math.isfinite(value):
-            return f"the loss is {'NaN' if math.isnan(value) else 'Inf' if value > 0 else '-Inf'}"
-        jumped = None if jump is None else mean.jumped(loss, jump)
-        if jumped is not None and bool(jumped) and mean.value is not None:
-            return f"the loss is {value:.4g}; the mean of the last ones is {float(mean.value):.4g}"
-    return ""
-
-
-def mean_after(result: object, mean: MeanLoss) -> MeanLoss:
-    """Return the mean with a step's losses in it."""
-    for loss in losses(result):
-        mean = mean.and_also(loss)
-    return mean
-
-
 def values(result: Any) -> list[float]:
     """Return a step's losses as numbers. Waits for the device."""
-    return [float(loss) for loss in losses(result)]
+    return [float(loss) for loss in losses(result).values()]

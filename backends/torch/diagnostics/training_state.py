@@ -8,7 +8,6 @@ import copy
 import functools
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from polymp import code_origin
 from polymp.backends.torch.diagnostics.fault import moments
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot
-from polymp.errors import CatchWarning
+from polymp.diagnostics.bad_step import warn
 
 
 class TrainingObjects(NamedTuple):
@@ -59,11 +58,9 @@ def _state_of(it: Any) -> Any:
     try:
         return copy.deepcopy(it.state_dict())
     except Exception as error:
-        warnings.warn(
+        warn(
             f"catch leaves out {type(it).__name__}, whose state_dict() raised "
-            f"{type(error).__name__}: {error}. It stays as it is when steps are undone.",
-            CatchWarning,
-            stacklevel=code_origin.outside(),
+            f"{type(error).__name__}: {error}. It stays as it is when steps are undone."
         )
         return None
 

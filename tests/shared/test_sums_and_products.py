@@ -88,6 +88,12 @@ def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
         "scatter_add_": lambda zero, x: zero.scatter_add_(0, at, x),
         "scatter_reduce_": lambda zero, x: zero.scatter_reduce_(0, at, x, "sum"),
     }
+    out = {  # which have no gradients
+        "index_add": lambda zero, x: torch.index_add(zero, 0, at, x.data, out=zero),
+        "index_reduce": lambda zero, x: torch.index_reduce(zero, 0, at, x.data, "mean", out=zero),
+        "scatter_add": lambda zero, x: torch.scatter_add(zero, 0, at, x.data, out=zero),
+    }
+    sums |= {f"{name}(out=)": fn for name, fn in out.items()}
     of_amp = {
         "index_add": lambda zero, x: zero.index_add(0, at, x),
         "index_put": lambda zero, x: zero.index_put((at,), x, accumulate=True),
@@ -109,10 +115,10 @@ def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
             case = f"{name} under {policy}"
             assert result.dtype is torch.bfloat16, case
             if ours:
-                mean = name == "index_reduce_"
+                mean = "index_reduce" in name
                 assert float(result.detach()) == pytest.approx(0.01 if mean else 41.0, 0.01), case
                 assert (result is zero) == (name in sums), case
-                if name != "scatter_.reduce":  # which has no gradient in torch
+                if "out=" not in name and name != "scatter_.reduce":  # nor has this in torch
                     result.sum().backward()
                     assert torch.equal(x.grad, torch.full_like(x, 1 / N if mean else 1.0)), case
             else:
@@ -122,6 +128,30 @@ def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
             with autocast("cpu", torch.bfloat16, policy=policy):
                 assert fn(zero, x) is zero, name
             assert torch.equal(zero, x), f"{name} under {policy}"
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
+def test_out_of_a_sum_is_resized_and_refused_as_torch_does() -> None:
+    need("torch")
+    import torch
+
+    from polymp.torch import autocast
+
+    at = torch.zeros(N, dtype=torch.long)
+    zero, x = torch.zeros(1).bfloat16(), torch.full((N,), 0.01).bfloat16()
+    with autocast("cpu", torch.bfloat16, policy=FP32):
+        for size in (0, 1, 3):
+            out = torch.zeros(size).bfloat16()
+            assert torch.index_add(zero, 0, at, x, out=out) is out
+            assert out.tolist() == [41.0]
+        for numbers, out in ((x, torch.zeros(1)), (x.float(), torch.zeros(1).bfloat16())):
+            with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
+                torch.index_add(zero.to(numbers.dtype), 0, at, numbers, out=out)
+        weight = torch.nn.Parameter(torch.ones(1, 1))
+        low = torch.nn.functional.linear(torch.ones(1, 1), weight)
+        with torch.no_grad():
+            torch.index_add(weight, 0, at[:1], torch.ones(1, 1), out=weight)
+        assert torch.equal(torch.nn.functional.linear(torch.ones(1, 1), weight), 2 * low)
 
 
 POSITIONS = np.arange(4096.0)
@@ -266,6 +296,35 @@ def test_audit_of_a_layer_of_one_input_names_its_scope() -> None:
     forward = {m.module: m for m in step("amp").results if m.direction == "forward"}
     assert (forward["time"].run, forward["rest"].run) == ("float32", "bfloat16")
     assert not any(m.unsummed for m in forward.values())
+
+
+LOW_GRID = polymp.policy({"name": "of a low grid", "rules": {"grid_sample": "lower"}})
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul", FP32, OWN, LOW_GRID], ids=str)
+def test_grid_sample_of_a_low_input_computes_in_float32_on_a_cpu(policy: Any, low: str) -> None:
+    """And so do its gradients: torch's kernels for CPUs round each step, and get to 4 of 41."""
+    need("torch")
+    import torch
+
+    from polymp.torch import autocast
+
+    dtype, sample = getattr(torch, low), torch.nn.functional.grid_sample
+    for mode, dims in (("bilinear", 2), ("nearest", 2), ("bicubic", 2), ("bilinear", 3)):
+        x = torch.randn((1, 2) + (4,) * dims, dtype=dtype)
+        grid = torch.rand((1,) + (3,) * dims + (dims,), dtype=dtype) * 2 - 1
+        same = torch.zeros((1, N) + (1,) * (dims - 1) + (dims,), dtype=dtype)
+        leaf = torch.ones_like(x, requires_grad=True)
+        with autocast("cpu", dtype, policy=policy):
+            y = sample(x, grid, mode, align_corners=False)
+            often = sample(leaf, same, mode, align_corners=False)
+        exact = sample(x.float(), grid.float(), mode, align_corners=False)
+        assert y.dtype is (torch.float32 if policy in (FP32, "matmul") else dtype), mode
+        assert torch.equal(y, exact.to(y.dtype)), mode
+        often.backward(torch.full_like(often, 0.01))
+        assert leaf.grad is not None
+        assert float(leaf.grad[0, 0].sum()) == pytest.approx(0.01 * N, rel=0.01), mode
 
 
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])

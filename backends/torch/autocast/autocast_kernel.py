@@ -74,7 +74,7 @@ def make(name: str, device: str, key: str) -> Function | None:
 
     def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         if writes:
-            region_casts.writing(args[0])
+            region_casts.writing(kwargs.get("out", args[0]))
         ruling = rulings.of(regions.in_force(device))
         if (found := decision_log.current()) is not None:
             entry = entry_of(op, name, device, ruling, args, kwargs)
@@ -199,7 +199,7 @@ class Ruling:
         how: how the op is made to run in float32 under rule fp32.
         decision: the decision, if it does not depend on the dtypes of the inputs; else None.
         mul: the row for calls in which a product adds nothing up; None if `row` holds for all.
-        writes: True if the op may add up what it writes at given places.
+        adds: True if the op may add up in the dtype of a low result, where it writes or reads.
     """
 
     region: Region
@@ -209,7 +209,7 @@ class Ruling:
     how: Apply
     decision: Decision | None
     mul: Row | None = None
-    writes: bool = False
+    adds: bool = False
 
     def decided(self, op: torch._ops.OpOverload, name: str, device: str, args: Any) -> Decision:
         """Return the decision for a call."""
@@ -217,8 +217,8 @@ class Ruling:
             asked = dtypes(op, device, args)
             return self.policy.apply(self.mul, asked, self.region.dtype)._replace(rule=Rule.LOWER)
         assert self.row is not None, "an op without a row is not run by one"
-        adds = self.writes and op_facts.accumulates(name, args)
-        if self.writes and not adds and name in op_facts.ADD_IN_PLACE:
+        adds = self.adds and op_facts.accumulates(name, args)
+        if self.adds and not adds and name in op_facts.ADD_IN_PLACE:
             if self.row.rule is not Rule.FIRST:
                 return Decision(self.row.rule)
         if self.decision is not None:
@@ -282,14 +282,15 @@ class Rulings:
             policy, row = region.policy, torch_table.table(region.policy, dtype, device).get(name)
             agrees = torch_table.agrees(device, policy, name, dtype)
         how, decision, mul = Apply.CAST, None, None
+        steps = device == "cpu" and name in op_facts.STEPS_ON_CPU
         if row is not None:
             how = _way(row, device, name, dtype)
-            if row.rule in (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP):
+            if row.rule in (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP) and not steps:
                 decision = policy.apply(row, (), dtype)
             if region.policy is not None:
                 mul = torch_table.as_mul(device, policy, name, dtype)
-        writes = name in op_facts.WRITES
-        return Ruling(region, policy, row, agrees, how, decision, mul, writes)
+        adds = steps or name in op_facts.WRITES
+        return Ruling(region, policy, row, agrees, how, decision, mul, adds)
 
 
 def _way(row: Row, device: str, name: str, dtype: str) -> Apply:
@@ -333,7 +334,7 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
     in_float32, words = op_facts.in_float32(name), vocabulary()
     own_kernel = torch_table.kernel(name, device)
     picks = words.picks(words.of_aten(name))
-    reads, in_place = name in op_facts.READS, name in op_facts.ADD_IN_PLACE
+    reads, into = name in op_facts.READS, name in op_facts.ADD_IN_PLACE
     # Batch norm writes its running statistics, though its schema does not say so: what is
     # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
     written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
@@ -373,6 +374,9 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
                 args = prepare(args, dtype)
             # Last first, as torch's own kernels come to do it: autograd adds gradients up in
             # the order in which the casts were made.
+            written_to = kwargs.get("out", args[0]) if into else None
+            if written_to is not None and written_to.dtype is not args[0].dtype:
+                return call(*args, **kwargs)  # torch refuses it
             if kwargs:
                 pairs = reversed(kwargs.items())
                 kwargs = {
@@ -394,8 +398,10 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             for at in written:
                 if args[at] is not given[at] and args[max(written) + 1]:  # whether it trains
                     given[at].copy_(args[at])
-            if in_place and args[0] is not given[0]:
-                return given[0].copy_(result)
+            if written_to is not None and result is not written_to:
+                if "out" in kwargs:
+                    written_to.resize_(result.shape)
+                return written_to.copy_(result)
         else:
             result = call(*args, **kwargs)
         return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])

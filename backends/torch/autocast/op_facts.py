@@ -42,11 +42,14 @@ RUN_BY_TORCH = frozenset({"_cudnn_rnn", "miopen_rnn"})
 # torch's own kernels.
 PRODUCTS = frozenset("addr bmm dot einsum inner kron matmul mm mv outer tensordot vdot".split())
 
-# In-place ops that add up what they write, with the overload whose rows hold for them, too.
+# Ops that add up what they write into a tensor they are given, with the overload whose rows hold
+# for them, too. Other forms with out= round once by themselves.
 ADD_IN_PLACE = {
     "index_add_": "index_add",
+    "index_add.out": "index_add",
     "index_put_": "index_put",
     "index_reduce_": "index_reduce",
+    "index_reduce.out": "index_reduce",
     "put_": "put",
     "scatter_.reduce": "scatter.reduce",
     "scatter_add_": "scatter_add",
@@ -55,6 +58,12 @@ ADD_IN_PLACE = {
 
 # All ops that may add up what they write; scatter_add is none here, for its kernel rounds once.
 WRITES = frozenset(ADD_IN_PLACE).union(ADD_IN_PLACE.values()) - {"scatter_add"}
+
+# Kernels that on CPUs round each step of a low result, and add up its gradients in its dtype. Under
+# every policy but torch's own, they compute in float32 there and round once.
+STEPS_ON_CPU = frozenset(
+    "grid_sampler grid_sampler_2d grid_sampler_3d _grid_sampler_2d_cpu_fallback".split()
+)
 
 # These add up only if they are called with accumulate=True, their fourth argument.
 _ADD_IF_TOLD = frozenset({"index_put", "index_put_", "put", "put_"})

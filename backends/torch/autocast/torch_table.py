@@ -85,7 +85,8 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
         if low and not named and not op_facts.has_low(overload, "cpu", dtype):
             won = row(device, overload, dtype)
             won = won if won is not None and won.rule is Rule.FP32 else None
-        if won is None and overload in op_facts.READS and policy.halves != "raise":
+        wide = overload in op_facts.READS or (device == "cpu" and overload in op_facts.STEPS_ON_CPU)
+        if won is None and wide and policy.halves != "raise":
             won = Row(op, Rule.FP32_KEEP)
         if won is None or won.rule is Rule.PARTS or overload in op_facts.UNTOUCHED:
             continue
@@ -93,7 +94,8 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
             found[overload] = won
     for overload, functional in op_facts.ADD_IN_PLACE.items():
         won = found.get(functional)
-        if won is not None and won.rule in (Rule.FP32, Rule.FP32_KEEP):
+        rules = Rule.FP32, Rule.FP32_KEEP, *([Rule.FIRST] if overload.endswith("out") else ())
+        if won is not None and won.rule in rules:
             found.setdefault(overload, won)
     return found
 

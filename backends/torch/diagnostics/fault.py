@@ -22,6 +22,7 @@ from polymp.backends.torch.diagnostics.measure import (
 )
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, call_of
 from polymp.backends.torch.snapshot import Snapshot
+from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import (
     CONSTANT,
@@ -421,13 +422,16 @@ def moments(
 def lost_eps(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, str]:
     """Return the dtypes of weights in which the optimizer's eps is zero, with a clause on it."""
     found: dict[torch.dtype, str] = {}
+    # Low weights step in float32.
+    low = set(optimizer.low) if isinstance(optimizer, LowOptimizer) else set[torch.Tensor]()
     for group in optimizer.param_groups:
         eps = group.get("eps")
         if not isinstance(eps, (int, float)):
             continue
-        for dtype in {p.dtype for p in group["params"]}:
-            form = FORMATS.get(dtype_names.NAMES[dtype])
+        runs = {(p.dtype, torch.float32 if p in low else p.dtype) for p in group["params"]}
+        for dtype, run in runs:
+            form = FORMATS.get(dtype_names.NAMES[run])
             if abs(eps) <= (0 if form is None else form.smallest_subnormal / 2):
                 whose = f"{type(optimizer).__name__}'s eps"
-                found[dtype] = f"{whose}={eps:g} is zero in {dtype}" if eps else f"{whose} is 0"
+                found[dtype] = f"{whose}={eps:g} is zero in {run}" if eps else f"{whose} is 0"
     return found

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from polymp.backends.torch.weights import low_parameters, low_step
-from polymp.torch import GradScaler, low_weights
+from polymp.torch import GradScaler, locate, low_weights
 from polymp.weights import random_bits, store
 from tests.support.low_weights import edges, spread
 from tests.support.sizes import size
@@ -131,6 +131,22 @@ def test_weights_move_that_naive_training_leaves(mode: str) -> None:
 
     assert run(low=False) == 0
     assert abs(run(low=True) + 50e-4) < 2.0**-9
+
+
+@pytest.mark.parametrize(
+    ("eps", "says"),
+    [(1e-8, "beyond float16's largest number"), (0.0, "LowAdam's eps is 0")],
+)
+def test_locate_does_not_blame_an_eps_that_the_step_reads_in_float32(eps: float, says: str) -> None:
+    w = nn.Parameter(torch.full((4,), 65000.0))
+    adam = torch.optim.Adam([w], lr=1000.0, eps=eps)
+    optimizer = low_weights(adam, mode="master", dtype="float16")
+
+    def step() -> None:
+        (w * (torch.tensor(-1e-6) if eps else torch.zeros(()))).sum().backward()
+        optimizer.step()
+
+    assert says in str(locate(step))
 
 
 # Random histories of a run on low weights, against a run on float32 weights that is told the same

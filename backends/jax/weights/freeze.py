@@ -11,7 +11,6 @@ from the plan for some arguments, and checked again for every new trace.
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -133,7 +132,8 @@ def freeze(
     kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in lows}
     dtypes = {i: _dtype_of(served[i]) for i in typed}
     shape = apart._replace(parts=None, together=lambda parts: parts)  # without the arrays
-    size = [_bytes(xs[i] for i in typed) for xs in (leaves, served)]
+    each = ({id(xs[i]): xs[i] for i in typed}.values() for xs in (leaves, served))
+    size = [sum(int(x.size) * x.dtype.itemsize for x in arrays) for arrays in each]
     frozen = Frozen(autocast, stored, kept, size, FrozenParams(tree, shape, dtypes, lows))
     return frozen, apart.together(jax.tree.unflatten(tree, served))
 
@@ -155,12 +155,8 @@ class Signature(NamedTuple):
             mine += jax.tree.leaves(others[: params.others])
         else:
             mine = jax.tree.leaves(leaves[0][0])
-        places = self.places()
+        places = _places(self.statics)
         return [places[i] for i in mine if i in places]
-
-    def places(self) -> dict[int, int]:
-        """By number of a leaf, its place among the arrays."""
-        return _places(self.statics)
 
     def passed_on(self, traced: PlannedCall) -> list[int]:
         """The outputs that are the state of modules as it came in, and no results of `fn`."""
@@ -173,7 +169,7 @@ class Signature(NamedTuple):
             return []
         invars = compat.binders(traced.plan.jaxpr)[1]
         outvars = compat.opened(traced.plan.jaxpr)[0].outvars
-        ins, outs = self.places(), _places(traced.statics)
+        ins, outs = _places(self.statics), _places(traced.statics)
         return [
             outs[b]
             for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -378,12 +374,6 @@ def _reason(leaf: jax.Array) -> str | None:
     return None
 
 
-def _bytes(arrays: Iterable[jax.Array]) -> int:
-    """The bytes of arrays, each once."""
-    each = {id(x): prod(map(int, x.shape)) * int(x.dtype.itemsize) for x in arrays}
-    return sum(each.values())
-
-
 def _stored_leaf(x: jax.Array, dtype: str) -> object:
     """The array, or what stands for one, in a dtype, on the same devices."""
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -395,6 +385,7 @@ def _stored_leaf(x: jax.Array, dtype: str) -> object:
 
 
 def _places(statics: Sequence[object]) -> dict[int, int]:
+    """By number of a leaf, its place among the arrays."""
     arrays = (i for i, leaf in enumerate(statics) if leaf is ARRAY)
     return {leaf: place for place, leaf in enumerate(arrays)}
 
@@ -471,85 +462,71 @@ class _LowInputs:
         self.plan = plan
         self.dtypes = dtypes
         self.allowed = allowed
-        self.env: dict[Atom, Low] = {}
+        inputs = enumerate(zip(compat.binders(plan.jaxpr)[1], dtypes, strict=True))
+        self.env: dict[Atom, Low] = {v: Low(f, frozenset({i})) for i, (v, f) in inputs if f}
         self.wide: dict[int, Wide] = {}
         self.read: set[int] = set()
 
     def result(self) -> LowPlan:
-        plan, invars = self.plan, compat.binders(self.plan.jaxpr)[1]
-        for i, (var, dtype) in enumerate(zip(invars, self.dtypes, strict=True)):
-            if dtype is not None:
-                self.env[var] = Low(dtype, frozenset({i}))
+        plan = self.plan
         steps = [self.step(step) for step in plan.steps]
-        lows = []
-        for i, operand in enumerate(plan.results):
-            low = self.held(operand)
-            if low is not None and i not in self.allowed:
-                self.refuse(low, Wide("float32", "it is handed on in float32, as a result"))
-                low = None
-            lows.append(low)
+        lows = [self.held(operand) for operand in plan.results]
+        for i, low in enumerate(lows):
+            if i not in self.allowed:
+                self.reads(low, "float32", "it is handed on in float32, as a result")
+                lows[i] = None
         known, outs = _lowered(plan.known, self.dtypes), _lowered(plan.outs, _dtypes(lows))
         made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, cache={})
         return LowPlan(made, tuple(lows), self.wide, frozenset(self.read))
 
-    def held(self, operand: Operand) -> Low | None:
-        """The low value that an operand hands on; one that is cast to its own dtype is read."""
-        if type(operand) is Literal:
-            return None
-        if type(operand) is not Cast:
-            return self.env.get(operand)
-        low = None if type(operand.atom) is Literal else self.env.get(operand.atom)
-        if low is not None and low.dtype == operand.dtype:
-            self.read |= low.inputs
-        elif low is not None:
-            self.refuse(low, Wide(operand.dtype, f"it is read in {operand.dtype}"))
+    def held(self, operand: Operand, step: Step | None = None) -> Low | None:
+        """The low value that an operand hands on; one that is cast is read."""
+        atom = operand.atom if type(operand) is Cast else operand
+        dtype = operand.dtype if type(operand) is Cast else None
+        low = None if type(atom) is Literal else self.env.get(atom)
+        if dtype is None:
+            return low
+        self.reads(low, dtype, f"it is read in {dtype}" if step is None else step)
         return None
 
-    def refuse(self, low: Low | None, wide: Wide) -> None:
-        for i in low.inputs if low else ():
-            self.wide.setdefault(i, wide)
+    def reads(self, low: Low | None, dtype: str | None, who: Step | str) -> None:
+        """Note who reads a value in a dtype; of the reads in another than its own, the first."""
+        if low is None:
+            return
+        if dtype == low.dtype:
+            self.read |= low.inputs
+        elif new := low.inputs - self.wide.keys():
+            why = who if isinstance(who, str) else self.reader(who, dtype)
+            self.wide.update(dict.fromkeys(new, Wide(dtype, why)))
 
     def step(self, step: Step) -> Step:
-        before = set(self.wide)
-        lows = [self.held(operand) for operand in step.operands]
-        self.tell(step, before)  # a cast may have refused some, of which the step can say more
+        lows = [self.held(operand, step) for operand in step.operands]
         if not any(lows):
             return step
         made, outs = self.through(step, lows)
-        for var, low in zip(step.eqn.outvars, outs, strict=True):
-            if low is not None:
-                self.env[var] = low
+        self.env.update((v, low) for v, low in zip(step.eqn.outvars, outs, strict=True) if low)
         return made
 
     def through(self, step: Step, lows: Held) -> tuple[Step, Held]:
         """The step for low operands, and which of its results are low."""
         eqn, name = step.eqn, step.eqn.primitive.name
-        none: Held = [None] * len(eqn.outvars)
-        low_product = step.kind is Kind.CONTRACT and step.in_8_bits is None
-        if low_product:
-            for at, low in enumerate(lows):
-                if low is not None and at < 2 and step.low == low.dtype:
-                    self.read |= low.inputs
-                    lows[at] = None
-        elif step.kind is Kind.CAST:
-            return self.moved(step, lows)
-        elif step.kind is Kind.BIND and name == "convert_element_type":
-            (low,) = lows
-            if low is not None and eqn.params["new_dtype"] == low.dtype:  # as written by the user
-                self.read |= low.inputs
-                return step, none
-        elif step.kind in (Kind.BIND, Kind.ROUND) and step.returns is None:
-            if name in _EACH:
-                return self.moved(step, lows)
-            if name in _MOVES and (low := _joined(eqn, lows)) and _fills_alike(eqn, low.dtype):
-                return self.moved(step, [low] * len(eqn.outvars))
-        elif step.inside is not None:
+        if step.inside is not None:
             return self.inside(step, step.inside, lows)
-        dtype = step.low if low_product else "float32"
+        bound = step.kind in (Kind.BIND, Kind.ROUND) and step.returns is None
+        if step.kind is Kind.CAST or (bound and name in _EACH):
+            return self.moved(step, lows)
+        low = _joined(eqn, lows) if bound and name in _MOVES else None
+        if low is not None and _fills_alike(eqn, low.dtype):
+            return self.moved(step, [low] * len(eqn.outvars))
+        as_written = step.kind is Kind.BIND and name == "convert_element_type"
         for low in lows:
-            if low is not None and not low.inputs <= self.wide.keys():  # the first read is reported
-                self.refuse(low, Wide(dtype, self.reader(step, dtype)))
-        return step, none
+            dtype: str | None = "float32"
+            if step.kind is Kind.CONTRACT and step.in_8_bits is None:
+                dtype = step.low
+            elif as_written and low is not None and eqn.params["new_dtype"] == low.dtype:
+                dtype = low.dtype
+            self.reads(low, dtype, step)
+        return step, [None] * len(eqn.outvars)
 
     def moved(self, step: Step, outs: Held) -> tuple[Step, Held]:
         writes = tuple(low.dtype if low else f for low, f in zip(outs, step.writes, strict=True))
@@ -563,33 +540,26 @@ class _LowInputs:
             programs = [Inner(eqn, range(len(lows)))]
         for at in dict.fromkeys(at for program in programs for at in program.carried):
             where = compat.where_written(eqn)
-            self.refuse(lows[at], Wide("float32", f"a {name} carries it in float32 ({where})"))
+            self.reads(lows[at], "float32", f"a {name} carries it in float32 ({where})")
             lows[at] = None
-        before = set(self.wide)
         allowed = self.allowed_outputs(step, whole, programs, lows)
-        entered = [
-            self.enter(plan, program.of(lows), allowed if program.gives else ())
-            for program, plan in zip(programs, whole.plans, strict=True)
-        ]
-        if name == FUNCTION_CALL:  # inside, nothing is asked: the op decides
-            self.tell(step, before)
-        results = (
-            one.outs for one, program in zip(entered, programs, strict=True) if program.gives
-        )
-        moved, outs = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
-        outs = [self.after_cast(low, whole.rounds().get(i)) for i, low in enumerate(outs)]
-        plans = tuple(one.plan for one in entered)
-        return moved._replace(inside=whole.lowered(plans, _dtypes(lows), self.of_rule)), outs
-
-    def after_cast(self, low: Low | None, dtype: str | None) -> Low | None:
-        """A result of a program inside, once the step has cast it: what is low is read then."""
-        if low is None or dtype is None:
-            return low
-        if dtype == low.dtype:
-            self.read |= low.inputs
-        else:
-            self.refuse(low, Wide(dtype, f"it is returned in {dtype}"))
-        return None
+        plans, results = [], []
+        for program, plan in zip(programs, whole.plans, strict=True):
+            mine = program.of(lows)
+            lowered = plan_low(plan, _dtypes(mine), allowed if program.gives else ())
+            for i, wide in lowered.wide.items():  # in a function call it is the op that decides
+                self.reads(mine[i], wide.dtype, step if name == FUNCTION_CALL else wide.why)
+            for i in lowered.read:
+                self.read |= _inputs(mine[i])
+            plans.append(lowered.plan)
+            if program.gives:
+                outs = lowered.outs
+                results.append([low and _of_all([mine[i] for i in low.inputs]) for low in outs])
+        moved, made = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
+        for i, dtype in whole.rounds().items():  # the step casts what comes of the program inside
+            self.reads(made[i], dtype, f"it is returned in {dtype}")
+            made[i] = None
+        return moved._replace(inside=whole.lowered(tuple(plans), _dtypes(lows), self.of_rule)), made
 
     def allowed_outputs(
         self, step: Step, whole: Inside, programs: Sequence[Inner], lows: Held
@@ -606,16 +576,6 @@ class _LowInputs:
             allowed = [i for i in allowed if alike[i]]
         return allowed
 
-    def enter(self, plan: Plan, lows: Held, allowed: Iterable[int]) -> LowPlan:
-        """The plan of a body whose inputs these are; what it reads, this program reads."""
-        lowered = plan_low(plan, _dtypes(lows), allowed)
-        for i, wide in lowered.wide.items():
-            self.refuse(lows[i], wide)
-        for i in lowered.read:
-            self.read |= _inputs(lows[i])
-        outs = tuple(low and _of_all([lows[i] for i in low.inputs]) for low in lowered.outs)
-        return lowered._replace(outs=outs)
-
     def of_rule(
         self, plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int], name: str
     ) -> tuple[Plan, list[str | None]]:
@@ -628,12 +588,6 @@ class _LowInputs:
                 "polymp.jax.freeze(autocast(gradient), params, ...), which keeps it in float32."
             )
         return lowered.plan, _dtypes(lowered.outs)
-
-    def tell(self, step: Step, before: set[int]) -> None:
-        """Say of what was refused since that this step reads it."""
-        for i in self.wide.keys() - before:
-            dtype = self.wide[i].dtype
-            self.wide[i] = Wide(dtype, self.reader(step, dtype))
 
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""

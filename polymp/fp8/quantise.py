@@ -32,9 +32,6 @@ def _float32(number: float) -> float:
 Verb = Callable[[Any], Any]
 
 
-# `Verbs`: the functions of a framework that quantisation calls.
-
-
 class Verbs(NamedTuple):
     """A framework's functions of arrays.
 
@@ -65,7 +62,7 @@ def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) ->
         torchao 0.18, `torchao/float8/float8_utils.py`, `amax_to_scale`, which divides in float64:
         the same number, except below `SMALLEST_AMAX`, where it is a constant here.
     """
-    largest = recipe.largest(role)
+    largest = dtypes.get(recipe.format_of(role)).max
     amax = verbs.amax(array, axis)
     tiny = amax <= _float32(SMALLEST_AMAX)
     # Both are arrays: torch divides a number by an array as number * (1 / array), in two roundings.

@@ -12,24 +12,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from polymp import dtypes
 from polymp.errors import PolicyError
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-
-
 # What an operand is, whichever of the three products it is in.
 ACTIVATION, WEIGHT, GRADIENT = "activation", "weight", "gradient"
-
-
 # The three products of a layer.
 RESULT, INPUT_GRADIENT, WEIGHT_GRADIENT = "result", "input_gradient", "weight_gradient"
-
-
 # One scale for an array, or one for each of its rows along the axis that is summed over.
 TENSOR, ROW = "tensor", "row"
-
-
 # What a scale is computed along: an axis, several, or None for the whole array.
 Axis = int | tuple[int, ...] | None
 
@@ -66,10 +57,6 @@ class Recipe:
         whole = product == INPUT_GRADIENT and role == WEIGHT and self.whole_weight_in_backward
         return None if self.scaling == TENSOR or whole else summed
 
-    def largest(self, role: str) -> float:
-        """Return the largest finite value of the format of a role."""
-        return dtypes.get(self.format_of(role)).max
-
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
@@ -105,26 +92,16 @@ def recipe_of(name: str, where: str) -> Recipe:
 #
 # Dtypes that an operand is quantised from.
 QUANTISED_FROM = ("float16", "bfloat16", "float32")
-
-
 # The dtype of regions whose products run in 8 bits.
 REGION_DTYPE = "bfloat16"
-
-
 # Why no other dtype: used in the errors of regions as well.
 NOT_FLOAT16 = (
     "the results and gradients of 8-bit products are bfloat16, whose range no gradient leaves"
 )
-
-
 # Every dimension is a multiple of this, as cuBLASLt and CUTLASS ask for.
 MULTIPLE = 16
-
-
 # Compute capability of the first NVIDIA GPUs with units for 8-bit floats.
 FIRST_CAPABILITY = (8, 9)
-
-
 # Rowwise kernels fail on these (pytorch #192707).
 NO_ROWWISE = ((12, 0),)
 

@@ -460,14 +460,10 @@ def _silent(call: Call) -> bool:
 
 
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
-    """The first calls of two runs that are one op in other dtypes; None if there are none.
-
-    Calls are aligned by name, run dtype and recipe; under the rule fp32_keep, by name and rule.
-    Calls of one name that are left over between aligned ones on both sides ran in other dtypes, or
-    by other recipes, if either side has a row for them. An op without a row, with nothing else left
-    over there, may be wider in JAX, which leaves out a rounding where only float32 reads the
-    result. A cast to a low dtype that only one program makes is a difference, too.
-    """
+    """The first calls of two runs that are one op in other dtypes; None if there are none."""
+    # Calls of one name that are left over between aligned ones on both sides ran in other dtypes,
+    # or by other recipes, if either side has a row for them. An op without a row, with nothing else
+    # left over there, may be wider in JAX, which leaves out a rounding where only float32 reads it.
     gaps = (_in_gap(*gap) for gap in _unaligned(one, other))
     return next((parted for parted in gaps if parted is not None), None)
 
@@ -533,12 +529,9 @@ def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None
 
 
 def partner(at: int, kept: Run, moved: Sequence[Run], theirs: Run) -> Call | None:
-    """The JAX call at the place of a torch step: one that reads the same values.
-
-    Of several, those of the same op, in the order of torch's; or else the first, as where torch has
-    one call for a gelu and JAX has many. A loop's values are not known: there it is the call that
-    the names say.
-    """
+    """The JAX call at the place of a torch step: one that reads the same values."""
+    # Of several, those of the same op, in the order of torch's; or else the first, as where torch
+    # has one call for a gelu and JAX has many. Of a loop, whose values are not known, by the names.
     steps, call = kept.steps, kept.steps[at].call
 
     @cache
@@ -546,13 +539,11 @@ def partner(at: int, kept: Run, moved: Sequence[Run], theirs: Run) -> Call | Non
         if not steps[source].values:
             return frozenset()
         value, limit = _with_limit(source, kept, moved)
-        places = enumerate(theirs.steps)
-        same = (
+        return frozenset(
             i
-            for i, s in places
+            for i, s in enumerate(theirs.steps)
             if any(x.size == value.size and _near(value, x, limit) for x in s.values)
         )
-        return frozenset(same)
 
     @cache
     def sources(reader: int) -> frozenset[int]:
@@ -606,16 +597,12 @@ def side_by_side(parted: Parted, names: tuple[str, str]) -> str:
 
 
 def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
-    """Find the first step of a torch run whose values no step of the JAX run has.
-
-    Axes may have another order, because the frameworks lay arrays out in different ways. A forward
-    step is passed over if a later step that reads it has the same values in JAX: JAX may split an
-    op into others.
-    """
+    """Find the first step of a torch run whose values no step of the JAX run has."""
+    # A forward step is passed over if a later step that reads it has the same values in JAX, which
+    # may split an op into others.
+    values = chain.from_iterable(step.values for step in theirs.steps)
     pool: dict[int, list[Any]] = {}
-    for x in chain.from_iterable(step.values for step in theirs.steps):
-        pool.setdefault(x.size, []).append(x)
-    for x in (*theirs.results.values(), *theirs.gradients.values()):
+    for x in chain(values, theirs.results.values(), theirs.gradients.values()):
         pool.setdefault(x.size, []).append(x)
     steps = kept.steps
     met: list[bool | None] = []

@@ -1,7 +1,6 @@
 """The recipes as a table, and what no recipe can be."""
 
 import math
-import pickle
 from fractions import Fraction
 
 import ml_dtypes
@@ -43,21 +42,6 @@ def test_the_recipes():
             assert found == expected, (name, product)
 
 
-def test_a_recipe_is_hashable_and_survives_pickle():
-    assert {pickle.loads(pickle.dumps(recipe)) for recipe in RECIPES.values()} == {
-        *RECIPES.values()
-    }
-
-
-def test_no_recipe_multiplies_two_arrays_of_float8_e5m2():
-    for recipe in RECIPES.values():
-        assert recipe.scaling in ("tensor", "row")
-        for _, *roles in PRODUCTS:
-            formats = [recipe.format_of(role) for role in roles]
-            assert {*formats} <= {E4M3, E5M2}
-            assert formats != [E5M2, E5M2], "no GPU does"
-
-
 @pytest.mark.parametrize("name", ["tensor", "", None, ["rowwise"]])
 def test_an_unknown_recipe(name):
     with pytest.raises(PolicyError) as error:
@@ -89,7 +73,7 @@ def test_a_scale_is_the_formula_in_exact_arithmetic(name, role):
         array = np.array([[0.0, -amax], [amax / 2, 0.0]], np.float32)
         scale = scale_of(VERBS, array, recipe, role, None)
         divisor = max(Fraction(float(np.float32(amax))), Fraction(1e-12))
-        expected = nearest_float32(Fraction(recipe.largest(role)) / divisor)
+        expected = nearest_float32(Fraction(dtypes.get(recipe.format_of(role)).max) / divisor)
         if recipe.power_of_two:
             expected = 2.0 ** (math.frexp(expected)[1] - 1)
         assert scale.dtype == np.float32

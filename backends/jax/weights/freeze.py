@@ -134,7 +134,7 @@ def freeze(
     shape = apart._replace(parts=None, together=lambda parts: parts)  # without the arrays
     each = ({id(xs[i]): xs[i] for i in typed}.values() for xs in (leaves, served))
     size = [sum(int(x.size) * x.dtype.itemsize for x in arrays) for arrays in each]
-    frozen = Frozen(autocast, stored, kept, size, FrozenParams(tree, shape, dtypes, lows))
+    frozen = Frozen(autocast, stored, kept, size, FrozenParams(tree, shape, dtypes))
     return frozen, apart.together(jax.tree.unflatten(tree, served))
 
 
@@ -183,12 +183,11 @@ class FrozenParams(NamedTuple):
     tree: jax.tree_util.PyTreeDef
     params: nnx.SplitModules  # those it was frozen for, without the arrays
     dtypes: Mapping[int, str]  # of the arrays
-    lows: Mapping[int, str]  # of those that are stored low
 
-    def low(self, call: Signature) -> dict[int, tuple[str, str]]:
-        """By place among all arrays, path and dtype of what is stored low."""
-        pairs = zip(self.dtypes, call.first(self.params), strict=True)
-        return {place: (self.params.paths[i], self.lows[i]) for i, place in pairs if i in self.lows}
+    def places(self, call: Signature) -> dict[int, str]:
+        """By place among all arrays of a call, the path of a parameter."""
+        paths = (self.params.paths[i] for i in self.dtypes)
+        return dict(zip(call.first(self.params), paths, strict=True))
 
     def check(self, served: object) -> None:
         """Refuse parameters that are not of this structure and these dtypes."""
@@ -292,18 +291,17 @@ class Frozen:
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = Signature(fn, tree, statics)
-        low = self._expected.low(call)
+        low = {i: p for i, p in self._expected.places(call).items() if p in self.stored}
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
         traced = trace(fn, region, tree, statics, avals, kept)
-        dtypes = [low[i][1] if i in low else None for i in range(len(arrays))]
+        dtypes = [self.stored[low[i]] if i in low else None for i in range(len(arrays))]
         lowered = plan_low(traced.plan, dtypes, call.passed_on(traced))
         for i, read in lowered.wide.items():
-            path, dtype = low[i]
             raise PolicyError(
-                f"{path} is stored in {dtype}, but with these arguments {read.why}. Freeze with "
-                "these arguments as well: polymp.jax.freeze(serve, params, ...), where serve is "
-                "this function and params are the float32 parameters, keeps it in float32."
+                f"{low[i]} is stored in {dtypes[i]}, but with these arguments {read.why}. Freeze "
+                "with these arguments as well: polymp.jax.freeze(serve, params, ...), where serve "
+                "is this function and params are the float32 parameters, keeps it in float32."
             )
         return traced._replace(plan=lowered.plan)
 
@@ -336,21 +334,20 @@ def _decided(
     call: Signature, traced: PlannedCall, candidates: Iterable[int], region: Region
 ) -> tuple[dict[int, str], dict[int, Wide]]:
     """By place, the dtype in which an array can be stored, or why it cannot."""
-    allowed = call.passed_on(traced)
+    allowed, inputs = call.passed_on(traced), range(len(traced.plan.known))
     left: set[int] = set(candidates)
     found: dict[int, str] = {}
     wide: dict[int, Wide] = {}
     for dtype in (region.dtype, *sorted(LOW_DTYPES - {region.dtype})):
-        tried, why = set(left), {}
+        tried, why = set(left), dict[int, Wide]()
         while tried:
-            dtypes = [dtype if i in tried else None for i in range(len(traced.plan.known))]
+            dtypes = [dtype if i in tried else None for i in inputs]
             lowered = plan_low(traced.plan, dtypes, allowed)
-            unread = tried - lowered.read if not lowered.wide else set()
-            why.update(lowered.wide)
-            why.update(dict.fromkeys(unread, Wide(None, "nothing reads it")))
-            tried -= lowered.wide.keys() | unread
-            if not lowered.wide and not unread:
+            unread = dict.fromkeys(tried - lowered.read, Wide(None, "nothing reads it"))
+            if not (new := lowered.wide or unread):
                 break
+            why.update(new)
+            tried -= new.keys()
         found.update(dict.fromkeys(tried, dtype))
         left -= tried
         wide = {**why, **wide}

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import regions, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.autocast_kernel import Rulings
 from polymp.backends.torch.compat import dispatcher, export, modes
 from polymp.backends.torch.modules import subclass
+from polymp.backends.torch.weights.freeze_usage import tensors
 from polymp.errors import PolicyError
 
 
@@ -108,8 +108,8 @@ def bake(
 
 def _device(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """The device type of a model and its inputs; "cpu" if they have no tensors."""
-    tensors = (*tree_leaves(inputs), *model.parameters(), *model.buffers())
-    found = [t.device.type for t in tensors if isinstance(t, torch.Tensor)]
+    every = (*tensors(inputs), *model.parameters(), *model.buffers())
+    found = [t.device.type for t in every]
     return next((kind for kind in found if kind != "cpu"), "cpu")
 
 
@@ -184,7 +184,7 @@ class Trace:
         if self._apart and all(str(result.type) == "bool" for result in op._schema.returns):
             with export.unrecorded():  # the compiled kernel asks, say, if cuDNN can be used
                 return op(*args, **kwargs)
-        devices = _enabled(_tensors((args, kwargs)))
+        devices = _enabled(tensors((args, kwargs)))
         if not devices:
             return NotImplemented
         self.in_region = True
@@ -256,7 +256,7 @@ class Trace:
         views = any(result.alias_info is not None for result in schema.returns)
         if key is None or (views and key != dispatcher.COMPOSITE[0]):
             return None
-        if not any(t.is_floating_point() for t in _tensors((args, kwargs))):
+        if not any(t.is_floating_point() for t in tensors((args, kwargs))):
             return None
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*op.tags}:
             return None  # each try would make symbols for sizes that no op uses
@@ -296,11 +296,7 @@ class _Reached(modes.OpMode):
 
     def seen(self) -> list[Any]:
         """Return the ops, each with the dtypes it was called with."""
-        return [(op, [t.dtype for t in _tensors(inputs)]) for op, *inputs in self.calls]
-
-
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return [(op, [t.dtype for t in tensors(inputs)]) for op, *inputs in self.calls]
 
 
 def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:

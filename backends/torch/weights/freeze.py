@@ -230,11 +230,9 @@ def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Ori
         aliased: dict[int, str] | None = None
         try:
             for group in chosen:
-                in_bits = (
-                    InBitsOriginal(model, group.each()[0], group.forms) if group.forms else None
-                )
-                originals.append(in_bits or Original(group.each()))
-                originals[-1].store(frozen_for.region.fast_dtype)
+                one = InBitsOriginal(model, group) if group.forms else Original(group.each())
+                originals.append(one)
+                one.store(frozen_for.region.fast_dtype)
                 group.saved = []
             subclass.extend(model, FrozenModule, frozen_for)
             aliased = trial.verify(originals)
@@ -386,8 +384,8 @@ def _refuse_nothing(name: str, groups: Iterable[Group]) -> NoReturn:
 
 def _kept(groups: Iterable[Group]) -> dict[str, str]:
     """Return the float tensors that stay as they are, by name, and why."""
-    floats = ((n, g.why) for g in groups for n, t in g.tensors.items() if t.is_floating_point())
-    return {name: why for name, why in floats if why}
+    named = ((n, t, g.why) for g in groups for n, t in g.tensors.items())
+    return {name: why for name, t, why in named if why and t.is_floating_point()}
 
 
 def _reasons(kept: Mapping[str, str]) -> list[str]:
@@ -473,8 +471,9 @@ def _spelled(device: str, dtype: str, policy: Any) -> str:
 class InBitsOriginal(Original):
     """A weight, and its places in a model. Unlike in 16 bits, another object takes these places."""
 
-    def __init__(self, model: nn.Module, weight: torch.Tensor, forms: Forms) -> None:
-        super().__init__([weight])
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        super().__init__(group.each())
+        (weight,) = self.tensors
         self._places: list[tuple[dict[str, Any], str]] = [
             (table, name)
             for module in model.modules()
@@ -482,7 +481,7 @@ class InBitsOriginal(Original):
             for name, t in table.items()
             if t is weight
         ]
-        made: torch.Tensor = WeightInBits(forms)
+        made: torch.Tensor = WeightInBits(group.forms)
         if isinstance(weight, nn.Parameter):
             made = nn.Parameter(made, requires_grad=False)
         self._made = made
@@ -555,7 +554,7 @@ class Trial:
         for case in self._cases:
             seen = self._uses()
             self._run(case, self._region, seen)
-            self._run(case, self._region, asks=DtypeReads(self.groups, self._paths))
+            self._run(case, self._region, DtypeReads(self.groups, self._paths))
             self._plain.append((self._run(case, self._region), seen.ops))
         if not any(tree_leaves(results) for results, _ in self._plain):
             raise PolicyError(
@@ -602,18 +601,17 @@ class Trial:
         self,
         case: Case,
         region: Any = None,
-        watch: freeze_usage.Uses | None = None,
-        asks: "DtypeReads | None" = None,
+        watch: "freeze_usage.Uses | DtypeReads | None" = None,
     ) -> list[Any]:
         """Return the results of a call and their gradients; nothing is changed."""
         args, kwargs = inputs = _copied((case.example, self._kwargs))
         region_casts.drop()  # the next run would use casts of a region around this
         before = Snapshot(modules=self._model.modules(), random_numbers=True)
         try:
-            with torch.set_grad_enabled(case.grad), watch or asks or contextlib.nullcontext():
+            with torch.set_grad_enabled(case.grad), watch or contextlib.nullcontext():
                 with region or contextlib.nullcontext():
                     returned = list(freeze_usage.leaves(self._model(*args, **kwargs)))
-                if watch is not None:
+                if isinstance(watch, freeze_usage.Uses):
                     watch.returned(returned)
                 tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
                 read = [t for t in (*self._model.parameters(), *tensors) if t.requires_grad]
@@ -645,13 +643,13 @@ class Trial:
                 f"{what} gives other bits each time, first in {op and op[0]}, so that nothing can "
                 "be compared. Call torch.use_deterministic_algorithms(True) before freeze()."
             ) from error
-        pairs = zip(plain.ops, again.ops, strict=False)
-        steady = [a if a == b else a._replace(digests=()) for a, b in pairs]
+        pairs = enumerate(zip(plain.ops, again.ops, strict=False))
+        changing = {at for at, (a, b) in pairs if a != b}
         compared = [
-            op if at < len(steady) and steady[at].digests else op._replace(digests=())
-            for at, op in enumerate(low.ops)
+            [op._replace(digests=()) if at in changing else op for at, op in enumerate(ops)]
+            for ops in (low.ops, plain.ops)
         ]
-        ours, theirs = freeze_usage.first_difference(compared, steady) or (None, None)
+        ours, theirs = freeze_usage.first_difference(*compared) or (None, None)
         raised = f" It raises {type(error).__name__}: {error}" if error else ""
         low_dtype = dtype_names.NAMES[self._region.fast_dtype]
         raise PolicyError(

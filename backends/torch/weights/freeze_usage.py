@@ -115,9 +115,9 @@ class Uses(modes.OpMode):
             self._casts[modes.storage_key(made)] = modes.storage_reference(made), group
             return made
         ways = [(t, modes.storage_key(t), way) for t, way in _ways(func, args, kwargs)]
-        followed = [key in self.groups or key in self._casts for _, key, way in ways]
-        only_views = all(way == "view" for *_, way in ways) and all(followed)
-        shown = not ways or not only_views
+        shown = not ways or not all(
+            way == "view" and (key in self.groups or key in self._casts) for _, key, way in ways
+        )
         for t, key, way in ways:
             if key in self._elsewhere:
                 self.touched.setdefault(key, f"{func}{where}")
@@ -134,13 +134,13 @@ class Uses(modes.OpMode):
             self.ops.append(Op(str(func), _dtypes((args, kwargs)), None, where))
         result = func(*args, **kwargs)
         if shown:
-            done = tuple(map(digest, _tensors(result))) if self.digests else ()
+            done = tuple(map(digest, tensors(result))) if self.digests else ()
             self.ops[at] = self.ops[at]._replace(outputs=_dtypes(result), digests=done)
         return result
 
     def returned(self, tree: object) -> None:
         """Note returned tensors: the caller may write one that is a cast of a watched tensor."""
-        for t in _tensors(tree):
+        for t in tensors(tree):
             if found := self._casts.get(modes.storage_key(t)):
                 found[1].stays("its cast is returned")
 
@@ -174,7 +174,7 @@ def _ways(
     """Yield an op's input tensors, and whether it reads, writes or only views each."""
     schema = getattr(func, "_schema", None)  # ops on functions have none
     if schema is None:
-        yield from ((t, "read") for t in _tensors((args, kwargs)))
+        yield from ((t, "read") for t in tensors((args, kwargs)))
         return
     named = {a.name: a for a in schema.arguments}
     views = any(result.alias_info is not None for result in schema.returns)
@@ -184,15 +184,16 @@ def _ways(
     for argument, value in pairs:
         alias = argument.alias_info
         way = "read" if alias is None else "write" if alias.is_write else unwritten
-        yield from ((t, way) for t in _tensors(value))
+        yield from ((t, way) for t in tensors(value))
 
 
-def _tensors(tree: object) -> list[torch.Tensor]:
+def tensors(tree: object) -> list[torch.Tensor]:
+    """Return the tensors in a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _dtypes(tree: object) -> tuple[str, ...]:
-    return tuple(dtype_names.NAMES[t.dtype] for t in _tensors(tree))
+    return tuple(dtype_names.NAMES[t.dtype] for t in tensors(tree))
 
 
 # Bit-for-bit comparison of the results of two runs, in any containers and objects.

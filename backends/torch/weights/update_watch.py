@@ -147,7 +147,12 @@ class UpdateWatch:
     def _after(self, *_: object) -> None:
         if is_dynamo_compiling():
             return
-        self._look()
+        for counts, sample in self._mailbox.taken():
+            self.records = sample.records(counts)
+            if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
+                self._warned = True
+                text = lost_updates.message(self.records, INSTEAD)
+                warnings.warn(text, LowWeightsWarning, stacklevel=2)
         if self._sample is None:
             return
         with torch.no_grad():
@@ -155,12 +160,3 @@ class UpdateWatch:
         if counts is not None:
             self._mailbox.post(AsyncCopy(counts), self._sample)
         self._sample = None
-
-    def _look(self) -> None:
-        """Read counts that have arrived, and warn, once."""
-        for counts, sample in self._mailbox.taken():
-            self.records = sample.records(counts)
-            if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
-                self._warned = True
-                text = lost_updates.message(self.records, INSTEAD)
-                warnings.warn(text, LowWeightsWarning, stacklevel=2)

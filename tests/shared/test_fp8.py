@@ -17,8 +17,8 @@ ROLES = ("activation", "weight", "gradient")
 
 @pytest.fixture(scope="module", autouse=True)
 def _both():
-    need("torch")
-    need("jax")
+    for name in FRAMEWORKS:
+        need(name)
 
 
 def policy(recipe):
@@ -145,7 +145,6 @@ STEPS, CUT = 6, 3
 
 
 def run(framework, *args):
-    need(framework)
     return importlib.import_module(f"tests.support.{framework}.fp8_models").Run(*args)
 
 

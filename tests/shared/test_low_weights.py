@@ -92,20 +92,3 @@ def test_split_rebuilds_every_number(framework: str) -> None:
         assert (ties(x) | np.isnan(x))[differ].all()
         assert (differ & ties(x)).any()
     print(f"{framework}: all of {x.size} numbers rebuilt, of which {np.isnan(x).sum()} are NaN")
-
-
-def test_random_rounding_of_torch_is_that_of_torchao() -> None:
-    """Given the same random bits, up to the largest bfloat16 number; above it torchao has Inf."""
-    need("torch")
-    torch = importlib.import_module("torch")
-    quant = pytest.importorskip(
-        "torchao.optim.quant_utils", reason="torchao is not among the packages of the tests"
-    )
-    verbs = importlib.import_module(VERBS["torch"]).VERBS
-    x = torch.randn(2**16, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(1)
-    theirs = quant._fp32_to_bf16_sr(x)
-    torch.manual_seed(1)
-    random = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32)
-    ours, _ = store.store(verbs, store.MODES["stochastic"], "bfloat16", x, random)
-    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))

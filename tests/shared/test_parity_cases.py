@@ -43,6 +43,8 @@ OPS = tuple(name.strip() for name in OPS)
 @pytest.fixture(scope="module", autouse=True)
 def _prepared() -> Iterator[None]:
     """Do the set-up of a recording once, for all tests here."""
+    for name in FRAMEWORKS:
+        need(name)
     with recording():
         yield
 
@@ -71,8 +73,6 @@ def both(name: str, low: str) -> Parity:
 
 @cache
 def passed(low: str) -> dict[str, Parity]:
-    for name in FRAMEWORKS:
-        need(name)
     return {name: both(name, low) for name in asked(low)}
 
 
@@ -114,8 +114,6 @@ def test_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("mismatch", MISMATCHES, ids=lambda m: m.name)
 def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
-    for name in FRAMEWORKS:
-        need(name)
     given = mismatch.inputs()
     with pytest.raises(ParityError) as raised:
         assert_parity(mismatch.torch(), mismatch.jax(), given, dtype=mismatch.dtype, probes=6)
@@ -154,8 +152,6 @@ def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
 )
 def test_the_columns_show_the_same_place(at: int, changed: Any, op: str, line: str) -> None:
     """Of two blocks, in each of which many ops of JAX have the name of one in torch."""
-    for name in FRAMEWORKS:
-        need(name)
     import jax
 
     blocks = [torch_block()] * 2, [jax_block(**changed) if i == at else jax_block() for i in (0, 1)]
@@ -189,8 +185,6 @@ def test_the_columns_show_the_same_place(at: int, changed: Any, op: str, line: s
     "mismatch", [MISMATCHES[at] for at in (2, 9, 10)], ids=lambda m: m.torch().__name__
 )
 def test_the_same_function_without_the_difference_passes(mismatch: Mismatch) -> None:
-    for name in FRAMEWORKS:
-        need(name)
     parity = assert_parity(
         mismatch.torch(), mismatch.right(), mismatch.inputs(), dtype=mismatch.dtype, probes=6
     )
@@ -201,8 +195,6 @@ def test_the_same_function_without_the_difference_passes(mismatch: Mismatch) -> 
 
 
 def test_an_eps_of_1e_6_is_told_from_1e_5_in_a_block() -> None:
-    for name in FRAMEWORKS:
-        need(name)
     given = block_inputs(0)
     assert assert_parity(torch_block(), jax_block(), given, dtype=None, probes=6).margin > 1
     with pytest.raises(ParityError) as raised:
@@ -225,8 +217,6 @@ def seeds_of(name: str) -> int:
 @pytest.mark.parametrize("name", ["block", *OPS] if LONG else ["layer_norm", "div"])
 def test_no_seed_is_a_false_alarm_and_the_tolerance_is_30_errors(name: str) -> None:
     """In float32. In a low dtype most roundings are the same ones in both frameworks."""
-    for framework in FRAMEWORKS:
-        need(framework)
     from tests.support.parity_seeds import Repeated
 
     def given(seed: int) -> list[Any]:
@@ -254,8 +244,6 @@ def test_no_seed_is_a_false_alarm_and_the_tolerance_is_30_errors(name: str) -> N
 @pytest.mark.sized
 @pytest.mark.parametrize("low", LOW if LONG else LOW[1:])
 def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
-    for framework in FRAMEWORKS:
-        need(framework)
     from tests.support.parity_seeds import Repeated
 
     repeated = Repeated(torch_block(), jax_block(), block_inputs(1), low, probes=4)

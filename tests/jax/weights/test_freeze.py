@@ -21,7 +21,6 @@ from jax import lax
 from polymp.backends.jax.weights import freeze as freeze_module
 from polymp.errors import PolicyError
 from polymp.jax import autocast, freeze, lower, upper
-from tests.support.jax import transformer
 
 QUICK = {"xla_backend_optimization_level": 0}
 X = jax.random.normal(jax.random.key(0), (3, 4))
@@ -372,31 +371,6 @@ def test_an_embedding_layer_under_lean(scale):
     assert list(kept) == ["['embedding']"]  # under amp the rows go on in float32
 
 
-def test_a_gemma_with_a_low_cache():
-    it = transformer.Sizes(layers=1)
-    model = transformer.Gemma(it, nnx.Rngs(0), low_rows=True)
-    graph, state = nnx.split(model)
-
-    @autocast
-    def step(state: Any, token: Any, at: Any, caches: Any) -> Any:
-        return nnx.merge(graph, state)(token, at, caches)
-
-    cache, tokens = transformer.caches(it, 2, jnp.bfloat16), jnp.array([[1], [2]])
-    serve, served = freeze(step, state, tokens, jnp.int32(0), cache)
-    assert served["table"].get_value().dtype == jnp.bfloat16
-    runs = jax.jit(serve), jax.jit(step)
-    states, caches = (served, state), [cache, cache]
-    for at in range(2):
-        found = [
-            run(state, tokens + at, jnp.int32(at), cache)
-            for run, state, cache in zip(runs, states, caches, strict=True)
-        ]
-        (ours, cache), (theirs, other) = found
-        caches = [cache, other]
-        assert (ours == theirs).all()
-    assert {x.dtype for x in jax.tree.leaves(caches)} == {jnp.dtype(B16)}
-
-
 # --- The errors of `freeze` and of the functions that it makes, and the text of these functions ---
 
 
@@ -507,13 +481,6 @@ def test_stored_parameters_are_not_frozen_again():
     serve, served = freeze(fn, params, jnp.ones((2, 4)))
     with pytest.raises(TypeError, match=r"Pass the float32 parameters"):
         freeze(serve, served, jnp.ones((3, 4)))
-
-
-def test_a_message_holds_no_arrays():
-    with pytest.raises(TypeError) as raised:
-        freeze({"w": jnp.ones((4, 4))}, autocast(jnp.sin))
-    assert "an object of dict" in str(raised.value)
-    assert "1." not in str(raised.value)
 
 
 def test_tied_parameters_stay_one_array():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -77,12 +78,19 @@ def stepped(leaf: LowLeaf, low: jax.Array, full: jax.Array) -> tuple[Any, Any, A
     return update, beside, optax.apply_updates(low, update)
 
 
+@cache
+def of_any_pairs(kind: tuple[str, str]) -> tuple[Any, ...]:
+    """Low weights, float32 ones, and the step from the first to the second."""
+    low, full = any_pairs(kind[1])
+    return low, full, *jax.jit(partial(stepped, leaf_of(kind)))(low, full)
+
+
 @pytest.mark.sized
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_of_trained_weights_optax_gives_the_rounded_ones(kind):
     """All of them, but where the old weight was rounded up to a power of two: see low_weights."""
     leaf, (low, full, before) = leaf_of(kind), trained_pairs(kind)
-    _, beside, after = jax.jit(lambda *pair: stepped(leaf, *pair))(low, full)
+    _, beside, after = jax.jit(partial(stepped, leaf))(low, full)
     other = bits(after) != bits(rounded(leaf, full))
     raised = np.abs(as_float64(low)) > np.abs(before.astype(np.float64))
     power = np.frexp(np.abs(as_float64(low)))[0] == 0.5
@@ -99,8 +107,7 @@ def test_of_trained_weights_optax_gives_the_rounded_ones(kind):
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_what_is_beside_belongs_to_the_weight_that_is_there(kind):
     """Of any pair of numbers, Inf, NaN and subnormal ones too."""
-    leaf, (low, full) = leaf_of(kind), any_pairs(kind[1])
-    _, beside, after = jax.jit(lambda *pair: stepped(leaf, *pair))(low, full)
+    leaf, (_, full, _, beside, after) = leaf_of(kind), of_any_pairs(kind)
     if beside is None:
         return
     loaded = leaf.loaded(after, beside)
@@ -115,8 +122,7 @@ def test_what_is_beside_belongs_to_the_weight_that_is_there(kind):
 @pytest.mark.sized
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_it_does_not_matter_which_program_adds_the_update(kind):
-    leaf, (low, full) = leaf_of(kind), any_pairs(kind[1])
-    update, _, after = jax.jit(lambda *pair: stepped(leaf, *pair))(low, full)
+    low, _, update, _, after = of_any_pairs(kind)
     apart = jax.jit(optax.apply_updates)(low, update)
     eager = optax.apply_updates(low, update)
     assert np.array_equal(bits(after), bits(apart))
@@ -128,9 +134,8 @@ def test_it_does_not_matter_which_program_adds_the_update(kind):
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_any_pair_within_reach_is_exact(kind):
     """The bound of the docstring: 2**-16 of the power of two in the old weight; 2**-13."""
-    leaf, (low, full) = leaf_of(kind), any_pairs(kind[1])
-    after = jax.jit(lambda *pair: stepped(leaf, *pair)[2])(low, full)
-    new = rounded(leaf, full)
+    low, full, *_, after = of_any_pairs(kind)
+    new = rounded(leaf_of(kind), full)
     old, to = np.abs(as_float64(low)), np.abs(as_float64(new))
     with np.errstate(invalid="ignore"):  # Inf and NaN
         reach = 2.0 ** (np.frexp(old)[1] - 1 - (16 if kind[1] == "bfloat16" else 13))

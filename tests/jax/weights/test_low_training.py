@@ -130,21 +130,6 @@ def test_master_is_float32_under_autocast_bit_for_bit(name):
     assert float(losses[-1]) < float(losses[0])
 
 
-def test_this_oracle_finds_gradients_that_are_rounded():
-    """Of low parameters JAX gives low gradients, so this is another run than float32's."""
-    params, loss, batch = perceptron()
-    tx = low_weights(optax.adamw(1e-3), "master")
-    want, *_ = trained(tx, tx.weights(params), tx.init(params), autocast(loss), batch, 10)
-
-    def rounded(params: Any, x: Any) -> Any:
-        low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        return autocast(loss)(low, x)
-
-    losses, *_ = trained(tx, tx.weights(params), tx.init(params), rounded, batch, 10)
-    assert bits(losses[:1]) == bits(want[:1])
-    assert bits(losses) != bits(want)
-
-
 def test_the_plain_loop_is_not_float32_bit_for_bit():
     """As docs/low-weights.md say: it is differentiated by the low weights themselves."""
     params, loss, batch = perceptron()

@@ -22,8 +22,6 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from polymp.jax import lower
-
 MASKED = -2.3819763e38
 
 
@@ -68,23 +66,18 @@ class Attention(nnx.Module):
         self.out = weight(rngs, it.heads, it.head, it.width)
         self.groups = it.heads // it.shared
 
-    def __call__(self, x: Array, positions: Array, mask: Array, cache: Any) -> tuple[Array, Any]:
+    def __call__(self, x: Array, positions: Array, mask: Array) -> Array:
         query = jnp.einsum("btd,ndh->btnh", x, self.query[...])
         key, value = jnp.einsum("bsd,ckdh->cbskh", x, self.pair[...])
         query = rotated(query, positions) * query.shape[-1] ** -0.5
         key = rotated(key, positions)
-        if cache is not None:
-            at = (0, positions[0, 0], 0, 0)
-            key = jax.lax.dynamic_update_slice(cache["key"], key, at)
-            value = jax.lax.dynamic_update_slice(cache["value"], value, at)
-            cache = {"key": key, "value": value}
         b, t, _, h = query.shape
         query = query.reshape(b, t, -1, self.groups, h)
         scores = jnp.einsum("btkgh,bskh->btkgs", query, key)
         scores = 50 * jnp.tanh(scores / 50)
         shares = jax.nn.softmax(jnp.where(mask[:, :, None, None], scores, MASKED), axis=-1)
         mixed = jnp.einsum("btkgs,bskh->btkgh", shares.astype(key.dtype), value)
-        return jnp.einsum("btnh,nhd->btd", mixed.reshape(b, t, -1, h), self.out[...]), cache
+        return jnp.einsum("btnh,nhd->btd", mixed.reshape(b, t, -1, h), self.out[...])
 
 
 class Feed(nnx.Module):
@@ -102,37 +95,28 @@ class GemmaBlock(nnx.Module):
         self.feed_before, self.feed_after = Norm(it.width), Norm(it.width)
         self.attention, self.feed = Attention(it, rngs), Feed(it, rngs)
 
-    def __call__(self, x: Array, positions: Array, mask: Array, cache: Any) -> tuple[Array, Any]:
-        mixed, cache = self.attention(self.before(x), positions, mask, cache)
-        x = x + self.after(mixed)
-        return x + self.feed_after(self.feed(self.feed_before(x))), cache
+    def __call__(self, x: Array, positions: Array, mask: Array) -> Array:
+        x = x + self.after(self.attention(self.before(x), positions, mask))
+        return x + self.feed_after(self.feed(self.feed_before(x)))
 
 
 class Gemma(nnx.Module):
-    """Tokens [batch, time] to scores [batch, time, words]; the rows of the table may be marked."""
+    """Tokens [batch, time] to scores [batch, time, words]."""
 
-    def __init__(self, it: Sizes, rngs: nnx.Rngs, low_rows: bool = False) -> None:
-        self.low_rows = low_rows
+    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
         self.table = nnx.Param(jax.random.normal(rngs.params(), (it.words, it.width)) * 0.1)
         self.blocks = nnx.List(GemmaBlock(it, rngs) for _ in range(it.layers))
         self.norm = Norm(it.width)
 
-    def __call__(self, tokens: Array, at: Any = None, caches: Any = None) -> Any:
-        """The scores; with caches, of the tokens from `at` on, and the caches."""
-        (b, t), length = tokens.shape, tokens.shape[1]
-        positions = jnp.broadcast_to(jnp.arange(t) + (0 if at is None else at), (b, t))
-        if caches is not None:
-            length = caches[0]["key"].shape[1]
-        mask = positions[:, :, None] >= jnp.arange(length)
-        x = lower(self.table[tokens]) if self.low_rows else self.table[tokens]
+    def __call__(self, tokens: Array) -> Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        mask = positions[:, :, None] >= jnp.arange(tokens.shape[1])
+        x = self.table[tokens]
         x = x * jnp.sqrt(x.shape[-1]).astype(x.dtype)
-        made = []
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x, cache = block(x, positions, mask, cache)
-            made.append(cache)
+        for block in self.blocks:
+            x = block(x, positions, mask)
         scores = jnp.dot(self.norm(x), self.table[...].T)
-        scores = 30 * jnp.tanh(scores / 30)
-        return scores if caches is None else (scores, made)
+        return 30 * jnp.tanh(scores / 30)
 
 
 class LM1BBlock(nnx.Module):
@@ -176,12 +160,6 @@ def language_loss(model: Any, tokens: Array) -> Array:
     found = optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
     weights = jnp.where(tokens[:, 1:] > 0, 1, 0)
     return (found * weights).sum() / weights.sum()
-
-
-def caches(it: Sizes, batch: int, dtype: Any) -> list[dict[str, Array]]:
-    """Empty caches of Gemma."""
-    shape = batch, it.length, it.shared, it.head
-    return [{k: jnp.zeros(shape, dtype) for k in ("key", "value")} for _ in range(it.layers)]
 
 
 Params = dict[str, Any]

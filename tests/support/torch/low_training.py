@@ -72,6 +72,13 @@ def loss_of(name: str, model: nn.Module, step: int, dtype: torch.dtype | None = 
     return F.mse_loss(out.float(), y)
 
 
+def step(model: nn.Module, optimizer: Any, at: int) -> None:
+    """One step of a perceptron."""
+    optimizer.zero_grad()
+    loss_of("mlp", model, at).backward()
+    optimizer.step()
+
+
 def low(name: str, model: nn.Module, optimizer: Any, mode: str | None, **options: Any) -> Any:
     """The optimizer with low weights, as the model's uses of them allow; None: as it is."""
     if mode is None:

@@ -236,16 +236,6 @@ def test_a_parameter_is_cast_once_if_the_region_keeps_casts(x, engine):
     assert Counter(calls(anew))["aten.to.dtype"] == 7
 
 
-def test_a_cast_made_without_gradients_is_not_used_with_them(x):
-    class Half(Thrice):
-        def forward(self, x):
-            with torch.no_grad():
-                h = self.layer(x)
-            return self.layer(h)
-
-    check(Half(), x)
-
-
 def test_a_parameter_that_is_written_is_cast_again(x):
     class Written(Thrice):
         def forward(self, x):
@@ -296,18 +286,6 @@ def test_shapes_may_be_dynamic(x):
         with REGIONS["own"]():
             expected = model(more)
         assert same(program.module()(more), expected)
-
-
-def test_inputs_by_keyword(x):
-    class Scaled(Thrice):
-        def forward(self, x, *, by):
-            return super().forward(x) * by
-
-    model, by = Scaled(), torch.tensor(3.0)
-    with autocast("cpu"):
-        program = bake(model, (x,), {"by": by})
-        expected = model(x, by=by)
-    assert same(program.module()(x, by=by), expected)
 
 
 # --- regions, scopes and ops of the user's own ---------------------------------------------------
@@ -382,13 +360,56 @@ class Product(torch.autograd.Function):
         return grad @ w.t(), x.t() @ grad
 
 
-def test_custom_functions_count(x):
-    class Custom(Thrice):
-        def forward(self, x):
-            return self.layer(Product.apply(self.layer(x), self.layer.weight))
+class Uses(Thrice):
+    """One layer, used as a function says."""
 
-    found = calls(check(Custom(), x, graded=False))
-    assert "aten.matmul" in found
+    def __init__(self, use: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        return self.use(self.layer, x, **more)
+
+
+def without_gradients_first(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The cast that is made there is not used with gradients."""
+    with torch.no_grad():
+        h = layer(x)
+    return layer(h)
+
+
+def checkpointed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda x: layer(F.gelu(layer(x))), x, use_reentrant=False)
+
+
+NUMBERS = {"rules": {"linear": "lower", "mul": "fp32", "add": "lower", "div": "keep"}}
+USES: dict[str, tuple[Callable[..., torch.Tensor], Any]] = {
+    "a cast without gradients": (without_gradients_first, REGIONS["torch"]),
+    "numbers": (
+        lambda layer, x: (layer(x) * 3 + 1) / 2,
+        lambda: autocast("cpu", policy=NUMBERS),
+    ),
+    "checkpointed parts": (checkpointed, REGIONS["own"]),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_of_a_layer(use, x):
+    function, region = USES[use]
+    check(Uses(function), x, region=region)
+
+
+def test_inputs_by_keyword(x):
+    model, by = Uses(lambda layer, x, by: layer(x) * by), torch.tensor(3.0)
+    with autocast("cpu"):
+        program = bake(model, (x,), {"by": by})
+        expected = model(x, by=by)
+    assert same(program.module()(x, by=by), expected)
+
+
+def test_custom_functions_count(x):
+    model = Uses(lambda layer, x: layer(Product.apply(layer(x), layer.weight)))
+    assert "aten.matmul" in calls(check(model, x, graded=False))
 
 
 def test_registered_ops_count(x):
@@ -399,55 +420,31 @@ def test_registered_ops_count(x):
     twice.register_fake(lambda x: torch.empty_like(x))
     polymp.register_op("bake_twice", "fp32", torch="baketest::twice")
 
-    class Model(Thrice):
-        def forward(self, x):
-            return twice(self.layer(x))
-
-    program = check(Model(), x, graded=False)
+    program = check(Uses(lambda layer, x: twice(layer(x))), x, graded=False)
     assert calls(program)[-2:] == ["aten.to.dtype", "baketest.twice"]
 
 
-def test_numbers_in_place_of_tensors(x):
-    class Model(Thrice):
-        def forward(self, x):
-            return (self.layer(x) * 3 + 1) / 2
-
-    rules = {"rules": {"linear": "lower", "mul": "fp32", "add": "lower", "div": "keep"}}
-    check(Model(), x, region=lambda: autocast("cpu", policy=rules))
-
-
-def test_checkpointed_parts(x):
-    class Model(Thrice):
-        def forward(self, x):
-            return checkpoint(lambda x: self.layer(F.gelu(self.layer(x))), x, use_reentrant=False)
-
-    check(Model(), x, region=REGIONS["own"])
-
-
-class Branch(Thrice):
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, self.layer, lambda x: self.layer(x) * 2, (x,))
-
-
 def test_branches_have_their_own_casts(x):
-    program = check(Branch(), x)
+    def branches(layer, x):
+        return torch.cond(x.sum() > 0, layer, lambda x: layer(x) * 2, (x,))
+
+    program = check(Uses(branches), x)
     assert Counter(calls(program))["aten.to.dtype"] == 6
     assert same(program.module()(-x), program.module()(-x))
 
 
 def test_a_region_in_a_branch_is_refused(x):
-    class Model(Branch):
-        def forward(self, x):
-            def off(x):
-                with torch.autocast("cpu", enabled=False):
-                    return self.layer(x).bfloat16()
+    def branches(layer, x):
+        def off(x):
+            with torch.autocast("cpu", enabled=False):
+                return layer(x).bfloat16()
 
-            return torch.cond(x.sum() > 0, off, self.layer, (x,))
+        return torch.cond(x.sum() > 0, off, layer, (x,))
 
     with autocast("cpu"), pytest.raises(PolicyError) as error:
-        bake(Model(), (x,))
+        bake(Uses(branches), (x,))
     assert str(error.value) == (
-        "bake(): Model enters a region in a branch of control flow, where it cannot be written "
+        "bake(): Uses enters a region in a branch of control flow, where it cannot be written "
         "out. Enter it around the control flow."
     )
 
@@ -494,26 +491,6 @@ def test_a_saved_program_runs_without_polymp(tmp_path: Path):
             assert same(found[f"{at}"][way], baked(*case).outputs), (case, way)
 
 
-def test_a_program_learns_as_the_model_does(x):
-    def steps(model, forward, region):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            with region():
-                out = forward(x)
-            loss(out).backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    model, theirs = net(), net()
-    with REGIONS["own"]():
-        program = bake(model, (x,)).module()
-    before = [p.detach().clone() for p in theirs.parameters()]
-    trained = steps(theirs, theirs, REGIONS["own"])
-    assert not same(before, trained)
-    assert same(steps(program, program, nullcontext), trained)
-
-
 # --- the model and the thread are left as they were found ----------------------------------------
 
 
@@ -531,14 +508,10 @@ def test_the_model_is_left_as_it_was(x):
 
 
 def test_an_op_that_is_forbidden_stops_it(x):
-    class Model(Thrice):
-        def forward(self, x):
-            return F.binary_cross_entropy(self.layer(x).sigmoid(), x.sigmoid())
-
-    model = Model()
+    model = Uses(lambda layer, x: F.binary_cross_entropy(layer(x).sigmoid(), x.sigmoid()))
     with autocast("cpu", policy="amp"), pytest.raises(ForbiddenOpError, match="policy 'amp' forbi"):
         bake(model, (x,))
-    assert type(model) is Model
+    assert type(model) is Uses
     with autocast("cpu", policy="matmul"):
         assert of_regions(bake(model, (x,))) == []
 
@@ -558,26 +531,24 @@ def test_no_region(x):
 
 
 def test_what_is_no_model_and_what_are_no_inputs(x):
-    with pytest.raises(TypeError) as error:
-        bake(torch.relu, (x,))
-    assert str(error.value) == (
-        f"bake() takes a torch.nn.Module and its inputs, not {torch.relu!r}."
-    )
-    with pytest.raises(TypeError) as error:
-        bake(Thrice(), x)
-    assert str(error.value) == (
-        "bake() takes the inputs of Thrice as a tuple, such as (x,), not as Tensor."
-    )
-
-
-def test_a_graph_is_no_model(x):
     graph = torch.fx.symbolic_trace(Thrice())
-    with autocast("cpu"), pytest.raises(TypeError) as error:
-        bake(graph, (x,))
-    assert str(error.value) == (
-        "bake() cannot follow the call of a GraphModule (Thrice). "
-        "Give it the model that the graph was made of."
-    )
+    for model, inputs, message in (
+        (torch.relu, (x,), f"bake() takes a torch.nn.Module and its inputs, not {torch.relu!r}."),
+        (
+            Thrice(),
+            x,
+            "bake() takes the inputs of Thrice as a tuple, such as (x,), not as Tensor.",
+        ),
+        (
+            graph,
+            (x,),
+            "bake() cannot follow the call of a GraphModule (Thrice). Give it the model that the "
+            "graph was made of.",
+        ),
+    ):
+        with autocast("cpu"), pytest.raises(TypeError) as error:
+            bake(model, inputs)
+        assert str(error.value) == message
 
 
 # --- known gaps ----------------------------------------------------------------------------------
@@ -596,8 +567,4 @@ def test_rules_inside_compiled_kernels(x):
     reason="torch.export records torch.func's transforms through the mode that records regions",
 )
 def test_transforms_inside_the_model(x):
-    class Model(Thrice):
-        def forward(self, x):
-            return torch.func.vmap(self.layer)(x)
-
-    check(Model(), x)
+    check(Uses(lambda layer, x: torch.func.vmap(layer)(x)), x)

@@ -12,14 +12,7 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from polymp.torch import low_weights
-from tests.support.torch.low_training import loss_of, low, made, same_bits, weights
-
-
-def step(model: Any, optimizer: Any, at: int) -> None:
-    optimizer.zero_grad()
-    loss_of("mlp", model, at).backward()
-    optimizer.step()
-
+from tests.support.torch.low_training import low, made, same_bits, step, weights
 
 MODES = ("master", "split", "stochastic")
 
@@ -72,12 +65,19 @@ def test_a_run_goes_on_exactly(mode: str, order: str, saved_at: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_state_stays_float32_and_what_is_beside_keeps_its_bits(mode: str) -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_state_stays_float32_and_what_is_beside_keeps_its_bits(
+    mode: str, default: torch.dtype
+) -> None:
     """torch casts a state to the dtype of its parameter, which would be bfloat16."""
     model, optimizer = start(mode)
     go(model, optimizer, 0, 3)
     before = state_bits(optimizer)
-    optimizer.load_state_dict(through_file(optimizer.state_dict()))
+    torch.set_default_dtype(default)
+    try:
+        optimizer.load_state_dict(through_file(optimizer.state_dict()))
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert state_bits(optimizer) == before
     for p in optimizer.low:
         assert optimizer.state[p]["exp_avg"].dtype is torch.float32
@@ -182,18 +182,6 @@ def test_what_stands_beside_a_weight_is_loaded_as_it_was_saved_or_refused(change
     assert same_bits(weights(model, optimizer), before[1])
 
 
-def test_state_stays_float32_under_another_default_dtype() -> None:
-    model, optimizer = start("split")
-    go(model, optimizer, 0, 3)
-    before = state_bits(optimizer)
-    torch.set_default_dtype(torch.float64)
-    try:
-        optimizer.load_state_dict(optimizer.state_dict())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert state_bits(optimizer) == before
-
-
 # --- Averages of low weights: torch's `AveragedModel`, with which functions it works, and when ----
 
 
@@ -231,9 +219,7 @@ def trained(model: nn.Module, optimizer: Any, average: AveragedModel) -> Any:
     """The weights that the average was given in each of five steps, in float32."""
     seen = []
     for at in range(5):
-        optimizer.zero_grad()
-        loss_of("mlp", model, at).backward()
-        optimizer.step()
+        step(model, optimizer, at)
         average.update_parameters(model)
         seen.append({name: t.float() for name, t in tensors(model, True).items()})
     return seen
@@ -254,8 +240,8 @@ def test_an_average_in_float32_is_the_mean_of_the_low_weights(way: str, buffers:
     assert ("1.running_mean" in means) == buffers
     for name, mean in means.items():
         expected = seen[0][name]
-        for at, step in enumerate(seen[1:], 1):
-            expected = function(expected, step[name], torch.tensor(at))
+        for at, given in enumerate(seen[1:], 1):
+            expected = function(expected, given[name], torch.tensor(at))
         assert ((mean - expected).abs() <= off * (expected.abs() + 0.1)).all(), name
         assert ((mean - seen[-1][name]).abs() > 0.001).any(), "the check cannot fail"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +13,17 @@ import torch
 from torch import nn
 
 from polymp.backends.torch.weights import low_step
-from polymp.torch import GradScaler, explain, low_weights
-from tests.support.torch.low_training import loss_of, low, made, same_bits, train, weights
+from polymp.torch import GradScaler, low_weights
+from tests.support.torch.low_training import (
+    batch,
+    loss_of,
+    low,
+    made,
+    same_bits,
+    step,
+    train,
+    weights,
+)
 
 # Scaling has no effect in bfloat16, which the region is.
 pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
@@ -22,14 +33,6 @@ MODES = ("master", "split", "stochastic")
 
 def adamw(model: nn.Module, **options: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
-
-
-def step(model: nn.Module, optimizer: Any, at: int, name: str = "mlp") -> float:
-    optimizer.zero_grad()
-    loss = loss_of(name, model, at)
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
 
 
 def bits(optimizer: Any) -> list[bytes]:
@@ -116,33 +119,6 @@ def test_pieces_change_no_bit(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
 # What is kept
 
 
-def test_parameters_that_the_region_reads_in_float32_are_kept() -> None:
-    model = made("tokens")
-    optimizer = low("tokens", model, adamw(model), "split")
-    names = {p: name for name, p in model.named_parameters()}
-    kept = {names[p]: why for p, why in optimizer.kept.items()}
-    assert set(kept) == {
-        "embedding.weight", "norm.weight", "norm.bias", "last.weight", "last.bias",
-    }  # fmt: skip
-    assert all(why.startswith("read in float32 by aten.") for why in kept.values())
-    assert {p.dtype for p in optimizer.kept} == {torch.float32}
-    assert len(optimizer.low) == len(names) - 5
-
-
-def casts(model: nn.Module) -> int:
-    """The casts that `explain` shows at the linear layers, forward."""
-    with explain(model=model) as report:
-        loss_of("mlp", model, 0)
-    return sum(call.casts for call in report.calls if call.op == "linear")
-
-
-def test_a_low_weight_is_never_cast() -> None:
-    model = made("mlp")
-    before = casts(model)
-    low("mlp", model, adamw(model), "split")
-    assert before - casts(model) == 4
-
-
 def test_the_optimizer_shows_what_is_not_stored_low_and_why() -> None:
     model = made("mlp")
     named = list(model.named_parameters())
@@ -155,16 +131,6 @@ def test_the_optimizer_shows_what_is_not_stored_low_and_why() -> None:
     size = model[2].bias.numel()
     assert shown[0].endswith(end.format("2.bias", size))
     assert shown[1].endswith(end.format("0.3", size))
-
-
-def test_keep_adds_parameters_and_modules() -> None:
-    model = made("mlp")
-    optimizer = low_weights(adamw(model), keep=[model[0], model[2].bias])
-    assert set(optimizer.kept) == {*model[0].parameters(), model[2].bias}
-    assert set(optimizer.kept.values()) == {"is in keep="}
-    assert optimizer.low == [model[2].weight]
-    step(model, optimizer, 0)
-    assert model[0].weight.dtype is torch.float32
 
 
 def test_parameters_without_use_are_kept() -> None:
@@ -227,24 +193,6 @@ def test_a_scheduler_sets_the_rate_of_every_mode_as_of_float32() -> None:
     assert same_bits(plain[1], master[1])
 
 
-def test_groups_have_their_own_rates_and_can_be_added() -> None:
-    def run(mode: str | None) -> tuple[Any, Any]:
-        model = made("mlp")
-        optimizer: Any = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
-        if mode:
-            optimizer = low_weights(optimizer, mode)
-        for at in range(6):
-            if at == 3:
-                optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
-            step(model, optimizer, at)
-        return model, optimizer
-
-    plain, (model, optimizer) = run(None)[0], run("master")
-    assert same_bits(weights(plain), weights(model, optimizer))
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert [g["low_weights"] for g in optimizer.param_groups] == ["master", "master"]
-
-
 class Sam(torch.optim.Optimizer):
     """A user's optimizer: looks at all parameters together, calls its closure twice."""
 
@@ -299,7 +247,9 @@ def test_deepcopy_and_pickle() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize(
+    "scaler_class", [GradScaler, torch.amp.GradScaler, partial(GradScaler, skip_on="device")]
+)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_leaves_every_bit(mode: str, scaler_class: Any, fused: bool) -> None:
     scaler = scaler_class("cpu", init_scale=4.0)
@@ -314,28 +264,6 @@ def test_a_skipped_step_leaves_every_bit(mode: str, scaler_class: Any, fused: bo
         scaler.step(optimizer)
         scaler.update()
         assert (bits(optimizer) == before) == (at == 2)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_that_the_device_takes_back_leaves_every_bit(mode: str) -> None:
-    scaler = GradScaler("cpu", init_scale=4.0, skip_on="device")
-    model = made("mlp")
-    optimizer = low("mlp", model, adamw(model), mode)
-    twin = made("mlp")
-    plain = low("mlp", twin, adamw(twin), mode)
-    for at in range(6):
-        optimizer.zero_grad()
-        scaler.scale(loss_of("mlp", model, at)).backward()
-        before = bits(optimizer)
-        if at == 2:
-            model[0].weight.grad[0, 0] = torch.inf
-        scaler.step(optimizer)
-        scaler.update(4.0)
-        if at == 2:
-            assert bits(optimizer) == before
-        else:
-            step(twin, plain, at)
-    assert bits(optimizer) == bits(plain)  # the remainders were not taken for outdated ones
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -436,78 +364,91 @@ def test_an_error_in_a_step_puts_the_parameters_back() -> None:
 # Refusals
 
 
-def text(error: Any) -> str:
-    return str(error.value)
+def after_a_scheduler(model: nn.Module) -> Any:
+    optimizer = adamw(model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return low_weights(optimizer)
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError) as error:
-        low_weights("adam")  # type: ignore[arg-type]
-    assert text(error) == (
+KEEP = (
+    "low_weights(keep=...) takes parameters, modules, and a function that runs the model in its "
+    "region, got {}. Write keep=lambda: loss_of(model, batch), or keep=[model.head, "
+    "model.embedding.weight]."
+)
+REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "no optimizer": (
+        lambda _: low_weights("adam"),  # type: ignore[arg-type]
+        TypeError,
         "low_weights() takes a torch.optim.Optimizer, got 'adam'. Write: optimizer = "
-        "low_weights(torch.optim.AdamW(model.parameters()))."
-    )
-
-
-def test_a_second_call_is_refused() -> None:
-    optimizer = low_weights(adamw(made("mlp")))
-    with pytest.raises(TypeError) as error:
-        low_weights(optimizer)
-    assert text(error) == (
+        "low_weights(torch.optim.AdamW(model.parameters())).",
+    ),
+    "a second call": (
+        lambda _: low_weights(low_weights(adamw(made("mlp")))),
+        TypeError,
         "low_weights(): this LowAdamW keeps its parameters low already, with mode 'split'. Make a "
-        "new optimizer to change the mode."
-    )
-
-
-def test_sparse_adam_and_sparse_gradients_are_refused() -> None:
-    model = nn.Embedding(8, 4, sparse=True)
-    with pytest.raises(TypeError) as error:
-        low_weights(torch.optim.SparseAdam(model.parameters()))
-    assert text(error) == (
+        "new optimizer to change the mode.",
+    ),
+    "SparseAdam": (
+        lambda model: low_weights(torch.optim.SparseAdam(model.parameters())),
+        TypeError,
         "low_weights() does not take SparseAdam: it updates the rows that have a gradient, and a "
         "step on low weights would store the whole weight again. Give the embeddings SparseAdam on "
-        "float32, and the other parameters an optimizer of their own."
-    )
+        "float32, and the other parameters an optimizer of their own.",
+    ),
+    "a scheduler made before": (
+        after_a_scheduler,
+        ValueError,
+        "low_weights(): the step of this AdamW was replaced, as a learning-rate scheduler does. "
+        "Call low_weights() first, and make the scheduler with what it returns.",
+    ),
+    "nothing to store": (
+        lambda model: low_weights(adamw(model), keep=model),
+        ValueError,
+        "low_weights(): no parameter of this AdamW can be stored low: is in keep=.",
+    ),
+    "a name": (
+        lambda model: low_weights(adamw(model), keep=["0.weight"]),  # type: ignore[list-item]
+        TypeError,
+        KEEP.format("'0.weight'"),
+    ),
+    "a class": (
+        lambda model: low_weights(adamw(model), keep=nn.LayerNorm),
+        TypeError,
+        KEEP.format("<class 'torch.nn.modules.normalization.LayerNorm'>"),
+    ),
+    "a function that opens no region": (
+        lambda model: low_weights(adamw(model), keep=lambda: model(batch("mlp", 0)[0])),
+        ValueError,
+        "low_weights(keep=...): the function cast no parameter of the optimizer to bfloat16. It "
+        "has to run the model in its region: with autocast(device, dtype=torch.bfloat16): "
+        "model(x).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_and_that_the_model_stays_as_it_was(name: str) -> None:
+    call, error, message = REFUSED[name]
+    model = made("mlp")
+    with pytest.raises(error) as raised:
+        call(model)
+    assert str(raised.value) == message
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(8, 4, sparse=True)
     optimizer = low_weights(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.tensor([1])).sum().backward()
     before = bits(optimizer)
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
     assert bits(optimizer) == before
-    assert text(error) == (
+    assert str(error.value) == (
         "low_weights(): the gradient of parameter 0 of group 0, of shape (8, 4), is sparse. The "
         "step would have to store the whole weight again, and rows without a gradient would not "
         "stay as they are. Make the embedding with sparse=False, or give its weight an optimizer "
         "of its own."
-    )
-
-
-def test_a_scheduler_made_before_is_refused() -> None:
-    model = made("mlp")
-    optimizer = adamw(model)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="low_weights") as error:
-        low_weights(optimizer)
-    assert text(error) == (
-        "low_weights(): the step of this AdamW was replaced, as a learning-rate scheduler does. "
-        "Call low_weights() first, and make the scheduler with what it returns."
-    )
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_nothing_to_store_is_refused() -> None:
-    model = made("mlp")
-    with pytest.raises(ValueError, match="low_weights") as error:
-        low_weights(adamw(model), keep=model)
-    assert text(error) == (
-        "low_weights(): no parameter of this AdamW can be stored low: is in keep=."
-    )
-    with pytest.raises(TypeError) as error:
-        low_weights(adamw(model), keep=["0.weight"])  # type: ignore[list-item]
-    assert text(error) == (
-        "low_weights(keep=...) takes parameters, modules, and a function that runs the model in "
-        "its region, got '0.weight'. Write keep=lambda: loss_of(model, batch), or keep="
-        "[model.head, model.embedding.weight]."
     )
 
 

@@ -1,4 +1,4 @@
-"""Faults that can kill a run: 500 overflows, NaN in the forward pass, Inf on one rank, SIGKILL.
+"""Faults that can kill a run: 500 overflows, NaN in the forward pass, Inf on one rank.
 
 Ours lives, and says why. The programs are those of `kills`, and the other scalers run them too:
 docs/rivals.md has what became of each, and is held to it here.
@@ -10,11 +10,9 @@ import importlib.metadata
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling.gradient_report import GradientReport
 from polymp.scaling.scale_rule import SMALLEST
 from tests.conftest import need
-from tests.support import killed, kills
+from tests.support import kills
 from tests.support.blocks import ROOT
 from tests.support.kills import GOOD, KILLS, LOST, OVERFLOW, SUBJECTS, Outcome
 
@@ -136,83 +134,6 @@ def test_a_second_row_of_skips_is_told_again(name: str) -> None:
     causes = ["the loss itself" in str(w.message) for w in caught]
     assert causes == [False, True]
     assert np.isfinite(it.weights()).all()
-
-
-# --- SIGKILL -------------------------------------------------------------------------------------
-
-
-def child(framework: str, folder: Path, *stop: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.support.killed", framework, str(folder), *stop]
-    return subprocess.Popen(command, cwd=ROOT)
-
-
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(120_000 // 5):
-        if path.exists():
-            return
-        assert process.poll() is None, f"the run ended by itself: {process.returncode}"
-        time.sleep(0.005)
-    process.kill()
-    raise AssertionError(f"{path} does not appear")
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("framework", killed.NAMES)
-def test_a_run_that_is_killed_goes_on_exactly(framework: str, tmp_path: Path) -> None:
-    """Killed at some moment after the first save; in the middle of a save; then to the end."""
-    need(framework)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
-        folder.mkdir()
-    process = child(framework, broken, "47")
-    wait_for(broken / killed.FILE, process)
-    time.sleep(0.005 * (hash(framework) % 20))  # any moment will do
-    kill(process)
-    (broken / killed.STOPPED).unlink(missing_ok=True)  # this run may have come to its stop
-    steps = [saved_steps(framework, broken)]
-    process = child(framework, broken, "52")
-    wait_for(broken / killed.STOPPED, process)
-    kill(process)
-    steps.append(saved_steps(framework, broken))
-    draft = (broken / killed.FILE).with_suffix(".new")
-    assert 0 < draft.stat().st_size < (broken / killed.FILE).stat().st_size, "not in mid-save"
-    assert 0 < steps[0] <= 47 < steps[1] == 52
-    resumed = killed.train(framework, broken)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kills.os, "fsync", lambda _: None)
-        uninterrupted = killed.train(framework, whole)
-    for name, (states, weights) in uninterrupted.items():
-        assert len(states) == kills.STEPS
-        assert resumed[name] == (states, weights), name
-        assert np.isfinite(np.frombuffer(weights, np.float32)).all()
-    ours = [row["scale"] for row in uninterrupted[killed.NAMES[framework][0]][0]]
-    assert len(set(ours)) > 3, "the scale has to move for this to tell anything"
-
-
-def saved_steps(framework: str, folder: Path) -> int:
-    return int(killed.unpacked(framework, (folder / killed.FILE).read_bytes())[0])
-
-
-@pytest.mark.parametrize("framework", killed.NAMES)
-def test_a_state_that_is_not_saved_is_noticed(framework: str, tmp_path: Path) -> None:
-    """Without the scaler's state a resumed run is another run."""
-    need(framework)
-    whole = killed.train(framework, tmp_path)
-    half, states, saved = killed.unpacked(framework, (tmp_path / killed.FILE).read_bytes())
-    name = killed.NAMES[framework][0]
-    fresh = kills.SUBJECTS[name].make()
-    first = fresh.save()
-    parts = [*saved[name][:-1], first[-1]]
-    (tmp_path / killed.FILE).write_bytes(
-        killed.packed(framework, (half - 20, {k: v[:-20] for k, v in states.items()},
-                                  saved | {name: parts}))
-    )  # fmt: skip
-    assert killed.train(framework, tmp_path)[name] != whole[name]
 
 
 # --- Inf on one of two ranks ---------------------------------------------------------------------

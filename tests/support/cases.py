@@ -9,7 +9,7 @@ exact one, `Regression` is something to train. Nothing here knows a framework.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -54,24 +54,12 @@ class Arg(NamedTuple):
         return self.kind not in ("index", "sign", "mask")
 
 
-def grid(*shape: int) -> Arg:
-    return Arg("grid", shape)
+def _of(kind: str) -> Callable[..., Arg]:
+    return lambda *shape: Arg(kind, shape)
 
 
-def positive(*shape: int) -> Arg:
-    return Arg("positive", shape)
-
-
-def unit(*shape: int) -> Arg:
-    return Arg("unit", shape)
-
-
-def share(*shape: int) -> Arg:
-    return Arg("share", shape)
-
-
-def large(*shape: int) -> Arg:
-    return Arg("large", shape)
+grid, positive, unit, share, large = map(_of, ("grid", "positive", "unit", "share", "large"))
+sign, mask = map(_of, ("sign", "mask"))
 
 
 def regular(n: int) -> Arg:
@@ -80,14 +68,6 @@ def regular(n: int) -> Arg:
 
 def index(high: int, *shape: int) -> Arg:
     return Arg("index", shape, high)
-
-
-def sign(*shape: int) -> Arg:
-    return Arg("sign", shape)
-
-
-def mask(*shape: int) -> Arg:
-    return Arg("mask", shape)
 
 
 class Op(NamedTuple):

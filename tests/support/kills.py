@@ -13,12 +13,10 @@ import contextlib
 import importlib.metadata
 import io
 import math
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,18 +85,6 @@ class Torch:
     def scale(self) -> float:
         return float(self.scaler.get_scale())
 
-    def save(self) -> Any:
-        parts = (self.model, self.optimizer, self.scaler)
-        return [part.state_dict() for part in parts]
-
-    def load(self, saved: Any) -> None:
-        for part, state in zip((self.model, self.optimizer, self.scaler), saved, strict=True):
-            part.load_state_dict(state)
-
-    def numbers(self) -> dict[str, float]:
-        """The scaler's state."""
-        return {k: v for k, v in self.scaler.state_dict().items() if not k.startswith("growth_")}
-
 
 def polymp_torch(fused: bool = False, **options: Any) -> Torch:
     from polymp.torch import GradScaler
@@ -156,25 +142,9 @@ class Jax:
         scaler = self.state[2]
         return float(scaler.loss_scale if hasattr(scaler, "loss_scale") else scaler.scale)
 
-    def save(self) -> Any:
-        import jax
-
-        return [np.asarray(x) for x in jax.tree.leaves(self.state)]
-
-    def load(self, saved: Any) -> None:
-        import jax
-        import jax.numpy as jnp
-
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), map(jnp.asarray, saved))
-
-    def numbers(self) -> dict[str, float]:
-        scaler = self.state[2]
-        count = scaler.counter if hasattr(scaler, "counter") else scaler.fin_steps
-        return {"scale": self.scale(), "count": int(count)}
-
 
 class PolympJax(Jax):
-    """The same with polymp's scaler, its dictionaries, and its report of many skips in a row."""
+    """The same with polymp's scaler, and its report of many skips in a row."""
 
     def __init__(self, train_step: Callable[..., Any], stuck_after: int = 50) -> None:
         from polymp.jax import GradScaler
@@ -189,25 +159,6 @@ class PolympJax(Jax):
 
     def scale(self) -> float:
         return float(self.state[2].state.scale)
-
-    def save(self) -> Any:
-        import jax
-
-        *rest, scaler = self.state
-        return [np.asarray(x) for x in jax.tree.leaves(rest)], scaler.state_dict()
-
-    def load(self, saved: Any) -> None:
-        import jax
-        import jax.numpy as jnp
-
-        *rest, scaler = self.state
-        leaves = map(jnp.asarray, saved[0])
-        rest = jax.tree.unflatten(jax.tree.structure(rest), leaves)
-        self.state = [*rest, scaler.load_state_dict(saved[1])]
-
-    def numbers(self) -> dict[str, float]:
-        saved = self.state[2].state_dict()
-        return {k: v for k, v in saved.items() if not k.startswith("growth_")}
 
 
 def _apply(optimizer: Any, grads: Any, params: Any, opt: Any) -> Any:
@@ -415,29 +366,6 @@ def versions() -> str:
     """The packages that were run."""
     names = dict.fromkeys(["torch", "jax"] + [subject.package for subject in SUBJECTS.values()])
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-
-
-# --- a run that is killed and resumed ------------------------------------------------------------
-
-# A run that can be killed: overflows, lost losses and good steps, in an order that moves the scale.
-STEPS = 60
-
-
-def kind_of(step: int) -> str:
-    return OVERFLOW if step % 9 == 5 else LOST if step % 13 == 8 else GOOD
-
-
-def save(path: Path, content: bytes, written: Callable[[], None] = lambda: None) -> None:
-    """Write a file so that whoever reads it finds the old one or the new one, whole."""
-    draft = path.with_suffix(".new")
-    with draft.open("wb") as file:
-        file.write(content[: len(content) // 2])
-        file.flush()
-        written()
-        file.write(content[len(content) // 2 :])
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)  # noqa: PTH105
 
 
 if __name__ == "__main__":

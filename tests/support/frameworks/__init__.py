@@ -25,9 +25,16 @@ first.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 
 def load(name: str) -> ModuleType:
     """The verbs of a framework."""
     return importlib.import_module(f"tests.support.frameworks.in_{name}")
+
+
+def named(home: Any, names: str) -> dict[str, Callable[..., Any]]:
+    """Functions of a module, by their own names."""
+    return {name: getattr(home, name) for name in names.split()}

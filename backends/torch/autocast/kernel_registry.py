@@ -8,7 +8,7 @@ transforms; both once, when the first such region is made.
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cache
 
 import torch
@@ -21,7 +21,7 @@ from polymp.backends.torch.autocast import (
     torch_table,
 )
 from polymp.backends.torch.autocast.torch_table import check
-from polymp.backends.torch.compat import accelerators, dispatcher, modes, optimizers
+from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
@@ -87,20 +87,7 @@ def install(policy: Policy, device: str, dtype: str = "") -> None:
     """Put kernels on the ops in which a policy differs from torch's kernels on a device."""
     check(policy, device, dtype)
     compiled_region.keep_policies()
-    _parametrize_outside()
     put(device, sorted(differing(policy, device)))
-
-
-@cache
-def _parametrize_outside() -> None:
-    """Have torch put norms of weights on modules as outside of regions with a policy; once."""
-    keys = dispatcher.autocast_keys(torch_table.DEVICES)
-
-    def outside() -> AbstractContextManager[object]:
-        without = regions.code_in_force() == regions.NONE
-        return nullcontext() if without else dispatcher.ExcludeKeys(keys)
-
-    optimizers.parametrize_in(outside)
 
 
 def differing(policy: Policy, device: str) -> frozenset[str]:

@@ -4,7 +4,6 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -176,30 +175,6 @@ def running_modules() -> Iterator[nn.Module]:
         if frame.f_code is MODULE_CALL:
             yield frame.f_locals["self"]
         frame = frame.f_back
-
-
-def parametrize_in(context: Callable[[], AbstractContextManager[object]]) -> None:
-    """Have torch.nn.utils put norms and parametrizations of weights on modules in a context.
-
-    It keeps vectors in the dtype in which it computed them, and refuses a weight whose dtype would
-    change. The class of `spectral_norm` is private, since torch 1.9; the others are public.
-    """
-    from torch.nn.utils import parametrizations, parametrize
-    from torch.nn.utils.spectral_norm import SpectralNorm
-    from torch.nn.utils.weight_norm import WeightNorm
-
-    def inside(put: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(put)
-        def putting(*args: object, **kwargs: object) -> Any:
-            with context():
-                return put(*args, **kwargs)
-
-        return putting
-
-    for kind in (parametrize.ParametrizationList, parametrizations._SpectralNorm):
-        kind.__init__ = inside(kind.__init__)  # type: ignore[method-assign]
-    for old in (SpectralNorm, WeightNorm):
-        old.apply = staticmethod(inside(old.apply))  # type: ignore[method-assign]
 
 
 def before_clipping(see: Callable[[Sequence[torch.Tensor]], None]) -> None:

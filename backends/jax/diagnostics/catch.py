@@ -418,7 +418,7 @@ def _sent(bad: Sequence[jax.Array]) -> list[AsyncCopy]:
 
 
 def _alone() -> bool:
-    return jax.process_count() == 1
+    return bool(jax.process_count() == 1)
 
 
 _LOSSES = LossVerbs(_not_finite, _checked, _sent, _alone)

@@ -117,8 +117,8 @@ def located(program: MeasuredCall) -> Fault | None:
         name = "" if place is None else program.names[place]
         numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
         inputs.append(Operand.measured(dtype, shape, numbers, name))
-    ends = rounds[:, len(inputs) :]
-    indices = [*zip(ends[..., 0].min(0), ends[..., 1].max(0), strict=True)]
+    gathered = rounds[:, len(inputs) :]
+    indices = [*zip(gathered[..., 0].min(0), gathered[..., 1].max(0), strict=True)]
     return fault(program, found, inputs, facts, lost if helps else None, indices)
 
 

@@ -126,7 +126,7 @@ class Audit(AuditRecord):
             sorted=("#", True),
             what="row",
         )
-        return page.written(page.html(made), path)
+        return page.html(made, path)
 
     def plot(
         self,

@@ -67,7 +67,6 @@ class Node(NamedTuple):
     run: str  # the dtype of its result
     burst: bool = False  # its result is Inf in float16 and finite in float32, of the same inputs
     vanished: float = 0.0  # share of its results that are zero in float16 and not in float32
-    zeros: bool = False  # there are zeros in its result
     numbers: tuple[float, ...] = ()  # constants that are zero or 1 in its dtype and are not else
     spoiled: str = ""  # name of an input that no op made and that is not finite
     given: bool = False  # one of its constants is not finite: a mask's -inf
@@ -250,11 +249,11 @@ def _saturated(nodes: Sequence[Node], at: int) -> int | None:
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:
-    """The node before `at` whose dtype lost something, along values with zeros in them.
+    """The node before `at` whose dtype lost something.
 
     The nearest that lost most of its values or a number; else the one that lost the most.
     """
-    seen, front = {at}, [i for i in nodes[at].inputs if nodes[i].zeros and i < at]
+    seen, front = {at}, [i for i in nodes[at].inputs if i < at]
     found: list[int] = []
     for _ in range(_STEPS):
         for i in sorted(front, reverse=True):
@@ -263,7 +262,7 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
             if nodes[i].vanished > 0:
                 found.append(i)
         seen.update(front)
-        before = {i for of in front for i in nodes[of].inputs if nodes[i].zeros and i < of}
+        before = {i for of in front for i in nodes[of].inputs if i < of}
         front = sorted(before - seen)
     return max(found, key=lambda i: nodes[i].vanished, default=None)
 

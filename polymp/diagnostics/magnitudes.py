@@ -166,8 +166,6 @@ def of_float(value: float) -> int:
 def joined(many: Iterable[Magnitudes]) -> Magnitudes:
     """Return the counts of several tensors together."""
     found: Sequence[Magnitudes] = list(many)
-    if not found:
-        raise ValueError("joined() of no magnitudes; give at least one")
     values, bins = sum(m.values for m in found), found[0].bins
     for m in found[1:]:
         bins = tuple(map(add, bins, m.bins))

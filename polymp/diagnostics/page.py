@@ -50,8 +50,8 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(page: Page) -> str:
-    """The page as one text; everything that comes from a program is escaped."""
+def html(page: Page, path: "str | PathLike[str] | None" = None) -> str:
+    """The page as one text, also in a file; everything that comes from a program is escaped."""
     table, columns = page.table, (*_START, *page.table.columns)
     lines = sorted(enumerate(table.lines, 1), key=lambda pair: pair[1].rank)
     text = _filled(
@@ -68,6 +68,9 @@ def html(page: Page) -> str:
         rows=_joined(_row(at, line, columns) for at, line in lines),
         script=_Markup(_file("page.js")),
     )
+    if path is not None:
+        with replacing(path) as beside:
+            beside.write_text(text, encoding="utf-8")
     return str(text)
 
 
@@ -144,14 +147,6 @@ def _cell(cell: Cell, breaks: str) -> _Markup:
         kind = {"class": f"n {breaks}".rstrip(), "data-v": cell.value}
     text = cell.text.replace(" -> ", " \u2192 ")  # a browser breaks lines after dashes
     return _part("cell", text=text, attributes=_attributes({**kind, "title": cell.about}))
-
-
-def written(page: str, path: "str | PathLike[str] | None") -> str:
-    """The page, after writing it to a file if there is a path."""
-    if path is not None:
-        with replacing(path) as beside:
-            beside.write_text(page, encoding="utf-8")
-    return page
 
 
 @contextmanager

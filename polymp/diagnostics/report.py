@@ -126,7 +126,7 @@ class Report(CallList):
             sorted=("bytes", False) if self.cast_bytes else None,
             what="row" if note else "call site",
         )
-        return page.written(page.html(made), path)
+        return page.html(made, path)
 
     def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
         """Compare with another report: under another policy, or from the other framework.

@@ -126,7 +126,7 @@ class ReportDiff:
             sorted=("#", True),
             what="row" if note else "difference",
         )
-        return page.written(page.html(made), path)
+        return page.html(made, path)
 
     def _table(self, modules: Iterable[tables.ModuleRows[Difference]]) -> tables.Table:
         columns = (

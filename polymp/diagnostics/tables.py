@@ -116,7 +116,12 @@ def arranged(
     """Return rows by section and module, equal layers as one."""
     # In another order than that of the program, modules are sorted in their section, and rows in
     # their module. A limit keeps the rows that come first by that order, or by cost.
-    check_sort(sort, kind)
+    orders = (PROGRAM, *kind.orders)
+    if sort not in orders:
+        *others, last = (f'"{order}"' for order in orders)
+        raise ValueError(
+            f"sort={sort!r} is no order of these rows: write {', '.join(others)} or {last}."
+        )
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
     sections = {section: at for at, section in enumerate(kind.sections)}
@@ -136,16 +141,6 @@ def arranged(
     kept = {id(row) for row in sorted(every, key=lambda row: first([row]))[:limit]}
     cut = (one._replace(rows=tuple(r for r in one.rows if id(r) in kept)) for one in modules)
     return Arranged([one for one in cut if one.rows], len(every) - limit, note)
-
-
-def check_sort(sort: str, kind: RowKind[Any]) -> None:
-    """Refuse an order that there is not."""
-    orders = (PROGRAM, *kind.orders)
-    if sort not in orders:
-        *others, last = (f'"{order}"' for order in orders)
-        raise ValueError(
-            f"sort={sort!r} is no order of these rows: write {', '.join(others)} or {last}."
-        )
 
 
 def _folding(modules: Sequence[ModuleRows[Any]]) -> str:

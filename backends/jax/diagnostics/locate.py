@@ -180,7 +180,6 @@ def nodes_of(
                 event.dtype,
                 burst,
                 vanished,
-                True,
                 tuple(sorted(numbers)) if ones or vanished > 0 else (),
                 next((spoiled[at] for at in event.outside if at in spoiled), ""),
                 event.given,

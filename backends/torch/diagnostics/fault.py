@@ -229,7 +229,6 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
                 event.run,
                 finite and bool(was),
                 vanished,
-                True,
                 tuple(x for x, end in near if end is not None and min(ends) <= end <= max(ends)),
                 next((spoiled[at] for at in event.origins if at in spoiled), ""),
                 event.given or not event.reads,

@@ -1,7 +1,7 @@
 """A run of a function, and runs of it in which the result of every op is moved by its rounding.
 
-`polymp.diagnostics.rounding` explains by how much, and why. They
-are moved below autograd, so that the backward pass is that of the moved run, and is moved itself.
+`polymp.diagnostics.rounding` explains by how much, and why. Results are moved below autograd, so
+that the backward pass is that of the moved run, and is moved itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -257,9 +257,7 @@ def _array(t: torch.Tensor) -> Any:
     return (t.double() if t.is_floating_point() else t).numpy()
 
 
-# The results of ops moved by a share of their rounding, for the probes of `perturb`.
-#
-# `polymp.diagnostics.rounding` explains by how much, and why.
+# How far the result of an op may be from the exact one: see `polymp.diagnostics.rounding`.
 
 
 @cache

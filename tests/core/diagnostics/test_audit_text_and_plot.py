@@ -44,15 +44,6 @@ def small() -> Any:
     return reports.audit(results, [gradient("net.up.weight", small)], scale=1024.0)
 
 
-def test_the_helper_counts_what_an_array_holds() -> None:
-    m = magnitudes([0.0, -1.0, 1.5, 70_000.0, np.inf, np.nan])
-    assert (m.values, m.largest, m.inf, m.nan, m.zeros) == (6, 70_000.0, True, True, 1 / 6)
-    assert m.shares("float16").overflow == 3 / 6
-    assert m.shares("bfloat16").overflow == 2 / 6
-    assert magnitudes([2.0**-20]).shares("float16") == (0, 0, 1)
-    assert magnitudes([2.0**-26]).shares("float16") == (0, 1, 0)
-
-
 PRINTED = """\
 audit of 3 steps
 

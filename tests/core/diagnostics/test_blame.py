@@ -117,34 +117,28 @@ def test_a_test_is_no_end_and_a_question_of_a_scaler_is_one() -> None:
 
 
 def test_what_divides_by_a_zero_that_float16_made_is_not_to_blame() -> None:
-    squares = node(0, vanished=0.9, zeros=True)
-    root, quotient = node(1, zeros=True), node(0, 2, bad="NaN")
-    found = blame([node(zeros=True), squares, root, quotient])
+    squares = node(0, vanished=0.9)
+    root, quotient = node(1), node(0, 2, bad="NaN")
+    found = blame([node(), squares, root, quotient])
     assert found is not None
     assert (found.node, found.first, found.kind) == (1, 3, "underflow")
     assert found.why == "90% of its results are zero in float16 and are not in float32"
     given = squares._replace(cast=True, op="div")  # of what `div` reads
-    found = blame([node(zeros=True), given, root, quotient])
+    found = blame([node(), given, root, quotient])
     assert found is not None
     assert found.why == "90% of an input of it becomes zero when it is cast to float16"
 
 
 def test_a_number_of_the_program_that_became_zero_is_the_cause() -> None:
-    added = node(0, numbers=(1e-8, 1e-12), zeros=True)
-    found = blame([node(zeros=True), added, node(0, 1, bad="Inf")])
+    added = node(0, numbers=(1e-8, 1e-12))
+    found = blame([node(), added, node(0, 1, bad="Inf")])
     assert found is not None
     assert (found.node, found.kind) == (1, "number")
     assert found.why.startswith("the constant 1e-08, 1e-12, which keeps a value from zero, is")
 
 
-def test_the_cause_of_a_zero_is_sought_along_zeros_only() -> None:
-    lost = node(vanished=0.9, zeros=True)
-    assert who(lost, node(0, zeros=False), node(1, bad="Inf")) == (2, "operation")
-    assert who(lost, node(0, zeros=True), node(1, bad="Inf")) == (0, "underflow")
-
-
 def test_the_nearest_that_lost_most_is_the_cause_else_the_one_that_lost_most() -> None:
-    far, near = node(vanished=0.9, zeros=True), node(0, vanished=0.6, zeros=True)
+    far, near = node(vanished=0.9), node(0, vanished=0.6)
     assert who(far, near, node(1, bad="Inf")) == (1, "underflow")
     near = near._replace(vanished=0.2)
     assert who(far, near, node(1, bad="Inf")) == (0, "underflow")
@@ -155,8 +149,8 @@ def test_the_nearest_that_lost_most_is_the_cause_else_the_one_that_lost_most() -
 
 def test_a_zero_from_too_far_back_is_not_the_cause() -> None:
     def chain(length: int) -> list[Node]:
-        links = [node(i, zeros=True) for i in range(length)]
-        return [node(vanished=0.9, zeros=True), *links, node(length, bad="Inf")]
+        links = [node(i) for i in range(length)]
+        return [node(vanished=0.9), *links, node(length, bad="Inf")]
 
     assert who(*chain(module._STEPS - 1)) == (0, "underflow")
     assert who(*chain(module._STEPS)) == (module._STEPS + 1, "operation")
@@ -238,7 +232,7 @@ def test_the_planted_source_is_the_one_to_blame(
 @given(runs())
 def test_a_planted_zero_is_found_behind_what_it_broke(planted: tuple[list[Node], int]) -> None:
     nodes, source = planted
-    zero = node(zeros=True, vanished=0.8)
+    zero = node(vanished=0.8)
     moved = [n._replace(inputs=tuple(i + 1 for i in n.inputs)) for n in nodes]
     moved[source] = moved[source]._replace(inputs=(0, *moved[source].inputs))
     found = blame([zero, *moved])

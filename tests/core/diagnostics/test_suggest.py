@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,50 +11,40 @@ import polymp
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.blame import CAST
-from polymp.diagnostics.magnitudes import BINS, Magnitudes, of_float
 from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
 from polymp.errors import PolicyError
 from polymp.rules.row import Row, Rule
 from polymp.scaling.scale_rule import LARGEST
 from tests.conftest import need
+from tests.support import reports
+from tests.support.reports import magnitudes
 
 LOWER, LINEAR = Row("matmul", Rule.LOWER), Row("linear", Rule.LOWER)
 
 
-def of(values: Sequence[float] = (1.0,), **told: Any) -> Magnitudes:
-    """Make the magnitudes of values."""
-    bins = [0] * BINS
-    for value in values:
-        bins[of_float(value)] += 1
-    largest = max(map(abs, values), default=0.0)
-    return Magnitudes(len(values), len(values), tuple(bins), largest, **told)
-
-
 def measured(op: str = "matmul", module: str = "attention", **told: Any) -> Measured:
     """A result; in float16, of values round 1, unless told otherwise."""
-    numbers = {name: told.pop(name) for name in ("burst", "vanished", "inf", "nan") if name in told}
-    magnitudes = of(told.pop("values", (1.0,)), **numbers)
-    given = {"spelling": f"aten:{op}", "source": "net.py:3", "direction": "forward"}
-    given |= {"region": "float16", "row": None, "run": "float16"} | told
-    return Measured(op=op, module=module, magnitudes=magnitudes, **given)
+    lost = {name: told.pop(name) for name in ("burst", "vanished", "inf", "nan") if name in told}
+    values = magnitudes(told.pop("values", (1.0,)), **lost)
+    return reports.measured(op, module, values, **{"source": "net.py:3", **told})
 
 
 def fault(kind: str, op: str = "matmul", module: str = "attention", **told: Any) -> Fault:
-    given = {"spelling": f"aten:{op}", "source": "net.py:3", "direction": "forward"}
-    given |= {"run": "float16", "row": None, "inputs": (), "found": "Inf", "why": "It broke."}
-    return Fault(op=op, module=module, kind=kind, **(given | told))
+    given = {"spelling": f"aten:{op}", "source": "net.py:3", "why": "It broke.", "row": None}
+    known = {"op": op, "module": module, "kind": kind, "inputs": (), "region": ""}
+    return reports.fault()._replace(**(known | given | told))
 
 
 def audit(
     *results: Measured, fault: Fault | None = None, scale: float = 1.0, gradients: Any = ()
 ) -> Audit:
-    a = Audit()
-    a.results, a.gradients, a.fault, a.scale, a.steps = results, gradients, fault, scale, 1
+    a = reports.audit(list(results), list(gradients), scale, steps=1)
+    a.fault = fault
     return a
 
 
 def gradient(*values: float) -> Measured:
-    return measured("gradient", "head.weight", direction="backward", run="float32", values=values)
+    return reports.gradient("head.weight", values)._replace(run="float32")
 
 
 def test_nothing_is_suggested_where_nothing_is_wrong() -> None:

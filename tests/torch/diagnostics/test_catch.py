@@ -203,33 +203,17 @@ def test_a_bad_gradient_under_a_finite_loss() -> None:
     assert torch.equal(net.scale, before)
 
 
-def test_a_bad_weight_shows_in_the_check() -> None:
-    net = Net()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_a_bad_weight_shows_in_the_check(dtype: torch.dtype) -> None:
+    net = nn.Module()
+    net.scale = nn.Parameter(torch.ones(3, dtype=dtype))
+    net.forward = lambda x: (net.scale * x).abs().sum()
     step = catch(sgd(net, 3e38))
     step(torch.full((3,), 100.0))
     assert not net.scale.isfinite().all()
-    with pytest.raises(BadStepError, match=r"step 0: the weight scale is Inf"):
+    with pytest.raises(BadStepError, match=r"step 0: the weight scale is (Inf|NaN)"):
         step.check()
-    assert torch.equal(net.scale, torch.ones(3))
-
-
-def test_a_complex_weight_shows_in_the_check() -> None:
-    net = nn.Module()
-    net.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    optimizer = torch.optim.SGD(net.parameters(), 3e38)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (net.phase * x).abs().sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    caught = catch(step)
-    caught(torch.full((3,), 100.0))
-    with pytest.raises(BadStepError, match=r"step 0: the weight phase is (Inf|NaN)"):
-        caught.check()
-    assert torch.equal(net.phase, torch.ones(3, dtype=torch.complex64))
+    assert torch.equal(net.scale, torch.ones(3, dtype=dtype))
 
 
 def test_a_jump_of_the_loss() -> None:
@@ -295,17 +279,21 @@ def test_a_step_without_its_optimizer_is_told() -> None:
         step()
 
 
-def test_a_step_that_reads_its_batch_itself_is_told() -> None:
-    net, batches = nn.Linear(2, 1), iter([torch.ones(1, 2), torch.full((1, 2), BAD)])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_that_reads_its_batch_itself_is_told(ends: bool) -> None:
+    """Also where the iterator has ended when the step is repeated."""
+    more = () if ends else (torch.ones(1, 2),)
+    net, batches = nn.Linear(2, 1), iter([torch.ones(1, 2), torch.full((1, 2), BAD), *more])
     inner = sgd(net)
     net.register_forward_hook(lambda _, __, out: out.sum())
-    step = catch(lambda: inner(next(batches, torch.ones(1, 2))))
+    step = catch(lambda: inner(next(batches)))
     step()
     with pytest.raises(
         BadStepError, match="Repeating the steps did not give that value again"
     ) as raised:
         step()
     assert raised.value.report.undone == 0
+    assert str(raised.value).endswith("as an argument, and do all of the step in it.")
     assert all(p.isfinite().all() for p in net.parameters())
 
 
@@ -428,18 +416,6 @@ def test_a_step_without_a_loss_under_a_scaler_is_told() -> None:
 
     with pytest.warns(CatchWarning, match="the step returns no loss.* Return the loss"):
         catch(silent)(1.0)
-
-
-def test_an_iterator_that_has_ended() -> None:
-    net, batches = nn.Linear(2, 1), iter([torch.ones(1, 2), torch.full((1, 2), BAD)])
-    inner = sgd(net)
-    net.register_forward_hook(lambda _, __, out: out.sum())
-    step = catch(lambda: inner(next(batches)))
-    step()
-    with pytest.raises(BadStepError, match="Repeating the steps did not give that") as raised:
-        step()
-    assert str(raised.value).endswith("as an argument, and do all of the step in it.")
-    assert all(p.isfinite().all() for p in net.parameters())
 
 
 def test_a_decorator_with_arguments() -> None:

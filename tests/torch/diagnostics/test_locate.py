@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -196,8 +195,7 @@ def test_a_step_that_raises_for_a_value_it_made_is_explained() -> None:
             raise FloatingPointError("loss is not finite")
 
     assert locate(step, torch.ones(2)) is None
-    found = locate(step, torch.full((2,), 1e3).half())
-    assert found is not None
+    found: Any = locate(step, torch.full((2,), 1e3).half())
     assert (found.op, found.kind) == ("mul", "overflow")
 
 
@@ -225,8 +223,7 @@ def test_the_fault_of_an_overflow_in_full() -> None:
         with autocast("cpu", torch.float16):
             return net(x)  # type: ignore[no-any-return]
 
-    fault = locate(step, model=net)
-    assert fault is not None
+    fault: Any = locate(step, model=net)
     assert (fault.op, fault.module, fault.direction) == ("linear", "0", "forward")
     assert (fault.kind, fault.run, fault.region) == ("overflow", "float16", "float16")
     assert str(fault.row).startswith("class:matmul = lower") or "linear" in str(fault.row)
@@ -239,8 +236,7 @@ def test_what_an_op_was_given_is_exact() -> None:
     x, y = torch.randn(5, 7), torch.randn(5, 7)
     x[0, :3] = torch.tensor([0.0, 1e38, 1e-40])
     y[0, 1:3] = torch.tensor([1e38, 3.0])
-    fault = locate(lambda: x * y)
-    assert fault is not None
+    fault: Any = locate(lambda: x * y)
     assert fault.kind == "operation"
     name = "an argument (float32 5x7)"
     for found, exact in zip(fault.inputs, (operand(x, name), operand(y, name)), strict=True):
@@ -252,8 +248,7 @@ def test_what_an_op_was_given_is_exact() -> None:
 def test_the_share_of_what_is_bad_in_an_input() -> None:
     x = torch.ones(10, 10)
     x[0, :3], x[1, :2] = math.nan, math.inf
-    fault = locate(lambda x: (x * 2).sum(), x)
-    assert fault is not None
+    fault: Any = locate(lambda x: (x * 2).sum(), x)
     assert (fault.kind, fault.op) == ("input", "mul")
     (given,) = fault.inputs
     assert (given.nan, given.inf, given.largest) == pytest.approx((0.03, 0.02, 1.0))
@@ -263,19 +258,9 @@ def test_the_backward_op_that_breaks_is_named_with_its_line() -> None:
     def step(x: torch.Tensor) -> None:
         x.sqrt().sum().backward()  # 1 / (2 * sqrt(0))
 
-    fault = locate(step, torch.zeros(2, requires_grad=True))
-    assert fault is not None
+    fault: Any = locate(step, torch.zeros(2, requires_grad=True))
     assert (fault.op, fault.direction, fault.kind) == ("sqrt", "backward", "operation")
     assert fault.source == f"test_locate.py:{step.__code__.co_firstlineno + 1}"
-
-
-def test_a_number_that_its_dtype_makes_zero() -> None:
-    x = torch.zeros(3).half()
-    fault = locate(lambda: 1 / (x + 1e-9))
-    assert fault is not None
-    assert (fault.op, fault.kind) == ("add", "number")
-    assert fault.found.startswith("Inf, of reciprocal")
-    assert locate(lambda: 1 / (x + 1e-3)) is None
 
 
 def test_the_callers_graph_is_as_it_was() -> None:
@@ -333,17 +318,6 @@ def test_a_model_is_found_among_the_arguments() -> None:
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"locate\(step_fn, \*args\) needs a function, got 3."):
         locate(3)  # type: ignore[arg-type]
-
-
-def test_the_line_is_that_of_the_users_code() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        found = x.log()
-        return found + 1
-
-    fault = locate(step, torch.zeros(1))
-    line = sys._getframe().f_lineno - 4
-    assert fault is not None
-    assert fault.source == f"test_locate.py:{line}"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Faults of the past: records of records, closures, masks, scales that do not fit."""
+"""Faults of the past: records in records, closures, masks, scales that do not fit."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -8,26 +8,7 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.torch import GradScaler, audit, autocast, explain, locate
-
-
-def _step(model: nn.Module, x: torch.Tensor) -> None:
-    with autocast("cpu", torch.bfloat16):
-        loss = model(x).float().pow(2).mean()
-    loss.backward()
-
-
-def _rows(report: polymp.Report) -> list[tuple[object, ...]]:
-    return [(c.op, c.module, c.direction, c.rule, c.run, c.casts) for c in report]
-
-
-def test_a_report_inside_of_another_takes_nothing_from_it() -> None:
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)), torch.randn(3, 8)
-    with explain(model=model) as outer, explain(model=model) as inner:
-        _step(model, x)
-    assert _rows(inner) == _rows(outer)
-    assert {"linear"} <= {c.op for c in outer if c.rule == "lower"}
-    assert inner.rows() == outer.rows() != set()
+from polymp.torch import GradScaler, audit, autocast, locate
 
 
 def test_gradients_that_overflow_by_a_large_scale_need_another_scale() -> None:
@@ -47,9 +28,6 @@ def test_gradients_that_overflow_by_a_large_scale_need_another_scale() -> None:
     assert suggestion.dtype is None
     assert suggestion.init_scale is not None
     assert suggestion.init_scale < 2.0**16
-
-
-# --- audit and locate -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])

@@ -182,3 +182,6 @@ def test_what_was_not_measured_gets_no_suggestion() -> None:
         found.suggest()
     with pytest.raises(TypeError, match=r"a GradScaler, got 0\.5"), audit(nn.Linear(2, 2), 0.5):
         pass
+    net: Any = "net"
+    with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got 'net'."), audit(net):
+        raise AssertionError("entered")

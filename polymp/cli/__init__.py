@@ -2,8 +2,8 @@
 
     argv -> collect(args) -> plain data -> JSON | draw(data) -> exit code
 
-Here are the arguments; `policies`, `check` and `doctor` find the data and draw it. torch and jax
-are imported by `show --device`, `check` and `doctor` alone.
+Here are the arguments; `policies`, `check` and `doctor` find the data and draw it. `check` and
+`doctor` alone import torch and jax.
 """
 
 import argparse
@@ -16,9 +16,8 @@ from typing import Any
 
 import polymp
 from polymp import backends, dtypes, text_table
-from polymp.cli import check, doctor, model_times, policies
+from polymp.cli import check, doctor, policies
 from polymp.errors import BackendMissingError, PolicyError, UsageError, escaped
-from polymp.rules import policy_files
 from polymp.rules.row import LOW
 
 Data = dict[str, Any]
@@ -29,8 +28,6 @@ exit codes:
   1  diff: there are differences; check: the policy is wrong; doctor: something is wrong
   2  the command could not be carried out: bad arguments, no such policy, a package is missing
 """
-
-DEVICES = tuple(n.removeprefix("torch-") for n in policy_files.shipped() if n.startswith("torch-"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,8 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--dtype", type=_region_dtype, metavar="DTYPE", help=text)
     text = "in the module at this path, as blocks.0.attn"
     show.add_argument("--scope", default="", metavar="PATH", help=text)
-    text = "only ops that differ from torch's table for the device"
-    show.add_argument("--device", choices=DEVICES, help=text)
 
     text = "show where two policies differ"
     diff = command("diff", text, policies.compared, policies.draw_differences, aliases=["compare"])
@@ -156,8 +151,6 @@ def _parser() -> argparse.ArgumentParser:
     examine = command("doctor", text, doctor.examined, doctor.draw)
     text = "time the model that the function returns with example inputs, in each dtype"
     examine.add_argument("--model", metavar="MODULE:FUNCTION", help=text)
-    text = f"time to measure the model for; {model_times.BUDGET} if left out"
-    examine.add_argument("--seconds", type=_seconds, metavar="S", help=text)
     return parser
 
 
@@ -166,13 +159,3 @@ def _region_dtype(given: str) -> str:
         return dtypes.name(given, LOW)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.5 <= seconds <= 600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.5 to 600.")
-    return seconds

@@ -1,17 +1,19 @@
-"""`polymp doctor`: the versions, devices and fast dtypes of this machine, and what to write.
+"""`polymp doctor`: the versions, devices and fast dtypes of this machine, and times of a model.
 
     gather() -> Facts -> diagnose(facts) -> plain data -> draw(data)
+    --model: model, inputs -> a step in each dtype -> rounds that run all of them -> dtype to use
 
-Only `gather` looks at the machine; it imports torch and jax, as far as they are installed. The
-rest works on facts of any machine.
+Only `gather` and `timed` import torch and jax.
 """
 
 import argparse
 import platform
 import re
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -19,12 +21,10 @@ from typing import Any, NamedTuple
 
 import polymp
 from polymp import backends, integrations, progress, text_table, versions
-from polymp.cli import model_times
-from polymp.cli.user_model import leave_memory
-from polymp.errors import UsageError
-from polymp.rules import policy_files
+from polymp.cli.user_model import error_line, example, failed, leave_memory
 
 Data = dict[str, Any]
+Step = Callable[[str], object]  # runs a step in a dtype and waits until it has finished
 
 # The CPU features, as Linux and macOS name them, that multiply a dtype in hardware. avx512_fp16 is
 # not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
@@ -55,16 +55,6 @@ class Device(NamedTuple):
     by: str  # the feature that shows it, in words
 
 
-class Engine(NamedTuple):
-    """The counts of ops that run with torch's own kernels on a device, and with polymp's."""
-
-    device: str  # its type
-    compiled: int  # ops that torch has compiled autocast kernels for
-    ours: Mapping[str, int]  # ops that need a kernel of polymp's, by policy; "default" is torch's
-    new: Sequence[str] = ()  # ops that this torch has kernels for and polymp's table of it lacks
-    gone: Sequence[str] = ()  # the other way round
-
-
 class Facts(NamedTuple):
     """A machine, as far as mixed precision goes."""
 
@@ -72,18 +62,13 @@ class Facts(NamedTuple):
     python: str
     frameworks: Sequence[Framework]  # torch and jax, installed or not
     devices: Sequence[Device] = ()
-    engines: Sequence[Engine] = ()  # one for each device type with a table
     nvidia: bool = False  # True if an NVIDIA driver is loaded
     libraries: Mapping[str, str] = MappingProxyType({})  # installed versions, of `integrations`
 
 
 def examined(args: argparse.Namespace) -> Data:
     """The facts of this machine and what follows from them, and the times of a model."""
-    if args.seconds and not args.model:
-        raise UsageError("--seconds: nothing is timed without --model.")
-    step: Data = {}
-    if args.model:
-        step = {"step": model_times.timed(args.model, args.seconds or model_times.BUDGET)}
+    step: Data = {"step": timed(args.model)} if args.model else {}
     with progress.line("polymp doctor") as line:
         line.stage("asking the frameworks")
         return diagnose(gather()) | step
@@ -134,7 +119,6 @@ def diagnose(facts: Facts) -> dict[str, Any]:
         "system": facts.system,
         "frameworks": frameworks,
         "devices": devices,
-        "engines": [e._asdict() for e in facts.engines],
         "libraries": [integrations.of(n).at(v) for n, v in facts.libraries.items()],
         "problems": problems,
         "notes": notes,
@@ -162,17 +146,11 @@ def _notes(facts: Facts) -> Iterator[str]:
         row = integrations.of(name)
         if not row.is_supported(version):
             yield f"polymp is not tested with {name} {version}, but with {name}{row.bounds}."
-    for e in facts.engines:
-        table = f"the table torch-{e.device}"
-        if e.new:
-            yield f"{table} has no row for {', '.join(e.new)}: they run by torch's own kernels."
-        if e.gone:
-            yield f"{table} has rows without a kernel in torch, {', '.join(e.gone)}: not cast."
 
 
 def gather() -> Facts:
     """The facts of this machine. Imports torch and jax, as far as they are installed."""
-    frameworks, devices, engines = [], list[Device](), list[Engine]()
+    frameworks, devices = [], list[Device]()
     for name, ask in (("torch", _ask_torch), ("jax", _ask_jax)):
         version = problem = where = ""
         if name in backends.installed():
@@ -181,7 +159,7 @@ def gather() -> Facts:
             except metadata.PackageNotFoundError:
                 version = "of unknown version"
             try:
-                where = ask(devices, engines)
+                where = ask(devices)
             except Exception as error:  # any error of a framework is a finding
                 problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         frameworks.append(Framework(name, version, problem, where))
@@ -190,17 +168,15 @@ def gather() -> Facts:
         platform.python_version(),
         frameworks,
         devices,
-        engines,
         Path("/proc/driver/nvidia/version").exists(),
         {row.name: version for row, version in integrations.installed()},
     )
 
 
-def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
+def _ask_torch(devices: list[Device]) -> str:
     import torch
 
-    from polymp.backends.torch.autocast import kernel_registry, torch_table
-
+    backends.get("torch")
     devices.append(cpu("torch", *processor()))
     kind = "cpu"
     if torch.cuda.is_available():
@@ -222,19 +198,10 @@ def _ask_torch(devices: list[Device], engines: list[Engine]) -> str:
         devices.append(
             Device("torch", "mps", "Apple GPU", low, True, "macOS has bfloat16 since 14")
         )
-    users = [name for name in policy_files.shipped() if not name.startswith("torch-")]
-    for device in torch_table.DEVICES:
-        tables = {"default": torch_table.policy(device)} | {n: policy_files.load(n) for n in users}
-        ours = {
-            name: len(kernel_registry.differing(table, device)) for name, table in tables.items()
-        }
-        engines.append(
-            Engine(device, len(torch_table.kernels(device)), ours, *torch_table.drift(device))
-        )
     return kind
 
 
-def _ask_jax(devices: list[Device], engines: list[Engine]) -> str:
+def _ask_jax(devices: list[Device]) -> str:
     leave_memory()
     import jax
 
@@ -270,12 +237,146 @@ def processor() -> tuple[str, frozenset[str] | None]:
     return platform.processor() or platform.machine(), None
 
 
+# --- `--model`: the times of its step in float32, bfloat16 and float16 ----------------------------
+
+FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
+BUDGET = 5.0  # seconds of rounds
+ROUNDS = 3, 200  # at least and at most
+SHORTEST = 5e-3  # seconds of a figure: a shorter step runs several times
+GAIN = 0.95  # a low dtype that takes a larger part of float32's time gains nothing beyond noise
+WORTH_A_SCALER = 0.8  # float16 is advised if it takes a smaller part of bfloat16's time
+
+
+def timed(text: str) -> Data:
+    """Time the step of the model that `MODULE:FUNCTION` returns, and choose its dtype."""
+    leave_memory()
+    with progress.line("polymp doctor") as line:
+        line.stage("loading the model")
+        framework, model, inputs = example(text)
+        backends.get(framework)
+        line.stage("running it in each dtype")
+        step, device, passes = (_torch_step if framework == "torch" else _jax_step)(model, inputs)
+        start = time.perf_counter()
+        lacking = dict[str, str]()
+        for dtype in (FLOAT32, BFLOAT16, FLOAT16):
+            try:
+                step(dtype)
+            except (Exception, SystemExit) as error:
+                if dtype == FLOAT32:
+                    raise failed(text, error) from error
+                lacking[dtype] = error_line(error)
+        dtypes = [d for d in (FLOAT32, BFLOAT16, FLOAT16) if d not in lacking]
+        rounds = _rounds(step, dtypes)
+    ratios = {dtype: _ratio(rounds[dtype], rounds[FLOAT32]) for dtype in dtypes[1:]}
+    use, why = advised(ratios)
+    return {
+        "framework": framework,
+        "device": device,
+        "model": text,
+        "passes": passes,
+        "took": time.perf_counter() - start,
+        "rounds": len(rounds[FLOAT32]),
+        "seconds": {dtype: statistics.median(rounds[dtype]) for dtype in dtypes},
+        "ratio": ratios,
+        "use": use,
+        "why": why,
+        "lacking": lacking,
+    }
+
+
+def _torch_step(model: Any, inputs: tuple[Any, ...]) -> tuple[Step, str, str]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from polymp.torch import autocast
+
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    trains = model.training and any(p.requires_grad for p in model.parameters())
+
+    def step(dtype: str) -> None:
+        low = None if dtype == FLOAT32 else dtype
+        with torch.set_grad_enabled(trains):
+            with autocast(device, low, enabled=low is not None):
+                results = tree_leaves(model(*inputs))
+            ends = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+            if trains and ends:
+                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+                model.zero_grad()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+
+    return step, device, "forward and backward" if trains else "forward"
+
+
+def _jax_step(function: Any, inputs: tuple[Any, ...]) -> tuple[Step, str, str]:
+    import jax
+
+    from polymp.backends.jax.modules import nnx
+    from polymp.jax import autocast
+
+    function, inputs = nnx.owned(function, inputs)
+    jit: Callable[[Any], Any] = jax.jit
+    if nnx.among(inputs):
+        from flax import nnx as flax_nnx
+
+        jit = flax_nnx.jit
+    compiled = {dtype: jit(autocast(function, dtype=dtype)) for dtype in (BFLOAT16, FLOAT16)}
+    compiled[FLOAT32] = jit(function)
+
+    def step(dtype: str) -> None:
+        jax.block_until_ready(compiled[dtype](*inputs))
+
+    return step, jax.default_backend(), "one call, compiled"
+
+
+def _rounds(step: Step, dtypes: list[str]) -> Mapping[str, list[float]]:
+    """Seconds of a step by dtype; a round runs all dtypes, each round another one first."""
+
+    def seconds(dtype: str, times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            step(dtype)
+        return (time.perf_counter() - start) / times
+
+    times = {dtype: max(1, round(SHORTEST / seconds(dtype, 1))) for dtype in dtypes}
+    end = time.perf_counter() + BUDGET
+    found: dict[str, list[float]] = {dtype: [] for dtype in dtypes}
+    for at in range(ROUNDS[1]):
+        if at >= ROUNDS[0] and time.perf_counter() >= end:
+            break
+        first = at % len(dtypes)
+        for dtype in dtypes[first:] + dtypes[:first]:
+            found[dtype].append(seconds(dtype, times[dtype]))
+    return found
+
+
+def _ratio(low: list[float], wide: list[float]) -> Data:
+    """The median of times over that of float32's, and the quartiles of the rounds' ratios."""
+    quartiles = statistics.quantiles([a / b for a, b in zip(low, wide, strict=True)])
+    ratio = statistics.median(low) / statistics.median(wide)
+    return {"ratio": ratio, "low": quartiles[0], "high": quartiles[2]}
+
+
+def advised(ratios: Mapping[str, Data]) -> tuple[str, str]:
+    """The dtype to use, by the ratios of the low dtypes to float32, and the reason."""
+    times = ", ".join(f"{dtype} {r['ratio']:.2f}" for dtype, r in ratios.items())
+    fast = {d: r["ratio"] for d, r in ratios.items() if r["ratio"] <= GAIN and r["high"] < 1}
+    if not fast:
+        return FLOAT32, f"no low dtype gains, as multiples of float32's time: {times or 'none ran'}"
+    if fast.get(FLOAT16, 1.0) < WORTH_A_SCALER * fast.get(BFLOAT16, 1 / WORTH_A_SCALER):
+        return FLOAT16, f"{times} of float32's time; it needs a GradScaler in training"
+    return BFLOAT16, f"{times} of float32's time; it needs no GradScaler"
+
+
+# --- What is drawn --------------------------------------------------------------------------------
+
+
 def draw(data: Data, args: argparse.Namespace) -> Iterator[str | list[str]]:
     """The facts or the times of a model, then notes and problems."""
     yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}"
     yield ""
     if "step" in data:  # the advice then rests on it, not on the hardware's features
-        yield from model_times.draw(data["step"])
+        yield from _draw_times(data["step"])
     else:
         yield from _draw_facts(data)
     yield ""
@@ -301,22 +402,6 @@ def _draw_facts(data: Data) -> Iterator[str | list[str]]:
             for d in data["devices"]
         ]
         yield ["", *text_table.columns(("device", "fast dtypes", "use"), devices)]
-    if data["engines"]:
-        names = list(data["engines"][0]["ours"])
-        engines = []
-        for e in data["engines"]:
-            counts = str(e["compiled"]), *(str(e["ours"][name]) for name in names)
-            drift = ", ".join([f"+{op}" for op in e["new"]] + [f"-{op}" for op in e["gone"]])
-            engines.append((e["device"], *counts, drift or "none"))
-        yield ""
-        yield (
-            "ops that torch has compiled kernels for, and ops that need a kernel of polymp, "
-            "by policy"
-        )
-        yield ["", *text_table.columns(("device", "torch's", *names, "drift"), engines)]
-    if any(f["name"] == "jax" and f["platform"] for f in data["frameworks"]):
-        yield ""
-        yield "jax: programs are traced and rewritten, with jax's own kernels in every policy"
     if data["libraries"]:
         heads = ("library", "version", "tested with", "the line")
         libraries = [(x["name"], x["version"], x["tested"], x["line"]) for x in data["libraries"]]
@@ -326,3 +411,26 @@ def _draw_facts(data: Data) -> Iterator[str | list[str]]:
 def _fast(device: Data) -> str:
     low = [dtype for dtype in ("bfloat16", "float16") if device[dtype]]
     return " and ".join(low) or ("unknown" if device["bfloat16"] is None else "none")
+
+
+def _draw_times(data: Data) -> Iterator[str | list[str]]:
+    """The times, and the dtype to use."""
+    yield (
+        f"{data['model']} in {data['framework']} on {data['device']}, {data['passes']}: "
+        f"{data['rounds']} rounds in {data['took']:.1f} s"
+    )
+    ratios = {
+        dtype: f"{r['ratio']:.2f}  ({r['low']:.2f} to {r['high']:.2f})"
+        for dtype, r in data["ratio"].items()
+    }
+    rows = [(dtype, _time(s), ratios.get(dtype, "1")) for dtype, s in data["seconds"].items()]
+    yield ["", *text_table.columns(("dtype", "time", "of float32's"), rows), ""]
+    yield f"use {data['use']}: {data['why']}"
+    yield from (f"{dtype} does not run: {why}" for dtype, why in data["lacking"].items())
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

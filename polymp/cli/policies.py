@@ -1,7 +1,6 @@
 """`polymp policies`, `show` and `diff`: policies and their rules, as data and as text.
 
-All that is drawn is in the data, which is what `--json` prints. torch is imported by
-`show --device` alone.
+All that is drawn is in the data, which is what `--json` prints.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polymp import backends, progress, text_table
+from polymp import text_table
 from polymp.diagnostics.call_record import by
 from polymp.errors import UsageError
 from polymp.rules import policy_files, scopes
@@ -59,8 +58,6 @@ def shown(args: argparse.Namespace) -> Data:
         scopes.check(args.scope, "--scope")
     dtypes = [args.dtype] if args.dtype else list(LOW)
     data: Data = {"policy": policy.name, "scope": args.scope, "dtypes": dtypes}
-    if args.device:
-        return data | _against(policy.at(args.scope), args.device, args.op, ops, dtypes)
     if args.op and not args.op.startswith("class:"):
         return data | _one(policy, args.op, args.scope, dtypes)
     entries = [
@@ -112,34 +109,6 @@ def _one(policy: Policy, selector: str, scope: str, dtypes: Sequence[str]) -> Da
     }
 
 
-def _against(
-    policy: Policy, device: str, selector: str, ops: Sequence[Op], dtypes: Sequence[str]
-) -> Data:
-    """The overloads for which a policy differs from the kernels torch has compiled for a device."""
-    with progress.line("polymp show") as line:
-        line.stage("asking torch")
-        backends.get("torch")
-        from polymp.backends.torch.autocast import kernel_registry, torch_table
-
-        theirs, differing = torch_table.policy(device), kernel_registry.differing(policy, device)
-    names, entries = {op.name for op in ops}, []
-    for overload in sorted(differing):
-        if all(torch_table.agrees(device, policy, overload, low) for low in dtypes):
-            continue
-        name = vocabulary().of_aten(overload)
-        one = selector.startswith("aten:")
-        if selector and (selector != f"aten:{overload}" if one else name not in names):
-            continue
-        entry: Data = {"aten": overload, "op": name, "torch": {}, "policy": {}, "rows": {}}
-        for low in dtypes:
-            own = torch_table.table(policy, low, device).get(overload)
-            entry["torch"][low] = _answer(torch_table.row(device, overload, low), theirs)
-            entry["policy"][low] = _answer(own, policy)
-            entry["rows"][low] = row_data(own)
-        entries.append(entry)
-    return {"device": device, "compiled": len(torch_table.kernels(device)), "differ": entries}
-
-
 def compared(args: argparse.Namespace) -> Data:
     """Where two policies differ outside of scopes, and inside the modules that each matches."""
     # A spelling that differs as its op does gets no entry, nor does an op in a scope that changes
@@ -189,15 +158,10 @@ def draw_list(data: Data, args: argparse.Namespace) -> Lines:
 
 
 def draw_rules(data: Data, args: argparse.Namespace) -> Lines:
-    """The rules of all ops, of one op, or of those that differ on a device."""
+    """The rules of all ops, or of one op."""
     at = f" in {data['scope']}" if data["scope"] else ""
     title = f"policy {data['policy']}{at}, {' and '.join(data['dtypes'])}"
-    if "device" in data:
-        yield from _draw_device(data, title)
-    elif "op" in data:
-        yield from _draw_op(data, title)
-    else:
-        yield from _draw_ops(data, title)
+    yield from (_draw_op if "op" in data else _draw_ops)(data, title)
 
 
 def _draw_ops(data: Data, title: str) -> Lines:
@@ -240,23 +204,6 @@ def _draw_op(data: Data, title: str) -> Lines:
     ]
     yield f"{data['op']}: {title}"
     yield ["", *text_table.columns(("", ""), rows)[2:]]
-
-
-def _draw_device(data: Data, title: str) -> Lines:
-    yield f"{title}, on {data['device']}: torch has {data['compiled']} compiled kernels"
-    if not data["differ"]:
-        yield "no op differs: all run with torch's own kernels, at torch's own speed"
-        return
-    yield f"ops that differ, and run with a kernel of polymp's: {len(data['differ'])}"
-    rows = []
-    for entry in data["differ"]:
-        one, other = entry["torch"], entry["policy"]
-        own = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
-        left = {low: _rule(one[low], other[low]) for low in data["dtypes"]}
-        right = {low: _rule(other[low], one[low]) for low in data["dtypes"]}
-        rows.append((entry["aten"], _merged(left), _merged(right), _merged(own)))
-    yield ["", *text_table.columns(("aten op", "torch", data["policy"], "from"), rows)]
-    yield from _halves(rows)
 
 
 def draw_differences(data: Data, args: argparse.Namespace) -> Lines:

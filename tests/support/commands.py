@@ -3,19 +3,18 @@
 import re
 import tomllib
 
-from polymp.cli.doctor import Engine, Facts, Framework
+from polymp.cli.doctor import Facts, Framework
 from tests.support import processes
 from tests.support.processes import ROOT
 
 TORCH, JAX = Framework("torch", "2.13.0+cpu", "", "cpu"), Framework("jax", "0.10.2", "", "cpu")
 XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
-FULL = Engine("cpu", 127, {"default": 0, "amp": 182, "lean": 211})
 NONE: dict[str, str] = {}
 
 
-def facts(*devices, frameworks=(TORCH, JAX), engines=(FULL,), nvidia=False, libraries=NONE):
+def facts(*devices, frameworks=(TORCH, JAX), nvidia=False, libraries=NONE):
     """Return the facts of a machine with these devices."""
-    return Facts("Linux x86_64", "3.11.7", frameworks, devices, engines, nvidia, libraries)
+    return Facts("Linux x86_64", "3.11.7", frameworks, devices, nvidia, libraries)
 
 
 def process(*argv, blocked=(), cwd=ROOT, **env):

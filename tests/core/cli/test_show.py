@@ -1,17 +1,14 @@
 """`polymp policies` and `polymp show`, as JSON and as a table, compared with the policy itself."""
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from polymp import cli
 from polymp.cli import policies
 from polymp.rules import policy_files, scopes
 from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
-from tests.conftest import need
 from tests.support.commands import table
 from tests.support.dtype_spellings import NAMES
 
@@ -135,52 +132,6 @@ def test_show_of_a_spelling(answer):
 def test_what_looks_like_markup_is_shown_as_it_is(polymp):
     _, out, _ = polymp("show", "mine.toml", "--op", "softmax", "--scope", "blocka.attn")
     assert "softmax in 'block[ab].attn' = fp32" in " ".join(out.split())
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_show_on_a_device_lists_the_ops_that_need_a_kernel(device, answer, polymp):
-    need("torch")
-    native = importlib.import_module("polymp.backends.torch.autocast.torch_table")
-    policy = policy_files.load("mine.toml")
-    shown = answer("show", "mine.toml", "--device", device)
-    agree = {
-        op
-        for op in native.kernels(device) | native.table(policy, "float16").keys()
-        if all(native.agrees(device, policy, op, low) for low in LOW)
-    }
-    listed = {e["aten"]: e for e in shown["differ"]}
-    assert shown["compiled"] == len(native.kernels(device)) > 90
-    assert "tanh" in listed
-    assert "mm" in agree
-    assert not agree & listed.keys()
-    assert agree | listed.keys() >= native.kernels(device)
-    assert listed["tanh"]["torch"]["float16"]["rule"] == "parts"
-    assert listed["tanh"]["policy"]["float16"]["rule"] == "fp32"
-    _, out, _ = polymp("show", "mine.toml", "--device", device)
-    assert f"run with a kernel of polymp's: {len(listed)}\n" in out
-    assert table(out)["tanh"] == ["parts", "fp32", "mine.toml"]
-
-
-def test_show_on_a_device_says_what_differs_in_equal_rules(polymp):
-    need("torch")
-    _, out, _ = polymp("show", "amp", "--device", "cuda", "--op", "addcmul")
-    assert table(out)["addcmul"] == ["widest (raise)", "widest (widen)", "torch-cuda"]
-    assert "widest where float16 meets bfloat16: (widen) runs in float32" in out
-
-
-@pytest.mark.parametrize("device", cli.DEVICES)
-def test_torchs_own_policy_needs_no_kernel(device, polymp, answer):
-    need("torch")
-    assert answer("show", f"torch-{device}", "--device", device)["differ"] == []
-    _, out, _ = polymp("show", f"torch-{device}", "--device", device)
-    assert out.endswith("no op differs: all run with torch's own kernels, at torch's own speed\n")
-
-
-def test_the_devices_are_those_that_torch_has_tables_for():
-    need("torch")
-    assert (
-        importlib.import_module("polymp.backends.torch.autocast.torch_table").DEVICES == cli.DEVICES
-    )
 
 
 # --- `polymp diff`: the ops whose rules differ, and the rows --------------------------------------

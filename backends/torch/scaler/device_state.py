@@ -10,6 +10,7 @@ one comes from `scale_rule.step` in two ways:
 """
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, cast
@@ -29,7 +30,6 @@ class DeviceState:
     """The base of `GradScaler`: its rule, and its state, tensors once the first loss is scaled."""
 
     _rule: ScaleRule
-    _checks_loss: bool  # whether `_loss` is written
     # The numbers that the tensors are made from; the counts are `skips`, `spoiled` and `skipped`.
     _init_scale: float
     _init_growth_tracker: int
@@ -41,8 +41,9 @@ class DeviceState:
     _bars: torch.Tensor | None  # of `new_bars`
     _loss: torch.Tensor | None  # float32 [], one of the bars: not 0 if a loss was not finite
     _captured: torch.Tensor | None  # the scale that a CUDA graph updates, without a new version
-    # The state as Python numbers, and the tensors and versions of them that it was read from.
-    _known: tuple[ScaleState, tuple[tuple[torch.Tensor, int], ...]] | None
+    # The state as Python numbers, None if only the device knows it, and the tensors that hold it
+    # with their versions.
+    _known: tuple[ScaleState | None, tuple[tuple[torch.Tensor, int], ...]] | None
     _regular: bool  # see `regular`
     _arriving: "AsyncRead"
 
@@ -106,12 +107,13 @@ class DeviceState:
 
     # What the host knows.
 
-    def _remember(self, state: ScaleState) -> None:
-        """Note that the tensors hold this state now."""
-        self._regular = regular(self._rule, state)
-        if torch.compiler.is_compiling():
-            return
-        self._known = state, tuple((t, t._version) for t in self._tensors())
+    def _remember(self, state: ScaleState | None) -> None:
+        """Note that the tensors hold this state now, or one that only the device knows."""
+        if state is not None:
+            self._regular = regular(self._rule, state)
+        self._known = None
+        if not torch.compiler.is_compiling():
+            self._known = state, tuple((t, t._version) for t in self._tensors())
 
     def _replays(self) -> bool:
         """Return whether this code may run again without Python, so that no number may decide."""
@@ -126,13 +128,15 @@ class DeviceState:
         return self._scale.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _recall(self) -> ScaleState | None:
-        """Return the state if the host knows it; None if something has written to the tensors."""
+        """Return the state if the host knows it."""
+        return self._known[0] if self._known and self._are_as_noted() else None
+
+    def _are_as_noted(self) -> bool:
+        """Return False if something but an update may have written to the tensors."""
         if self._replays() or self._known is None or self._scale is None:
-            return None
-        state, read = self._known
-        pairs = zip(read, self._tensors(), strict=True)
-        same = all(was is now and was._version == version for (was, version), now in pairs)
-        return state if same else None
+            return False
+        pairs = zip(self._known[1], self._tensors(), strict=True)
+        return all(was is now and was._version == version for (was, version), now in pairs)
 
     def _read(self) -> ScaleState:
         """Return the state as Python numbers. Waits for the device if the host does not know it."""
@@ -153,15 +157,12 @@ class DeviceState:
         """
         if self._rule.min_scale >= 1:
             return False
-        if self._replays():
+        if not self._are_as_noted() or self._known is None:
             return True
-        state = self._recall()
+        state = self._known[0]
         if state is not None:
             return bool(state.scale < 1)
-        scale, (left, version) = self._tensors()[0], self._arriving.left
-        if left is not scale or version != scale._version:
-            return True  # other code than an update may have written it
-        return self._arriving.at_least(self._rule.backoff, self._rule.min_scale) < 1
+        return self._arriving.at_least(self._rule.backoff) < 1
 
     # The next state.
 
@@ -180,7 +181,7 @@ class DeviceState:
         else:
             number = scale_rule.checked_scale("new_scale", new, self._rule)
             scale.fill_(number)
-        self._arriving.given += 1
+        self._arriving.age = self._arriving.sent = math.inf  # no copy on its way has this scale
         self._known = None
         if number is not None and before is not None:
             self._remember(before._replace(scale=scale_rule.as_float32(number)))
@@ -201,8 +202,7 @@ class DeviceState:
             if new != old:
                 counts[at].fill_(new)
         self._remember(after)
-        if self._checks_loss:
-            self._noted_loss().zero_()
+        self._noted_loss().zero_()
         self._arriving = AsyncRead()
         return after
 
@@ -217,15 +217,13 @@ class DeviceState:
         bars = self._bars if self._regular else None
         if bars is not None and loss is not None and loss is not self._loss:
             self._noted_loss().copy_(loss)  # the ranks have found another together
-        elif loss is None and self._checks_loss:
+        elif loss is None:
             self._noted_loss().zero_()
         moved = (scale.clone(), tracker.clone()) if given else (scale, tracker)
         update(self._rule, *moved, counts, found, loss, bars)
         if loss is not None:
             self._noted_loss().zero_()
-        self._known = None
-        if not torch.compiler.is_compiling():
-            self._arriving.left = scale, scale._version
+        self._remember(None)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state that `from_state_dict` accepts; raises as that does."""
@@ -343,42 +341,36 @@ class AsyncRead:
 
     Attributes:
         seen: the state of that copy; None before the first.
-        age: the number of updates since that state.
-        given: how often the user has set the scale: copies from before say nothing about it.
-        left: the scale and its version after the last update.
+        age: the number of updates since that state; Inf if its scale says nothing about this one.
+        sent: the same, of the copy on its way.
     """
 
     def __init__(self) -> None:
         self.seen: ScaleState | None = None
-        self.age: int = 0
-        self.given: int = 0
-        self.left: tuple[torch.Tensor | None, int] = None, 0
-        self._mailbox: Mailbox[int] = Mailbox()  # with `given` when a copy was started
-        self._seen_of = 0  # `given` when the copy in `seen` was started
-        self._sent = 0  # updates since the copy on its way was started
+        self.age: float = 0
+        self.sent: float = 0
+        self._mailbox: Mailbox[None] = Mailbox()
 
     def updated(self, *state: torch.Tensor) -> bool:
         """Note an update; read a copy that has arrived, and start another."""
         self.age += 1
-        self._sent += 1
+        self.sent += 1
         new = False
-        for copy, given in self._mailbox.taken():
+        for copy, _ in self._mailbox.taken():
             (tracker,), numbers = copy[:1].tolist(), copy[1:].view(torch.float32).tolist()
             self.seen = state_of(numbers[0], tracker, *numbers[1:])
-            self.age, self._seen_of, new = self._sent, given, True
-        if not self._mailbox and self._sent >= _EVERY:
+            self.age, new = self.sent, True
+        if not self._mailbox and self.sent >= _EVERY:
             # One copy for all, as bits, so that no number is converted or rounded.
             together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
-            self._mailbox.post(AsyncCopy(together), self.given)
-            self._sent = 0
+            self._mailbox.post(AsyncCopy(together), None)
+            self.sent = 0
         return new
 
-    def at_least(self, backoff: float, min_scale: float) -> float:
+    def at_least(self, backoff: float) -> float:
         """Return a lower bound of the scale, which holds as long as only updates write it."""
-        if self.seen is None or self._seen_of != self.given:
-            return min_scale
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
-        return float(max(min_scale, self.seen.scale * lowest**self.age))
+        return 0.0 if self.seen is None else float(self.seen.scale * lowest**self.age)
 
 
 # The scalers of this process, by name, as long as they live.

@@ -1,8 +1,8 @@
 """`GradScaler`: dynamic loss scaling for torch optimizers.
 
 The drop-in for `torch.amp.GradScaler`: scale the loss, unscale and check the gradients, step or
-skip, update the scale. The state and its update are in `device_state`, the pass over gradients in
-`unscale`, the ways to step in `optimizer_step`, the rows of reports in `report`.
+skip, update the scale. The state and its update are in `device_state`, the passes over gradients
+in `unscale`, the ways to step in `optimizer_step`.
 """
 
 import math
@@ -20,7 +20,6 @@ from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import AsyncRead, DeviceState
-from polymp.backends.torch.scaler.report import Named, Names, gradients
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.mailbox import Mailbox
@@ -63,7 +62,6 @@ class Options(NamedTuple):
     stuck_after: int
     strict: bool
     allow_fp16: bool
-    check_loss: bool
     skip_on: SkipOn
     process_group: Any
 
@@ -118,19 +116,17 @@ class GradScaler(DeviceState):
             function that is called with a `GradientReport`.
         stuck_after: see `on_stuck`. Where the host does not wait for the device, it reacts a few
             steps later.
-        named: a module, or pairs of a name and a parameter: names for reports.
+        named: a module, whose names of parameters reports use.
         strict: True raises, as torch.amp does, if an optimizer has no gradient; otherwise its step
             does nothing.
         allow_fp16: True accepts float16 gradients. Unscaled they are still float16, and small ones
             become zero.
-        check_loss: True notes whether the losses of a skipped step were finite before they were
-            scaled, for reports. The scale does not depend on it.
         skip_on: "host" waits for the finding and then steps or skips; "device" steps, and undoes
             the step on the device (see `step_or_undo` in `optimizer_step`). "auto" is "device" in
             compiled code and for optimizers whose groups are all `capturable`, and "host" for
             others. Fused optimizers skip by themselves.
         process_group: ranks to exchange findings with, besides the meshes of DTensors; for models
-            that a pipeline cuts in pieces, or under DDP for `check_loss`.
+            that a pipeline cuts in pieces, or under DDP for reports on losses.
 
     Raises:
         AssertionError: `growth_factor` is not above 1 or `backoff_factor` not below 1.
@@ -149,6 +145,7 @@ class GradScaler(DeviceState):
     _before: dict[int, Entry]  # the entries of the last iteration
     _scaled_in: object  # the entries of the iteration in which a loss was scaled last
     _listener: str  # see `device_state.listen`
+    _named: weakref.ref[torch.nn.Module] | None
 
     def __init__(
         self,
@@ -165,10 +162,9 @@ class GradScaler(DeviceState):
         hysteresis: int = 0,
         on_stuck: OnStuck = "warn",
         stuck_after: int = 50,
-        named: Named | None = None,
+        named: torch.nn.Module | None = None,
         strict: bool = False,
         allow_fp16: bool = False,
-        check_loss: bool = True,
         skip_on: SkipOn = "auto",
         process_group: Any = None,
     ) -> None:
@@ -190,17 +186,16 @@ class GradScaler(DeviceState):
             raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {skip_on!r}.")
         checked_on_stuck(on_stuck, stuck_after)
         unscale.check_group(process_group)
-        self._options = Options(
-            on_stuck, stuck_after, strict, allow_fp16, check_loss, skip_on, process_group
-        )
+        if named is not None and not isinstance(named, torch.nn.Module):
+            raise TypeError(f"named must be a module, got {named!r}.")
+        self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
         first = scale_rule.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.entries.latest.clear()  # regions from before say nothing about this scaler's
         self._knows_region = False  # whether it is bfloat16, where scaling has no effect
-        self._checks_loss = check_loss
-        self._names = Names(named)
         self._reported_row: int | None = None  # of skips, by the number of skips before it
         self._set_first(ScaleState(first))
         self._begin()
+        self._named = None if named is None else weakref.ref(named)
 
     _growth_factor = _constant("growth")
     _backoff_factor = _constant("backoff")
@@ -480,28 +475,20 @@ class GradScaler(DeviceState):
             return torch.tensor(self._init_counts[2] if self._enabled else 0, dtype=torch.int32)
         return self._tensors()[2][2].to(torch.int32)
 
-    def report(self, named: Named | None = None) -> GradientReport:
+    def report(self) -> GradientReport:
         """Report on the gradients of the optimizers of this iteration, or of the last one.
 
         Counts Inf, NaN, zeros and values too small for float16, gradient by gradient. Call it after
         `step` or `unscale_`, and before `zero_grad`; before them it has no entries. Waits for the
         device. Of a DTensor, this rank's part is counted.
 
-        Args:
-            named: a module, or pairs of a name and a parameter, for names in the report; None for
-                the argument `named` of the scaler.
-
         Returns:
             The report.
-
-        Raises:
-            TypeError: `named` is something else.
         """
         if not self._enabled:
             return GradientReport(ScaleRule(), ScaleState(1.0), ())
-        names = self._names if named is None else Names(named)
         # Once a loss of this iteration is scaled, gradients of the last one may have changed.
-        return self._reported(names, last=not self._has_scaled())
+        return self._reported(last=not self._has_scaled())
 
     # Names of torch.amp's that other libraries use or override.
 
@@ -561,6 +548,7 @@ class GradScaler(DeviceState):
     def _begin(self) -> None:
         super()._begin()
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
+        self._named = None  # the parameters of a copied model are other tensors
         self._may_warn_of_clipping = True
         self._listener = device_state.listen(self)
         _watch_clipping()
@@ -597,8 +585,7 @@ class GradScaler(DeviceState):
                 warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
             self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
-        if self._checks_loss:
-            note(loss, self._noted_loss())
+        note(loss, self._noted_loss())
         return self._tensors()[0]
 
     def _has_scaled(self) -> bool:
@@ -621,7 +608,7 @@ class GradScaler(DeviceState):
         if unscale.has_peers():
             parameters = unscale.parameters(optimizer)
             ranks = unscale.rank_groups(parameters, self._options.process_group)
-        loss = self._loss if ranks.everybody and self._checks_loss else None
+        loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
         divided = inverse is not None or divisor is not None
@@ -732,9 +719,9 @@ class GradScaler(DeviceState):
             "this iteration or the last: call step(optimizer) or unscale_(optimizer) first."
         )
 
-    def _reported(self, names: Names, *, last: bool) -> GradientReport:
+    def _reported(self, *, last: bool) -> GradientReport:
         """Report on the gradients; if asked for, with optimizers of the `last` iteration."""
-        rows = []
+        rows, module = [], self._named and self._named()
         for entry in {**(self._before if last else {}), **self._per_optimizer_states}.values():
             optimizer = entry["optimizer"]() if "optimizer" in entry else None
             if optimizer is not None:
@@ -744,7 +731,7 @@ class GradScaler(DeviceState):
                 if inverse is None and "grad_scale" in entry and entry["found_inf_per_device"]:
                     # torch's fused optimizers leave true gradients, if they have stepped.
                     factor = torch.where(self._found(entry) != 0, one, entry["grad_scale"])
-                rows += gradients(optimizer, names.of(optimizer), factor)
+                rows += unscale.rows(optimizer, module, factor)
         state = self._read()
         return GradientReport(self._rule, state, tuple(rows))
 
@@ -761,7 +748,7 @@ class GradScaler(DeviceState):
         row = state.skipped - state.skips if stuck else None
         if stuck and row != self._reported_row:
             self._reported_row = row
-            report = self._reported(self._names, last=True)._replace(state=state)
+            report = self._reported(last=True)._replace(state=state)
             tell(self._options.on_stuck, report)
         self._reported_row = row
 
@@ -782,7 +769,7 @@ class GradScaler(DeviceState):
 _NOT_KEPT = (
     *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
     *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_listener"),
-    "_may_warn_of_clipping",
+    *("_may_warn_of_clipping", "_named"),
 )
 
 # The classes whose objects change as a scaler is used.

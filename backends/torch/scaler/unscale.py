@@ -1,4 +1,4 @@
-"""Gradients of one optimizer: gather them, multiply them by the inverse scale, find Inf and NaN.
+"""Gradients of one optimizer: multiply them by the inverse scale, find Inf and NaN, count values.
 
 A finding is float32 [], one for each device: 0 if all gradients there are finite. The host does not
 wait for it.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from polymp.backends.torch.compat import distributed, optimizers
+from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient
 
 Findings = dict[torch.device, torch.Tensor]
 
@@ -171,6 +172,49 @@ def _values(param: torch.Tensor) -> torch.Tensor:
             grad = param.grad = grad.resolve_conj()
         grad = torch.view_as_real(grad)
     return grad
+
+
+# Rows of a scaler's report: counts of the values of each gradient.
+
+
+def rows(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, factor: torch.Tensor
+) -> list[Gradient]:
+    """Count the values of each gradient of the optimizer. Waits for the device, once."""
+    # Named as in the module, as the optimizer names them, or by their place.
+    names: dict[int, str] = {}
+    for at, group in enumerate(optimizer.param_groups):
+        places = (f"group {at}, parameter {i}" for i in range(len(group["params"])))
+        names |= zip(map(id, group["params"]), group.get("param_names") or places, strict=True)
+    if module is not None:
+        names |= {id(p): name for name, p in module.named_parameters()}
+    heads, counts = [], []
+    for param in parameters(optimizer):
+        if param.grad is not None:
+            heads.append((names[id(param)], tuple(distributed.local(param).shape)))
+            counted = _counts(distributed.local(param.grad), factor)
+            counts.append(moved(counted, factor.device))
+    if not counts:
+        return []
+    table = torch.stack(counts).tolist()
+    return [Gradient(*head, *numbers) for head, numbers in zip(heads, table, strict=True)]
+
+
+@torch.no_grad()
+def _counts(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Count Inf, NaN, zero and subnormal values; int64 [4]."""
+    absent = 0
+    if grad.layout is not torch.strided:  # absent elements are zeros
+        values = grad.coalesce().values() if grad.layout is torch.sparse_coo else grad.values()
+        absent, grad = grad.numel() - values.numel(), values
+    size = grad.abs()  # of a complex number, its distance from 0
+    wide = size if size.dtype is torch.float64 else size.float()
+    tiny = wide * moved(factor, wide.device) < SMALLEST_NORMAL
+    zero = wide == 0
+    kinds = (wide.isinf(), wide.isnan(), zero, tiny & ~zero)
+    return torch.stack([k.sum() for k in kinds]) + torch.tensor(
+        [0, 0, absent, 0], device=wide.device
+    )
 
 
 # The ranks that must find the same as this one in gradients: process groups, and the exchange.

@@ -173,6 +173,9 @@ class Run:
     def __init__(self, cut: Cut, way: Way, scaler: Any, *, early: bool = False) -> None:
         self.cut, self.way, self.scaler, self.early = cut, way, scaler, early
         self.optimizer = way.optimizer(groups(cut.model))
+        names = {id(p): name for name, p in cut.model.named_parameters()}
+        for group in self.optimizer.param_groups:  # as torch names them in reports
+            group["param_names"] = [names[id(p)] for p in group["params"]]
         self.notes: list[dict[str, Any]] = []
 
     def part(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +225,7 @@ class Run:
         if isinstance(self.scaler, GradScaler):
             note["found"] = self.scaler.found_inf(self.optimizer).item()
             note["skipped"] = self.scaler.step_skipped(self.optimizer).item()
-            report = self.scaler.report(self.cut.model)
+            report = self.scaler.report()
             note["bad"] = [(g.name, g.inf, g.nan) for g in report.bad]
             note["values"] = sum(g.size for g in report.gradients)
         self.notes.append(note)

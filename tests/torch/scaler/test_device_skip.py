@@ -129,14 +129,6 @@ def test_a_step_is_the_plain_one_or_none(name: str, history: str) -> None:
 # --- steps that are wrong ------------------------------------------------------------------------
 
 
-def never_skips(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
-    optimizer.step()
-
-
-def always_skips(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
-    optimizer_step.step_or_undo(optimizer, torch.ones(()))
-
-
 def keeps_the_state(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
     """Undoes the parameters only."""
     params = [p for g in optimizer.param_groups for p in g["params"]]
@@ -156,7 +148,7 @@ def by_arithmetic(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
         p.data.copy_(found * was + (1 - found) * p)
 
 
-@pytest.mark.parametrize("step", [never_skips, always_skips, keeps_the_state, by_arithmetic])
+@pytest.mark.parametrize("step", [keeps_the_state, by_arithmetic])
 @pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "Rprop", "SparseAdam"])
 def test_a_wrong_step_is_seen(name: str, step: Any) -> None:
     assert first_difference(name, HISTORIES[0], step) is not None

@@ -298,16 +298,6 @@ def test_it_ends() -> None:
     assert hooks() == before
 
 
-def test_two_checks_are_two() -> None:
-    run = Run()
-    outer = expect_scaler()
-    with expect_scaler("raise"):
-        run.backward()
-        with pytest.warns(ScalerWarning):
-            run.optimizer.step()
-    outer.remove()
-
-
 def test_it_keeps_no_optimizer_alive() -> None:
     run = Run()
     with expect_scaler():

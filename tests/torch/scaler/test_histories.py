@@ -234,21 +234,7 @@ class NoBackoff(GradScaler):
             self._scale.copy_(before)
 
 
-class NeverSkips(GradScaler):
-    def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs)
-
-
-class StepsTwice(GradScaler):
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._per_optimizer_states[id(optimizer)]["stage"] = type(
-            self._per_optimizer_states[id(optimizer)]["stage"]
-        ).READY
-        return super().step(optimizer, *args, **kwargs)
-
-
-@pytest.mark.parametrize("wrong", [NoBackoff, NeverSkips, StepsTwice])
-def test_a_wrong_scaler_is_noticed(wrong: type[GradScaler]) -> None:
+def test_a_wrong_scaler_is_noticed() -> None:
     history = [
         ("iterate", ["good", "good", "good"], False),
         ("iterate", ["inf", "good", "nan"], False),
@@ -259,7 +245,7 @@ def test_a_wrong_scaler_is_noticed(wrong: type[GradScaler]) -> None:
     game = {"init_scale": 8.0, "growth_interval": 3}, 3.3, 1e8, ["loop", "foreach", "adamw"]
     expected = play(torch.amp.GradScaler, game, history)
     assert play(GradScaler, game, history) == expected
-    assert play(wrong, game, history) != expected
+    assert play(NoBackoff, game, history) != expected
 
 
 # --- fused optimizers, which divide by themselves: nothing reads the scale before the end --------
@@ -352,15 +338,6 @@ class DividesBefore(GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("kind", FUSED)
-def test_that_it_is_the_optimizer_that_divides_is_noticed(kind: str, dtype: torch.dtype) -> None:
-    run = {"kind": kind, "dtype": dtype, "seed": 3, "init_scale": 2.0**12, "growth_interval": 5}
-    right = fifty(torch.amp.GradScaler, growth_factor=1.5, **run)
-    assert fifty(GradScaler, growth_factor=1.5, **run) == right
-    assert fifty(DividesBefore, growth_factor=1.5, **run) != right
-
-
 def test_small_gradients_of_float16_weights_reach_a_fused_optimizer() -> None:
     """A gradient of 2**-30 is 0 in float16."""
 
@@ -402,43 +379,14 @@ def test_every_bit_is_torch_s(program: str) -> None:
 # --- scalers that are wrong ----------------------------------------------------------------------
 
 
-class Disabled(GradScaler):
-    def __init__(self, device: str, enabled: bool = True, **arguments: Any) -> None:
-        super().__init__(device, enabled=not enabled, **arguments)
-
-
-class NeverSkips_training_programs(GradScaler):
+class NeverSkips(GradScaler):
     def _unscale_grads_(self, *args: Any) -> Any:
         return {device: found * 0 for device, found in super()._unscale_grads_(*args).items()}
-
-
-class SeesNoNaN(GradScaler):
-    def _unscale_grads_(self, optimizer: Any, *args: Any) -> Any:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and not p.grad.is_sparse:
-                    p.grad.nan_to_num_(0.0, float("inf"), float("-inf"))
-        return super()._unscale_grads_(optimizer, *args)
 
 
 class ForgetsToUnscale(GradScaler):
     def _unscale_grads_(self, optimizer: Any, inverse: torch.Tensor, *args: Any) -> Any:
         return super()._unscale_grads_(optimizer, torch.ones_like(inverse), *args)
-
-
-class NeverUpdates(GradScaler):
-    def update(self, new_scale: Any = None) -> None:
-        before = self._scale.clone()
-        super().update(new_scale)
-        self._scale.copy_(before)
-
-
-class OneForAll(GradScaler):
-    """Skips every optimizer if the first one found something."""
-
-    def _maybe_opt_step(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        first = next(iter(self._per_optimizer_states.values()))
-        return super()._maybe_opt_step(optimizer, first, *args, **kwargs)
 
 
 class ForgetsTheCount(GradScaler):
@@ -447,18 +395,8 @@ class ForgetsTheCount(GradScaler):
 
 
 MUTANTS = {
-    Disabled: set(PROGRAMS),
-    NeverSkips_training_programs: {
-        "plain SGD",
-        "clipped SGD",
-        "accumulated",
-        "several",
-        "sparse SGD",
-    },
-    SeesNoNaN: {"plain SGD", "clipped Adam, foreach"},
+    NeverSkips: {"plain SGD", "clipped SGD", "accumulated", "several", "sparse SGD"},
     ForgetsToUnscale: {"plain SGD", "clipped SGD, fused", "gradient penalty", "mixed parameters"},
-    NeverUpdates: {"plain SGD", "no overflow", "odd factors", "scheduled", "set by hand"},
-    OneForAll: {"several", "several, all unscaled"},
     ForgetsTheCount: {"resumed at 1", "resumed at 5", "resumed by a scaler in use"},
 }
 

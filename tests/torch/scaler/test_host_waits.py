@@ -135,7 +135,6 @@ def test_on_the_host_one_value_is_read_in_a_step_as_by_torch(make: Make, clip: b
     # A second one says, where something was found, whether it was in the loss.
     assert ours == [2 if step in BAD else 1 for step in range(STEPS)]
     assert scaler.skipped_steps.item() == len(BAD)
-    assert loop(make, {"check_loss": False}, clip=clip)[0] == [1] * STEPS
     theirs, _ = loop(make, {}, clip=clip, kind=torch.amp.GradScaler)
     assert theirs == [1] * STEPS
 
@@ -432,17 +431,14 @@ def launches(kind: Any, count: int, steps: int = 24, **options: Any) -> list[tup
 def test_launches_of_a_fused_step(count: int) -> None:
     theirs = launches(torch.amp.GradScaler, count)[-1]
     assert theirs[::2] == (1, 1)
-    for options, wanted in (({}, (2, 5)), ({"check_loss": False}, (1, 4))):
-        ours = launches(GradScaler, count, **options)
-        # Once what was copied to the host has said that the scale is above 1.
-        settled = ours[8:]
-        assert {row[0] for row in ours[1:]} == {wanted[0]}
-        assert {row[1] for row in settled} == {theirs[1] - 1}
-        # Every fourth update sends the state to the host, in one piece; the copy is none here.
-        assert [row[2] for row in settled] == [wanted[1] + (at % 4 == 3) for at in range(8, 24)]
-        assert {row[1] for row in launches(GradScaler, count, min_scale=1.0, **options)[1:]} == {
-            theirs[1] - 1
-        }
+    ours = launches(GradScaler, count)
+    # Once what was copied to the host has said that the scale is above 1.
+    settled = ours[8:]
+    assert {row[0] for row in ours[1:]} == {2}
+    assert {row[1] for row in settled} == {theirs[1] - 1}
+    # Every fourth update sends the state to the host, in one piece; the copy is none here.
+    assert [row[2] for row in settled] == [5 + (at % 4 == 3) for at in range(8, 24)]
+    assert {row[1] for row in launches(GradScaler, count, min_scale=1.0)[1:]} == {theirs[1] - 1}
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

@@ -36,12 +36,7 @@ OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         ({"stuck_after": x}, ValueError, f"stuck_after must be a whole number from 1 up, got {x}.")
         for x in (0, True)
     ),
-    (
-        {"named": 3},
-        TypeError,
-        "named must be a module or pairs of a name and a parameter, such as "
-        "model.named_parameters(); got 3.",
-    ),
+    ({"named": 3}, TypeError, "named must be a module, got 3."),
 )
 
 
@@ -123,6 +118,7 @@ def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
     scaler.step(sgd())  # another one goes on
     scaler.update()
     assert scaler._get_growth_tracker() == 1
+    assert not scaler.found_inf(optimizer)
 
 
 @pytest.mark.parametrize("scale", [4.0, 0.5])
@@ -151,6 +147,9 @@ def test_a_strict_scaler_wants_gradients_as_torch_s_does() -> None:
         ours = outcome(lambda m=misuse: m(ready(GradScaler, strict=True)))
         assert ours == outcome(lambda m=misuse: m(ready(torch.amp.GradScaler)))
         assert ours[0] is AssertionError
+    without = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0, fused=True)
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        ready(GradScaler, strict=True).step(without)  # torch.amp raises in update() only
 
 
 @pytest.mark.parametrize(

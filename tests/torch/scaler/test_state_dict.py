@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import math
 import pickle
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict, to_state_dict
+from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 from polymp.torch import GradScaler
 from tests.support.sizes import size
 
@@ -177,21 +176,6 @@ def test_a_run_goes_on_bit_for_bit(way, kind, options, history, after) -> None:
     assert first.scaler.state_dict() == before, "the copy shares something with the first"
 
 
-@given(options=ours, history=histories)
-def test_a_state_is_that_of_the_core(options, history) -> None:
-    """`scale_rule` alone reads it, and writes the same: nothing of it is torch's."""
-    run = Run(polymps(**options))
-    run.play(history)
-    state = run.scaler.state_dict()
-    rule, numbers = from_state_dict(state)
-    assert to_state_dict(rule, numbers) == state
-    assert rule == run.scaler._rule
-    for what in history:
-        numbers = scale_rule.step(rule, numbers, what == "+", loss_finite=what != "?")
-    run.play(history)
-    assert to_state_dict(rule, numbers) == run.scaler.state_dict()
-
-
 def test_a_copy_keeps_what_was_asked_for() -> None:
     told: list[Any] = []
     model = torch.nn.Linear(2, 1)
@@ -202,58 +186,7 @@ def test_a_copy_keeps_what_was_asked_for() -> None:
     assert copy.copy(polymps(on_stuck=told.append))._options.on_stuck == told.append
 
 
-def test_a_disabled_scaler_has_no_state_and_none_is_loaded_into_it() -> None:
-    scaler = GradScaler("cpu", enabled=False)
-    assert scaler.state_dict() == {}
-    scaler.load_state_dict({"scale": "nonsense"})
-    assert pickle.loads(pickle.dumps(scaler)).is_enabled() is False
-
-
 # --- bad states -----------------------------------------------------------------------------------
-
-WRONG = ("two", None, NAN, INF, -1, -0.5, [1.0, 2.0], b"8", True, {}, 2**31, 1.5)
-# What is right all the same where it stands: a number that the entry can be.
-RIGHT: dict[str, tuple[Any, ...]] = {
-    "scale": (2**31, 1.5),
-    "growth_factor": (2**31, 1.5),
-    "growth_interval": (2**31,),  # beyond every run: taken as the longest
-    "max_scale": (2**31, 1.5),
-    "min_scale": (2**31, 1.5),
-}
-
-
-@pytest.mark.parametrize("made", [False, True], ids=["before scale()", "after"])
-@pytest.mark.parametrize("key", TORCHS + OWN)
-@given(wrong=st.sampled_from([*WRONG, "absent"]))
-def test_one_spoiled_entry_is_named_and_changes_nothing(made, key, wrong) -> None:
-    run = Run(polymps(min_scale=1.0, max_scale=2.0**20, hysteresis=1))
-    if made:
-        run.play("+-+")
-    state = polymps(init_scale=2.0, growth_interval=9).state_dict()
-    if wrong == "absent":
-        del state[key]
-        if key in OWN:
-            return  # torch.amp saves none
-    else:
-        state[key] = wrong
-    if any(wrong is r or (wrong == r and type(wrong) is type(r)) for r in RIGHT.get(key, ())):
-        run.scaler.load_state_dict(state)
-        return
-    before = run.scaler.state_dict(), vars(run.scaler).copy()
-    with pytest.raises((KeyError, TypeError, ValueError)) as raised:
-        run.scaler.load_state_dict(state)
-    assert key in str(raised.value)
-    assert wrong == "absent" or repr(wrong) in str(raised.value)
-    assert (run.scaler.state_dict(), vars(run.scaler)) == before
-
-
-def test_a_state_beyond_float32_is_rounded_into_it() -> None:
-    scaler = polymps()
-    scaler.load_state_dict(scaler.state_dict() | {"scale": 1.1})
-    assert scaler.get_scale() == scale_rule.as_float32(1.1) != 1.1
-    scaler.scale(torch.ones(()))
-    assert math.isclose(scaler._scale.item(), 1.1, rel_tol=1e-6)
-    assert scaler.get_scale() == scaler._scale.item()
 
 
 def test_the_first_scale_is_float32_once_it_is_used() -> None:

@@ -156,6 +156,7 @@ def test_disabled_everything_passes_through() -> None:
     scaler.set_backoff_factor(0.25)
     scaler.set_growth_interval(3)
     assert scaler.state_dict() == {}
+    assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
     assert (scaler.get_scale(), scaler._get_growth_tracker(), scaler.is_enabled()) == (
         1.0,
         0,

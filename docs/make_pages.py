@@ -56,7 +56,7 @@ STANDS_FOR = {
     "polymp/torch/__init__.py": "api/torch.md",
     "polymp/torch/fsdp.py": "api/torch.fsdp.md",
     "polymp/jax.py": "api/jax.md",
-    "polymp/keras/__init__.py": "api/keras.md",
+    "polymp/keras.py": "api/keras.md",
     "polymp/testing/__init__.py": "api/testing.md",
 }
 

@@ -55,7 +55,9 @@ def exported(door: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def methods(kind: type) -> Iterator[tuple[str, object]]:
-    for name in dir(kind):
+    """A class's public methods, but those that a training framework calls and documents itself."""
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith("polymp")]
+    for name in sorted({*dir(kind)}.difference(*map(vars, bases))):
         found = inspect.getattr_static(kind, name)
         found = getattr(found, "__func__", found)  # of class methods and static methods
         ours = (getattr(found, "__module__", "") or "").startswith("polymp")

@@ -42,7 +42,7 @@ def rows(path: Path, heading: str) -> list[str]:
 # --- the map --------------------------------------------------------------------------------------
 
 
-DOORS = {"jax", "lightning", "accelerate", "transformers"}  # modules, not folders
+DOORS = {"jax", "keras", "lightning", "accelerate", "transformers"}  # modules, not folders
 
 
 def rooms() -> set[str]:

@@ -151,19 +151,6 @@ def test_losses_of_certain_probabilities(
     assert model.evaluate(X, y, verbose=0) == pytest.approx(exact, rel=0.02)
 
 
-def test_a_classifier_gets_as_far_as_in_float32() -> None:
-    def last(*policy: str) -> float:
-        keras.utils.set_random_seed(0)
-        up = keras.layers.Dense(16, activation="relu")
-        model = keras.Sequential([keras.Input((12,)), up, keras.layers.Dense(1, "sigmoid")])
-        model.compile(keras.optimizers.Adam(0.1), "binary_crossentropy", metrics=["accuracy"])
-        if policy:
-            polymp.keras.use(model, policy=policy[0])
-        return fit_to(model, (Y[:, 0] > 0).astype("float32"))
-
-    assert last("amp") == pytest.approx(last(), rel=0.05)
-
-
 CLASSES = np.eye(4, dtype="float32")[Y.argmax(1)]
 TARGETS = {
     "binary_crossentropy": (Y > 0).astype("float32"),

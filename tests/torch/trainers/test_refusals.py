@@ -6,37 +6,33 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import lightning
 import pytest
 import torch
-from accelerate.utils import GradScalerKwargs
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import polymp
-import polymp.accelerate
-import polymp.lightning
-import polymp.transformers
 from polymp.errors import PolicyError
-from polymp.lightning import FabricPrecision, Precision
 from polymp.torch import GradScaler, autocast
 from tests.conftest import need
-from tests.support.torch.lightning_models import Regression, fit
-from tests.support.torch.trainer_models import accelerator, reset, trainer
 
 for _name in ("lightning", "accelerate", "transformers"):
     need(_name)
 
+import lightning  # noqa: E402
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.utils import GradScalerKwargs  # noqa: E402
 from lightning import Fabric  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
-import polymp  # noqa: E402
 import polymp.accelerate  # noqa: E402
 import polymp.lightning  # noqa: E402
 import polymp.transformers  # noqa: E402
+from polymp.lightning import FabricPrecision, Precision  # noqa: E402
 from tests.support import processes  # noqa: E402
+from tests.support.torch.lightning_models import Regression, fit  # noqa: E402
+from tests.support.torch.trainer_models import accelerator, reset, trainer  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("left_as_found"),
@@ -103,221 +99,6 @@ def accumulate_after_clipping() -> None:
     for _ in range(2):
         used.backward(model(torch.ones(1, 2)).sum())
         used.clip_grad_norm_(model.parameters(), 1.0)
-
-
-class Refusal(NamedTuple):
-    """A combination that is refused."""
-
-    what: str  # the combination
-    call: Callable[[], Any]  # does it
-    error: type[Exception]  # the type of the error
-    text: str  # its text
-
-
-use, use_trainer = polymp.accelerate.use, polymp.transformers.use
-ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()"
-
-REFUSALS = (
-    # Lightning and Fabric.
-    Refusal(
-        "an unknown precision", lambda: Precision("bf16-true"), ValueError,
-        "Precision('bf16-true'): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
-        "Precision('bf16-mixed', policy=...). Lightning's other modes work without this plugin.",
-    ),
-    Refusal(
-        "Lightning's number for a precision", lambda: FabricPrecision(16), ValueError,  # type: ignore[arg-type]
-        "FabricPrecision(16): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
-        "FabricPrecision('16-mixed', policy=...). Lightning's other modes work without this "
-        "plugin.",
-    ),
-    Refusal(
-        "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
-        "Precision(32): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
-        "Precision('32-true'). Lightning's other modes work without this plugin.",
-    ),
-    Refusal(
-        "the Trainer's plugin in Fabric", trainer_plugin_in_fabric, RuntimeError,
-        "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
-        "Fabric(plugins=[FabricPrecision('bf16-mixed', policy=...)]).",
-    ),
-    Refusal(
-        "Fabric clips twice", fabric_clips_twice, RuntimeError,
-        "these gradients were clipped before the last backward pass, which has added scaled ones. "
-        "Clip once, before the step. Call fabric.clip_gradients(...) after the last "
-        "fabric.backward(...) and before optimizer.step().",
-    ),
-    Refusal(
-        "a scaler for bfloat16", lambda: Precision("bf16-mixed", scaler=GradScaler("cpu")),
-        ValueError,
-        "Precision('bf16-mixed') takes no scaler: loss scaling is for float16. Leave it out, or "
-        "write Precision('16-mixed', scaler=scaler).",
-    ),
-    Refusal(
-        "Fabric without a device", lambda: FabricPrecision().forward_context(), RuntimeError,
-        "FabricPrecision does not know its device before fabric.setup(model). Write "
-        "FabricPrecision('bf16-mixed', device='cuda').",
-    ),
-    # accelerate.
-    Refusal(
-        "something else than an Accelerator", lambda: use(nn.Linear(1, 1)), TypeError,  # type: ignore[type-var]
-        f"{ACCELERATE} takes an accelerate.Accelerator, got Linear. Write accelerator = "
-        "polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of transformers, "
-        "polymp.transformers.use(trainer, policy=...).",
-    ),
-    Refusal(
-        "no mixed precision", lambda: use(accelerator("no"), "lean"), ValueError,
-        f"{ACCELERATE}: Accelerator(mixed_precision='no') opens no region that a policy could act "
-        "in, and does not unscale gradients before it clips them. Write "
-        "Accelerator(mixed_precision='bf16') or Accelerator(mixed_precision='fp16').",
-    ),
-    Refusal(
-        "DeepSpeed", lambda: use(deepspeed(), "lean"), ValueError,
-        f"{ACCELERATE}: DEEPSPEED casts and scales by itself, and no policy sees it. Use DDP or "
-        "FSDP.",
-    ),
-    Refusal(
-        "too late", lambda: use(prepared(), "lean"), ValueError,
-        f"{ACCELERATE} comes too late: a model or an optimizer is prepared already. Write "
-        "accelerator = polymp.accelerate.use(Accelerator(...), ...), and then "
-        "accelerator.prepare(...).",
-    ),
-    Refusal(
-        "twice", lambda: use(use(accelerator()), "lean"), ValueError,
-        f"{ACCELERATE} was called for this Accelerator before. Call it once, with the policy and "
-        "the scaler.",
-    ),
-    Refusal(
-        "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
-        f"{ACCELERATE} with Accelerator(mixed_precision='bf16') takes no scaler: loss scaling is "
-        "for float16. Leave it out, or write Accelerator(mixed_precision='fp16').",
-    ),
-    Refusal(
-        "fp16 with GradScalerKwargs that disable the scaler",
-        lambda: use(accelerator("fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])),
-        ValueError,
-        f"{ACCELERATE}: GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so "
-        "that small gradients would become zero. Leave enabled=False out.",
-    ),
-    Refusal(
-        "gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,
-        "these gradients were clipped before the last backward pass, which has added scaled ones. "
-        "Clip once, before the step. To accumulate gradients, write "
-        "Accelerator(gradient_accumulation_steps=...) and with accelerator.accumulate(model): "
-        "..., and if accelerator.sync_gradients: accelerator.clip_grad_norm_(...).",
-    ),
-    # transformers.
-    Refusal(
-        "something else than a Trainer", lambda: use_trainer(3), TypeError,  # type: ignore[type-var]
-        f"{TRANSFORMERS} takes a transformers.Trainer, got int. Write trainer = Trainer(...), "
-        "and then polymp.transformers.use(trainer, policy=...).",
-    ),
-    Refusal(
-        "a Trainer that has prepared its model", lambda: use_trainer(prepared_trainer(), "lean"),
-        ValueError,
-        f"{TRANSFORMERS} comes too late: a model or an optimizer is prepared already. Call it "
-        "right after Trainer(...), before trainer.train(), trainer.evaluate() and "
-        "trainer.predict().",
-    ),
-    Refusal(
-        "a Trainer in float32", lambda: use_trainer(trainer(), "lean"), ValueError,
-        f"{TRANSFORMERS}: the Trainer opens no region that a policy could act in. Write "
-        "TrainingArguments(bf16=True), or fp16=True.",
-    ),
-    Refusal(
-        "a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
-        f"{TRANSFORMERS} was called for this Trainer before. Call it once, with the policy and the "
-        "scaler.",
-    ),
-    Refusal(
-        "DataParallel", lambda: use_trainer(two_gpus()), ValueError,
-        f"{TRANSFORMERS}: on 2 GPUs in one process the Trainer uses nn.DataParallel, without a "
-        "region. Start one process for each GPU: torchrun --nproc_per_node 2 ...",
-    ),
-    Refusal(
-        "a Trainer with a scaler for bf16",
-        lambda: use_trainer(trainer(bf16=True), scaler=GradScaler("cpu")), ValueError,
-        f"{TRANSFORMERS} with TrainingArguments(bf16=True) takes no scaler: loss scaling is for "
-        "float16. Leave it out, or write TrainingArguments(fp16=True).",
-    ),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
-def test_what_cannot_work_is_refused(refusal: Refusal) -> None:
-    with pytest.raises(refusal.error) as refused:
-        refusal.call()
-    assert str(refused.value) == refusal.text
-
-
-def test_nothing_has_changed_after_a_refusal() -> None:
-    found = trainer()
-    before = type(found), type(found.accelerator)
-    with pytest.raises(ValueError, match="opens no region"):
-        use_trainer(found, "lean")
-    assert (type(found), type(found.accelerator)) == before
-    reset()
-    found = accelerator("fp16")
-    with pytest.raises(PolicyError, match="no policy 'nonesuch'"):
-        use(found, "nonesuch")
-    assert (type(found), found.scaler, found.native_amp) == (Accelerator, None, False)
-
-
-def test_lightning_refuses_a_mode_beside_the_plugin() -> None:
-    with pytest.raises(Exception, match="Received both `precision=bf16-mixed` and `plugins="):
-        fit(Precision("bf16-mixed"), precision="bf16-mixed")
-
-
-def test_the_same_region_around_is_no_mistake() -> None:
-    with autocast("cpu", dtype=torch.bfloat16, policy="amp"):
-        assert fit(Precision("bf16-mixed", "amp")).dtypes == {torch.bfloat16}
-
-
-MISSING = """
-import sys
-import polymp.torch
-names = ("lightning", "accelerate", "transformers", "keras")
-print(*sorted({name.partition(".")[0] for name in sys.modules} & {*names, "jax"}))
-sys.modules.update(dict.fromkeys(names))
-for name in names:
-    try:
-        __import__(f"polymp.{name}")
-    except polymp.BackendMissingError as error:
-        print(error)
-"""
-
-
-def test_a_missing_package_is_named() -> None:
-    """In a fresh interpreter without them; polymp.torch imports none of them."""
-    assert processes.run(MISSING).splitlines() == [
-        "",
-        "polymp.lightning needs the lightning package: pip install 'polymp[lightning]'.",
-        "polymp.accelerate needs the accelerate package: pip install 'polymp[accelerate]'.",
-        "polymp.transformers needs the transformers package: pip install 'polymp[transformers]'.",
-        "polymp.keras needs the keras package: pip install 'polymp[keras]'.",
-    ]
-
-
-def test_the_names_of_the_frameworks_that_the_adapters_rely_on() -> None:
-    """Those that their documentation does not promise; a version that changes one fails here."""
-    from lightning.pytorch.plugins.precision import Precision as Base
-
-    assert list(inspect.signature(Base._after_closure).parameters) == ["self", "model", "optimizer"]
-    found = accelerator()
-    assert (found._models, found._optimizers, found.scaler, found.native_amp) == (
-        [],
-        [],
-        None,
-        True,
-    )
-    assert isinstance(inspect.getattr_static(AcceleratedOptimizer, "step_was_skipped"), property)
-    assert "create_accelerator_and_postprocess" in vars(Trainer)
-
-
-# --- Wrong combinations, in every adapter: each is refused, with the line to write instead --------
-
-
-for _name in ("lightning", "accelerate", "transformers"):
-    need(_name)
 
 
 SCOPED = polymp.policy("amp").override(name="mine", scopes={"head": {"linear": "fp32"}})
@@ -414,13 +195,17 @@ def fabric_module() -> Any:
     return lightning.Fabric(accelerator="cpu", plugins=[plugin]).setup(nn.Linear(2, 2))
 
 
-class Combination(NamedTuple):
-    """A combination in an adapter."""
+class Refusal(NamedTuple):
+    """A combination that is refused."""
 
-    call: Callable[[], Any]  # makes it
-    error: type[Exception] | None = None  # the type of the error; None if the adapter can do it
-    text: str = ""  # of the error
+    what: str  # the combination
+    call: Callable[[], Any]  # does it
+    error: type[Exception]  # the type of the error
+    text: str  # its text
 
+
+use, use_trainer = polymp.accelerate.use, polymp.transformers.use
+ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()"
 
 TWICE = "Call it once, with the policy and the scaler."
 INSIDE = (
@@ -440,21 +225,134 @@ NO_REGION = (
     "('32-true') opens no region that policy 'mine' could act in. Write {0}('bf16-mixed', "
     "policy=...), or {0}('32-true') without a policy."
 )
-LIGHTNING, FABRIC, KERAS = "Lightning", "Fabric", "Keras"
-COMBINATIONS: dict[tuple[str, str], Combination] = {
-    (LIGHTNING, "two scalers"): Combination(
+REFUSALS = (
+    # Lightning and Fabric.
+    Refusal(
+        "an unknown precision", lambda: Precision("bf16-true"), ValueError,
+        "Precision('bf16-true'): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
+        "Precision('bf16-mixed', policy=...). Lightning's other modes work without this plugin.",
+    ),
+    Refusal(
+        "Lightning's number for a precision", lambda: FabricPrecision(16), ValueError,  # type: ignore[arg-type]
+        "FabricPrecision(16): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
+        "FabricPrecision('16-mixed', policy=...). Lightning's other modes work without this "
+        "plugin.",
+    ),
+    Refusal(
+        "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
+        "Precision(32): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
+        "Precision('32-true'). Lightning's other modes work without this plugin.",
+    ),
+    Refusal(
+        "the Trainer's plugin in Fabric", trainer_plugin_in_fabric, RuntimeError,
+        "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
+        "Fabric(plugins=[FabricPrecision('bf16-mixed', policy=...)]).",
+    ),
+    Refusal(
+        "Fabric clips twice", fabric_clips_twice, RuntimeError,
+        "these gradients were clipped before the last backward pass, which has added scaled ones. "
+        "Clip once, before the step. Call fabric.clip_gradients(...) after the last "
+        "fabric.backward(...) and before optimizer.step().",
+    ),
+    Refusal(
+        "a scaler for bfloat16", lambda: Precision("bf16-mixed", scaler=GradScaler("cpu")),
+        ValueError,
+        "Precision('bf16-mixed') takes no scaler: loss scaling is for float16. Leave it out, or "
+        "write Precision('16-mixed', scaler=scaler).",
+    ),
+    Refusal(
+        "Fabric without a device", lambda: FabricPrecision().forward_context(), RuntimeError,
+        "FabricPrecision does not know its device before fabric.setup(model). Write "
+        "FabricPrecision('bf16-mixed', device='cuda').",
+    ),
+    # accelerate.
+    Refusal(
+        "something else than an Accelerator", lambda: use(nn.Linear(1, 1)), TypeError,  # type: ignore[type-var]
+        f"{ACCELERATE} takes an accelerate.Accelerator, got Linear. Write accelerator = "
+        "polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of transformers, "
+        "polymp.transformers.use(trainer, policy=...).",
+    ),
+    Refusal(
+        "DeepSpeed", lambda: use(deepspeed(), "lean"), ValueError,
+        f"{ACCELERATE}: DEEPSPEED casts and scales by itself, and no policy sees it. Use DDP or "
+        "FSDP.",
+    ),
+    Refusal(
+        "too late", lambda: use(prepared(), "lean"), ValueError,
+        f"{ACCELERATE} comes too late: a model or an optimizer is prepared already. Write "
+        "accelerator = polymp.accelerate.use(Accelerator(...), ...), and then "
+        "accelerator.prepare(...).",
+    ),
+    Refusal(
+        "twice", lambda: use(use(accelerator()), "lean"), ValueError,
+        f"{ACCELERATE} was called for this Accelerator before. Call it once, with the policy and "
+        "the scaler.",
+    ),
+    Refusal(
+        "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
+        f"{ACCELERATE} with Accelerator(mixed_precision='bf16') takes no scaler: loss scaling is "
+        "for float16. Leave it out, or write Accelerator(mixed_precision='fp16').",
+    ),
+    Refusal(
+        "fp16 with GradScalerKwargs that disable the scaler",
+        lambda: use(accelerator("fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])),
+        ValueError,
+        f"{ACCELERATE}: GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so "
+        "that small gradients would become zero. Leave enabled=False out.",
+    ),
+    Refusal(
+        "gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,
+        "these gradients were clipped before the last backward pass, which has added scaled ones. "
+        "Clip once, before the step. To accumulate gradients, write "
+        "Accelerator(gradient_accumulation_steps=...) and with accelerator.accumulate(model): "
+        "..., and if accelerator.sync_gradients: accelerator.clip_grad_norm_(...).",
+    ),
+    # transformers.
+    Refusal(
+        "something else than a Trainer", lambda: use_trainer(3), TypeError,  # type: ignore[type-var]
+        f"{TRANSFORMERS} takes a transformers.Trainer, got int. Write trainer = Trainer(...), "
+        "and then polymp.transformers.use(trainer, policy=...).",
+    ),
+    Refusal(
+        "a Trainer that has prepared its model", lambda: use_trainer(prepared_trainer(), "lean"),
+        ValueError,
+        f"{TRANSFORMERS} comes too late: a model or an optimizer is prepared already. Call it "
+        "right after Trainer(...), before trainer.train(), trainer.evaluate() and "
+        "trainer.predict().",
+    ),
+    Refusal(
+        "a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
+        f"{TRANSFORMERS} was called for this Trainer before. Call it once, with the policy and the "
+        "scaler.",
+    ),
+    Refusal(
+        "DataParallel", lambda: use_trainer(two_gpus()), ValueError,
+        f"{TRANSFORMERS}: on 2 GPUs in one process the Trainer uses nn.DataParallel, without a "
+        "region. Start one process for each GPU: torchrun --nproc_per_node 2 ...",
+    ),
+    Refusal(
+        "a Trainer with a scaler for bf16",
+        lambda: use_trainer(trainer(bf16=True), scaler=GradScaler("cpu")), ValueError,
+        f"{TRANSFORMERS} with TrainingArguments(bf16=True) takes no scaler: loss scaling is for "
+        "float16. Leave it out, or write TrainingArguments(fp16=True).",
+    ),
+    # The same combinations in every adapter.
+    Refusal(
+        "Lightning: two scalers",
         two_of_lightning, Exception,
         "Received multiple values for Precision flags in `plugins`. Expected one value for each "
         "type at most.",
     ),
-    (FABRIC, "two scalers"): Combination(
+    Refusal(
+        "Fabric: two scalers",
         lambda: FabricPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
         TypeError,
         "FabricPrecision('16-mixed') takes a polymp.torch.GradScaler, got "
         "torch.amp.grad_scaler.GradScaler. Leave scaler out, or write "
         "scaler=polymp.torch.GradScaler(device), with the device that is used.",
     ),
-    ("accelerate", "two scalers"): Combination(
+    Refusal(
+        "accelerate: two scalers",
         lambda: use(
             accelerator("fp16", kwargs_handlers=[GradScalerKwargs()]), scaler=GradScaler("cpu")
         ),
@@ -462,110 +360,195 @@ COMBINATIONS: dict[tuple[str, str], Combination] = {
         "polymp.accelerate.use(): there are two loss scalers: scaler=... and the Accelerator's "
         "GradScalerKwargs. Leave one of them out.",
     ),
-    ("transformers", "two scalers"): Combination(
+    Refusal(
+        "transformers: two scalers",
         two_of_the_trainer, ValueError,
         f"polymp.transformers.use() was called for this Accelerator before. {TWICE}",
     ),
-    (KERAS, "two scalers"): Combination(
+    Refusal(
+        "Keras: two scalers",
         keras_with_two, ValueError,
         "polymp.keras.use(model, dtype='float16'): 'outer' is a LossScaleOptimizer, which scales "
         "the loss itself. Give the optimizer in it: optimizer.inner_optimizer.",
     ),
-    (LIGHTNING, "inside a region"): Combination(
+    Refusal(
+        "Lightning: inside a region",
         lambda: around(lambda: fit(Precision("bf16-mixed", "amp"), Regression())), PolicyError,
         f"Precision {INSIDE} Precision('bf16-mixed', policy=...).",
     ),
-    (FABRIC, "inside a region"): Combination(
+    Refusal(
+        "Fabric: inside a region",
         lambda: around(lambda: fabric_module()(torch.ones(1, 2))), PolicyError,
         f"FabricPrecision {INSIDE} FabricPrecision('bf16-mixed', policy=...).",
     ),
-    ("accelerate", "inside a region"): Combination(
+    Refusal(
+        "accelerate: inside a region",
         lambda: around(lambda: called(use(accelerator("bf16"), "amp"), nn.Linear(2, 2))),
         PolicyError,
         f"accelerate {INSIDE} polymp.accelerate.use(accelerator, policy=...).",
     ),
-    ("transformers", "inside a region"): Combination(
+    Refusal(
+        "transformers: inside a region",
         lambda: around(
             lambda: called(use_trainer(trainer(bf16=True), "amp").accelerator, nn.Linear(2, 2))
         ),
         PolicyError,
         f"the Trainer {INSIDE} polymp.transformers.use(trainer, policy=...).",
     ),
-    (KERAS, "inside a region"): Combination(
+    Refusal(
+        "Keras: inside a region",
         keras_in_a_region, RuntimeError,
         "`with autocast(...)` marks a region for the autocast function around it, and there is "
         "none here. Wrap the function that is called from outside: polymp.jax.autocast(fn), or "
         "autocast(fn, enabled=False) if the rest of it is to run as written.",
     ),
-    (LIGHTNING, "float16 without a scaler"): Combination(
+    Refusal(
+        "Lightning: float16 without a scaler",
         lambda: Precision("16-mixed", scaler=OFF), ValueError, f"Precision('16-mixed') {DISABLED}",
     ),
-    (FABRIC, "float16 without a scaler"): Combination(
+    Refusal(
+        "Fabric: float16 without a scaler",
         lambda: FabricPrecision("16-mixed", scaler=OFF), ValueError,
         f"FabricPrecision('16-mixed') {DISABLED}",
     ),
-    ("accelerate", "float16 without a scaler"): Combination(
+    Refusal(
+        "accelerate: float16 without a scaler",
         lambda: use(accelerator("fp16"), scaler=OFF), ValueError,
         f"polymp.accelerate.use() with Accelerator(mixed_precision='fp16') {DISABLED}",
     ),
-    ("transformers", "float16 without a scaler"): Combination(
+    Refusal(
+        "transformers: float16 without a scaler",
         lambda: use_trainer(trainer(fp16=True), scaler=OFF), ValueError,
         f"polymp.transformers.use() with TrainingArguments(fp16=True) {DISABLED}",
     ),
-    (KERAS, "float16 without a scaler"): Combination(
+    Refusal(
+        "Keras: float16 without a scaler",
         keras_without_one, ValueError,
         "polymp.keras.use(model, dtype='float16') needs a loss scaler, and the one given is "
         "disabled, so that small gradients would become zero. Leave scaler out, or write "
         "scaler=polymp.jax.GradScaler(init_scale=...).",
     ),
-    (LIGHTNING, "rules for modules"): Combination(
+    Refusal(
+        "Lightning: rules for modules",
         lambda: Precision("bf16-mixed", SCOPED), PolicyError,
         f"{SCOPES}[Precision('bf16-mixed')].",
     ),
-    (FABRIC, "rules for modules"): Combination(
+    Refusal(
+        "Fabric: rules for modules",
         lambda: FabricPrecision("16-mixed", SCOPED), PolicyError,
         f"{SCOPES}[FabricPrecision('16-mixed')].",
     ),
-    ("accelerate", "rules for modules"): Combination(
-        lambda: called(use(accelerator("bf16"), SCOPED), Head())
-    ),
-    ("transformers", "rules for modules"): Combination(
-        lambda: called(use_trainer(trainer(bf16=True), SCOPED).accelerator, Head())
-    ),
-    (KERAS, "rules for modules"): Combination(keras_with_scopes),
-    (LIGHTNING, "no mixed precision"): Combination(
+    Refusal(
+        "Lightning: no mixed precision",
         lambda: Precision("32-true", SCOPED), ValueError,
         f"Precision{NO_REGION.format('Precision')}",
     ),
-    (FABRIC, "no mixed precision"): Combination(
+    Refusal(
+        "Fabric: no mixed precision",
         lambda: FabricPrecision("32-true", SCOPED), ValueError,
         f"FabricPrecision{NO_REGION.format('FabricPrecision')}",
     ),
-    ("accelerate", "no mixed precision"): Combination(
+    Refusal(
+        "accelerate: no mixed precision",
         lambda: use(accelerator("no"), SCOPED), ValueError,
         "polymp.accelerate.use(): Accelerator(mixed_precision='no') opens no region that a policy "
         "could act in, and does not unscale gradients before it clips them. Write "
         "Accelerator(mixed_precision='bf16') or Accelerator(mixed_precision='fp16').",
     ),
-    ("transformers", "no mixed precision"): Combination(
+    Refusal(
+        "transformers: no mixed precision",
         lambda: use_trainer(trainer(), SCOPED), ValueError,
         "polymp.transformers.use(): the Trainer opens no region that a policy could act in. Write "
         "TrainingArguments(bf16=True), or fp16=True.",
     ),
-    (KERAS, "no mixed precision"): Combination(
+    Refusal(
+        "Keras: no mixed precision",
         lambda: keras_model(policy=SCOPED, dtype="float32"), ValueError,
         "polymp.keras.use(): dtype 'float32' is not accepted here. Write float16 (fp16), bfloat16 "
         "(bf16), or such a dtype of torch, jax or numpy.",
     ),
-}  # fmt: skip
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COMBINATIONS, ids=": ".join)
-def test_a_wrong_combination_is_refused(case: tuple[str, str]) -> None:
-    combination = COMBINATIONS[case]
-    if combination.error is None:
-        combination.call()
-        return
-    with pytest.raises(combination.error) as refused:
-        combination.call()
-    assert str(refused.value) == combination.text
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.what)
+def test_what_cannot_work_is_refused(refusal: Refusal) -> None:
+    with pytest.raises(refusal.error) as refused:
+        refusal.call()
+    assert str(refused.value) == refusal.text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: called(use(accelerator("bf16"), SCOPED), Head()),
+        lambda: called(use_trainer(trainer(bf16=True), SCOPED).accelerator, Head()),
+        keras_with_scopes,
+    ],
+    ids=["accelerate", "transformers", "Keras"],
+)
+def test_rules_for_modules_hold(call: Callable[[], Any]) -> None:
+    call()
+
+
+def test_nothing_has_changed_after_a_refusal() -> None:
+    found = trainer()
+    before = type(found), type(found.accelerator)
+    with pytest.raises(ValueError, match="opens no region"):
+        use_trainer(found, "lean")
+    assert (type(found), type(found.accelerator)) == before
+    reset()
+    found = accelerator("fp16")
+    with pytest.raises(PolicyError, match="no policy 'nonesuch'"):
+        use(found, "nonesuch")
+    assert (type(found), found.scaler, found.native_amp) == (Accelerator, None, False)
+
+
+def test_lightning_refuses_a_mode_beside_the_plugin() -> None:
+    with pytest.raises(Exception, match="Received both `precision=bf16-mixed` and `plugins="):
+        fit(Precision("bf16-mixed"), precision="bf16-mixed")
+
+
+def test_the_same_region_around_is_no_mistake() -> None:
+    with autocast("cpu", dtype=torch.bfloat16, policy="amp"):
+        assert fit(Precision("bf16-mixed", "amp")).dtypes == {torch.bfloat16}
+
+
+MISSING = """
+import sys
+import polymp.torch
+names = ("lightning", "accelerate", "transformers", "keras")
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {*names, "jax"}))
+sys.modules.update(dict.fromkeys(names))
+for name in names:
+    try:
+        __import__(f"polymp.{name}")
+    except polymp.BackendMissingError as error:
+        print(error)
+"""
+
+
+def test_a_missing_package_is_named() -> None:
+    """In a fresh interpreter without them; polymp.torch imports none of them."""
+    assert processes.run(MISSING).splitlines() == [
+        "",
+        "polymp.lightning needs the lightning package: pip install 'polymp[lightning]'.",
+        "polymp.accelerate needs the accelerate package: pip install 'polymp[accelerate]'.",
+        "polymp.transformers needs the transformers package: pip install 'polymp[transformers]'.",
+        "polymp.keras needs the keras package: pip install 'polymp[keras]'.",
+    ]
+
+
+def test_the_names_of_the_frameworks_that_the_adapters_rely_on() -> None:
+    """Those that their documentation does not promise; a version that changes one fails here."""
+    from lightning.pytorch.plugins.precision import Precision as Base
+
+    assert list(inspect.signature(Base._after_closure).parameters) == ["self", "model", "optimizer"]
+    found = accelerator()
+    assert (found._models, found._optimizers, found.scaler, found.native_amp) == (
+        [],
+        [],
+        None,
+        True,
+    )
+    assert isinstance(inspect.getattr_static(AcceleratedOptimizer, "step_was_skipped"), property)
+    assert "create_accelerator_and_postprocess" in vars(Trainer)

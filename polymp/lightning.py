@@ -1,0 +1,406 @@
+"""Mixed precision for Lightning: a precision plugin for `Trainer`, and one for `Fabric`.
+
+    Trainer(plugins=[polymp.lightning.Precision("16-mixed", policy="lean")])
+    Fabric(plugins=[polymp.lightning.FabricPrecision("16-mixed", policy="lean")])
+
+A plugin opens the region around the steps of a `LightningModule`, or around the modules that Fabric
+has set up, and has the loss scaler.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from polymp import backends
+from polymp.errors import PolicyError
+from polymp.integrations import require
+from polymp.rules import policy_files
+from polymp.rules.policy import Policy
+
+backends.require("torch")
+require("lightning")
+
+import lightning.pytorch.plugins.precision as plugins  # noqa: E402
+import torch  # noqa: E402
+import torch.nn as nn  # noqa: E402
+from lightning.fabric.plugins.precision import Precision as Plain  # noqa: E402
+from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
+
+from polymp.backends.torch.autocast.api import PolicyLike  # noqa: E402
+from polymp.backends.torch.scaler import optimizer_step, trainer_steps  # noqa: E402
+from polymp.torch import GradScaler  # noqa: E402
+from polymp.torch import catch as catch_steps  # noqa: E402
+from polymp.torch._trainers import RegionSettings, check_scaler  # noqa: E402
+
+__all__ = ["FabricPrecision", "Precision", "catch"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
+# Names of Lightning's, and of other libraries', for these modes.
+_ALIASES = {
+    **dict.fromkeys(("bf16", "bfloat16", "bf16-true", torch.bfloat16), "bf16-mixed"),
+    **dict.fromkeys(("16", 16, "fp16", "float16", "16-true", torch.float16), "16-mixed"),
+    **dict.fromkeys(("32", 32, "fp32", "float32", torch.float32), "32-true"),
+}
+
+
+class _Region(Plain):
+    """The region of a plugin and its loss scaler, which are made once the device is known.
+
+    The first base of a plugin. The other base is the one plugin of Lightning that its FSDP strategy
+    accepts, which converts modules and batches to float32. Here they stay as they are.
+    """
+
+    convert_module = Plain.convert_module
+    convert_input = Plain.convert_input
+    tensor_init_context = Plain.tensor_init_context
+    module_init_context = Plain.module_init_context
+
+    def __init__(
+        self, precision: str, policy: PolicyLike | None, scaler: GradScaler | None
+    ) -> None:
+        super().__init__("32-true")  # type: ignore[call-arg]
+        name = type(self).__name__
+        if precision not in _DTYPES:
+            meant = _ALIASES.get(precision, "bf16-mixed")
+            given = "" if _DTYPES[meant] is None else ", policy=..."
+            raise ValueError(
+                f"{name}({precision!r}): precision must be 'bf16-mixed', '16-mixed' or '32-true'. "
+                f"Write {name}({meant!r}{given}). Lightning's other modes work without this plugin."
+            )
+        self.policy = _for_region(policy, name, precision)
+        asked, half = f"{name}({precision!r})", precision == "16-mixed"
+        check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
+        self.precision: Any = precision
+        self.scaler: Any = scaler
+        self.device: str | None = None
+        self._settings: RegionSettings | None = None
+
+    def _begin(self, device: str) -> None:
+        """Make the region, and the scaler if none was given, once the device type is known."""
+        if device == self.device:
+            return
+        self.device, dtype = device, _DTYPES[self.precision]
+        if dtype is not None:
+            name = type(self).__name__
+            line = f"{name}({self.precision!r}, policy=...)"
+            self._settings = RegionSettings(device, dtype, self.policy, name, line)
+            self._autocast = self._settings.region()
+        if dtype is torch.float16 and self.scaler is None:
+            self.scaler = GradScaler(device)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the region; a context that does nothing for 32-true, which has no policy."""
+        if self.device is None:
+            self._find_device()
+        if self._settings is None:
+            return nullcontext()
+        self._settings.check()
+        return self._autocast
+
+    def _find_device(self) -> None:
+        """Call `_begin`, or raise: the region or the scaler is needed, and the device not known."""
+        raise NotImplementedError
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The dtypes that FSDP casts to; None with a policy, which decides about every cast."""
+        return super().mixed_precision_config if self.policy is None else None  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state; {} without one."""
+        trainer_steps.update_pending(self.scaler)
+        return super().state_dict()
+
+
+def _for_region(policy: PolicyLike | None, name: str, precision: str) -> Policy | None:
+    """Return the policy of a region; raises if it has rules for modules, or there is no region."""
+    if policy is None:
+        return None
+    loaded = policy_files.load(policy)
+    if _DTYPES[precision] is None:
+        raise ValueError(
+            f"{name}({precision!r}) opens no region that policy {loaded.name!r} could act in. "
+            f"Write {name}('bf16-mixed', policy=...), or {name}({precision!r}) without a policy."
+        )
+    if loaded.scopes:
+        raise PolicyError(
+            f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
+            "paths a region does not see. Write polymp.torch.scoped(model, policy), and then "
+            f"plugins=[{name}({precision!r})]."
+        )
+    return loaded
+
+
+# Lightning's plugins, by the names under which its checkpoints have the states of their scalers.
+_THEIRS = ("MixedPrecision", "FSDPPrecision")
+
+
+class Precision(_Region, plugins.FSDPPrecision):
+    """A precision plugin for `lightning.Trainer`, with a policy and polymp's loss scaler.
+
+        trainer = lightning.Trainer(plugins=[Precision("16-mixed", policy="lean")])
+
+    It does what Lightning's own plugin for `precision` does, with every strategy of Lightning's
+    that trains torch modules: one device, DDP, FSDP, and ModelParallelStrategy (FSDP2). Beyond
+    that, it trains with LBFGS in float16, clips the gradients of fused optimizers and, by their
+    norm, those of FSDP, and hands true gradients to `on_before_optimizer_step`. In float16 it logs
+    `loss_scale` and `skipped_steps`.
+
+    Checkpoints have the scaler's state as Lightning's own plugins write it, so that these load
+    checkpoints of runs with polymp, and the other way round.
+
+    With a policy, FSDP leaves parameters and gradients float32, and the policy decides about every
+    cast; `FSDPStrategy(mixed_precision=...)` overrules that. Without one, FSDP casts as with
+    Lightning's plugin.
+
+    Args:
+        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
+        scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
+
+    Attributes:
+        scaler: the loss scaler; None until the fit begins, and for other modes than 16-mixed.
+        policy: the policy, loaded.
+        device: the device type, "cpu", "cuda", ...; None until the fit begins.
+
+    Raises:
+        ValueError: `precision` is another one, a policy is given for 32-true, a scaler is given for
+            another mode than 16-mixed, or it is disabled.
+        TypeError: `scaler` is no `polymp.torch.GradScaler`.
+        PolicyError: the policy cannot be read, or has rules for modules; later, when a step begins:
+            a region around `fit` has another dtype or policy.
+
+    Source:
+        Lightning 2.6, `lightning.pytorch.plugins.precision.MixedPrecision`.
+    """
+
+    convert_output = plugins.Precision.convert_output  # as other plugins of the Trainer
+
+    def __init__(
+        self,
+        precision: str = "bf16-mixed",
+        policy: PolicyLike | None = None,
+        *,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        super().__init__(precision, policy, scaler)
+        self._root: nn.Module | None = None
+        self._logged: object = None  # the epoch, and the figures that were logged last
+
+    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
+        module = next(m for m in model.modules() if isinstance(m, LightningModule))
+        self._begin(module.trainer.strategy.root_device.type)
+        self._root = model
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def _find_device(self) -> None:
+        """Raise: no trainer has called `connect`."""
+        raise RuntimeError(
+            "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
+            f"Fabric(plugins=[FabricPrecision({self.precision!r}, policy=...)])."
+        )
+
+    def teardown(self) -> None:
+        self._root = None
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        scaler = self.scaler
+        if scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+
+        def evaluate() -> Any:
+            loss = closure()
+            if loss is not None or not model.automatic_optimization:
+                scaler.unscale_(optimizer)
+                self._after_closure(model, optimizer)
+            return loss
+
+        inside = optimizer_step.needs_closure(optimizer)
+        if not inside and evaluate() is None and model.automatic_optimization:
+            return None  # training_step returned None
+        result = trainer_steps.step(
+            scaler, optimizer, evaluate if inside else None, model.trainer.optimizers, **kwargs
+        )
+        self._log(model)
+        return result
+
+    def pre_backward(self, tensor: torch.Tensor, module: LightningModule) -> Any:  # type: ignore[override]
+        trainer_steps.update_pending(self.scaler)
+        return super().pre_backward(tensor, module)
+
+    def _log(self, model: LightningModule) -> None:
+        """Log where a logger writes, after a change, and once an epoch: a log takes 1 ms."""
+        loop: Any = model.trainer  # whose type lacks an attribute
+        every, scaler = loop.log_every_n_steps, self.scaler
+        known = loop.current_epoch, trainer_steps.known_metrics(scaler)
+        written = every > 0 and (loop.global_step + 1) % every == 0
+        if not loop.barebones and (written or known != self._logged):
+            self._logged = known
+            model.log_dict(trainer_steps.metrics_on_device(scaler), prog_bar=True)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        if isinstance(self._root, FullyShardedDataParallel):
+            self._root.clip_grad_norm_(clip_val)
+        else:
+            plugins.Precision.clip_grad_by_norm(self, optimizer, clip_val)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Under the names of Lightning's own plugins.
+        if state := checkpoint.pop(type(self).__qualname__, None):
+            checkpoint.update(dict.fromkeys(_THEIRS, state))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = next((checkpoint[name] for name in _THEIRS if name in checkpoint), None)
+        if state is not None:
+            self.load_state_dict(state)
+
+
+class FabricPrecision(_Region, FSDPPrecision):
+    """A precision plugin for `lightning.Fabric`, with a policy and polymp's loss scaler.
+
+        fabric = lightning.Fabric(plugins=[FabricPrecision("16-mixed", policy="lean")])
+
+    `fabric.backward`, `fabric.clip_gradients`, `fabric.autocast` and `optimizer.step` work as with
+    Fabric's own plugin. LBFGS trains in float16, and gradients of fused optimizers are clipped.
+    Outputs of modules become float32, as with Fabric's plugin; their inputs are not rounded before
+    they come in.
+
+    Args:
+        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
+        scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
+        device: the device type; None for that of the parameters of the module set up last, which
+            differs from it where FSDP offloads them.
+
+    Attributes:
+        scaler: the loss scaler; None for other modes than 16-mixed. Save it with the rest:
+            `fabric.save(path, {"model": model, "precision": plugin})`.
+        policy: the policy, loaded.
+        device: the device type; None until it is known.
+
+    Raises:
+        ValueError: as in `Precision`.
+        TypeError: likewise.
+        PolicyError: likewise.
+        RuntimeError: later: the device is needed before a module was set up.
+
+    Source:
+        Lightning 2.6, `lightning.fabric.plugins.precision.MixedPrecision`.
+    """
+
+    def __init__(
+        self,
+        precision: str = "bf16-mixed",
+        policy: PolicyLike | None = None,
+        *,
+        scaler: GradScaler | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(precision, policy, scaler)
+        self._module: Any = lambda: None
+        if device is not None:
+            self._begin(device)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._module = weakref.ref(module)
+        return module
+
+    def metrics(self) -> dict[str, float]:
+        """Return `loss_scale` and `skipped_steps`, for a logger; nothing without a scaler.
+
+        Call it after the step of the last optimizer.
+        """
+        trainer_steps.update_pending(self.scaler)
+        return trainer_steps.metrics(self.scaler)
+
+    def backward(
+        self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        trainer_steps.begin_backward(self.scaler)
+        super().backward(tensor, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        return trainer_steps.step(self.scaler, optimizer, kwargs.pop("closure", None), **kwargs)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.device is None:
+            self._find_device()
+        super().load_state_dict(state_dict)
+
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler is not None:
+            trainer_steps.unscale_each(
+                self.scaler, [optimizer], "Call fabric.clip_gradients(...) after the last "
+                "fabric.backward(...) and before optimizer.step().",
+            )  # fmt: skip
+
+    def _find_device(self) -> None:
+        """Take the device of the module that was set up last."""
+        parameter = next(iter(getattr(self._module(), "parameters", tuple)()), None)
+        if parameter is None:
+            raise RuntimeError(
+                "FabricPrecision does not know its device before fabric.setup(model). Write "
+                f"FabricPrecision({self.precision!r}, device='cuda')."
+            )
+        self._begin(parameter.device.type)
+
+
+def catch(trainer: Trainer, **options: Any) -> Trainer:
+    """Have a Trainer stop at the first step whose numbers break, and name the op.
+
+        trainer = polymp.lightning.catch(lightning.Trainer(...))
+        trainer.fit(model, batches)
+
+    It wraps what the Trainer does for an optimizer step, with any precision plugin: the forward and
+    the backward pass, and the optimizer's step. With manual optimization, write
+    `model.training_step = polymp.torch.catch(model.training_step)` instead.
+
+    Args:
+        trainer: of Lightning. It is changed in place.
+        options: of `polymp.torch.catch`: `every`, `on_bad`, `jump`, `of`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `trainer` is no `lightning.Trainer`, or as `polymp.torch.catch` raises it.
+        ValueError: as `polymp.torch.catch` raises it.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"polymp.lightning.catch() takes a lightning.Trainer, got {type(trainer).__name__}. "
+            "Write trainer = polymp.lightning.catch(lightning.Trainer(...))."
+        )
+    plugin: Any = trainer.precision_plugin
+    inner, result = plugin.optimizer_step, [None]
+
+    def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> list[Any]:
+        losses: list[Any] = []
+
+        def evaluate() -> Any:
+            losses.append(closure())
+            return losses[-1]
+
+        result[0] = inner(optimizer, model=model, closure=evaluate, **kwargs)
+        return losses
+
+    caught = catch_steps(step, **options)
+
+    def optimizer_step(*args: Any, **kwargs: Any) -> Any:
+        caught(*args, **kwargs)
+        return result[0]
+
+    plugin.optimizer_step = optimizer_step
+    return trainer

@@ -167,19 +167,6 @@ def test_torch_amp_loads_what_jax_saved(options, history):
     assert Jax().scaler.load_state_dict(theirs).state_dict()["scale"] == saved["scale"]
 
 
-def test_what_torch_saves_as_a_file_jax_loads(tmp_path):
-    import torch
-
-    run = Torch(growth_interval=2)
-    for found in (GOOD, GOOD, GOOD, OVERFLOW, SPOILED):
-        run.step(found)
-    torch.save(run.state_dict(), tmp_path / "scaler.pt")
-    there = Jax()
-    there.load(torch.load(tmp_path / "scaler.pt", weights_only=True))
-    assert there.state_dict() == run.state_dict()
-    assert there.scaler.state.skips.tolist() == 2
-
-
 def test_both_say_the_same_of_bfloat16():
     import warnings
 

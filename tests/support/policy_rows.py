@@ -3,7 +3,7 @@
 `expected` is a second answer to the question that `Policy.winner` answers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import strategies as st
@@ -124,13 +124,9 @@ def selects(row, op, spelling):
     return order.index(row.of) if row.of in order else None
 
 
-def by_design(how, rank, low):
-    """An op over a class over the rest; then the scope, a spelling over its op, the dtype."""
-    return min(how, 2), rank, how, low
-
-
-def expected(policy, question, path, order=by_design):
+def expected(policy, question, path):
     """Return `describe` of the strongest row; None for no row, "conflict" for a tie."""
+    # An op over a class over the rest; then the scope, a spelling over its op, the dtype.
     op, dtype, spelling = question
     ranks = {row.key: rank(row, path) for row in policy.rows}
     there = [row for row in policy.rows if ranks[row.key]]
@@ -140,7 +136,7 @@ def expected(policy, question, path, order=by_design):
             if same and one.rule is not two.rule:
                 return "conflict"
     found = [
-        (order(how, ranks[row.key], bool(row.dtype)), describe(row, path))
+        ((min(how, 2), ranks[row.key], how, bool(row.dtype)), describe(row, path))
         for row in there
         if row.dtype in ("", dtype) and (how := selects(row, op, spelling)) is not None
     ]
@@ -168,37 +164,29 @@ PARTS = st.lists(st.sampled_from(["a", "b", "0", ".", "*", *ONE]), min_size=1, m
 ANY_PATH = st.lists(st.text("ab0", min_size=1, max_size=2), max_size=4).map(".".join)
 
 
-def fits(parts: Sequence[str], text: str, *, nothing: bool = True, dots: bool = True) -> bool:
+def fits(parts: Sequence[str], text: str) -> bool:
     """True if the parts, in order, can stand for the whole text."""
-    if list(parts[:2]) == ["*", "."] and nothing:
+    if list(parts[:2]) == ["*", "."]:
         tails = [text, *(text[at + 1 :] for at, c in enumerate(text) if c == ".")]
-        return any(spelled(parts[2:], tail, dots) for tail in tails)
-    return spelled(parts, text, dots)
+        return any(spelled(parts[2:], tail) for tail in tails)
+    return spelled(parts, text)
 
 
-def spelled(parts: Sequence[str], text: str, dots: bool) -> bool:
+def spelled(parts: Sequence[str], text: str) -> bool:
     if not parts:
         return not text
     if parts[0] == "*":
-        ends = [at for at in range(len(text) + 1) if dots or "." not in text[:at]]
-        return any(spelled(parts[1:], text[at:], dots) for at in ends)
+        return any(spelled(parts[1:], text[at:]) for at in range(len(text) + 1))
     first = ONE.get(parts[0], parts[0])
-    return bool(text) and text[0] in first and spelled(parts[1:], text[1:], dots)
+    return bool(text) and text[0] in first and spelled(parts[1:], text[1:])
 
 
-def deepest(
-    parts: Sequence[str],
-    path: str,
-    *,
-    pick: Callable[..., int] = max,
-    at_the_end: Callable[..., int] = min,
-    **matcher: bool,
-) -> int:
+def deepest(parts: Sequence[str], path: str) -> int:
     """How many modules, the outermost one with it, lead to the innermost one that fits; 0: none.
 
     With a star at the end, to the outermost one.
     """
     names = path.split(".") if path else []
-    pick = at_the_end if parts and parts[-1] == "*" else pick
+    pick = min if parts and parts[-1] == "*" else max
     modules = [".".join(names[:end]) for end in range(len(names) + 1)]
-    return pick((at + 1 for at, m in enumerate(modules) if fits(parts, m, **matcher)), default=0)
+    return pick((at + 1 for at, m in enumerate(modules) if fits(parts, m)), default=0)

@@ -143,29 +143,6 @@ def test_a_disabled_region_casts_nothing(op):
     assert MINE.decide(op, ["float32"], region(enabled=False)) == Decision(Rule.PARTS)
 
 
-def test_the_spelling_the_dtype_and_the_scope_matter():
-    policy = Policy(
-        "p",
-        (
-            Row("sum", Rule.FP32),
-            Row("sum", Rule.LOWER, "bfloat16"),
-            Row("aten:sum.dim_IntList", Rule.KEEP),
-            Row("sum", Rule.FP32_KEEP, scope="head"),
-            Row("aten:brand_new", Rule.LOWER),
-        ),
-    )
-
-    def rule(op, low, scope="", spelling=""):
-        return policy.decide(op, ["float32"], region(low, scope=scope), spelling).rule
-
-    assert rule("sum", "float16") is Rule.FP32
-    assert rule("sum", "bfloat16") is Rule.LOWER
-    assert rule("sum", "float16", spelling="aten:sum.dim_IntList") is Rule.KEEP
-    assert rule("sum", "float16", scope="head.norm") is Rule.FP32_KEEP
-    assert rule("", "float16", spelling="aten:brand_new") is Rule.LOWER
-    assert rule("", "float16", spelling="aten:brand_old") is Rule.PARTS
-
-
 @given(DTYPE, st.lists(NAMES, max_size=4))
 def test_widest_holds_every_input_but_float64_and_unknown_ones(low, dtypes):
     run = MINE.decide("add", dtypes, region(low)).run
@@ -210,13 +187,6 @@ def test_the_key_is_kept_inherited_and_part_of_what_a_policy_is():
     ):
         assert same.few_rows == 32
     assert polymp.policy({"name": "none", "extends": few, "few_rows": 0}).few_rows == 0
-
-
-def test_a_file_holds_the_key(tmp_path):
-    few = polymp.policy({"name": "few", "extends": "amp", "few_rows": 32})
-    file = tmp_path / "few.toml"
-    file.write_text(policy_files.to_toml(few))
-    assert polymp.policy(str(file)) == few
 
 
 @pytest.mark.parametrize("value", [-1, True, "4", 2.5])

@@ -47,26 +47,6 @@ def test_a_wrong_record_does_not_agree(wrong):
     assert not agrees(wrong)
 
 
-@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
-def test_numpy_alone_says_the_same(name):
-    info = np.finfo(name)
-    record = FORMATS[name]
-    assert (record.max, record.eps, record.smallest_subnormal) == (
-        float(info.max),
-        float(info.eps),
-        float(info.smallest_subnormal),
-    )
-
-
-@pytest.mark.parametrize("record", FORMATS.values(), ids=lambda f: f.name)
-def test_largest_value_is_followed_by_no_finite_one(record):
-    kind = np.dtype(record.name).type
-    with np.errstate(over="ignore"):
-        beyond = kind(record.max * (1 + record.eps))
-    assert np.isfinite(kind(record.max))
-    assert not np.isfinite(beyond) or float(beyond) == record.max
-
-
 @pytest.mark.parametrize(
     ("names", "joined"),
     [

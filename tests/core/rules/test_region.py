@@ -17,26 +17,11 @@ def make(device, low):
 A, B, C = make("cpu", "float16"), make("cpu", "bfloat16"), make("cuda", "float16")
 
 
-def test_last_in_first_out():
-    stack: Stack[tuple[Region, str]] = Stack()
-    stack.frames += [(A, "before A"), (B, "before B")]
-    assert stack.pull(B) == (B, "before B")
-    assert stack.pull(A) == (A, "before A")
-    assert stack.frames == []
-
-
 def test_leaving_the_elder_first_hands_its_state_to_the_younger():
     stack: Stack[tuple[Region, str]] = Stack()
     stack.frames += [(A, "outside"), (B, "inside A")]
     assert stack.pull(A) is None, "B stays in force"
     assert stack.pull(B) == (B, "outside")
-
-
-def test_devices_do_not_mix():
-    stack: Stack[tuple[Region, str]] = Stack()
-    stack.frames += [(A, "cpu outside"), (C, "cuda outside")]
-    assert stack.pull(A) == (A, "cpu outside")
-    assert stack.pull(C) == (C, "cuda outside")
 
 
 def test_regions_of_another_policy_or_scope_are_others():

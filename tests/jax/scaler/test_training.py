@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from polymp.jax import GradScaler, autocast
 from tests.support.jax import eight_devices
@@ -66,11 +65,6 @@ def test_autocast_in_float16_reaches_it_too():
     assert not np.array_equal(w16, w32)
     assert 3 < (~finite16).sum() < STEPS / 2
     assert scaler.state.scale > 2.0**30
-
-
-def test_autocast_in_float16_without_a_scaler():
-    w, _, _ = trained(GradScaler(enabled=False), None, autocast(plain_loss, dtype=jnp.float16))
-    assert not w.any()
 
 
 @pytest.mark.parametrize("given", ["closed over", "argument"])
@@ -140,45 +134,6 @@ def test_an_equinox_model_with_its_activation_inside():
     assert not finite
     assert eqx.tree_equal(skipped, stepped)
     assert scaler.state.scale == 2.0**15
-
-
-def test_an_nnx_model_that_is_changed_in_place():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(2, 3, rngs=rngs)
-
-        def __call__(self, x):
-            return self.linear(x)
-
-    model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, scaler, x):
-        def update(grads, state):
-            model, optimizer = nnx.merge(graph, state)
-            optimizer.update(model, grads)
-            return nnx.state((model, optimizer))
-
-        grads = nnx.grad(lambda m: scaler.scale((m(x) ** 2).mean()))(model)
-        graph, state = nnx.split((model, optimizer))
-        state, scaler, finite = scaler.step(grads, update, state)
-        nnx.update((model, optimizer), state)
-        return scaler, finite
-
-    def kernel():
-        return np.asarray(model.linear.kernel[...])
-
-    before = kernel()
-    grad = nnx.grad(lambda m: (m(X) ** 2).mean())(model).linear.kernel[...]
-    scaler, finite = step(model, optimizer, GradScaler(), X)
-    assert finite
-    assert np.allclose(kernel(), before - 0.5 * grad, rtol=1e-5, atol=1e-6)
-    stepped = kernel()
-    scaler, finite = step(model, optimizer, scaler, X * jnp.inf)
-    assert not finite
-    assert kernel().tobytes() == stepped.tobytes()
-    assert (int(optimizer.step[...]), float(scaler.state.scale)) == (1, 2.0**15)
 
 
 # --- eight devices -------------------------------------------------------------------------------

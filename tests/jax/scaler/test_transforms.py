@@ -87,25 +87,6 @@ def test_a_scaler_is_carried_and_donated():
     assert (values(scaler), w.tolist(), kinds(scaler)) == ((16.0, 0), [-3.0] * 3, KINDS)
 
 
-def test_growth_in_every_turn_of_a_scan():
-    """Interval 1: what unscales a gradient is the scale that its loss had, though the next grew."""
-
-    def body(carry, x):
-        scaler, w = carry
-        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)
-        w, after, finite = scaler.step(grads, lambda g, w: w - g, w)
-        return (after, w), (scaler.state.scale, grads[0], finite)
-
-    xs = jnp.asarray([[1.0, 2.0]] * 5).at[2].set(jnp.inf)
-    start = GradScaler(4.0, growth_interval=1), jnp.zeros(2)
-    (scaler, w), (scales, grads, finite) = jax.jit(lambda c: jax.lax.scan(body, c, xs))(start)
-    assert scales.tolist() == [4, 8, 16, 8, 16]
-    assert grads.tolist() == [4, 8, np.inf, 8, 16]
-    assert finite.tolist() == [True, True, False, True, True]
-    assert w.tolist() == [-4.0, -8.0]
-    assert numbers(scaler.state) == (32.0, 0, 0, 0, 1)
-
-
 # --- what it compiles to -------------------------------------------------------------------------
 
 SHAPE = (311, 257)

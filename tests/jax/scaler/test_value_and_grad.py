@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from polymp.jax import GradScaler, autocast
 from tests.support.jax.scaler_tools import bits, numbers
@@ -97,17 +95,6 @@ def test_it_is_a_loop_by_hand_bit_for_bit(way, x, scale, counts):
     assert bits(seen) == bits(expected)
     assert bool(seen[2]) is (counts[-1] == 0)
     assert numbers(seen[1].state) == (scale, *counts)
-
-
-def test_the_scale_that_unscales_is_the_one_of_the_loss():
-    """Interval 1 grows the scale in every step; no gradient may be divided by the next one."""
-    step = jax.jit(lambda s: s.value_and_grad(loss_fn)(W))
-    scaler, seen = GradScaler(2.0, growth_interval=1), []
-    for _ in range(4):
-        (_, grads), scaler, _ = step(scaler)
-        seen.append(bits(grads))
-    assert seen == [bits(jax.grad(loss_fn)(W))] * 4
-    assert scaler.state.scale == 32.0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -206,25 +193,3 @@ def test_what_is_no_function_is_refused_at_once():
     assert raised.value.args[0] == expected
     with pytest.raises(TypeError, match=r"^argnums must be an int or several of them, got 'w'\.$"):
         GradScaler().value_and_grad(loss_fn, "w")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("names", [None, "data", ("data",)])
-def test_under_shard_map(check, names):
-    """On one device; `test_meshes` has eight."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-
-    def body(scaler: GradScaler, w: Any, x: Any) -> Any:
-        (loss, grads), scaler, finite = scaler.value_and_grad(loss_fn, axis_names=names)(w, x)
-        loss, grads = jax.lax.psum((loss, grads), "data") if not check else (loss, grads)
-        return loss[None], grads, scaler, finite
-
-    specs = (P(), P(), P("data"))
-    run = jax.shard_map(
-        body, mesh=mesh, in_specs=specs, out_specs=(P("data"), P(), P(), P()), check_vma=check
-    )
-    loss, grads, scaler, finite = jax.jit(run)(GradScaler(), W, X)
-    assert bits((loss[0], grads)) == bits(jax.jit(jax.value_and_grad(loss_fn))(W, X))
-    assert (bool(finite), numbers(scaler.state)) == (True, (2.0**16, 1, 0, 0, 0))
-    *_, scaler, finite = jax.jit(run)(GradScaler(), W, X.at[1].set(jnp.nan))
-    assert (bool(finite), numbers(scaler.state)) == (False, (2.0**15, 0, 1, 1, 1))

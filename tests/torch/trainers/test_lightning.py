@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import plugins, strategies
-from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from polymp.lightning import Precision
-from polymp.torch import GradScaler, scoped
+from polymp.torch import GradScaler
 from tests.conftest import need
 from tests.support.torch.lightning_models import (
     Regression,
@@ -28,7 +27,6 @@ need("lightning")
 
 import lightning  # noqa: E402
 
-import polymp  # noqa: E402
 from polymp.errors import BadStepError  # noqa: E402
 from polymp.lightning import catch  # noqa: E402
 from tests.support.torch.lightning_models import QUIET  # noqa: E402
@@ -194,24 +192,11 @@ def test_each_resumes_the_other(first: str, second: str, tmp_path: Path) -> None
 
 def test_validation_runs_in_the_region_without_a_fit() -> None:
     import lightning
-    from torch.utils.data import DataLoader
 
     model = Regression()
     trainer = lightning.Trainer(plugins=[ours("bf16-mixed", "lean")], **QUIET)
     trainer.validate(model, DataLoader(batches(), batch_size=None), verbose=False)  # type: ignore[arg-type]
     assert model.dtypes == {torch.bfloat16}
-
-
-def test_a_forward_without_gradients_before_one_with_them() -> None:
-    """torch's cache of casts lost the gradients then, before torch 2.13."""
-
-    class Peeks(Regression):
-        def training_step(self, batch: Any, index: int) -> Any:
-            with torch.no_grad():
-                self(batch[0])
-            return super().training_step(batch, index)
-
-    assert fit(ours("bf16-mixed"), Peeks()).losses == fit(ours("bf16-mixed")).losses
 
 
 class Poisoned(lightning.LightningModule):
@@ -356,52 +341,3 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(ranks: Any, name: str) -
             "loss_scale": 2.0**9,
             "skipped_steps": 1.0,
         }
-
-
-HEAD = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}})
-ROWS = polymp.policy("amp").override(fp32=["linear", "layer_norm"], lower=["exp"])
-
-
-class Compiled(lightning.LightningModule):
-    """A regression whose forward pass is compiled by a backend, if there is one."""
-
-    def __init__(self, backend: str | None) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 8))
-        self.head = nn.Sequential(nn.Linear(8, 4))
-        self.call = torch.compile(self.forward, backend=backend) if backend else self.forward
-        self.losses: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(self.head(self.body(x)) * 0.3).float()
-
-    def training_step(self, batch: Any, at: int) -> torch.Tensor:
-        x, y = batch
-        loss: torch.Tensor = (self.call(x) - y).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-@pytest.mark.parametrize("mode", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("rules", [None, "lean", ROWS, HEAD], ids=["none", "lean", "rows", "scope"])
-def test_a_compiled_model_keeps_the_rules_in_the_backward_pass(rules: Any, mode: str) -> None:
-    """The losses after the first depend on gradients: eager and compiled they are equal."""
-
-    def losses(backend: str | None, rules: Any) -> list[float]:
-        torch._dynamo.reset()
-        model = Compiled(backend)
-        if rules is HEAD:
-            scoped(model, rules)
-            rules = None
-        trainer = lightning.Trainer(max_epochs=1, plugins=[ours(mode, rules)], **QUIET)
-        trainer.fit(model, DataLoader(batches(), batch_size=None))
-        return model.losses
-
-    eager = losses(None, rules)
-    assert losses("aot_eager", rules) == eager
-    if rules is not None:
-        assert losses("aot_eager", None) != eager

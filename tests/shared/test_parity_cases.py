@@ -8,11 +8,11 @@ from __future__ import annotations
 import linecache
 import statistics
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 
+from polymp.diagnostics.rounding import unit_roundoff
 from polymp.testing import Parity, ParityError, assert_parity
 from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, frameworks, parity_pairs
@@ -71,11 +71,6 @@ def both(name: str, low: str) -> Parity:
     return assert_parity(*functions(name, True), given, dtype=low, probes=6, float32_first=False)
 
 
-@cache
-def passed(low: str) -> dict[str, Parity]:
-    return {name: both(name, low) for name in asked(low)}
-
-
 def asked(low: str) -> tuple[str, ...]:
     """The ops that are compared: a third in one of the dtypes in `make test`, all in both else."""
     return OPS if LONG else OPS[LOW.index(low) :: 6]
@@ -83,32 +78,20 @@ def asked(low: str) -> tuple[str, ...]:
 
 @pytest.mark.sized
 @pytest.mark.parametrize("low", LOW)
-def test_ops_agree(low: str) -> None:
-    found = passed(low)
-    margins = [gap.margin for parity in found.values() for gap in parity.gaps if gap.error]
-    print(f"\nparity in {low}: {len(found)} of {len(asked(low))} ops pass; tolerance by error: "
-          f"least {min(margins):.1f}, median {statistics.median(margins):.0f}")  # fmt: skip
-    assert len(found) == len(set(asked(low))) >= size(5, 30)
-    assert all(gap.tolerance > 0 for parity in found.values() for gap in parity.gaps[:1]
-               if "result" in gap.what)  # fmt: skip
-    assert min(margins) > 1
-
-
-@pytest.mark.sized
-@pytest.mark.parametrize("low", LOW)
-def test_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> None:
+def test_ops_agree_and_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> None:
     """Of results in the low dtype; a looser one would hide another dtype's error."""
-    from polymp.diagnostics.rounding import unit_roundoff
-
-    found = [
-        gap.tolerance / unit_roundoff(low)
-        for parity in passed(low).values()
-        for gap in parity.gaps
-        if gap.what.startswith("result")
-    ]
-    print(f"\ntolerances in {low}, in units roundoff: median {statistics.median(found):.1f}, "
-          f"largest {max(found):.1f}")  # fmt: skip
-    assert statistics.median(found) < 20
+    found = {name: both(name, low) for name in asked(low)}
+    gaps = [gap for parity in found.values() for gap in parity.gaps]
+    margins = [gap.margin for gap in gaps if gap.error]
+    tolerances = [gap.tolerance for gap in gaps if gap.what.startswith("result")]
+    roundings = statistics.median(tolerances) / unit_roundoff(low)
+    print(f"\nparity in {low}: {len(found)} of {len(asked(low))} ops pass; tolerance by error: "
+          f"least {min(margins):.1f}, median {statistics.median(margins):.0f}; in units roundoff: "
+          f"median {roundings:.1f}")  # fmt: skip
+    assert len(found) == len(set(asked(low))) >= size(5, 30)
+    assert all(parity.gaps[0].tolerance > 0 for parity in found.values())
+    assert min(margins) > 1
+    assert roundings < 20
 
 
 @pytest.mark.one_in(4)

@@ -1,7 +1,4 @@
-"""The verbs of low weights in NumPy, float32 numbers to try them on, and a rounding by another way.
-
-`nearest` and `up_or_down` compute in float64 what the core computes in bits.
-"""
+"""The verbs of low weights in NumPy, and float32 numbers to try them on."""
 
 from __future__ import annotations
 

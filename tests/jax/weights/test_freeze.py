@@ -273,9 +273,6 @@ LOWERED: dict[str, Any] = {
 }
 KEPT: dict[str, Any] = {
     "scaled": lambda p, _: (p["table"][IDS] * 3 @ p["w"]) @ p["table"].T,
-    "filled up with what is rounded": lambda p, _: (
-        (p["table"].at[IDS + 2].get(mode="fill", fill_value=0.3) @ p["w"]) @ p["table"].T
-    ),
     "rows returned": lambda p, _: (p["table"][IDS], p["w"] @ p["table"].T),
 }
 ALWAYS = {"['w']": B16}

@@ -481,16 +481,12 @@ def rows(params: Any, fn: Any = loss) -> dict[str, Any]:
 
 
 def test_low_and_kept_weights_have_their_dtypes_in_the_rows() -> None:
+    """A low bias is cast to the dtype of the sum, float32, by jax.numpy as it is traced."""
     before, after = rows(PARAMS_LOW_EXPLAIN), rows(low_params())
     assert before["mul"].inputs == after["mul"].inputs == ("float32", "float32")  # the gain
     assert before["linear"].inputs == ("float32", "float32")
     assert after["linear"].inputs == ("float32", "bfloat16")
     assert after["linear"].run == after["linear"].outputs[0] == "bfloat16"
-
-
-def test_a_low_bias_is_float32_where_jax_adds_it() -> None:
-    """jax.numpy casts it to the dtype of the sum as it is traced, which is float32."""
-    before, after = rows(PARAMS_LOW_EXPLAIN), rows(low_params())
     assert (after["to"].inputs, after["to"].outputs) == (("bfloat16",), ("float32",))
     assert [at["add"].outputs for at in (before, after)] == [("bfloat16",), ("float32",)]
 

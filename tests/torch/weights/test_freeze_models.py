@@ -284,17 +284,6 @@ def plain_call(model: nn.Module, policy: Any) -> torch.Tensor:
         return model(IDS)  # type: ignore[no-any-return]
 
 
-def test_reentrant_checkpoints_say_what_they_need() -> None:
-    def again(*a: Any) -> Any:
-        return checkpoint(*a, use_reentrant=True)
-
-    model = LM(lora=True, again=again)
-    model.table.requires_grad_()
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        freeze(model, (IDS,))
-    assert model.head.weight.dtype is FP32
-
-
 # --- torch.compile, torch.func --------------------------------------------------------------------
 
 

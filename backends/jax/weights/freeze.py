@@ -10,7 +10,7 @@ from the plan for some arguments, and checked again for every new trace.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -134,7 +134,8 @@ def freeze(
     shape = apart._replace(parts=None, together=lambda parts: parts)  # without the arrays
     each = ({id(xs[i]): xs[i] for i in typed}.values() for xs in (leaves, served))
     size = [sum(int(x.size) * x.dtype.itemsize for x in arrays) for arrays in each]
-    frozen = Frozen(autocast, stored, kept, size, FrozenParams(tree, shape, dtypes))
+    expected = FrozenParams(tree, shape, dtypes)
+    frozen = Frozen(autocast, stored, kept, size[0], size[1], expected)
     return frozen, apart.together(jax.tree.unflatten(tree, served))
 
 
@@ -212,40 +213,30 @@ class FrozenParams(NamedTuple):
             )
 
 
+@dataclass(eq=False, repr=False)
 class Frozen:
     """A function for serving: of parameters as they are stored, and other arguments.
 
     Attributes:
+        function: the autocast function.
         stored: by the path of a parameter, the dtype that it is stored in.
         kept: by the path of each other array among the parameters, why it is as it was.
         bytes_before: of the parameters as they came.
         bytes_after: of the parameters as they are stored.
-        function: the autocast function.
-
-    Args:
-        function: the autocast function.
-        stored: see above.
-        kept: see above.
-        size: bytes before and after.
-        expected: the parameters as they are stored.
     """
 
-    def __init__(
-        self,
-        function: AutocastFunction,
-        stored: Mapping[str, str],
-        kept: Mapping[str, str],
-        size: Sequence[int],
-        expected: FrozenParams,
-    ) -> None:
-        functools.update_wrapper(self, function.call)
-        self.function = function
-        self.stored = stored
-        self.kept = kept
-        self.bytes_before: int = size[0]
-        self.bytes_after: int = size[1]
-        self._expected = expected
-        self._call = transformed(function.fn, function.region, self._traced)
+    function: AutocastFunction
+    stored: Mapping[str, str]
+    kept: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+    _expected: FrozenParams
+
+    def __post_init__(self) -> None:
+        own = dict(vars(self))
+        functools.update_wrapper(self, self.function.call)
+        vars(self).update(own)  # the function may have attributes of these names
+        self._call = transformed(self.function.fn, self.function.region, self._traced)
 
     def __call__(self, served: object, /, *args: object, **kwargs: object) -> Any:
         """Call the autocast function with the stored parameters.

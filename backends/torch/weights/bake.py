@@ -128,9 +128,8 @@ class _Baked(subclass.Extension):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         trace = self.__dict__.get(self.KEY)
         mode = export.proxy_mode()
-        if (
-            trace is None or mode is None or trace.mode is not None
-        ):  # called by others, or by itself
+        # Called by others, or by itself.
+        if trace is None or mode is None or trace.mode is not None:
             return super().__call__(*args, **kwargs)
         trace.watch(mode)
         with export.without_recorder() as recorder, _Entering(recorder):

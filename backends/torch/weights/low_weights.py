@@ -258,9 +258,7 @@ class LowOptimizer(Optimizer):
         state = dict(saved["state"])
         for number, p in self._numbered(saved):
             if p in self._low.places:
-                with (
-                    torch.no_grad()
-                ):  # of a weight that other code wrote, what was written is saved
+                with torch.no_grad():  # of a weight that other code wrote, that is saved
                     self._low.prepare(self.state, p)
                 if p in self._low.versions:
                     self._low.note_versions(self.state, p)
@@ -296,8 +294,8 @@ class LowOptimizer(Optimizer):
         plain = {
             number: {key: value for key, value in entry.items() if key not in OURS}
             for number, entry in state.items()
+            if not entry or entry.keys() - {*OURS}
         }
-        plain = {number: entry for number, entry in plain.items() if entry or not state[number]}
         # State is cast to the dtypes of the parameters: float32 tensors stand in for the low ones.
         stand_ins = {
             p: torch.empty(0, dtype=torch.float32, device=distributed.local(p).device)

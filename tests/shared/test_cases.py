@@ -1,8 +1,7 @@
 """One table of cases, two frameworks: dtypes, values, training.
 
 The table is `cases`, the frameworks' verbs are `frameworks`. torch runs CUDA's table on CPU
-tensors, JAX its default table. What a row says of torch is also held to torch.amp itself, on fake
-CUDA tensors.
+tensors, JAX its default table.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import polymp
 from polymp.dtypes import FORMATS
-from polymp.rules.policy import Policy
-from polymp.rules.vocabulary import vocabulary
 from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, frameworks
 from tests.support.cases import LOW, MAIN, OFF, OPS, OTHER, RAISES, Case, Op
@@ -245,144 +241,6 @@ def test_a_computation_in_the_low_dtype_that_is_called_float32_is_noticed(
         assert "off by" in too_far(rows[0], fw.name, dtype, right * np.nan, exact)
     assert len(seen) == 7
     assert all(seen)
-
-
-# --- against torch.amp, and against the tables ----------------------------------------------------
-
-# On fake tensors there are no kernels that could lack a dtype; gru_cell asks for a CUDA build, and
-# of pinv a fake tensor knows the dtype that comes out and not the products inside.
-NO_KERNEL = {op.name for op in OPS if op.torch == cases.NO_LOW} | {"gru_cell", "pinv"}
-
-
-@pytest.mark.sized
-def test_the_column_of_torch_is_what_torch_amp_does() -> None:
-    need("torch")
-    from tests.support.torch.outcomes import fake
-
-    fw = frameworks.load("torch")
-    wrong = []
-    for case in filter(in_turn, ROWS):
-        if case.op in (*NO_KERNEL, *cases.CPU_ROWS):
-            continue
-        tensors = [fake(x, "cuda") for x in arrays(fw, case)]
-        got = _in_torch_amp(fw, case, tensors)
-        if got != case.torch:
-            wrong.append(f"{case}: {got}, the row says {case.torch}")
-    assert wrong == []
-
-
-def _in_torch_amp(fw: Any, case: Case, tensors: list[Any]) -> str:
-    import torch
-
-    from tests.support.torch.outcomes import fake_mode, torch_cuda
-
-    @contextlib.contextmanager
-    def region(kind: str) -> Any:
-        with torch_cuda(getattr(torch, kind, torch.bfloat16)):
-            torch.set_autocast_enabled("cuda", kind != OFF)
-            yield
-
-    with fake_mode(), torch.no_grad():
-        return fw.dtype_of(fw.ops[case.op], tensors, case.regions, case.made, region)
-
-
-def test_a_wrong_column_of_torch_is_noticed() -> None:
-    need("torch")
-    from tests.support.torch.outcomes import fake
-
-    fw = frameworks.load("torch")
-    case = next(c for c in BY_OP["exp"] if (c.inputs, c.nesting) == ("low", "on"))
-    for said, of in (("float32", case), (case.low, case._replace(nesting="off"))):
-        tensors = [fake(x, "cuda") for x in arrays(fw, of)]
-        assert _in_torch_amp(fw, of, tensors) == said
-
-
-# Ops of a table that no shared case meets, though the framework has them.
-UNSHARED: dict[str, dict[str, str]] = {
-    "torch-cuda": {
-        **dict.fromkeys(
-            ("chain_matmul", "frobenius_norm", "nuclear_norm"), "deprecated: torch warns"
-        ),
-        **dict.fromkeys(
-            ("cudnn_convolution", "cudnn_convolution_transpose", "_thnn_fused_gru_cell",
-             "_thnn_fused_lstm_cell", "_scaled_dot_product_flash_attention", "_cudnn_rnn",
-             "miopen_rnn"),
-            "what the public op calls on a GPU",
-        ),
-        **dict.fromkeys(
-            ("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d",
-             "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_bicubic2d"),
-            "jax.image.resize has other weights",
-        ),
-        **dict.fromkeys(("upsample_nearest1d", "upsample_nearest3d"), "as upsample_nearest2d"),
-        "linalg_matrix_sqrth": "torch has it from 2.14 on",
-        **dict.fromkeys(("grid_sampler", "multilabel_margin_loss"), "not in JAX"),
-    },
-    "amp": {
-        **dict.fromkeys(
-            ("batch_norm", "binary_cross_entropy_with_logits", "cosine_similarity", "group_norm",
-             "gru_cell", "huber_loss", "instance_norm", "kl_div", "lstm_cell", "mse_loss", "prelu",
-             "rms_norm", "rnn_relu_cell", "rnn_tanh_cell", "triplet_margin_loss"),
-            "functions of flax, optax and haiku; here they are written out: tests/jax has those",
-        ),
-        **dict.fromkeys(
-            ("i0", "igammac", "mvlgamma", "special_entr", "special_erfcx", "special_i1",
-             "special_log_ndtr", "special_ndtr"),
-            "as i0e, by the row of their class",
-        ),
-        **dict.fromkeys(("celu", "selu"), "as elu"),
-        **dict.fromkeys(
-            ("fixed_point", "iterate_solve", "least_squares", "minimize", "ode_solve", "root_find",
-             "run_solver", "while_loop"),
-            "not in torch: tests/jax/autocast/test_solvers.py has those",
-        ),
-        "scaled_dot_product_attention": "its products and its softmax run by their own rows",
-        "convolution": "one of no dimensions, or of more than three",
-        "betainc": "not in torch",
-        "igamma_grad_a": "a derivative",
-        "log2": "jax.numpy.log2 is made of log in jax 0.10",
-    },
-}  # fmt: skip
-
-OLD = {"log2"}  # excused for the older versions of JAX
-
-
-def test_every_op_of_jaxs_table_is_met_or_excused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that JAX has; the others become them in a trace, which the vocabulary says."""
-    need("jax")
-    import jax
-
-    jax.clear_caches()  # a jitted function of jax.numpy that was planned before has its plan
-    fw, asked, policy = frameworks.load("jax"), set(), polymp.policy("amp")
-    decide = Policy.decide
-
-    def spy(policy: Any, op: str, *args: Any) -> Any:
-        asked.add(op)
-        return decide(policy, op, *args)
-
-    monkeypatch.setattr(Policy, "decide", spy)
-    for op in OPS:
-        found(fw, BY_OP[op.name][0])
-    in_jax = {op.name for op in vocabulary().ops.values() if op.jax or op.functions}
-    table = {op for op in in_jax if any(policy.winner(op, low) for low in LOW)}
-    assert table - asked - OLD == set(UNSHARED["amp"]) - OLD
-    assert OLD <= set(UNSHARED["amp"]) <= table
-
-
-def test_every_op_of_torchs_table_is_met_or_excused() -> None:
-    need("torch")
-    import torch
-
-    fw, policy = frameworks.load("torch"), polymp.policy("torch-cuda")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for op in OPS:
-            found(fw, BY_OP[op.name][0])
-    called = {event.name.removeprefix("aten::") for event in profile.events()}
-    overloads = [
-        o for op in vocabulary().ops.values() for o in op.aten if policy.winner(op.name, "float16")
-    ]
-    table = {overload.partition(".")[0] for overload in overloads}
-    assert table - called == set(UNSHARED["torch-cuda"])
 
 
 # --- training -------------------------------------------------------------------------------------

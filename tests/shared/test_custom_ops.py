@@ -166,53 +166,24 @@ def _primitive(rule: str, kind: str) -> Made:
     return Made(name, it.bind, [])
 
 
-def _plain(rule: str, kind: str) -> Made:
-    name = fresh()
+def _in_jax(how: str) -> Callable[[str, str], Made]:
+    def make(rule: str, kind: str) -> Made:
+        import jax
 
-    def op(x: Any) -> Any:
-        return x * x + x
+        name = fresh()
 
-    polymp.register_op(name, rule, jax=own(op, name), kind=kind)
-    return Made(name, op, [])
+        def body(x: Any) -> Any:
+            return x * x + x
 
+        wrap = {"function": lambda f: f, "jitted": jax.jit}.get(how) or getattr(jax, how)
+        op = polymp.register_op(name, rule, jax=wrap(own(body, name)), kind=kind)
+        if how == "custom_vjp":
+            op.defvjp(lambda x: (op(x), x), lambda x, g: (g * (2 * x + 1),))
+        elif how == "custom_jvp":
+            op.defjvps(lambda t, out, x: t * (2 * x + 1))
+        return Made(name, op, [])
 
-def _jitted(rule: str, kind: str) -> Made:
-    import jax
-
-    name = fresh()
-
-    def body(x: Any) -> Any:
-        return x * x + x
-
-    op = jax.jit(own(body, name))
-    polymp.register_op(name, rule, jax=op, kind=kind)
-    return Made(name, op, [])
-
-
-def _custom_vjp(rule: str, kind: str) -> Made:
-    import jax
-
-    name = fresh()
-
-    def body(x: Any) -> Any:
-        return x * x + x
-
-    op = polymp.register_op(name, rule, jax=jax.custom_vjp(own(body, name)), kind=kind)
-    op.defvjp(lambda x: (op(x), x), lambda x, g: (g * (2 * x + 1),))
-    return Made(name, op, [])
-
-
-def _custom_jvp(rule: str, kind: str) -> Made:
-    import jax
-
-    name = fresh()
-
-    def body(x: Any) -> Any:
-        return x * x + x
-
-    op = polymp.register_op(name, rule, jax=jax.custom_jvp(own(body, name)), kind=kind)
-    op.defjvps(lambda t, out, x: t * (2 * x + 1))
-    return Made(name, op, [])
+    return make
 
 
 WAYS: dict[str, Callable[[str, str], Made]] = {
@@ -221,10 +192,7 @@ WAYS: dict[str, Callable[[str, str], Made]] = {
     "torch autograd.Function": _function_class,
     "torch function": _torch_function,
     "jax primitive": _primitive,
-    "jax function": _plain,
-    "jax jitted": _jitted,
-    "jax custom_vjp": _custom_vjp,
-    "jax custom_jvp": _custom_jvp,
+    **{f"jax {how}": _in_jax(how) for how in ("function", "jitted", "custom_vjp", "custom_jvp")},
 }
 in_every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -280,9 +248,9 @@ def region_of(fw: Any, policy: Any) -> Callable[..., Any]:
     return lambda kind, fn=None: transformed(fn, dtype=kind, policy=policy)
 
 
-def in_region(fw: Any, op: Any, x: Any, low: str, policy: Any, low_first: bool = True) -> Any:
+def in_region(fw: Any, op: Any, x: Any, low: str, policy: Any) -> Any:
     """Call an op in a region, on an array that a product there has made low."""
-    return fw.run(op, [x], (low,), (low_first,), region_of(fw, policy))
+    return fw.run(op, [x], (low,), (True,), region_of(fw, policy))
 
 
 def by_hand(fw: Any, op: Any, x: Any, low: str, decided: Any) -> Any:

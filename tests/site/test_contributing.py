@@ -122,7 +122,11 @@ def test_the_versions_are_said_as_they_are() -> None:
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     assert f"| Python | {PYTHONS[0]} to {PYTHONS[-1]} |" in text
     for name, called in (("torch", "PyTorch"), ("jax", "jax")):
-        assert f"| {called} | {versions.supported(name).removeprefix(f'{name} ')} |" in text
+        supported = versions.supported(name).removeprefix(f"{name} ")
+        assert f"| {called} | {supported} |" in text
+        assert f"{called} {supported}" in (ROOT / "README.md").read_text(encoding="utf-8")
+        (asked,) = (r for r in PROJECT["optional-dependencies"][name] if r.startswith(name))
+        assert asked.partition(";")[0].strip() == f"{name}{versions.bounds(name)}"
 
 
 def test_the_citation_is_of_this_version() -> None:
@@ -154,12 +158,6 @@ def test_the_hooks_run_what_lint_runs() -> None:
         assert " ".join(entry.split()[:2]) in lint, entry
     assert sum("ruff" in entry for entry in entries) == 3
     assert len(entries) == lint.count("\n")
-
-
-def test_links_of_the_other_pages_are_into_the_repository() -> None:
-    for name in ("SECURITY.md", "CONTRIBUTING.md"):
-        for link in re.findall(r"https?://[^)\s]+", (ROOT / name).read_text(encoding="utf-8")):
-            assert link.startswith(URLS["Repository"]), link
 
 
 # --- the Makefile ---------------------------------------------------------------------------------

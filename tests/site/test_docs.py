@@ -9,7 +9,6 @@ import inspect
 import itertools
 import json
 import re
-import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -43,24 +42,12 @@ IMPORTED = (
     *("polymp.torch", "polymp.jax", "polymp.testing"),
 )
 # The pages that take longest and whose every function has tests of its own: for `make test-long`.
-LONG = (
-    *(
-        "fp8.md",
-        "jax.md",
-        "keras.md",
-        "low-weights.md",
-        "recipes-jax.md",
-        "scaling-jax.md",
-        "scaling-torch.md",
-        "seeing.md",
-    ),
-    "trainers.md",
-)
+LONG = "fp8 jax keras low-weights recipes-jax scaling-jax scaling-torch seeing trainers".split()
 RUN = [
     pytest.param(
         block,
         id=f"{block.file}:{block.line}",
-        marks=[pytest.mark.long] if block.path.name in LONG else [],
+        marks=[pytest.mark.long] if block.path.stem in LONG else [],
     )
     for block in BLOCKS
     if block.runs
@@ -159,21 +146,6 @@ def test_the_tables_of_policies_are_the_data():
     assert rules == [f"`{rule}`" for rule in Rule]
 
 
-@pytest.mark.parametrize(
-    ("label", "package"), [("PyTorch", "polymp.torch."), ("JAX", "polymp.jax.")]
-)
-def test_the_recipes_have_five_lines_each(label: str, package: str) -> None:
-    """Lines that only show that a recipe works, and the models, do not count."""
-    starts = next(b.section for b in BLOCKS if b.path == POLICIES and b.section)
-    _models, *recipes = [
-        b.code for b in BLOCKS if (b.path, b.section, b.label) == (POLICIES, starts, label)
-    ]
-    counted = [re.split(r"^ *assert ", code, flags=re.MULTILINE)[0] for code in recipes]
-    assert sum(package in code for code in counted) >= 5
-    assert max(len(code.splitlines()) for code in counted) <= 5
-    assert sum("assert " in code for code in recipes) >= 5
-
-
 # The rest shows that the runner can fail, and that it leaves nothing out.
 
 FENCED = "# Title\n\n```python\n{}\n```\n"
@@ -189,15 +161,9 @@ def run_text(folder: Path, text: str) -> list[Outcome]:
     ("code", "line", "said"),
     [
         ("x = 1\nassert x == 2", 5, "AssertionError\n    assert x == 2"),
-        (
-            "def f():\n    return 1 / 0\n\n\nf()",
-            5,
-            "ZeroDivisionError: division by zero\n    return",
-        ),
         ("import warnings\nwarnings.warn('old')", 5, "UserWarning: old\n    warnings.warn("),
         ("x = 1\nx = = 2", 5, "SyntaxError: invalid syntax"),
         ("import sys\nsys.exit(0)", 5, "SystemExit: 0\n    sys.exit(0)"),
-        ("import json\njson.loads('{')", 5, "JSONDecodeError: "),
     ],
 )
 def test_a_broken_block_fails_with_file_and_line(code, line, said, tmp_path):
@@ -216,14 +182,6 @@ def test_a_block_that_ends_the_process_fails(tmp_path):
         "failed",
         f"{path}:6: its process ended before it: exit code 3",
     )
-
-
-def test_blocks_share_names_within_their_section_alone(tmp_path):
-    page = "```python\na = 1\n```\n## A\n```python\nb = a\n```\n```python\nassert a == b\n```\n"
-    assert run_text(tmp_path, page) == [Outcome("passed")] * 3
-    *_, (status, text) = run_text(tmp_path, f"{page}## B\n```python\nassert a == 1\nb\n```\n")
-    assert status == "failed"
-    assert "NameError: name 'b' is not defined" in text
 
 
 LABELLED = """
@@ -369,12 +327,6 @@ def test_every_public_name_is_in_the_table_of_names(door: str) -> None:
 # --- README.md, as the repository and a package index show it -------------------------------------
 
 README = ROOT / "README.md"
-BEGIN, END = "<!-- cost:", "<!-- end of cost -->"
-FIGURE = re.compile(r"\d\s*(?:%|x\b|[mun]?s\b|times\b|[KMG]i?B\b|seconds\b|microseconds\b)")
-
-
-def test_it_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) < 200
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -399,29 +351,6 @@ def test_the_addresses_of_the_project_lead_to_its_repository() -> None:
         assert address.startswith(URLS["Repository"])
         if address.startswith(REPOSITORY):
             assert (ROOT / address.removeprefix(REPOSITORY)).is_file(), name
-
-
-def test_figures_stand_in_the_table_of_the_records_alone() -> None:
-    """Its rows are made by benchmarks/speed_page.py, so none can differ from docs/speed.md."""
-    text = README.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    cost, end, after = rest.partition(END)
-    assert begin
-    assert end
-    assert FIGURE.findall(before + after) == []
-    assert len(FIGURE.findall(cost)) > 8
-    rows = [line for line in cost.splitlines() if line.startswith("|")]
-    assert 4 <= len(rows) - 2 <= 8
-
-
-@pytest.mark.parametrize("name", ["torch", "jax"])
-def test_the_versions_are_those_that_can_be_installed(name: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (requirement,) = (r for r in project["optional-dependencies"][name] if r.startswith(name))
-    first, end = re.fullmatch(r"\w+>=([\d.]+),<([\d.]+)", requirement).groups()  # type: ignore[union-attr]
-    major, minor = end.split(".")
-    called = {"torch": "PyTorch", "jax": "jax"}[name]
-    assert f"{called} {first} to {major}.{int(minor) - 1}" in README.read_text(encoding="utf-8")
 
 
 # --- the pages on the scaler ----------------------------------------------------------------------

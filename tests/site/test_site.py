@@ -6,10 +6,8 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +18,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from polymp import dtypes
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
@@ -169,13 +166,6 @@ def test_links_out_of_the_folder_lead_to_pages_and_copies(site: Path) -> None:
     assert "differences.html" in Html(site / "changelog.html").links
 
 
-def test_search_finds_the_words_of_a_page(site: Path) -> None:
-    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
-    assert {"scaling-torch.html", "api/torch.html"} <= {
-        entry["location"].partition("#")[0] for entry in index["docs"]
-    }
-
-
 def test_a_picture_has_a_form_for_each_palette(site: Path, written: Path) -> None:
     html = (site / "architecture.html").read_text(encoding="utf-8")
     assert set(re.findall(r'data-md-color-scheme="(\w+)"', html)) == {"default", "slate"}
@@ -203,16 +193,6 @@ def test_links_lead_to_pages_and_copies(pages: ModuleType) -> None:
 def test_a_dead_link_out_of_the_folder_is_refused(pages: ModuleType) -> None:
     with pytest.raises(FileNotFoundError, match=r"^docs/index\.md: no file \.\./none\.py$"):
         pages.linked("docs/index.md", "[a](../none.py)", set())
-
-
-def test_dead_links_between_pages_fail_the_build(written: Path, tmp_path: Path) -> None:
-    need("mkdocs")
-    copy = shutil.copytree(written, tmp_path / "docs")
-    (copy / "versions.md").write_text("[a](none.md) [b](tables/amp.md#none)")
-    child = build(copy, tmp_path / "site")
-    assert child.returncode == 1
-    assert "a link 'none.md', but" in child.stderr
-    assert "does not contain an anchor '#none'" in child.stderr
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -360,22 +340,3 @@ def test_the_walks_through_the_code_name_files_that_exist(draw: ModuleType) -> N
     named = re.findall(r"\]\(\.\./([\w/.]+)\)", page)
     assert len(named) > 30
     assert [file for file in named if not (DOCS.parent / file).is_file()] == []
-
-
-def test_other_data_makes_other_pictures(draw: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = dict(draw.pictures())
-    wide = dtypes.Format("float16", 6, 9)
-    monkeypatch.setattr(draw, "FORMATS", dtypes.FORMATS | {"float16": wide})
-    times = draw._times
-    monkeypatch.setattr(
-        draw,
-        "_times",
-        lambda part: {k: row | {"ours": row["ours"] * 1.5} for k, row in times(part).items()},
-    )
-    curves = draw._curves
-    monkeypatch.setattr(
-        draw, "_curves", lambda: {k: [x * 2 for x in xs] for k, xs in curves().items()}
-    )
-    monkeypatch.setattr(draw, "walks", lambda w=draw.walks: {n: s[1:] for n, s in w().items()})
-    after = dict(draw.pictures())
-    assert [name for name in before if before[name] == after[name]] == []

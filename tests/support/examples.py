@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests import STRICT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,9 +60,3 @@ def rows(printed: str) -> list[list[str]]:
 def falls(one: dict[str, Any]) -> bool:
     """True if the held-out loss ends well below where it began."""
     return bool(one["held_out"][-1][1] < one["held_out"][0][1] - 1)
-
-
-def count(pixels: np.ndarray, colour: str) -> int:
-    """How many pixels have the colour, given as #rrggbb."""
-    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return int((pixels == wanted).all(-1).sum())

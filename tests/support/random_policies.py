@@ -16,7 +16,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import polymp
@@ -25,7 +24,7 @@ from polymp.dtypes import widest
 from polymp.errors import PolicyError
 from polymp.rules.policy import Decision
 from polymp.rules.region import Region
-from polymp.rules.row import LOW, Row, Rule
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 
 MINE = "random_policies_mine"  # an op of the user's own, registered in both frameworks
@@ -216,61 +215,20 @@ def contradicts(policy: Policy, program: Module) -> bool:
     return False
 
 
-# --- deciders that are wrong: each must be noticed ------------------------------------------------
-
-
-def _winner(policy: Policy, rows: Sequence[Row], op: str, low: str, classes_first: bool) -> Any:
-    names = [op, f"class:{vocabulary().ops[op].kind}"]
-    for of in names[::-1] if classes_first else names:
-        for dtype in (low, ""):
-            for row in rows:
-                if (row.of, row.dtype) == (of, dtype):
-                    return row
-    own = vocabulary().ops[op].rule
-    return Row(op, Rule(own)) if own else None
-
-
-def classes_first(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
-    """A class wins over an op of it."""
-    there = policy.at(region.scope)
-    rows = [row for row in there.rows if there.inside or not row.scope]
-    row = _winner(there, rows, op, region.dtype, classes_first=True)
-    return Decision(Rule.PARTS) if row is None else there.apply(row, dtypes, region.dtype)
+# --- a decider that is wrong, which must be noticed -----------------------------------------------
 
 
 def no_scopes(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
     """Decide without the rows of scopes: a planted fault."""
-    return policy.decide(op, dtypes, Region(*_fields(region)[:6]))
+    outside = Region(region.backend, region.device, region.enabled, region.dtype, region.cache,
+                     region.policy)  # fmt: skip
+    return policy.decide(op, dtypes, outside)
 
 
-def _fields(region: Region) -> tuple[Any, ...]:
-    return (region.backend, region.device, region.enabled, region.dtype, region.cache,
-            region.policy, region.scope)  # fmt: skip
-
-
-def no_dtypes(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
-    """A row for one of the low dtypes is not heard."""
-    there = policy.at(region.scope)
-    rows = [row for row in there.rows if not row.dtype and (there.inside or not row.scope)]
-    row = _winner(there, rows, op, region.dtype, classes_first=False)
-    return Decision(Rule.PARTS) if row is None else there.apply(row, dtypes, region.dtype)
-
-
-WRONG: dict[str, Decide] = {
-    "classes first": classes_first,
-    "no scopes": no_scopes,
-    "no dtypes": no_dtypes,
-}
+WRONG: dict[str, Decide] = {"no scopes": no_scopes}
 
 
 # --- registering for a while ----------------------------------------------------------------------
-
-
-@dataclass
-class _Kept:
-    ops: dict[str, Any]
-    kinds: dict[str, str]
-    indices: list[dict[str, str]]
 
 
 @contextmanager
@@ -280,16 +238,14 @@ def vocabulary_put_back() -> Iterator[None]:
     The count of registered ops stays: caches go by it.
     """
     words = vocabulary()
-    indices = [words._aten, words._jax, words._functions]
-    kept = _Kept(dict(words.ops), dict(words.kinds), [dict(index) for index in indices])
+    parts: list[Any] = [words.ops, words.kinds, words._aten, words._jax, words._functions]
+    kept = [dict(part) for part in parts]
     in_jax = sys.modules.get("polymp.backends.jax.autocast.known_functions")
     functions = dict(in_jax.FUNCTIONS.ops) if in_jax is not None else {}
     try:
         yield
     finally:
-        for now, before in zip(
-            [words.ops, words.kinds, *indices], [kept.ops, kept.kinds, *kept.indices], strict=True
-        ):
+        for now, before in zip(parts, kept, strict=True):
             now.clear()
             now.update(before)
         in_jax = sys.modules.get("polymp.backends.jax.autocast.known_functions")

@@ -129,7 +129,7 @@ class DeviceState:
 
     def _recall(self) -> ScaleState | None:
         """Return the state if the host knows it."""
-        return self._known[0] if self._known and self._are_as_noted() else None
+        return self._known[0] if self._are_as_noted() and self._known is not None else None
 
     def _are_as_noted(self) -> bool:
         """Return False if something but an update may have written to the tensors."""

@@ -177,14 +177,6 @@ def _lstm(x: Any, h: Any, c: Any, wi: Any, wh: Any, bi: Any, bh: Any) -> Any:
     return jax.nn.sigmoid(o) * jnp.tanh(c)
 
 
-def _layer_norm(x: Any, w: Any, b: Any) -> Any:
-    return jax.nn.standardize(x, epsilon=1e-5) * w + b
-
-
-def _rms_norm(x: Any, w: Any) -> Any:
-    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w
-
-
 def _group_norm(x: Any, w: Any, b: Any) -> Any:
     groups = jax.nn.standardize(x.reshape(x.shape[0], 2, -1), epsilon=1e-5).reshape(x.shape)
     return groups * w[:, None] + b[:, None]
@@ -194,10 +186,6 @@ def _renorm(x: Any) -> Any:
     norms = jnp.linalg.norm(x.reshape(len(x), -1), axis=1)
     scale = jnp.where(norms > 1.0, 1.0 / (norms + 1e-7), 1.0)
     return x * scale.reshape(-1, *[1] * (x.ndim - 1))
-
-
-def _cdist(a: Any, b: Any) -> Any:
-    return jnp.linalg.norm(a[:, None] - b[None], axis=-1)
 
 
 def _pdist(x: Any) -> Any:
@@ -216,10 +204,6 @@ def _huber(a: Any, b: Any) -> Any:
 
 def _nll(log_p: Any, y: Any) -> Any:
     return -jnp.take_along_axis(log_p, y[:, None], 1).mean()
-
-
-def _bce(p: Any, t: Any) -> Any:
-    return -(t * jnp.log(p) + (1 - t) * jnp.log(1 - p)).mean()
 
 
 def _bce_with_logits(x: Any, t: Any) -> Any:
@@ -307,11 +291,11 @@ ops: dict[str, Callable[..., Any]] = {
     "asin": jnp.arcsin,
     # Softmax, normalisations, norms
     "logsumexp": lambda x: jax.nn.logsumexp(x, axis=-1),
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
+    "layer_norm": lambda x, w, b: jax.nn.standardize(x, epsilon=1e-5) * w + b,
+    "rms_norm": lambda x, w: x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w,
     "group_norm": _group_norm,
     "renorm": _renorm,
-    "cdist": _cdist,
+    "cdist": lambda a, b: jnp.linalg.norm(a[:, None] - b[None], axis=-1),
     "pdist": _pdist,
     "dist": lambda a, b: jnp.linalg.norm((a - b).reshape(-1)),
     "cosine_similarity": _cosine,
@@ -328,7 +312,7 @@ ops: dict[str, Callable[..., Any]] = {
     "nll_loss": _nll,
     "nll_loss2d": _nll,
     "cross_entropy": lambda x, y: _nll(jax.nn.log_softmax(x), y),
-    "binary_cross_entropy": _bce,
+    "binary_cross_entropy": lambda p, t: -(t * jnp.log(p) + (1 - t) * jnp.log(1 - p)).mean(),
     "binary_cross_entropy_with_logits": _bce_with_logits,
     "kl_div": lambda x, t: (t * (jnp.log(t) - x)).sum(),
     "hinge_embedding_loss": lambda x, y: jnp.where(y == 1, x, jnp.maximum(1 - x, 0)).mean(),

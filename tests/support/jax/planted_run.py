@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -303,24 +302,6 @@ def by_value_and_grad(scaler: GradScaler, params: Any, x: Any, probe: Any) -> An
     return scaler, new, finite
 
 
-def by_optimizer(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
-    optimizer = optax.chain(optax.identity(), optax.sgd(RATE))
-
-    def loss(params: Any) -> Any:
-        value = cost(params, x)
-        return scaler.scale(value), value
-
-    def update(grads: Any, params: Any, state: Any) -> Any:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    grads, value = jax.grad(loss, has_aux=True)(params)
-    grads = jax.tree.map(jnp.add, lax.psum(grads, "data"), infinite(probe))
-    state = optimizer.init(params)
-    (params, _), scaler, finite = scaler.step(grads, update, params, state, loss=value)
-    return scaler, params, finite
-
-
 @jax.custom_vjp
 def planted_in(p: Any, probe: Any) -> Any:
     """P, with a gradient to which the probe is added."""
@@ -346,7 +327,7 @@ def one_per_device(asked: Container[str]) -> Iterator[tuple[str, dict[str, Any]]
         axis_name="data",
     )
     for name, spread_out in ways.items():
-        for advance in (summed, by_value_and_grad, by_optimizer):
+        for advance in (summed, by_value_and_grad):
             if f"{name}-{advance.__name__}" not in asked:
                 continue
             history, params = run(

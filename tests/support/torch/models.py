@@ -219,7 +219,6 @@ def build() -> dict[str, Callable[[], Model]]:
         return lambda: Model(module(), tuple(torch.randint(0, 20, shape) for shape in shapes))
 
     encoder: dict[str, Any] = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0}
-    batched = {**encoder, "batch_first": True}
     return {
         "RNN": on(lambda: First(nn.RNN(8, 6, 2)), sequences),
         "LSTM": on(
@@ -238,13 +237,9 @@ def build() -> dict[str, Callable[[], Model]]:
             (5, 3, 4),
             (5, 3, 5),
         ),
-        "transformer encoder layer": on(lambda: nn.TransformerEncoderLayer(**batched), sequences),
         "transformer encoder layer, norm first": on(
             lambda: nn.TransformerEncoderLayer(**encoder, norm_first=True, activation="gelu"),
             sequences,
-        ),
-        "transformer decoder layer": on(
-            lambda: nn.TransformerDecoderLayer(**batched), sequences, (3, 4, 8)
         ),
         "transformer": on(
             lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True),

@@ -195,10 +195,6 @@ def _square(op: str, outputs: tuple[int, ...] | None = None, **kwargs: Any) -> R
     return Row(op, lambda r: call(r.regular(4), **kwargs), outputs)
 
 
-def _fft(op: str, *sizes: int) -> Row:
-    return Row(op, lambda r: call(r.normal(*sizes)))
-
-
 def _loss(op: str, *more: Any) -> Row:
     return Row(op, lambda r: call(r.uniform(3, 4), r.uniform(3, 4), *more))
 
@@ -264,14 +260,8 @@ def _ctc(r: Source, *, as_tensor: bool) -> Call:
     return call(log_probs, targets, *lengths)
 
 
-_CONV2D = (
-    [1, 1],
-    [1, 1],
-    [1, 1],
-    False,
-    [0, 0],
-    1,
-)  # stride ... groups of the `convolution` family
+# Stride ... groups of the `convolution` family.
+_CONV2D = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 LOWER = (
     _made("_addmm_activation", (3,), (4, 5), (5, 3), outputs=()),
@@ -380,21 +370,8 @@ WIDEST = (
 )
 
 POINTWISE = (
-    _pointwise("acos"),
-    _pointwise("asin"),
-    _pointwise("cosh", -2, 2),
-    _pointwise("erfinv"),
-    _pointwise("exp", -2, 2),
-    _pointwise("expm1", -2, 2),
-    _pointwise("log"),
-    _pointwise("log10"),
-    _pointwise("log1p"),
-    _pointwise("log2"),
-    _pointwise("reciprocal"),
-    _pointwise("rsqrt"),
-    _pointwise("sinh", -2, 2),
-    _pointwise("softplus", -2, 2),
-    _pointwise("tan"),
+    *map(_pointwise, "acos asin erfinv log log10 log1p log2 reciprocal rsqrt tan".split()),
+    *(_pointwise(op, -2, 2) for op in ("cosh", "exp", "expm1", "sinh", "softplus")),
     _made("pow.Scalar", 2.5, (3, 4)),
     Row("pow.Tensor_Scalar", lambda r: call(r.uniform(3, 4), 1.5)),
     Row("pow.Tensor_Tensor", lambda r: call(r.uniform(3, 4), r.normal(3, 4))),
@@ -588,21 +565,19 @@ IMAGES = (
 )
 
 FFT = (
-    _fft("fft_fft", 3, 8),
+    *(
+        _made(f"fft_{op}", sizes)
+        for sizes, ops in {
+            (3, 8): "fft ifft ihfft rfft",
+            (3, 5): "hfft irfft",
+            (3, 4, 8): "fft2 ifft2 rfft2",
+            (2, 4, 8): "fftn ifftn rfftn",
+            (3, 4, 5): "irfft2",
+            (2, 4, 5): "irfftn",
+        }.items()
+        for op in ops.split()
+    ),
     _made("fft_fft", (3, 8), 6, 0, "ortho"),
-    _fft("fft_fft2", 3, 4, 8),
-    _fft("fft_fftn", 2, 4, 8),
-    _fft("fft_hfft", 3, 5),
-    _fft("fft_ifft", 3, 8),
-    _fft("fft_ifft2", 3, 4, 8),
-    _fft("fft_ifftn", 2, 4, 8),
-    _fft("fft_ihfft", 3, 8),
-    _fft("fft_irfft", 3, 5),
-    _fft("fft_irfft2", 3, 4, 5),
-    _fft("fft_irfftn", 2, 4, 5),
-    _fft("fft_rfft", 3, 8),
-    _fft("fft_rfft2", 3, 4, 8),
-    _fft("fft_rfftn", 2, 4, 8),
     Row("stft", lambda r: call(r.normal(2, 32), 8, 4, 8, r.uniform(8), return_complex=True)),
     _made("stft", (32,), 8, onesided=False, return_complex=True),
     Row(

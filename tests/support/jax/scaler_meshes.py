@@ -1,105 +1,19 @@
-"""A problem that float16 cannot learn without a scaler, and how far with one it may end up.
-
-Least squares with a loss so small that every cotangent rounds to 0 in float16. Everything else is
-exact in float16, so that what the dtype costs can be bounded.
-"""
+"""Steps of a scaler on eight devices, of which one finds an Inf: all kinds of meshes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.dtypes import FORMATS
 from polymp.jax import GradScaler
-
-SMALL = 2.0**-24  # times 2 r / 32 with |r| <= 8: at most 2**-25, half of float16's least number
-STEPS = 150
-optimizer = optax.sgd(0.25 / SMALL)  # the distance to the solution halves in every step
-
-
-def problem() -> tuple[Any, Any, Any]:
-    """Rows of +1 and -1 with orthogonal columns, targets on a grid of 1/16, and weights 0."""
-    x = np.ones((1, 1))
-    for _ in range(5):
-        x = np.block([[x, x], [x, -x]])
-    x = x[:, 1:9]
-    rng = np.random.default_rng(0)
-    t = x @ rng.integers(-8, 9, 8) / 16 + rng.integers(-8, 9, 32) / 16
-    return tuple(jnp.asarray(a, jnp.float32) for a in (x, t, np.zeros(8)))
-
-
-def cast_loss(w: Any, x: Any, t: Any, dtype: Any) -> Any:
-    residual = x.astype(dtype) @ w.astype(dtype) - t.astype(dtype)
-    return SMALL * (residual.astype(jnp.float32) ** 2).mean()
-
-
-def plain_loss(w: Any, x: Any, t: Any) -> Any:
-    """The same without a cast, for `autocast` to insert; there the difference is float32."""
-    return SMALL * ((x @ w - t) ** 2).mean()
-
-
-def train_step(
-    w: Any,
-    state: Any,
-    scaler: GradScaler,
-    x: Any,
-    t: Any,
-    dtype: Any = jnp.float16,
-    loss: Callable[..., Any] | None = None,
-) -> tuple[Any, Any, GradScaler, Any]:
-    """One step; a `loss` of one's own takes the place of the one with casts to `dtype`."""
-    cost = loss or partial(cast_loss, dtype=dtype)
-
-    def update(grads: Any, w: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
-    grads = jax.grad(lambda w: scaler.scale(cost(w, x, t)))(w)
-    (w, state), scaler, finite = scaler.step(grads, update, w, state)
-    return w, state, scaler, finite
-
-
-def mean_square(w: Any) -> float:
-    x, t, _ = (np.asarray(a, np.float64) for a in problem())
-    return float(((x @ np.asarray(w, np.float64) - t) ** 2).mean())
-
-
-def least() -> float:
-    """The mean square that no weights are below."""
-    x, t, _ = (np.asarray(a, np.float64) for a in problem())
-    return mean_square(x.T @ t / 32)
-
-
-def excess(w: Any) -> float:
-    return mean_square(w) - least()
-
-
-def bound() -> float:
-    """The excess that float16 may cost.
-
-    Row by row, what drives the weights is the residual r plus the roundings on its way: of the
-    weights, |x| |w|; of the product, |x w|; of the difference and of its cotangent, |r| each; each
-    at most u times that, u = 2**-11. A step halves the distance to the solution and adds half of
-    the roundings' projection onto the columns of x, so in the end the predictions are off by the
-    roundings at most, and the mean square by their square. A tenth on top is for the roundings of
-    second order, for float32, and for weights that are not yet those of the end.
-    """
-    x, t, _ = (np.asarray(a, np.float64) for a in problem())
-    w = x.T @ t / 32
-    u = FORMATS["float16"].eps / 2
-    rounding = u * (np.abs(x) @ np.abs(w) + np.abs(x @ w) + 2 * np.abs(x @ w - t))
-    return float((1.1 * rounding.max()) ** 2)
-
 
 SICK = 3  # the device whose gradient is made infinite
 
@@ -179,24 +93,6 @@ def partly_manual(sick: Any) -> dict[str, Any]:
     return {"partly-manual-sick": seen(*run(GradScaler(8.0), jnp.ones(8), sick))}
 
 
-def replicated(sick: Any) -> dict[str, Any]:
-    """Types that say that nothing varies: the scaler leaves with the same on every device."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def body(scaler: GradScaler, w: Any, x: Any) -> Any:
-        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)  # summed over data by its type
-        w, scaler, _ = scaler.step(grads, lambda g, w: w - g, w)
-        return w, scaler
-
-    run = jax.shard_map(body, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
-    found = {}
-    for x, kind in ((sick, "sick"), (jnp.arange(8.0), "healthy")):
-        w, scaler = jax.jit(run)(GradScaler(8.0, growth_interval=1), jnp.float32(1), x)
-        each = [float(s.data) for s in scaler.state.scale.addressable_shards]
-        found[f"replicated-{kind}"] = {"w": float(w), "scale": each}
-    return found
-
-
 def fully_sharded() -> dict[str, Any]:
     """One parameter in pieces over the devices beside one that is whole on each, as in FSDP."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -245,13 +141,7 @@ def main() -> None:
     healthy = jnp.full(8, 8.0)
     sick = healthy.at[SICK].set(jnp.inf)
     print(
-        json.dumps(
-            shard_maps(sick, healthy)
-            | explicit()
-            | partly_manual(sick)
-            | replicated(sick)
-            | fully_sharded()
-        )
+        json.dumps(shard_maps(sick, healthy) | explicit() | partly_manual(sick) | fully_sharded())
     )
 
 

@@ -26,6 +26,7 @@ from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import (
     NO_EFFECT,
+    Gradient,
     GradientReport,
     OnStuck,
     checked_on_stuck,
@@ -721,7 +722,8 @@ class GradScaler(DeviceState):
 
     def _reported(self, *, last: bool) -> GradientReport:
         """Report on the gradients; if asked for, with optimizers of the `last` iteration."""
-        rows, module = [], self._named and self._named()
+        rows: list[Gradient] = []
+        module = None if self._named is None else self._named()
         for entry in {**(self._before if last else {}), **self._per_optimizer_states}.values():
             optimizer = entry["optimizer"]() if "optimizer" in entry else None
             if optimizer is not None:

@@ -22,8 +22,7 @@ from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import AuditValues
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured, largest_error, together
-from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.magnitudes import Magnitudes, followed
+from polymp.diagnostics.magnitudes import followed
 from polymp.weights import lost_updates
 
 
@@ -98,11 +97,11 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     audit.scale = scales[-1]
     audit.fault = seen.fault()  # first: it tells the infinities of masks from others
     audit.steps = max(len(seen.passes), bool(seen.events))
-    total = len(seen.sites) + len(seen.gradients)
-    with progress.line("audit, reading", total, "tensor") as line:
+    with progress.line("audit, reading", len(seen.sites), "tensor") as line:
         passes = seen.rounding.effects.passes if seen.rounding is not None else 0
-        audit.results = _results(seen.sites, scales, passes, line)
-        audit.gradients = _gradients(seen.gradients, scales, line)
+        rows = _measured(seen.sites, scales, passes, line)
+    audit.results = [m for m in rows if m.spelling]
+    audit.gradients = [m for m in rows if not m.spelling]
     audit.lost_updates = lost_updates.joined(
         record
         for sample, counts in seen.samples
@@ -111,7 +110,7 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     )
 
 
-def _results(
+def _measured(
     sites: Mapping[tuple[Any, ...], Tally],
     scales: Sequence[float],
     passes: int,
@@ -123,10 +122,12 @@ def _results(
     for (key, site), counts, share in zip(sites.items(), made, gone, strict=True):
         line.step()
         at, op, spelling, place, direction, region, row, run = key
-        magnitudes = _without(scales[at], counts._replace(gone=share))
+        counts = counts._replace(gone=share)
+        if scales[at]:  # torch.amp's may become 0
+            counts = counts.scaled(1 / scales[at])
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
-            magnitudes, tuple(sorted(site.numbers)), _largest(site.rounding), _largest(site.drift),
+            counts, tuple(sorted(site.numbers)), _largest(site.rounding), _largest(site.drift),
             sum(map(float, site.effects)) / passes if site.effects else None,
             site.sums_nothing - {None} == {True},
         )  # fmt: skip
@@ -136,22 +137,3 @@ def _results(
 
 def _largest(pairs: Sequence[torch.Tensor]) -> float | None:
     return largest_error(torch.stack([pair.cpu() for pair in pairs]).tolist() if pairs else ())
-
-
-def _without(scale: float, magnitudes: Magnitudes) -> Magnitudes:
-    """Divide magnitudes by a loss scale, unless it is 0, which torch.amp's may become."""
-    return magnitudes.scaled(1 / scale) if scale else magnitudes
-
-
-def _gradients(
-    found: dict[tuple[str, int], Tally], scales: list[float], line: progress.Line
-) -> list[Measured]:
-    by_name: dict[str, list[Measured]] = {}
-    for (name, at), tally in found.items():
-        line.step()
-        magnitudes, drift = _without(scales[at], tally.magnitudes()), _largest(tally.drift)
-        measured = Measured(
-            "gradient", "", name, "", BACKWARD, "", None, "float32", magnitudes, drift=drift
-        )
-        by_name.setdefault(name, []).append(measured)
-    return list(map(together, by_name.values()))

@@ -185,7 +185,7 @@ _TOGETHER = 2**17
 class Tally:
     """Measurements of the results at an op call site, or of a gradient, added up."""
 
-    def __init__(self, table: BinTable, ranges: RangeTable, number: int = -1) -> None:
+    def __init__(self, table: BinTable, ranges: RangeTable, number: int) -> None:
         self.number = number  # of the op call site in one backward pass, or outside of them
         self.values: int = 0
         self.ranges: list[int] = []  # of the tensors, by number

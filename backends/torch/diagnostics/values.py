@@ -41,6 +41,7 @@ from polymp.backends.torch.diagnostics.measure import (
     written,
 )
 from polymp.backends.torch.diagnostics.op_call import (
+    CallSite,
     OpCall,
     Own,
     Ran,
@@ -269,9 +270,9 @@ class AuditValues(Values):
         # Measures rounding errors, and hears of ops after this; None if they are not measured.
         self.rounding: RoundingErrors | None = RoundingErrors(self) if rounding else None
         self.tally: Tally | None = None  # of the last op; None if it has none
-        self.sites: dict[tuple[Any, ...], Tally] = {}  # of results, by call site and backward pass
+        # Of results, by backward pass and call site; of gradients, by pass and parameter.
+        self.sites: dict[tuple[Any, ...], Tally] = {}
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
-        self.gradients: dict[tuple[str, int], Tally] = {}  # by parameter and backward pass
         self.scales: list[Any] = [1.0]  # of each backward pass; the first for what is in none
         self.passes: dict[int, int] = {}  # by number of the backward pass, its place in `scales`
         own = model.named_parameters() if model is not None else ()
@@ -317,7 +318,7 @@ class AuditValues(Values):
             self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
             op_call.region, op_call.row, event.run,
         )  # fmt: skip
-        tally = self.tally = self._tally(self.sites, key, results[0])
+        tally = self.tally = self._tally(key, results[0])
         for t, number in zip(results, event.ranges, strict=True):
             tally.add(t, number)
         if event.lost is not None:
@@ -328,13 +329,13 @@ class AuditValues(Values):
             self._made_at[len(self.events)] = tally.number
             tally.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
 
-    def _tally(self, found: dict[Any, Tally], key: Any, t: torch.Tensor) -> Tally:
+    def _tally(self, key: tuple[Any, ...], t: torch.Tensor) -> Tally:
         """Return the counts of a key, new ones for tensors like `t` if it has none."""
-        if key not in found:
+        if key not in self.sites:
             if t.device not in self._tables:
                 self._tables[t.device] = BinTable(t.device)
-            found[key] = Tally(self._tables[t.device], self.ranges, len(found))
-        return found[key]
+            self.sites[key] = Tally(self._tables[t.device], self.ranges, len(self.sites))
+        return self.sites[key]
 
     # Backward passes and gradients
 
@@ -358,7 +359,8 @@ class AuditValues(Values):
         self.stream.pause()
         try:
             with Own(), torch.no_grad():
-                tally = self._tally(self.gradients, (name, self._scales_at), p.grad)
+                of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
+                tally = self._tally((self._scales_at, *of), p.grad)
                 tally.add(p.grad, self.ranges.add(p.grad))
                 if self.rounding is not None:
                     self.rounding.gradient(p.grad, tally)

@@ -172,9 +172,7 @@ class LossChecks:
         return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
 
 
-def described(
-    found: Mapping[Any, str], name: Callable[[Any], str] = "{}".format, after: str = ""
-) -> str:
+def described(found: Mapping[Any, str], name: Callable[[Any], str], after: str = "") -> str:
     """Say which values are not finite, of which each is "Inf" or "NaN"; "" if none."""
     if not found:
         return ""

@@ -102,11 +102,6 @@ def test_wrong_regions_are_noticed(fw: ModuleType) -> None:
     assert wrong(fw, lambda kind, *fn: right(kind if kind != OFF else "bfloat16", *fn)) > 0.05
 
 
-def nearly_all_low(fw: Any) -> Any:
-    kinds = "activation elementwise matmul normalisation power reduction softmax".split()
-    return ruled(fw, {"rules": {f"class:{kind}": "lower" for kind in kinds}})
-
-
 def ruled(fw: Any, table: Any) -> Any:
     """Regions under a policy, as the frameworks' `region`."""
     from importlib import import_module

@@ -60,10 +60,9 @@ def inside(
     dtype: str = "float16",
     *,
     enabled: bool = True,
-    cache: bool = True,
     policy: Policy | None = None,
 ) -> Iterator[Region]:
-    region = Region("torch", device, enabled, dtype, cache, policy)
+    region = Region("torch", device, enabled, dtype, True, policy)
     kernel_registry.prepare(region)
     ticket = regions.ticket(region)
     regions.enter(ticket, region)

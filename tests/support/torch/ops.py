@@ -87,10 +87,10 @@ class Source:
         """A matrix far from singular, with distinct real eigenvalues in every float dtype."""
         return 0.1 * self.normal(n, n) + torch.diag(torch.arange(1.0, n + 1))
 
-    def symmetric(self, n: int) -> torch.Tensor:
+    def symmetric(self) -> torch.Tensor:
         """A symmetric positive definite matrix with distinct eigenvalues."""
-        half = 0.1 * self.normal(n, n)
-        return half @ half.mT + torch.diag(torch.arange(1.0, n + 1))
+        half = 0.1 * self.normal(4, 4)
+        return half @ half.mT + torch.diag(torch.arange(1.0, 5))
 
     def lower(self, n: int) -> torch.Tensor:
         return torch.tril(self.regular(n))
@@ -201,11 +201,6 @@ def _loss(op: str, *more: Any) -> Row:
 
 def _image(op: str, dims: int, *args: Any, outputs: tuple[int, ...] | None = None) -> Row:
     return Row(op, lambda r: call(r.normal(2, 3, *(6,) * dims), *args), outputs)
-
-
-def _lu(r: Source, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    factors, pivots = torch.linalg.lu_factor(r.regular(n))
-    return factors, pivots
 
 
 def _spread(*shape: int, step: int) -> torch.Tensor:
@@ -609,22 +604,22 @@ LINALG = (
     _made("pinverse", (5, 3)),
     _made("qr", (5, 3)),
     _made("svd", (5, 3)),
-    Row("cholesky", lambda r: call(r.symmetric(4))),
-    Row("cholesky", lambda r: call(r.symmetric(4), True)),
+    Row("cholesky", lambda r: call(r.symmetric())),
+    Row("cholesky", lambda r: call(r.symmetric(), True)),
     Row("cholesky_inverse", lambda r: call(r.lower(4))),
     Row("cholesky_solve", lambda r: call(r.normal(4, 2), r.lower(4))),
-    Row("linalg_cholesky", lambda r: call(r.symmetric(4))),
-    Row("linalg_cholesky_ex", lambda r: call(r.symmetric(4), upper=True), (0,)),
-    Row("linalg_matrix_sqrth", lambda r: call(r.symmetric(4))),
-    Row("linalg_eigh", lambda r: call(r.symmetric(4))),
-    Row("linalg_eigvalsh", lambda r: call(r.symmetric(4), "U")),
+    Row("linalg_cholesky", lambda r: call(r.symmetric())),
+    Row("linalg_cholesky_ex", lambda r: call(r.symmetric(), upper=True), (0,)),
+    Row("linalg_matrix_sqrth", lambda r: call(r.symmetric())),
+    Row("linalg_eigh", lambda r: call(r.symmetric())),
+    Row("linalg_eigvalsh", lambda r: call(r.symmetric(), "U")),
     Row("linalg_householder_product", lambda r: call(r.normal(5, 3), r.uniform(3))),
     # Not the default driver: its pivots start from unset memory, so its last bits vary by the run.
     _made("linalg_lstsq", (5, 3), (5, 2), driver="gels", outputs=(0,)),
     Row("linalg_solve", lambda r: call(r.regular(4), r.normal(4, 2))),
     Row("linalg_tensorinv", lambda r: call(r.regular(6).reshape(2, 3, 6))),
     Row("linalg_tensorsolve", lambda r: call(r.regular(6).reshape(2, 3, 6), r.normal(2, 3))),
-    Row("lu_solve", lambda r: call(r.normal(4, 2), *_lu(r, 4))),
+    Row("lu_solve", lambda r: call(r.normal(4, 2), *torch.linalg.lu_factor(r.regular(4)))),
     Row("orgqr", lambda r: call(r.normal(5, 3), r.uniform(3))),
     Row("ormqr", lambda r: call(r.normal(5, 3), r.uniform(3), r.normal(5, 2))),
     Row("triangular_solve", lambda r: call(r.normal(4, 2), r.lower(4), False), (0,)),

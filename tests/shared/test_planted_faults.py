@@ -1,4 +1,4 @@
-"""Ten trainings with a fault planted in each: what is named, and what is suggested.
+"""Twelve trainings with a fault planted in each: what is named, and what is suggested.
 
 A training is healthy in float16 by its policy; a fault makes it break; its remedy by hand makes it
 train. `locate` and `audit` get the spoiled step and no more. Where the fault sits stands here.
@@ -32,6 +32,12 @@ def _convolution(training: Any) -> None:
     training.batch = images * 2.0**-16, labels
 
 
+def _counting(training: Any) -> None:
+    """Counts of a shorter time: rates are larger by e**12."""
+    training.model.head.bias.data += 12
+    training.loss.time = math.exp(-12)
+
+
 def _recurrent(training: Any) -> None:
     """A weight of the loss that Adam does not see."""
     training.loss.weight = 2.0**-26
@@ -52,6 +58,7 @@ def _stream(training: Any) -> None:
 IN_TORCH: dict[str, Callable[[Any], None]] = {
     "attention": _attention,
     "convolution": _convolution,
+    "counting": _counting,
     "recurrent": _recurrent,
     "embedding": _embedding,
     "stream": _stream,
@@ -74,6 +81,12 @@ def _pooling(training: Any) -> None:
     training.batch = x, mask, y
 
 
+def _unit(training: Any) -> None:
+    """Data in other units: the norm undoes it."""
+    x, y = training.batch
+    training.batch = x * 2.0**4, y
+
+
 def _sparse(training: Any) -> None:
     """The penalty in other units: its weight undoes it."""
     training.loss = training.loss._replace(units=2.0**6)
@@ -92,6 +105,7 @@ def _graph(training: Any) -> None:
 IN_JAX: dict[str, Callable[[Any], None]] = {
     "regression": _regression,
     "pooling": _pooling,
+    "unit": _unit,
     "sparse": _sparse,
     "classes": _classes,
     "graph": _graph,
@@ -126,6 +140,8 @@ PLANTED = (
             ("attention", "matmul")),
     # the squares of a variance, written out
     Planted("torch", "convolution", ("mul",), "whiten", UNDER, "float32", ("whiten", "mul")),
+    # an exponential in a loss, by a policy that leaves it low
+    Planted("torch", "counting", ("exp",), "", OVER, "float32", ("", "exp")),
     # gradients that are zero in float16, without a scaler: nothing is learnt
     Planted("torch", "recurrent", ("gradient",), "", (), "scale", 2.0**20, unit=2.0**-26),
     # 1e-8 added to a mean that is zero
@@ -136,6 +152,8 @@ PLANTED = (
     Planted("jax", "regression", ("linear",), "body", ("input",), ""),
     # a mean over a row that is masked as a whole: 0 / 0, and a gradient that `where` does not stop
     Planted("jax", "pooling", ("div",), "pool", ("operation",), ""),
+    # a norm along a long axis, as a product of a row with itself
+    Planted("jax", "unit", ("matmul",), "unit", OVER, "float32", ("unit", "matmul")),
     # a penalty that is a sum where it could be a mean
     Planted("jax", "sparse", ("sum",), "penalty", OVER, "float32", ("penalty", "sum")),
     # the logarithm of a softmax that is zero in float16

@@ -1,4 +1,4 @@
-"""Five trainings in JAX: parameters or a flax nnx model, a batch, a loss and an optimizer.
+"""Six trainings in JAX: parameters or a flax nnx model, a batch, a loss and an optimizer.
 
 `Training.step` is what a user writes: autocast round the loss, a scaler, an update.
 """
@@ -149,6 +149,31 @@ def pooling(random: Random) -> Training:
     return Training(weights, (x, mask, y), pooled)
 
 
+class Unit(nnx.Module):
+    """Each row divided by its root mean square, which is a product of the row with itself."""
+
+    def __call__(self, x: Array) -> Array:
+        squares = jnp.einsum("bd,bd->b", x, x)
+        return x / jnp.sqrt(squares / x.shape[1])[:, None]
+
+
+class Wide(nnx.Module):
+    """A wide layer whose rows are normalised."""
+
+    def __init__(self, random: Random) -> None:
+        self.body, self.unit = random.linear(8, 1024), Unit()
+        self.head = random.linear(1024, 1)
+
+    def __call__(self, x: Array) -> Array:
+        return self.head(jax.nn.relu(self.unit(self.body(x))))
+
+
+def unit(random: Random) -> Training:
+    """The direction of one of the inputs."""
+    x = random.normal(32, 8)
+    return Training(Wide(random), (x, x[:, 0] / np.linalg.norm(x, axis=1)), squared, 2e-3)
+
+
 class Penalty(NamedTuple):
     """The squared error, and a penalty on how large all of a hidden layer is."""
 
@@ -232,6 +257,7 @@ def graph(random: Random) -> Training:
 MADE: dict[str, Callable[[Random], Training]] = {
     "regression": regression,
     "pooling": pooling,
+    "unit": unit,
     "sparse": sparse,
     "classes": classes,
     "graph": graph,

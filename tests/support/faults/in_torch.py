@@ -1,4 +1,4 @@
-"""Five trainings in torch: a model, a batch, a loss and an optimizer, on the CPU.
+"""Six trainings in torch: a model, a batch, a loss and an optimizer, on the CPU.
 
 `Training.step` is what a user writes: a region, a loss, a scaler that scales it, an update.
 """
@@ -29,13 +29,14 @@ class Training:
         loss: Loss,
         optimizer: Callable[[Any], torch.optim.Optimizer],
         *,
+        policy: str = "torch-cuda",
         scaled: bool = True,
     ) -> None:
-        self.model, self.batch, self.loss, self.policy = model, batch, loss, "torch-cuda"
+        self.model, self.batch, self.loss, self.policy = model, batch, loss, policy
         self.optimizer = optimizer(model.parameters())
         self.scaler = polymp.torch.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
         self.dtype = torch.float16
-        self.outside = polymp.policy(self.policy)
+        self.outside = polymp.policy(policy)
         self.scopes = polymp.torch.scoped(model, self.outside)
 
     def use(self, policy: polymp.Policy) -> None:
@@ -144,6 +145,35 @@ def convolution() -> Training:
         return functional.cross_entropy(model(images), labels)
 
     return Training(Conv(), (images, labels), loss, adam(1e-2))
+
+
+class Rates(nn.Module):
+    """Logarithms of how often something happens in one unit of time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(functional.gelu(self.body(x)))[:, 0]
+
+
+class Counts:
+    """Counts in a time: the loss of a Poisson distribution, written out."""
+
+    def __init__(self) -> None:
+        self.time = 1.0
+
+    def __call__(self, model: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
+        logs = model(x)
+        return (torch.exp(logs) * self.time - counts * logs).mean()
+
+
+def counting() -> Training:
+    """Counts that grow with one of the inputs; torch's table for CPUs leaves exp low."""
+    x = torch.randn(64, 8)
+    counts = torch.exp(x[:, 0] + 0.5)
+    return Training(Rates(), (x, counts), Counts(), adam(2e-2), policy="torch-cpu")
 
 
 class Recurrent(nn.Module):
@@ -255,6 +285,7 @@ def stream() -> Training:
 MADE: dict[str, Callable[[], Training]] = {
     "attention": attention,
     "convolution": convolution,
+    "counting": counting,
     "recurrent": recurrent,
     "embedding": embedding,
     "stream": stream,

@@ -185,6 +185,9 @@ def test_a_gap() -> None:
     infinite = np.array([np.inf, 1.0])
     assert not rounding.gap("result", infinite, infinite, spread).part
     assert rounding.gap("result", infinite, -infinite, spread).part
+    unknown = np.array([0.1, np.nan])  # what no probe tells the change of has to be equal
+    assert rounding.gap("result", one, one + np.array([0.0, 1.0]), unknown).part
+    assert not rounding.gap("result", one, one, unknown).part
 
 
 @pytest.mark.usefixtures("both")

@@ -6,10 +6,13 @@ The ops are those of `cases`, called on what a matrix product in the region has 
 from __future__ import annotations
 
 import linecache
+import math
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from polymp.diagnostics.rounding import unit_roundoff
@@ -236,3 +239,27 @@ def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
     times = [statistics.median(g.tolerance for g in c) / most for c, most in seen if most]
     print(f"\nblock in {low}: tolerance / largest error {min(times):.1f} to {max(times):.1f}")
     assert max(times) <= 30
+
+
+def test_a_mask_of_inf_leaves_a_tolerance_to_hold_values_to() -> None:
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    def in_torch(q: Any, k: Any, v: Any) -> Any:
+        later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        return scores.masked_fill(later, -math.inf).softmax(-1) @ v
+
+    def in_jax(q: Any, k: Any, v: Any, factor: float = 1.0) -> Any:
+        scores = q @ jnp.swapaxes(k, -1, -2) / math.sqrt(q.shape[-1]) * factor
+        earlier = jnp.tril(jnp.ones((q.shape[-2], q.shape[-2]), bool))
+        return jax.nn.softmax(jnp.where(earlier, scores, -jnp.inf), -1) @ v
+
+    random = np.random.default_rng(0)
+    inputs = [random.standard_normal((2, 6, 8)).astype(np.float32) for _ in range(3)]
+    found = assert_parity(in_torch, in_jax, inputs, dtype="float16", probes=4)
+    assert all(0 < g.tolerance < 0.1 for g in found.gaps)
+    assert all(g.error > 0 for g in found.gaps[1:])  # values were compared
+    with pytest.raises(ParityError, match="compute other values"):
+        assert_parity(in_torch, partial(in_jax, factor=1.5), inputs, dtype="float16", probes=4)

@@ -26,7 +26,7 @@ from polymp.backends.jax.diagnostics.instrument import (
     MeasuredCall,
     measured,
 )
-from polymp.backends.jax.diagnostics.locate import derived, fault, largest, located, nodes_of
+from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
 from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
 from polymp.backends.jax.diagnostics.traced_call import called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
@@ -58,6 +58,9 @@ class Audited:
         self.fn = fn
         self._rounding = rounding
         self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
+        self._kept: dict[
+            int, object
+        ] = {}  # arguments that cannot be hashed, so that ids stay theirs
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
 
@@ -80,27 +83,27 @@ class Audited:
                 f"audit({self.fn!r}) was called by code that is traced, where there are no values "
                 "to measure. Audit the outermost function: polymp.jax.audit(jax.jit(step))."
             )
-        types = tuple(jax.typeof(x) if is_array(x) else _kind(x) for x in leaves)
+        types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
         key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
+        arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         if key not in self._programs:
             program = measured(self.fn, args, kwargs, rounding=self._rounding)
-            arrays = program.traced.arrays
             weights = [] if is_kept((args, kwargs)) else written(program, arrays)
-            self._programs[key] = program, weights
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
                 facts = program.packed.run(arrays)
+            self._programs[key] = program, weights
         else:
             program, weights = self._programs[key]
-            leaves = jax.tree.leaves(called(self.fn, args, kwargs)[1:])
-            arrays = [leaf for leaf in leaves if is_array(leaf)]
             facts = program.packed.run(arrays)
-        if program.graph.unlisted:
-            facts = jax.device_get(facts)  # to look at now, and for the audit
         broke = None
-        if not any(run.fault for run in self._measured) and _breaks(program, facts):
-            broke = located(measured(self.fn, args, kwargs, once=True))
-        at, run = len(self._measured), Run(program, facts, _scale_of((args, kwargs)), broke)
+        if program.unlisted:
+            facts = jax.device_get(facts)  # to look at now, and for the audit
+            pairs = zip(program.events, program.packed.read(facts)[0], strict=True)
+            peaks = (fact.peak for event, fact in pairs if event.site.key in program.unlisted)
+            if not (any(r.fault for r in self._measured) or all(map(_is_finite, peaks))):
+                broke = located(measured(self.fn, args, kwargs, once=True))
+        run = Run(program, facts, _scale_of((args, kwargs)), broke, [])
         self._measured.append(run)
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
         result = self.fn(*args, **kwargs)
@@ -109,8 +112,17 @@ class Audited:
             after = called(self.fn, args, kwargs)[1:] if modules else result
             left = [leaf for leaf in jax.tree.leaves(after) if is_array(leaf)]
             now = sampled([left[w.before if modules else w.after] for w in weights])
-            self._measured[at] = run._replace(written=list(zip(weights, before, now, strict=True)))
+            run.written.extend(zip(weights, before, now, strict=True))
         return result
+
+    def _kind(self, leaf: object) -> Hashable:
+        """A key for an argument that is no array: 1, 1.0, True, 0.0, -0.0 have different ones."""
+        try:
+            hash(leaf)
+        except TypeError:
+            self._kept[id(leaf)] = leaf
+            return type(leaf), id(leaf)
+        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
     @property
     def audit(self) -> Audit:
@@ -174,27 +186,6 @@ def audit(fn: Callable[..., object], *, rounding: bool = False) -> Audited:
     return Audited(fn, rounding)
 
 
-class _Same(NamedTuple):
-    """An object that cannot be hashed, and is only equal to itself."""
-
-    it: object
-
-    def __hash__(self) -> int:
-        return id(self.it)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.it is other.it
-
-
-def _kind(leaf: object) -> Hashable:
-    """A key for an argument that is no array: 1, 1.0, True, 0.0 and -0.0 have different ones."""
-    try:
-        hash(leaf)
-    except TypeError:
-        return _Same(leaf)
-    return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
-
-
 def _scale_of(tree: object) -> jax.Array | float:
     """The scale of the first scaler among the arguments; 1 if there is none."""
     for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, GradScaler)):
@@ -229,13 +220,13 @@ class Written(NamedTuple):
 def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]:
     """The low weights that a program writes."""
     kinds = [(str(x.dtype), tuple(np.shape(x))) for x in arrays]
-    graph, read = program.graph, set[int]()
-    for event in graph.events:
-        if event.site.scope.direction == FORWARD and event.site.key not in graph.unlisted:
+    read = set[int]()
+    for event in program.events:
+        if event.direction == FORWARD and event.site.key not in program.unlisted:
             read.update(event.outside)
     found, words = [], program.names
     outs = compat.opened(program.traced.closed)[0].outvars
-    for after, (origin, out) in enumerate(zip(program.graph.results, outs, strict=True)):
+    for after, (origin, out) in enumerate(zip(program.results, outs, strict=True)):
         kind = str(getattr(out.aval, "dtype", "")), tuple(getattr(out.aval, "shape", ()))
         places = [i for i in origin.outside & read if i < len(kinds) and kinds[i] == kind]
         changed = bool(origin.events) or len(origin.outside) > 1
@@ -250,19 +241,13 @@ class Run(NamedTuple):
     program: MeasuredCall  # that ran
     packed: dict[str, jax.Array]  # what it handed out, on the device unless an optimizer was in it
     scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
-    fault: Fault | None = None  # of a call whose optimizer left what is not finite
+    fault: Fault | None  # of a call whose optimizer left what is not finite
     # The weights that the call wrote, with the bits of samples before and after it.
-    written: Sequence[tuple[Written, jax.Array, jax.Array]] = ()
+    written: list[tuple[Written, jax.Array, jax.Array]]
 
 
-def _breaks(program: MeasuredCall, packed: dict[str, jax.Array]) -> bool:
-    """True if an optimizer left what is not finite."""
-    graph = program.graph
-    if not graph.unlisted:
-        return False
-    pairs = zip(graph.events, program.packed.read(packed)[0], strict=True)
-    of_update = (fact for event, fact in pairs if event.site.key in graph.unlisted)
-    return not all(np.isfinite(fact.peak).all() for fact in of_update)
+def _is_finite(numbers: "np.ndarray[Any, Any]") -> bool:
+    return bool(np.isfinite(numbers).all())
 
 
 def read(runs: Sequence[Run]) -> Audit:
@@ -289,13 +274,10 @@ def read(runs: Sequence[Run]) -> Audit:
             for name in handed.get(number, ()):
                 gradient = m._replace(op="gradient", spelling="", module=name, source="", row=None)
                 gradients.setdefault(name, []).append(gradient)
-        if audit.fault is None and broke is not None:
-            audit.fault = broke
-        if audit.fault is None:
-            found = blame(nodes)
-            if found is not None:
-                operands = largest(program, program.graph.events[found.node], peaks)
-                audit.fault = fault(program, found, tuple(operands), facts)
+        audit.fault = audit.fault or broke
+        if audit.fault is None and (found := blame(nodes)) is not None:
+            operands = largest(program, program.events[found.node], peaks)
+            audit.fault = fault(program, found, tuple(operands), facts)
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
     audit.lost_updates = lost_updates.joined(updates)
@@ -328,17 +310,17 @@ def _results(
     effects: "np.ndarray[Any, Any]",
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
-    late = derived(program)
     effect = {at: float(x) for at, x in enumerate(effects) if np.isfinite(x)}
-    events, made = program.graph.events, list[Magnitudes | float]()
+    events, made = program.events, list[Magnitudes | float]()
     for event, fact in zip(events, facts, strict=True):
         lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
-        made.append(lost if event.group is None or not _ran(fact) else _magnitudes(event, fact))
-    back = {at for at, event in enumerate(events) if event.site.scope.direction == BACKWARD}
+        ends = event.group is not None
+        made.append((_magnitudes(event, fact) if ends else None) or lost)
+    back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
     rows = zip(events, facts, made, gone, strict=True)
     for number, (event, fact, m, share) in enumerate(rows):
-        if event.group is None or number in late or isinstance(m, float):
+        if event.group is None or number in program.late or isinstance(m, float):
             continue
         call, magnitudes = program.calls[event.group], m._replace(gone=share)
         if call.direction == BACKWARD and scale not in (0.0, 1.0):
@@ -352,19 +334,18 @@ def _results(
         ), number  # fmt: skip
 
 
-def _ran(fact: Facts) -> bool:
-    """False of a branch that was not taken, and of a loop without a round."""
-    return bool(np.any((fact.peak >= 0) | np.isnan(fact.peak)))
-
-
-def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
-    bins = np.bincount(fact.sample.reshape(-1), minlength=BINS + 1)[:BINS]
+def _magnitudes(event: Event, fact: Facts) -> Magnitudes | None:
+    """Those of an event; None of a branch that was not taken, and of a loop without a round."""
     peaks = fact.peak.reshape(-1)
+    peaks = peaks[(peaks >= 0) | np.isnan(peaks)]  # of what ran
+    if not peaks.size:
+        return None
+    bins = np.bincount(fact.sample.reshape(-1), minlength=BINS + 1)[:BINS]
     lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((1, 3))
     return Magnitudes.measured(
         math.prod(event.site.eqn.outvars[0].aval.shape) * event.site.times,
         tuple(bins.tolist()),
-        peaks[(peaks >= 0) | np.isnan(peaks)].tolist(),  # of what ran
+        peaks.tolist(),
         float(lost[:, 1].mean()),
         float(lost[:, 2].mean()),
         float(np.max(lost[:, 0], where=np.isfinite(lost[:, 0]) & (lost[:, 1] > 0), initial=0)),
@@ -376,18 +357,16 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes:
 
 def _handed(program: MeasuredCall) -> dict[int, list[str]]:
     """The gradients that the backward pass hands to the rest of a program: names, by event."""
-    graph = program.graph
     found: dict[int, list[str]] = {}
-    for value, name in zip(graph.results, program.traced.results, strict=True):
+    for value, name in zip(program.results, program.traced.results, strict=True):
         if len(value.events) == 1:
             (number,) = value.events
-            if graph.events[number].site.scope.direction == BACKWARD:
+            if program.events[number].direction == BACKWARD:
                 found.setdefault(number, []).append(name)
     by_call = _by_call(program)
-    for number in sorted(graph.handed - found.keys()):
-        event = graph.events[number]
-        shape = tuple(event.site.eqn.outvars[0].aval.shape)
-        named = by_call.get((event.site.scope.call, shape), [])
+    for number in sorted(program.handed - found.keys()):
+        site = program.events[number].site
+        named = by_call.get((site.scope.call, tuple(site.eqn.outvars[0].aval.shape)), [])
         if named:  # a norm's two parameters have one shape, and one name here
             found[number] = [_shared(named)]
     return found
@@ -405,8 +384,8 @@ def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[st
     """Names of the parameters that the forward of each call reads, by its name and their shapes."""
     found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     shapes, words = [tuple(v.aval.shape) for v in program.inputs], program.names
-    for event in program.graph.events:
-        if event.site.scope.direction == FORWARD and event.site.scope.call:
+    for event in program.events:
+        if event.direction == FORWARD and event.site.scope.call:
             for at in event.outside:
                 named = found.setdefault((event.site.scope.call, shapes[at]), [])
                 if words[at] not in named:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from polymp.backends.jax.compat.programs import (
     ClosedProgram,
     Equation,
     NameStack,
-    OpenProgram,
 )
 from polymp.backends.jax.jaxprs import inside
 from polymp.backends.jax.scaler import grad_scaler, optimizer_step
@@ -37,21 +36,9 @@ class Scope(NamedTuple):
         return ".".join(self.names).replace("/", ".")
 
 
-class Scopes:
-    """Reads name stacks, each once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Scope, NameStack], Scope] = {}
-
-    def inside(self, outer: Scope, stack: NameStack) -> Scope:
-        """The scope of an equation in a program inside an equation of the scope `outer`."""
-        found = self._known.get((outer, stack))
-        if found is None:
-            found = self._known[outer, stack] = _inside(outer, stack)
-        return found
-
-
-def _inside(outer: Scope, stack: NameStack) -> Scope:
+@lru_cache(4096)
+def scope_in(outer: Scope, stack: NameStack) -> Scope:
+    """The scope of an equation in a program inside an equation of the scope `outer`."""
     names, call, direction = list(outer.names), outer.call, outer.direction
     for name in compat.scope_names(stack):
         if name.startswith(regions.CALL):
@@ -104,7 +91,8 @@ def is_library(closed: ClosedProgram) -> bool:
 @cache
 def is_update(traceback: object) -> bool:
     """True for what an optimizer of optax, or a loss scaler, does."""
-    return any(_updates(code.co_filename) for code in compat.frames(traceback).codes)
+    files = (code.co_filename for code in compat.frames(traceback).codes)
+    return any(file in _SCALING or _OPTAX in file for file in files)
 
 
 @cache
@@ -114,10 +102,6 @@ def optimizer_of(traceback: object) -> tuple[str, object]:
         if _OPTAX in code.co_filename:
             return code.co_qualname.partition(".")[0], (code, offset)
     return "", None
-
-
-def _updates(filename: str) -> bool:
-    return filename in _SCALING or _OPTAX in filename
 
 
 _OPTAX = f"{os.sep}optax{os.sep}_src{os.sep}"
@@ -151,29 +135,25 @@ class Site(NamedTuple):
         return self.parent, id(self.eqn)
 
 
-# What a site says of the program that an equation is in: all its fields but the equation.
-_Around = tuple[Scope, int, frozenset[Atom], tuple[int, ...], object]
+def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Site]:
+    """The equations of a program and of those inside it, calls and loops taken apart.
 
-
-def equations(closed: ClosedProgram) -> Iterator[Site]:
-    """The equations of a program and of those inside it, calls and loops taken apart."""
-    scopes = Scopes()
-
-    def walk(jaxpr: OpenProgram, outer: _Around) -> Iterator[Site]:
-        for at, eqn in enumerate(jaxpr.eqns):
-            around, times, fixed, parent, written = outer
-            info = eqn.source_info
-            scope = scopes.inside(around, info.name_stack)
-            site = Site(eqn, scope, times, fixed, parent, written or info.traceback)
-            programs = inside(eqn)
-            if not programs:
-                yield site
-            for which, (closed, _, count, _, turns, _) in enumerate(programs):
-                same = frozenset(compat.binders(closed)[1][:count])
-                # A library's function is traced once, for the first of the lines that call it.
-                outside = site.written if written or is_library(closed) else None
-                inner = scope, times * count_of([turns]), same, (*parent, at, which), outside
-                yield from walk(compat.opened(closed)[0], inner)
-
-    jaxpr, _ = compat.opened(closed)
-    yield from walk(jaxpr, (Scope(), 1, frozenset(), (), None))
+    A shard_map comes before those inside it. `around` has the program's place, in all its fields
+    but the equation.
+    """
+    outer, times, fixed, parent, written = (
+        around[1:] if around else (Scope(), 1, frozenset(), (), None)
+    )
+    for at, eqn in enumerate(compat.opened(closed)[0].eqns):
+        scope, traceback = scope_in(outer, eqn.source_info.name_stack), eqn.source_info.traceback
+        site = Site(eqn, scope, times, fixed, parent, written or traceback)
+        programs = inside(eqn)
+        if not programs or eqn.primitive.name == "shard_map":
+            yield site
+        for which, part in enumerate(programs):
+            same = frozenset(compat.binders(part.closed)[1][: part.fixed])
+            # A library's function is traced once, for the first of the lines that call it.
+            outside = site.written if written or is_library(part.closed) else None
+            turns = times * count_of([part.times])
+            place = Site(eqn, scope, turns, same, (*parent, at, which), outside)
+            yield from equations(part.closed, place)

@@ -18,12 +18,18 @@ from polymp.backends.jax.autocast.fp8_operands import IN_8_BITS, In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
-from polymp.backends.jax.diagnostics.call_site import Scope, Scopes, Site, equations, source
+from polymp.backends.jax.diagnostics.call_site import (
+    Scope,
+    Site,
+    equations,
+    scope_in,
+    source,
+)
 from polymp.backends.jax.diagnostics.traced_call import (
-    Followed,
     Record,
     op_named,
     parameters,
+    planned_call,
     traced,
 )
 from polymp.backends.jax.jaxprs import inside
@@ -85,7 +91,7 @@ def explain(
     sizes = (n for aval in given for n in getattr(aval, "shape", ()))
     if symbols := {str(n): None for n in sizes if is_symbol(n)}:
         title += f" (FLOPs and bytes for {' = '.join(symbols)} = 1)"
-    low = next((f.low for f in record.calls.values() if f.low), "")
+    low = next((c.region for c in record.calls.values() if c.region), "")
     rows = lambda: (call for call, _ in with_sites(closed, record))  # noqa: E731
     return Report(rows, title, low, record.policy)
 
@@ -101,13 +107,13 @@ def with_sites(
     """The calls of a program, in its order, each with its equations.
 
     An equation is one if it reads a value that `counts`, or rounds an integer; None for an equation
-    that reads floats.
+    that reads floats and is no shard_map.
     """
     of = counts or float_dtype
     groups: list[list[Site]] = []
     known: dict[tuple[str, str], list[list[Site]]] = {}
     for site in equations(closed):
-        if site.scope.call not in record.calls:
+        if site.scope.call not in record.calls or site.eqn.primitive.name == "shard_map":
             if _computes(site.eqn, of):
                 groups.append([site])
             continue
@@ -121,13 +127,13 @@ def with_sites(
     kept = kept_bytes(closed)
     seen: set[str] = set()
     for sites in groups:
-        name, direction = sites[0].scope.call, sites[0].scope.direction
-        followed = record.calls.get(name)
+        call = record.calls.get(sites[0].scope.call)
         computes = any(_computes(site.eqn, of) for site in sites)
-        if followed is None or computes or followed.saved or followed.fallback:
-            saved = () if name in seen or followed is None else tuple(followed.saved.items())
-            seen.add(name)
-            yield _call(sites, followed, direction, saved, kept), sites
+        if call is None or computes or call.saved or call.fallback:
+            if call is not None and sites[0].scope.call in seen:
+                call = call._replace(saved=())
+            seen.add(sites[0].scope.call)
+            yield _call(sites, call, kept), sites
 
 
 def _together(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -137,9 +143,7 @@ def _together(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def _call(
     sites: Sequence[Site],
-    followed: Followed | None,
-    direction: str,
-    saved: tuple[tuple[str, int], ...],
+    planned: Call | None,
     kept: Mapping[tuple[tuple[int, ...], Atom], int],
 ) -> Call:
     first = sites[0]
@@ -181,34 +185,23 @@ def _call(
             run = _run(eqn)
             spelled = spelling(eqn)
         work += own * site.times
-    if hoisted:
-        saved = (*saved, ("hoisted", hoisted))
-    if not spelled:
-        spelled = spelling(first.eqn)
-    op = followed.op if followed else op_named(spelled)
-    entry = followed.entry if followed else None
+    spelled = spelled or spelling(first.eqn)
+    call = planned or planned_call(op_named(spelled), spelled)
     sizes = [(float_dtype(v), kept.get((s.parent, v), 0)) for s in sites for v in s.eqn.outvars]
-    return Call(
-        "jax",
-        op,
-        followed.spelling if followed else f"jax:{spelled}",
-        _module(sites),
-        source(first.written),
-        direction,
-        followed.low if followed else "",
-        entry.row if entry else None,
-        tuple(inputs.values()),
-        widest(run) if run else "",
-        outputs,
-        casts,
-        cast_bytes,
-        saved,
-        work,
-        sum(size for dtype, size in sizes if dtype == "float32"),
-        first.times,
-        followed.recipe if followed else "",
-        followed.fallback if followed else "",
-        sum(size for dtype, size in sizes if dtype != "float32"),
+    return call._replace(
+        module=_module(sites),
+        source=source(first.written),
+        direction=first.scope.direction,
+        inputs=tuple(inputs.values()),
+        run=widest(run) if run else "",
+        outputs=outputs,
+        casts=casts,
+        cast_bytes=cast_bytes,
+        saved=(*call.saved, ("hoisted", hoisted)) if hoisted else call.saved,
+        flops=work,
+        kept=sum(size for dtype, size in sizes if dtype == "float32"),
+        times=first.times,
+        kept_fp8=sum(size for dtype, size in sizes if dtype != "float32"),
     )
 
 
@@ -216,17 +209,13 @@ def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
     """The operands that a contraction casts, each with the dtype that it casts to."""
     if eqn.primitive.name not in OURS:
         return
-    how, taken = _how(eqn), [(eqn.params["run"], False)] * 2
+    how: In8Bits | None = eqn.params.get("how")
+    taken = [(eqn.params["run"], False)] * 2
     if how is not None:  # some come in these dtypes as well
         taken = [(how.rules.format_of(part.role), part.shared) for part in how.both]
     for v, (dtype, ready) in zip(eqn.invars, taken, strict=False):
         if not ready and float_dtype(v) != dtype:
             yield v, dtype
-
-
-def _how(eqn: Equation) -> In8Bits | None:
-    """How a contraction runs in 8 bits; None if it does not."""
-    return eqn.params.get("how")
 
 
 def _module(sites: Sequence[Site]) -> str:
@@ -243,7 +232,7 @@ def _dtypes(variables: Sequence[Atom]) -> tuple[str, ...]:
 
 def _run(eqn: Equation) -> tuple[str, ...]:
     if eqn.primitive.name in OURS:
-        how = _how(eqn)
+        how: In8Bits | None = eqn.params.get("how")
         return (eqn.params["run"] if how is None else how.format,)
     return _dtypes([v for v in eqn.invars if not hasattr(v, "val")]) or _dtypes(eqn.outvars)
 
@@ -257,7 +246,9 @@ def _is_cast(eqn: Equation) -> bool:
 
 
 # What only arranges numbers, or says something of a value, is no call of its own.
-_SILENT = LAYOUT | frozenset("pvary optimization_barrier iota real imag".split())
+_SILENT = LAYOUT | frozenset(
+    "pvary optimization_barrier iota real imag polymp_fp8_quantise".split()
+)
 
 
 def _computes(eqn: Equation, counts: Callable[[Atom], object]) -> bool:
@@ -266,7 +257,7 @@ def _computes(eqn: Equation, counts: Callable[[Atom], object]) -> bool:
     if name == "convert_element_type":
         rounds = counts is not float_dtype and float_dtype(eqn.outvars[0]) in LOW_DTYPES
         return _is_cast(eqn) or (rounds and not float_dtype(eqn.invars[0]))
-    if name in _SILENT or name == "polymp_fp8_quantise":
+    if name in _SILENT or (name == "shard_map" and counts is float_dtype):
         return False
     return any(counts(v) for v in eqn.invars if not hasattr(v, "val"))
 
@@ -292,7 +283,7 @@ def kept_bytes(closed: ClosedProgram) -> dict[tuple[tuple[int, ...], Atom], int]
     value that a call or a loop returns counts for the equation in it that makes it.
     """
     kept: dict[tuple[tuple[int, ...], Atom], int] = {}
-    scopes, dtypes = Scopes(), IN_8_BITS | {"float32"}
+    dtypes = IN_8_BITS | {"float32"}
 
     def put_down(program: OpenProgram, variable: Atom, size: int, place: tuple[int, ...]) -> None:
         for at, eqn in enumerate(program.eqns):
@@ -318,7 +309,7 @@ def kept_bytes(closed: ClosedProgram) -> dict[tuple[tuple[int, ...], Atom], int]
         made: set[Atom] = set()
         read: dict[Atom, None] = {}
         for at, eqn in enumerate(program.eqns):
-            scope = scopes.inside(outer, eqn.source_info.name_stack)
+            scope = scope_in(outer, eqn.source_info.name_stack)
             if scope.direction == FORWARD:
                 made.update(v for v in eqn.outvars if float_dtype(v) in dtypes)
             else:

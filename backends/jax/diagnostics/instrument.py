@@ -1,6 +1,6 @@
 """A program's twin: the same equations, and beside its results what they were, measured.
 
-    closed jaxpr, groups of equations -> EventGraph -> Twin;  jit(twin.run)(arrays) -> measurements
+    traced call -> MeasuredCall -> Twin;  jit(twin.run)(arrays) -> measurements
 
 The twin is another program than the one whose numbers are asked for, so that one stays as it is;
 XLA may fuse the two differently, and last digits of what is measured may be others. The equation
@@ -12,7 +12,7 @@ Loops and branches hand out what was measured inside.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,15 +30,14 @@ from polymp.backends.jax.diagnostics import measures
 from polymp.backends.jax.diagnostics.call_site import (
     Key,
     Scope,
-    Scopes,
     Site,
     equations,
     is_update,
-    source,
+    scope_in,
 )
 from polymp.backends.jax.diagnostics.explain import with_sites
 from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
-from polymp.backends.jax.diagnostics.traced_call import Record, Traced, traced
+from polymp.backends.jax.diagnostics.traced_call import Traced, traced
 from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.rules.row import LOW
@@ -67,6 +66,10 @@ class Event(NamedTuple):
     numbers: tuple[tuple[int, float], ...]
     later: tuple[int, ...] = ()  # events of the same loop whose results it reads one round later
 
+    @property
+    def direction(self) -> str:
+        return self.site.scope.direction
+
 
 class _Leaf(NamedTuple):
     """An equation that holds no program, as the walk meets it first."""
@@ -83,35 +86,84 @@ class _Place(NamedTuple):
     loops: tuple[tuple[tuple[int, ...], bool], ...] = ()
 
 
-class EventGraph(Walk[Origin, _Place]):
-    """The events of a program, and where the values that they read come from."""
+class MeasuredCall(Walk[Origin, _Place]):
+    """A call as it was traced: its events, and where the values that they read come from."""
 
-    def __init__(
-        self,
-        closed: ClosedProgram,
-        groups: Mapping[Key, int],
-        sites: Mapping[Key, Site],
-        record: Record,
-        unlisted: Collection[Key] = (),
-    ) -> None:
-        self.closed = closed
-        self.sites = sites  # of its equations
-        self.unlisted = unlisted  # of an optimizer: measured, without rows
-        self._record = record
+    packed: "Packed"  # compiled: `Twin.run`, and with rounding errors `MovedTwin.effects`
+
+    def __init__(self, traced: Traced, once: bool) -> None:
+        self.traced, self.closed = traced, traced.closed
+        self.sites = {s.key: s for s in equations(self.closed)}
+        self.calls: list[Call] = []
+        self.of_event: dict[Key, int] = {}  # by equation, the number of the call that it is part of
+        self._ends: dict[Key, int] = {}  # by equation, that of the call that it ends
+        # What an optimizer makes and the program returns: measured, without rows.
+        self.unlisted = set[Key]()
+        readers = _readers(self.closed, {})
+        for call, sites in with_sites(self.closed, traced.record, lambda v: is_measured(v.aval)):
+            self._add_call(call, sites, readers, once)
+        constvars, invars = compat.binders(self.closed)
+        # The variables of its inputs, and after them those of its constants; then their names, as
+        # the caller would write them, and words for the constants.
+        self.inputs: Sequence[Atom] = [*invars, *constvars]
+        captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
+        self.names = [*traced.names, *captured]
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int] = {}  # by equation, that of its event
         self.leaves: dict[Key, _Leaf] = {}
         self.handed: set[int] = set()  # events of the backward that the rest of the program reads
-        self._groups = groups  # by equation, the number of the call that it ends
-        constvars, invars = compat.binders(closed)
-        ends = [Origin(outside=frozenset([n])) for n in range(len(invars) + len(constvars))]
+        ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         self.results = interpreted(  # where they come from
-            closed,
+            self.closed,
             ends[: len(invars)],
             lambda at, eqn, values: self.equation(at, eqn, values, _Place()),
             self.number,
             ends[len(invars) :],
         )
+
+    def call_of(self, site: Site) -> Call | None:
+        """The call that an equation is part of."""
+        number = self.of_event.get(site.key)
+        return None if number is None else self.calls[number]
+
+    @cached_property
+    def late(self) -> set[int]:
+        """Events that a call makes beside its result, for the backward pass alone."""
+        used = {at for came in self.results for at in came.events}
+        read, late = set[int](), set[int]()
+        for at, event in reversed([*enumerate(self.events)]):
+            if event.direction == FORWARD and at in read and at not in used:
+                late.add(at)
+            elif event.direction != BACKWARD:
+                used.update(event.inputs)
+            read.update(event.inputs)
+        return late
+
+    def _add_call(
+        self, call: Call, sites: Sequence[Site], readers: Mapping[Atom, set[int]], once: bool
+    ) -> None:
+        """Add a call, and find the equations that end it.
+
+        Those whose results are read outside of it, or by nothing: its result, what the backward
+        pass reads beside that, or one for each gradient. A cast that it reads itself is of its
+        input.
+        """
+        self.of_event.update((s.key, len(self.calls)) for s in sites)
+        own, ends = {id(s.eqn) for s in sites}, []
+        for s in sites:
+            name = s.eqn.primitive.name
+            if name != "shard_map" and any(is_measured(v.aval) for v in s.eqn.outvars):
+                by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
+                taken = name == "convert_element_type" and by & own
+                if not by or (by - own and not taken):
+                    ends.append(s)
+                last = s
+        if ends and not once and _updates(last):
+            returned = (s for s in ends if any(0 in readers.get(v, ()) for v in s.eqn.outvars))
+            self.unlisted.update(s.key for s in returned)
+        else:
+            self._ends.update((s.key, len(self.calls)) for s in ends)
+        self.calls.append(call)
 
     def number(self, value: Any) -> Origin:
         number = np.asarray(value) if np.ndim(value) == 0 else np.zeros(())
@@ -141,48 +193,44 @@ class EventGraph(Walk[Origin, _Place]):
 
     def leaf(self, eqn: Equation, values: list[Origin], around: _Place) -> Sequence[Origin]:
         key, through = (around.parent, id(eqn)), reduce(self.join, values, Origin())
-        site = self.sites.get(key)
-        if apart := site is None:
-            scope = Scopes().inside(Scope(), eqn.source_info.name_stack)
-            written = eqn.source_info.traceback
-            site = Site(eqn, scope, 1, frozenset(), around.parent, written)
+        site, events = self.sites[key], self.events
         if key not in self.leaves:
-            self.leaves[key] = _Leaf(values, len(self.events), around.loops)
+            self.leaves[key] = _Leaf(values, len(events), around.loops)
             if site.scope.direction == FORWARD:
-                self.handed.update(n for n in through.events if self._is_backward(n))
+                backward = (n for n in through.events if events[n].direction == BACKWARD)
+                self.handed.update(backward)
             made = [v.aval for v in eqn.outvars if is_measured(v.aval)]
-            group = self._groups.get(key) if made else None
+            group = self._ends.get(key) if made else None
             some = any(is_measured(getattr(v, "val", v.aval)) for v in eqn.invars)
             name = eqn.primitive.name
             alone = name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
-            tells = not made and name not in LAYOUT
+            tells = name == "shard_map" or (not made and name not in LAYOUT)
             counts = group is not None or key in self.unlisted
-            if counts or (some and (alone or tells or apart)):
-                self.numbers[key] = len(self.events)
+            if counts or (some and (alone or tells)):
+                self.numbers[key] = len(events)
                 inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
                 dtype = made[0].dtype.name if made else ""
-                numbers = self._numbers(site)
-                self.events.append(
+                numbers = self._constants(site)
+                events.append(
                     Event(site, inputs, outside, around.loops, dtype, through.given, group, numbers)
                 )
         elif key in self.numbers:
-            event = self.events[number := self.numbers[key]]
+            event = events[number := self.numbers[key]]
             later = tuple(sorted(through.events.difference(event.inputs)))
-            self.events[number] = event._replace(later=later)
+            events[number] = event._replace(later=later)
         if key in self.numbers and key not in self.unlisted:
             through = Origin(frozenset([self.numbers[key]]))
         return [through] * len(eqn.outvars)
 
-    def _numbers(self, site: Site) -> tuple[tuple[int, float], ...]:
+    def _constants(self, site: Site) -> tuple[tuple[int, float], ...]:
         """The constants among its operands that became 0 or 1, as the program has them."""
-        call, eqn = self._record.calls.get(site.scope.call), site.eqn
+        record, name, eqn = self.traced.record, site.scope.call, site.eqn
+        call = record.calls.get(name)
         if call is None or call.spelling.split(":")[1] != eqn.primitive.name:
             return ()
         forward = site.scope.direction == FORWARD  # a derivative may have another array there
-        return tuple((at, x) for at, x in call.numbers if forward or hasattr(eqn.invars[at], "val"))
-
-    def _is_backward(self, number: int) -> bool:
-        return self.events[number].site.scope.direction == BACKWARD
+        numbers = record.numbers[name]
+        return tuple((at, x) for at, x in numbers if forward or hasattr(eqn.invars[at], "val"))
 
 
 # Equations that are events wherever they make float16, though a call may go on after them.
@@ -194,27 +242,20 @@ _Made = tuple[list[jax.Array], list[Facts]]
 # What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
 _Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 
-# What was not measured.
-_NOTHING: Any = np.empty(0, np.float32)
-_NO_BINS: Any = np.empty(0, np.int32)
-_NO_OPERANDS: Any = np.empty((0, 6), np.float32)
-_NONE: Any = (np.float32(-1), _NOTHING, _NO_BINS, _NO_OPERANDS, _NO_BINS, _NOTHING, _NOTHING)
-_UNMEASURED = Facts(*_NONE)
-
 
 class Twin:
-    """A program in which the events of its graph are measured."""
+    """The program of a call in which its events are measured."""
 
     def __init__(
         self,
-        graph: EventGraph,
+        call: MeasuredCall,
         ask: int | None = None,
         asked: Collection[Key] = (),
         samples: bool = True,
         rounding: bool = False,
         wide: bool = False,
     ) -> None:
-        self.graph = graph
+        self.call = call
         self.ask, self.asked = ask, asked  # an event, and the equations of its call
         # Of what that call was given: dtype, shape, and its place among the inputs.
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
@@ -227,7 +268,7 @@ class Twin:
 
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
-        closed, self._came = self.graph.closed, {}
+        closed, self._came = self.call.closed, {}
         outside = [*arrays, *compat.opened(closed)[1]]
         if self.wide:
             outside = list(map(measures.wider, outside))
@@ -272,11 +313,11 @@ class Twin:
             return self._program(programs[0].closed, read, (*place, 0))
         key = parent, id(eqn)
         outs = self._results(eqn, read, key)
-        if key not in self.graph.leaves:  # of the condition of a `while`
+        if key not in self.call.leaves:  # of the condition of a `while`
             return outs, []
         given = self._of_call(eqn, read, key) if key in self.asked else []
         self._came.update((id(x), (x, given)) for x in outs if key in self.asked)
-        number = self.graph.numbers.get(key)
+        number = self.call.numbers.get(key)
         return outs, [] if number is None else [self._fact(number, eqn, read, outs, given)]
 
     def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
@@ -293,28 +334,26 @@ class Twin:
         given: Sequence[tuple[jax.Array, Origin]],
     ) -> Facts:
         """The facts of an event."""
-        event, made = self.graph.events[number], [x for x in outs if is_measured(x)]
+        event, made = self.call.events[number], [x for x in outs if is_measured(x)]
         ends = event.group is not None
-        of_result = measures.values(made[0]) if ends and (self.rounding or self.wide) else _NOTHING
+        drift = {"drift": measures.values(made[0])} if ends and (self.rounding or self.wide) else {}
         if self.wide:
-            return _UNMEASURED._replace(drift=of_result)
-        operands = _NO_OPERANDS
+            return Facts(**drift)
+        facts = Facts(measures.peak(*made) if made else jnp.float32(-1), **drift)
+        if event.dtype in LOW:
+            facts = facts._replace(lost=measures.lost(eqn, args, outs, event.numbers))
+        if ends and self.samples:
+            facts = facts._replace(sample=measures.sample(made[0]))
+        if ends and self.rounding:
+            facts = facts._replace(rounding=measures.rounding(eqn, args, outs))
         if number == self.ask:
             places = {id(x): at for at, x in enumerate(self._outside)}
             values = [x for x, origin in given if not self._own(origin, event.site)]
             self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
-            operands = measures.operands(values) if values else _NO_OPERANDS
-            if eqn.primitive.name == "gather":
-                operands = jnp.concatenate([operands, measures.ends(args[1])])
-        return Facts(
-            measures.peak(*made) if made else jnp.float32(-1),
-            measures.lost(eqn, args, outs, event.numbers) if event.dtype in LOW else _NOTHING,
-            measures.sample(made[0]) if ends and self.samples else _NO_BINS,
-            operands,
-            _NO_BINS,
-            measures.rounding(eqn, args, outs) if ends and self.rounding else _NOTHING,
-            of_result,
-        )
+            rows = [*map(measures.operand, values)]
+            rows += measures.ends(args[1]) if eqn.primitive.name == "gather" else []
+            facts = facts._replace(operands=jnp.stack(rows)) if rows else facts
+        return facts
 
     def _of_call(
         self, eqn: Equation, args: Sequence[jax.Array], key: Key
@@ -322,7 +361,7 @@ class Twin:
         """The values that its call was given, of which an equation makes its results."""
         counts = eqn.primitive.name == "gather"  # then the indices, too
         came: dict[int, tuple[jax.Array, Origin]] = {}
-        for v, x, origin in zip(eqn.invars, args, self.graph.leaves[key].read, strict=True):
+        for v, x, origin in zip(eqn.invars, args, self.call.leaves[key].read, strict=True):
             if hasattr(x, "shape") and not hasattr(v, "val") and (counts or is_measured(x)):
                 _, many = self._came.get(id(x), (x, [(x, origin)]))
                 came.update((id(one[0]), one) for one in many)
@@ -330,7 +369,7 @@ class Twin:
 
     def _own(self, origin: Origin, site: Site) -> bool:
         """True for what a call has made for itself, such as a constant before the loop it is in."""
-        scopes = (self.graph.events[at].site.scope for at in origin.events)
+        scopes = (self.call.events[at].site.scope for at in origin.events)
         calls = {(scope.call, scope.direction) for scope in scopes}
         own = site.scope.call, site.scope.direction
         return bool(site.scope.call) and calls == {own} and not origin.outside
@@ -410,15 +449,13 @@ class Twin:
 class MovedTwin(Twin):
     """A twin whose low results are moved by shares of their errors; it hands out lone numbers."""
 
-    def __init__(self, graph: EventGraph, calls: Mapping[Key, int]) -> None:
-        super().__init__(graph)
-        self._calls = calls  # by equation, the number of the call that it is part of
-        self._scopes = Scopes()
+    def __init__(self, call: MeasuredCall) -> None:
+        super().__init__(call)
         # The calls of which a result was moved, each with the number of events before that.
         self.moved: dict[int, int] = {}
         self.led_to: set[int] = set()  # the events that a differentiated move leads to
 
-    def effects(self, arrays: Sequence[jax.Array], count: int) -> jax.Array:
+    def effects(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """By call, what its rounding changes the loss by, as a fraction of it, to first order.
 
         Of several losses it is the mean. NaN where it is not known; float32 [calls].
@@ -434,6 +471,7 @@ class MovedTwin(Twin):
             parts = jnp.where(counts, losses / jnp.where(counts, size, 1), 0)
             return _AMPLIFIED * jnp.sum(parts) / jnp.maximum(jnp.sum(counts), 1)
 
+        count = len(self.call.calls)
         try:
             found = jax.grad(change)(jnp.zeros(count)) / _AMPLIFIED
         except NotImplementedError:  # an op that cannot be differentiated
@@ -444,20 +482,20 @@ class MovedTwin(Twin):
 
     def _losses(self) -> list[int]:
         """The events that make losses: before each backward pass, the last that a move leads to."""
-        back = np.cumsum([event.site.scope.direction == BACKWARD for event in self.graph.events])
+        back = np.cumsum([event.direction == BACKWARD for event in self.call.events])
         last = {back[at]: at for at in sorted(self.led_to) if back[at] < back[-1]}
         return list(last.values())
 
     def _loss(self, at: int, facts: Sequence[Facts]) -> jax.Array:
         """The numbers that an event made; of a loop with no backward pass in it, the last one."""
-        made, loops = jnp.ravel(facts[at].drift), self.graph.events[at].loops
-        back = (event for event in self.graph.events if event.site.scope.direction == BACKWARD)
+        made, loops = jnp.ravel(facts[at].drift), self.call.events[at].loops
+        back = (event for event in self.call.events if event.direction == BACKWARD)
         return made if any(event.loops == loops for event in back) else made[-1:]
 
     def _equation(
         self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
     ) -> _Made:
-        scope = self._scopes.inside(Scope(), eqn.source_info.name_stack)
+        scope = scope_in(Scope(), eqn.source_info.name_stack)
         name, has_rule = eqn.primitive.name, eqn.primitive in ad.primitive_jvps or inside(eqn)
         if name == "while" or name in OPAQUE or scope.direction != FORWARD or not has_rule:
             read = list(map(lax.stop_gradient, read))
@@ -465,10 +503,10 @@ class MovedTwin(Twin):
 
     def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
         outs = super()._results(eqn, args, key)
-        leaf, of = self.graph.leaves.get(key), self._calls.get(key)
+        leaf, of = self.call.leaves.get(key), self.call.of_event.get(key)
         if leaf is None or of is None or any(counts for _, counts in leaf.loops):
             return outs
-        forward = self.graph.sites[key].scope.direction == FORWARD
+        forward = self.call.sites[key].scope.direction == FORWARD
         wide = measures.exact(eqn, args, outs) if forward else None
         if wide is None:
             return outs
@@ -485,10 +523,10 @@ class MovedTwin(Twin):
         outs: Sequence[jax.Array],
         given: Sequence[tuple[jax.Array, Origin]],
     ) -> Facts:
-        event, made = self.graph.events[number], [x for x in outs if is_measured(x)]
-        is_forward = event.site.scope.direction == FORWARD
+        event, made = self.call.events[number], [x for x in outs if is_measured(x)]
+        is_forward = event.direction == FORWARD
         if event.group is None or not is_forward or made[0].size != 1:
-            return _UNMEASURED
+            return Facts()
 
         @jax.custom_jvp
         def value(x: jax.Array) -> jax.Array:
@@ -502,7 +540,7 @@ class MovedTwin(Twin):
             return jax.jvp(measures.values, (x,), (tangent,))
 
         value.defjvp(rule, symbolic_zeros=True)
-        return _UNMEASURED._replace(drift=value(made[0]))
+        return Facts(drift=value(made[0]))
 
 
 # So that gradients in float16 do not vanish.
@@ -549,29 +587,6 @@ class Packed:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-class MeasuredCall(NamedTuple):
-    """A call as it was traced, with the twin that measures it."""
-
-    traced: Traced
-    calls: list[Call]  # by their numbers
-    of_event: dict[Key, int]  # by equation, the number of the call that it is part of
-    graph: EventGraph
-    # Compiled: `Twin.run`, and with rounding errors `MovedTwin.effects`.
-    packed: Packed
-    inputs: Sequence[Atom]  # the variables of its inputs, and after them those of its constants
-    names: list[str]  # of these, as the caller would write them, and words for the constants
-
-    def call_of(self, site: Site) -> Call | None:
-        """The call that an equation is part of."""
-        number = self.of_event.get(site.key)
-        if number is not None:
-            return self.calls[number]
-        if site.eqn.primitive.name != "shard_map":
-            return None
-        place = site.scope.module, source(site.written), site.scope.direction
-        return Call("jax", "shard_map", "jax:shard_map", *place, "", None, (), "", ())
-
-
 def measured(
     fn: Callable[..., object],
     args: tuple[object, ...],
@@ -580,27 +595,10 @@ def measured(
     rounding: bool = False,
 ) -> MeasuredCall:
     """A call, traced, with a twin that is not run yet."""
-    found = traced(fn, args, kwargs)
-    calls: list[Call] = []
-    of_event: dict[Key, int] = {}
-    ends: dict[Key, int] = {}
-    unlisted = set[Key]()  # what an optimizer makes and the program returns
-    readers = _readers(found.closed, {})
-    for call, sites in with_sites(found.closed, found.record, lambda v: is_measured(v.aval)):
-        of_event.update((s.key, len(calls)) for s in sites)
-        floats = [s for s in sites if any(is_measured(v.aval) for v in s.eqn.outvars)]
-        last = _leaving(floats, sites, readers)
-        if floats and not once and _updates(floats[-1]):
-            last = [s for s in last if any(0 in readers.get(v, ()) for v in s.eqn.outvars)]
-            unlisted.update(s.key for s in last)
-        else:
-            ends.update((s.key, len(calls)) for s in last)
-        calls.append(call)
-    places = {s.key: s for s in equations(found.closed)}
-    graph = EventGraph(found.closed, ends, places, found.record, unlisted)
-    twin = Twin(graph, samples=not once, rounding=rounding)
-    wide, moved = Twin(graph, wide=True), MovedTwin(graph, of_event)
-    backward = any(event.site.scope.direction == BACKWARD for event in graph.events)
+    call = MeasuredCall(traced(fn, args, kwargs), once)
+    twin = Twin(call, samples=not once, rounding=rounding)
+    wide, moved = Twin(call, wide=True), MovedTwin(call)
+    backward = any(event.direction == BACKWARD for event in call.events)
 
     def compared(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array], jax.Array]:
         facts, peaks = twin.run(arrays)
@@ -609,16 +607,13 @@ def measured(
             one._replace(drift=difference(one.drift, other.drift)) if one.drift.size else one
             for one, other in pairs
         ]
-        return facts, peaks, moved.effects(arrays, len(calls)) if backward else jnp.zeros(0)
+        return facts, peaks, moved.effects(arrays) if backward else jnp.zeros(0)
 
-    options = quick_options(found.arrays) if once else None
-    constvars, invars = compat.binders(found.closed)
-    captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
+    options = quick_options(call.traced.arrays) if once else None
     if rounding:  # else XLA leaves out roundings that the program has
         options = {"xla_allow_excess_precision": False}
-    packed = Packed(compared if rounding else twin.run, options)
-    variables, names = [*invars, *constvars], [*found.names, *captured]
-    return MeasuredCall(found, calls, of_event, graph, packed, variables, names)
+    call.packed = Packed(compared if rounding else twin.run, options)
+    return call
 
 
 def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
@@ -641,24 +636,6 @@ def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
 def _updates(site: Site) -> bool:
     """True for what an optimizer or a loss scaler does, also in a branch of theirs."""
     return is_update(site.written) or is_update(site.eqn.source_info.traceback)
-
-
-def _leaving(
-    floats: Sequence[Site], sites: Sequence[Site], readers: Mapping[Atom, set[int]]
-) -> list[Site]:
-    """The equations of a call whose results are read outside of it, or by nothing.
-
-    Its result, what the backward pass reads beside that, or one for each gradient; a cast that the
-    call reads itself is of its input.
-    """
-    own = {id(s.eqn) for s in sites}
-    left = []
-    for s in floats:
-        by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
-        taken = s.eqn.primitive.name == "convert_element_type" and by & own
-        if not by or (by - own and not taken):
-            left.append(s)
-    return left
 
 
 def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, set[int]]:

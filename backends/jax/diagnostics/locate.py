@@ -43,7 +43,7 @@ from polymp.diagnostics.blame import (
     of_optimizer,
     rounded,
 )
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.diagnostics.call_record import BACKWARD
 from polymp.rules.row import LOW
 
 
@@ -96,18 +96,18 @@ def located(program: MeasuredCall) -> Fault | None:
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
-        key = program.graph.events[found.node].site.key
+        key = program.events[found.node].site.key
         call = program.of_event.get(key)
         asked = {key, *(at for at, of in program.of_event.items() if of == call)}
-        twin = Twin(program.graph, found.node, asked, samples=False)
+        twin = Twin(program, found.node, asked, samples=False)
         look = jax.jit(
             lambda arrays: twin.run(arrays)[0][found.node].operands,
             compiler_options=quick_options(program.traced.arrays),
         )
         operands = np.asarray(look(program.traced.arrays))
-        lost = lost_eps(program, program.graph.events[found.node])
+        lost = lost_eps(program, program.events[found.node])
         helps = lost is not None and _is_finite(program, lost)
-    bad = _bad(program.graph.events[found.node], facts[found.node])
+    bad = _bad(program.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]
     rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
@@ -140,29 +140,14 @@ def _bad(event: Event, fact: Facts) -> _Bad:
     return min(found, key=lambda bad: bad.first, default=_Bad())
 
 
-def derived(program: MeasuredCall) -> set[int]:
-    """Events that a call makes beside its result, for the backward pass alone."""
-    events = program.graph.events
-    used = {at for came in program.graph.results for at in came.events}
-    read, late = set[int](), set[int]()
-    for at in reversed(range(len(events))):
-        event, direction = events[at], events[at].site.scope.direction
-        if direction == FORWARD and at in read and at not in used:
-            late.add(at)
-        elif direction != BACKWARD:
-            used.update(event.inputs)
-        read.update(event.inputs)
-    return late
-
-
 def nodes_of(
     program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array]
 ) -> list[Node]:
     """The events of a run with their facts, for `blame`."""
     spoiled = {at: program.names[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
-    returned = {at for origin in program.graph.results for at in origin.events}
-    nodes, late = [], derived(program)
-    for at, (event, fact) in enumerate(zip(program.graph.events, facts, strict=True)):
+    returned = {at for origin in program.results for at in origin.events}
+    nodes = []
+    for at, (event, fact) in enumerate(zip(program.events, facts, strict=True)):
         bad, first, round_ = _bad(event, fact)
         call = program.call_of(event.site)
         burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
@@ -189,7 +174,7 @@ def nodes_of(
                 tuple(place for place, _ in event.loops),
                 first,
                 "" if call is None else call.op,
-                at in late,
+                at in program.late,
                 ones,
                 # A loss is returned; the largest of a mask, which is one number, too, is not.
                 single=at in returned and event.site.eqn.outvars[0].aval.shape == (),
@@ -212,7 +197,7 @@ def fault(
 
     `indices` are the ends of those of a gather, for each dimension; none where they are not known.
     """
-    event, first = program.graph.events[found.node], program.graph.events[found.first]
+    event, first = program.events[found.node], program.events[found.first]
     call, other = program.call_of(event.site), program.call_of(first.site)
     assert call is not None, "what computes with floats is part of a call"
     kind, why = found.kind, found.why
@@ -220,7 +205,7 @@ def fault(
         kind, why = "index", _outside(program, event, indices)
     if kind == "saturation" and not event.inputs and not event.outside:
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
-    if found.node in derived(program):
+    if found.node in program.late:
         call = call._replace(direction=BACKWARD)
     row = call.row and call.row.under(program.traced.record.policy)
     remedy, eqn = "", event.site.eqn
@@ -276,7 +261,7 @@ def lost_eps(program: MeasuredCall, event: Event) -> Eps | None:
 
 def _makers(program: MeasuredCall) -> dict[Atom, Site]:
     """By variable, the equation that makes it."""
-    return {v: s for s in program.graph.sites.values() for v in s.eqn.outvars}
+    return {v: s for s in program.sites.values() for v in s.eqn.outvars}
 
 
 _STEPS = 4  # back from a division to the eps in it: over roots and casts
@@ -299,7 +284,7 @@ class _WithEps(Twin):
 
 def _is_finite(program: MeasuredCall, eps: Eps) -> bool:
     """Try a program with a larger eps."""
-    twin = _WithEps(program.graph, samples=False)
+    twin = _WithEps(program, samples=False)
     twin.eps = eps
     packed = Packed(twin.run, quick_options(program.traced.arrays))
     facts, peaks = packed.read(packed.run(program.traced.arrays))
@@ -342,7 +327,7 @@ def _counted_from_end(program: MeasuredCall, site: Site, by: str) -> bool:
         )
 
     line = source(site.written)
-    beside = (s for s in program.graph.sites.values() if s.eqn.primitive.name == "select_n")
+    beside = (s for s in program.sites.values() if s.eqn.primitive.name == "select_n")
     wrapped = any("int" in str(s.eqn.outvars[0].aval) and source(s.written) == line for s in beside)
     return bool(by) and (wrapped or is_number(site.eqn.invars[1]))
 

@@ -29,24 +29,30 @@ SAMPLE = 2048
 ABSENT = BINS
 
 
+# What was not measured.
+_NOTHING: Any = np.empty(0, np.float32)
+_NO_BINS: Any = np.empty(0, np.int32)
+
+
 class Facts(NamedTuple):
     """Measurements of an event, as arrays; with one axis more inside of a `scan`."""
 
     # float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64 of
     # float64.
-    peak: jax.Array
+    peak: Any = np.float32(-1)
     # float32 [3], of low results: the largest magnitude in float32, and in float16 the shares of
     # values that became Inf and zero; empty for others.
-    lost: jax.Array
-    sample: jax.Array  # int32 [n], bins of the values; empty but of the end of a call
-    operands: jax.Array  # float32 [k, 6], what it was given, where that is asked for; else empty
+    lost: Any = _NOTHING
+    sample: Any = _NO_BINS  # int32 [n], bins of the values; empty but of the end of a call
+    # float32 [k, 6], what it was given, where that is asked for; else empty
+    operands: Any = np.empty((0, 6), np.float32)
     # int32 [w], the round of each `while` around it in which its result was first not finite.
-    when: jax.Array
+    when: Any = _NO_BINS
     # float32 [2], the sums of squares of what differs from float32, and of float32's values, by the
     # same equation on the same operands; empty where it is not measured.
-    rounding: jax.Array
+    rounding: Any = _NOTHING
     # a sample of the values, float32 [n], or as `rounding`, by the program in float32.
-    drift: jax.Array
+    drift: Any = _NOTHING
 
 
 def is_measured(x: Any) -> bool:
@@ -162,12 +168,7 @@ def results_in_float32(eqn: Equation, args: list[jax.Array]) -> list[jax.Array]:
     return list(map(wider, compat.put(eqn.primitive, low, eqn.params)))
 
 
-def operands(values: Sequence[jax.Array]) -> jax.Array:
-    """Measurements of what a call was given; float32 [k, 6]."""
-    return jnp.stack(list(map(_operand, values)))
-
-
-def _operand(x: jax.Array) -> jax.Array:
+def operand(x: jax.Array) -> jax.Array:
     """Smallest, largest finite magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
     values = jnp.ravel(real(x)).astype(jnp.float32)
     size = jnp.abs(values)
@@ -181,11 +182,10 @@ def _operand(x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 
 
-def ends(indices: jax.Array) -> jax.Array:
-    """The smallest and the largest index of each dimension, in rows as of operands."""
+def ends(indices: jax.Array) -> list[jax.Array]:
+    """The smallest and the largest index of each dimension, as of operands; float32 [6] each."""
     rows = indices.reshape(-1, indices.shape[-1]).astype(jnp.float32)
-    both = jnp.stack([rows.min(0), rows.max(0)], 1)
-    return jnp.pad(both, [(0, 0), (0, 4)])
+    return list(jnp.pad(jnp.stack([rows.min(0), rows.max(0)], 1), [(0, 0), (0, 4)]))
 
 
 def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:

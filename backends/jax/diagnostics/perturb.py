@@ -5,6 +5,7 @@ included, is evaluated equation by equation under one `jax.jit`, with a seed for
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,18 +33,14 @@ from polymp.rules.vocabulary import vocabulary
 
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated".split())
 # Primitives whose results are among their operands, or these with another sign.
-_CHOOSES = (
-    EXACT
-    | LAYOUT
-    | INDEPENDENT
-    | frozenset(
-        """
+_CHOOSES = EXACT | LAYOUT | INDEPENDENT
+_CHOOSES |= frozenset(
+    """
     max min select_n reduce_max reduce_min gather scatter dynamic_update_slice concatenate neg
     abs sign argmax argmin top_k clamp iota is_finite select_and_gather_add cummax cummin
     reduce_window_max random_bits random_wrap random_unwrap threefry2x32 while cond scan pad
-    split floor ceil round optimization_barrier
+    split floor ceil round optimization_barrier polymp_fp8_quantise
     """.split()
-    )
 )
 
 
@@ -164,14 +161,10 @@ class _Evaluation:
         self, closed: ClosedProgram, args: Sequence[jax.Array], parent: tuple[int, ...] = ()
     ) -> list[jax.Array]:
         """The results of a closed jaxpr."""
-
-        def equation(at: int, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
-            return self._equation(eqn, values, parent, at)
-
-        return interpreted(closed, args, equation)
+        return interpreted(closed, args, partial(self._equation, parent))
 
     def _equation(
-        self, eqn: Equation, values: list[jax.Array], parent: tuple[int, ...], at: int
+        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[jax.Array]
     ) -> Sequence[jax.Array]:
         name = eqn.primitive.name
         if name == "scan" and self.seed is not None:
@@ -205,10 +198,8 @@ class _Evaluation:
     def _moved(self, eqn: Equation, values: list[jax.Array], x: jax.Array) -> jax.Array:
         """One result, moved by its rounding."""
         name = eqn.primitive.name
-        if not is_float(x) or x.size == 0 or (name in _CHOOSES):
-            return x
-        if name == "polymp_fp8_quantise" or x.dtype.itemsize == 1:
-            return x  # both frameworks round to 8 bits alike; the operands have been moved
+        if not is_float(x) or x.size == 0 or name in _CHOOSES or x.dtype.itemsize == 1:
+            return x  # to 8 bits both frameworks round alike; the operands have been moved
         if name == "convert_element_type":
             (given,) = values
             if not is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:

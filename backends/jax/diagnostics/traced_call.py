@@ -6,6 +6,7 @@ and rematerialisation.
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -22,30 +23,21 @@ from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.compat.programs import ClosedProgram
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.blame import rounded
+from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.rules import decision_log
-
-
-class Followed(NamedTuple):
-    """A call that a plan knows."""
-
-    entry: decision_log.Entry | None  # what was decided; None if there is no row for it
-    low: str  # the region's dtype, "" outside of enabled regions
-    op: str
-    spelling: str  # jax's name of it
-    saved: dict[str, int]  # casts that were spared, by reason
-    recipe: str = ""  # of a product in 8 bits; "" of others
-    fallback: str = ""  # why a product with rule fp8 or lower does not run by it; "" of others
-    # of the program that a low dtype makes 0 or 1, by the place among the operands
-    numbers: tuple[tuple[int, float], ...] = ()
+from polymp.rules.row import Row
 
 
 class Record(decision_log.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
-    def __init__(self, line: progress.Line | None = None) -> None:
+    def __init__(self, line: progress.Line) -> None:
         super().__init__()
-        self._line = line or progress.Line()
-        self.calls: dict[str, Followed] = {}
+        self._line = line
+        # By name, what a plan knows of a call: its op, its row, the casts that were spared.
+        self.calls: dict[str, Call] = {}
+        # Likewise its operands, by place, that are numbers which a low dtype makes 0 or 1.
+        self.numbers: dict[str, tuple[tuple[int, float], ...]] = {}
         self.policy: str = ""
         self._latest: decision_log.Entry | None = None
 
@@ -62,22 +54,34 @@ class Record(decision_log.Recorder):
         else:
             spelled = spelling(what.eqn)
             op = op_named(spelled)
-        how = what.in_8_bits
+        row, how = None if entry is None else entry.row, what.in_8_bits
         recipe = "" if how is None else how.recipe
-        numbers = tuple(
+        self.calls[name] = planned_call(op, spelled, low, row, recipe, what.fallback)
+        self.numbers[name] = tuple(
             (at, o.number)
             for at, o in enumerate(what.operands)
             if type(o) is Cast and o.number is not None and rounded(o.number, o.dtype) is not None
         )
-        followed = Followed(entry, low, op, f"jax:{spelled}", {}, recipe, what.fallback, numbers)
-        self.calls[name] = followed
         return name
 
     def spared(self, what: Step, why: str) -> None:
         for name in compat.scope_names(what.stack):
             if name in self.calls:
-                saved = self.calls[name].saved
-                saved[why] = saved.get(why, 0) + 1
+                saved = Counter(dict(self.calls[name].saved)) + Counter([why])
+                self.calls[name] = self.calls[name]._replace(saved=tuple(saved.items()))
+
+
+def planned_call(
+    op: str,
+    spelled: str,
+    low: str = "",
+    row: Row | None = None,
+    recipe: str = "",
+    fallback: str = "",
+) -> Call:
+    """A call, before its equations are known."""
+    kind = "jax", op, f"jax:{spelled}", "", "", FORWARD, low, row
+    return Call(*kind, (), "", (), recipe=recipe, fallback=fallback)
 
 
 def op_named(spelled: str) -> str:

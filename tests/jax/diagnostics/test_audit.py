@@ -313,6 +313,30 @@ def test_derivatives_by_hand_are_the_ones_that_run() -> None:
         assert gradient.magnitudes.largest == largest
 
 
+# The infinities of masks
+
+
+MASKED: dict[str, Any] = {
+    "add": lambda s: s + jnp.triu(jnp.full((4, 4), -jnp.inf), 1),
+    "scatter": lambda s: s.at[jnp.triu_indices(4, 1)].set(-jnp.inf),
+}
+
+
+@pytest.mark.parametrize(("mask", "dtype"), [("add", "float16"), ("scatter", "bfloat16")])
+def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(mask: str, dtype: str) -> None:
+    @autocast(dtype=dtype)
+    def loss(w: Any, x: Any) -> Any:
+        return (jax.nn.softmax(MASKED[mask](x @ w)) ** 2).sum()
+
+    step = audit(jax.grad(loss))
+    step(jnp.eye(4), jnp.ones((4, 4)))
+    found = step.audit
+    assert not [m for m in found.results if m.magnitudes.inf or m.magnitudes.shares(dtype).overflow]
+    assert found.fault is None
+    asked = found.suggest()  # without a scaler, small gradients vanish in float16
+    assert (asked.rules, asked.scopes, asked.dtype) == ({}, {}, None)
+
+
 # Gradients
 
 

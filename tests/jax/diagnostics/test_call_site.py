@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import polymp
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
@@ -186,6 +188,19 @@ def test_a_library_s_function_has_the_line_that_calls_it() -> None:
 
     report = explain(program, X)
     assert {c.source for c in report} == {line_of(program, "norm"), line_of(program, "var")}
+
+
+def test_lines_in_shard_map_in_a_region_are_the_users() -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+
+    def layer(w: Any, x: Any) -> Any:
+        return jax.lax.psum(jnp.exp(x @ w), "d")
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    report = explain(mapped, jnp.ones((4, 4)), jnp.ones((2, 4)), dtype="bfloat16")
+    line = layer.__code__.co_firstlineno + 1
+    assert {c.op for c in report} >= {"linear", "exp"}
+    assert {c.source for c in report} == {f"test_call_site.py:{line}"}
 
 
 def test_functions_that_are_called_twice_are_told_apart() -> None:

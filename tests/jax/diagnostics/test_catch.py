@@ -132,35 +132,30 @@ def test_training_goes_on_without_the_bad_batches(
         assert same(state, by_hand(dtype, taken))
 
 
+@jax.jit
+def root_step(w: Any, x: Any) -> Any:
+    """Its gradient is NaN at x = 0, where the loss is not."""
+    loss, grad = jax.value_and_grad(lambda w: jnp.sqrt(jnp.abs(w * x)).sum())(w)
+    return w - 0.1 * grad, loss
+
+
 def test_a_bad_step_that_shows_at_the_next_call_leaves_that_call_its_own_batch() -> None:
     """The weight is NaN under a finite loss, which shows when the next call begins."""
-
-    @jax.jit
-    def step(w: Any, x: Any) -> Any:
-        loss, grad = jax.value_and_grad(lambda w: jnp.sqrt(jnp.abs(w * x)).sum())(w)
-        return w - 0.1 * grad, loss
-
     good, bad = jnp.array([1.0, 2.0, 3.0]), jnp.array([1.0, 0.0, 1.0])
-    caught, w = catch(step, every=1, on_bad="report"), jnp.ones(3)
+    caught, w = catch(root_step, every=1, on_bad="report"), jnp.ones(3)
     for x in (good, bad):
         w, _ = caught(w, x)
     with pytest.warns(CatchWarning, match="step 1: argument"):
         w, _ = caught(w, good)
     expected = jnp.ones(3)
     for _ in range(2):
-        expected, _ = step(expected, good)
+        expected, _ = root_step(expected, good)
     assert same(w, expected)
 
 
 def test_a_bad_state_under_a_finite_loss() -> None:
-    """The gradient is NaN where the loss is not; the weights show it before the next copy."""
-
-    @jax.jit
-    def step(w: Any, x: Any) -> Any:
-        loss, grad = jax.value_and_grad(lambda w: jnp.sqrt(jnp.abs(w * x)).sum())(w)
-        return w - 0.1 * grad, loss
-
-    caught = catch(step, every=1)
+    """The weights show it before the next copy."""
+    caught = catch(root_step, every=1)
     w, _ = caught(jnp.ones(3), jnp.ones(3))
     w, loss = caught(w, jnp.array([1.0, 0.0, 1.0]))
     assert jnp.isfinite(loss)
@@ -302,10 +297,11 @@ def test_a_batch_that_is_donated_is_told() -> None:
     assert raised.value.last_good is None
 
 
-def test_a_step_that_reads_its_batch_itself_is_told() -> None:
+@pytest.mark.parametrize("default", [(1.0,), ()], ids=["goes on", "has ended"])
+def test_a_step_that_reads_its_batch_itself_is_told(default: tuple[float, ...]) -> None:
     batches = iter([1.0, 1.0, math.nan])
     inner = jax.jit(lambda w, x: (w + x, (w * x).sum()))
-    step, w = catch(lambda w: inner(w, next(batches, 1.0))), jnp.ones(3)
+    step, w = catch(lambda w: inner(w, next(batches, *default))), jnp.ones(3)
     with pytest.raises(BadStepError, match="Repeating the steps did not give that") as raised:
         [w := checked(step, w)[0] for _ in range(3)]
     assert raised.value.report.remedy == ""  # it is not known that the learning rate is too large
@@ -340,14 +336,6 @@ def test_it_is_not_called_in_traced_code() -> None:
         "the step of catch was called by code that is traced, where there are no values. "
         "Write catch(jax.jit(step)), and call it outside of jit."
     )
-
-
-def test_an_iterator_that_has_ended() -> None:
-    batches = iter([1.0, 1.0, math.nan])
-    inner = jax.jit(lambda w, x: (w + x, (w * x).sum()))
-    step, w = catch(lambda w: inner(w, next(batches))), jnp.ones(3)
-    with pytest.raises(BadStepError, match="Repeating the steps did not give that value again"):
-        [w := checked(step, w)[0] for _ in range(3)]
 
 
 def test_a_decorator_with_arguments() -> None:

@@ -27,7 +27,6 @@ from polymp.rules.row import LOW, Rule
 from tests.jax.autocast.test_random_policies import MINE, arguments, function, mine
 from tests.support import examples
 from tests.support import random_policies as programs
-from tests.support.jax.transformer import SMALL, loss, parameters, tokens
 from tests.support.sizes import size
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
@@ -347,17 +346,6 @@ def test_explaining_leaves_nothing_behind() -> None:
     assert "polymp:call" in marked, "it would be seen"
 
 
-def test_a_transformer_whose_loss_was_compiled_before() -> None:
-    fn = jax.jit(partial(loss, heads=SMALL.heads))
-    given = parameters(SMALL), tokens(SMALL)
-    fn(*given)
-    plain, region = explain(fn, *given), explain(fn, *given, dtype="bfloat16")
-    assert plain.casts == 0
-    assert set(plain.flops) == {"float32"}
-    assert region.flops == {"bfloat16": plain.flops["float32"]}
-    assert region.casts > 10
-
-
 def test_shapes_stand_for_arrays() -> None:
     shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
     found = explain(layers, *shapes, dtype="bfloat16").to_dict()
@@ -416,23 +404,17 @@ def test_why_a_product_with_rule_lower_is_not_lowered(why: str) -> None:
     assert not wide.fallbacks
 
 
-# --- what cannot be explained ---------------------------------------------------------------------
-
-
-def test_what_is_no_function() -> None:
-    with pytest.raises(TypeError) as found:
-        explain(3)
-    assert str(found.value) == (
-        "explain(fn, *args) needs a function or a module, got 3. Give "
-        "the function and its arguments, not what it returned."
-    )
-
-
-def test_a_dtype_that_is_none() -> None:
-    with pytest.raises((TypeError, ValueError), match="half precision"):
-        explain(layers, X, W, dtype="half precision")
-
-
-def test_a_policy_that_is_none() -> None:
-    with pytest.raises(polymp.errors.PolicyError, match="ampere"):
-        explain(layers, X, W, policy="ampere")
+@pytest.mark.parametrize(
+    ("fn", "kwargs", "error", "message"),
+    [
+        (3, {}, TypeError, "^explain(fn, *args) needs a function or a module, got 3. Give the "
+         "function and its arguments, not what it returned.$"),
+        (layers, {"dtype": "half precision"}, (TypeError, ValueError), "half precision"),
+        (layers, {"policy": "ampere"}, polymp.errors.PolicyError, "ampere"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_explained(fn: Any, kwargs: Any, error: Any, message: str) -> None:
+    with pytest.raises(error) as raised:
+        explain(fn, X, W, **kwargs)
+    whole = message.startswith("^")
+    assert str(raised.value) == message.strip("^$") if whole else message in str(raised.value)

@@ -70,16 +70,15 @@ def test_low_weights_is_left_alone(mode):
         assert watch.finish() == ()
 
 
-def test_a_run_that_learns_is_not_named():
+@pytest.mark.parametrize(
+    ("tx", "params", "lost"),
+    [(optax.sgd(0.5), low(LARGE), [0, 0]), (optax.adamw(1e-9), LARGE, [])],
+    ids=["learns", "float32"],
+)  # fmt: skip
+def test_weights_that_learn_or_are_float32_are_not_named(tx: Any, params: Any, lost: list[int]):
     watch = UpdateWatch(every=2, first=1)
-    train(optax.sgd(0.5), low(LARGE), watch, 6)
-    assert [record.lost for record in watch.finish()] == [0, 0]
-
-
-def test_float32_weights_are_not_looked_at():
-    watch = UpdateWatch(every=2, first=1)
-    train(optax.adamw(1e-9), LARGE, watch, 6)
-    assert watch.finish() == ()
+    train(tx, params, watch, 6)
+    assert [record.lost for record in watch.finish()] == lost
 
 
 def test_weights_without_a_gradient_are_not_counted():

@@ -58,9 +58,8 @@ class Audited:
         self.fn = fn
         self._rounding = rounding
         self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
-        self._kept: dict[
-            int, object
-        ] = {}  # arguments that cannot be hashed, so that ids stay theirs
+        # Arguments that cannot be hashed, so that their ids stay theirs.
+        self._kept: dict[int, object] = {}
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
 

@@ -7,7 +7,6 @@ it replaced. torch.compile traces through it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -41,17 +40,14 @@ class _TorchKernels:
     used = True
 
 
-_torch_kernels = _TorchKernels()
-
-
 @contextmanager
 def torch_kernels_unused() -> Iterator[None]:
     """Run ops on kernels of ours even where torch's agree with the policy. For tests."""
-    _torch_kernels.used = False
+    _TorchKernels.used = False
     try:
         yield
     finally:
-        _torch_kernels.used = True
+        _TorchKernels.used = True
 
 
 Function = Callable[..., Any]
@@ -65,8 +61,7 @@ def make(name: str, device: str, key: str) -> Function | None:
     replaced: Any = _torch_kernel(name, key) if name in torch_table.kernels(device) else None
     excluded = dispatcher.keyset(key)
     pass_on, call = dispatcher.passing_on(op, key), dispatcher.calling(op)
-    run = runner(op, name, device)
-    rulings = Rulings(name, device)
+    ruled = op_on(name, device)
     run_by_torch = name in op_facts.RUN_BY_TORCH
     writes = op._schema.is_mutable
     if writes:
@@ -75,17 +70,16 @@ def make(name: str, device: str, key: str) -> Function | None:
     def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         if writes:
             region_casts.writing(kwargs.get("out", args[0]))
-        ruling = rulings.of(regions.in_force(device))
+        ruling = ruled.ruling(regions.in_force(device))
         if (found := decision_log.current()) is not None:
-            entry = entry_of(op, name, device, ruling, args, kwargs)
+            entry = ruled.entry(ruling, args, kwargs)
             return found.around(entry, as_ruled, ruling, keys, args, kwargs)
         return as_ruled(ruling, keys, args, kwargs)
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
-        if ruling.agrees and replaced is not None and not unsummed:
-            if run_by_torch or _torch_kernels.used:
+        if ruling.agrees and replaced is not None and not ruled.multiplies(ruling, args):
+            if run_by_torch or _TorchKernels.used:
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
         # made, every op has one, also where torch, which has none, does as the row says; the record
@@ -100,7 +94,7 @@ def make(name: str, device: str, key: str) -> Function | None:
                 return call(*args, **kwargs)
             if row.rule is Rule.FORBID and ruling.agrees:
                 return replaced.call_boxed(keys, *args, **kwargs)  # raises torch's own error
-            return run(ruling, region_casts.cast, call, args, kwargs)
+            return ruled.run(ruling, region_casts.cast, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)
 
@@ -124,9 +118,7 @@ def make_in_front(name: str) -> Function | None:
     op = dispatcher.overload(name)
     if op is None:
         return None
-    front = get_kernel(op, dispatcher.FUNC_FRONT)
-    rulings = {device: Rulings(name, device) for device in torch_table.DEVICES}
-    places = dispatcher.tensors_of(op)
+    front, places = get_kernel(op, dispatcher.FUNC_FRONT), dispatcher.tensors_of(op)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         def call(*args: object, **kwargs: object) -> Any:
@@ -135,25 +127,22 @@ def make_in_front(name: str) -> Function | None:
         device = _device(args)
         args = tuple(_wrapped(places, args))
         if (
-            device not in rulings
+            device not in torch_table.DEVICES
             or not torch.is_autocast_enabled(device)
             or not compiled_region.in_region()
         ):
             return call(*args, **kwargs)
-        ruling = rulings[device].of(regions.in_force(device))
-        row = ruling.row
-        if row is None or ruling.agrees:
-            return call(*args, **kwargs)
+        ruled = op_on(name, device)
+        ruling = ruled.ruling(regions.in_force(device))
         key = dispatcher.autocast_key(device)
-        if key is None or row.rule is Rule.FORBID:
+        if ruling.row is None or ruling.agrees or key is None or ruling.row.rule is Rule.FORBID:
             return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises
         with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
             args = tree_map_only(torch.Tensor, modes.matched_tangent, args)
-            run = runner(op, name, device)
             if (found := decision_log.current()) is not None:
-                entry = entry_of(op, name, device, ruling, args, kwargs)
-                return found.around(entry, run, ruling, plain, call, args, kwargs)
-            return run(ruling, plain, call, args, kwargs)
+                entry = ruled.entry(ruling, args, kwargs)
+                return found.around(entry, ruled.run, ruling, plain, call, args, kwargs)
+            return ruled.run(ruling, plain, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)
 
@@ -182,175 +171,155 @@ def _device(args: Sequence[Any]) -> str | None:
 
 
 # One op, run by its row: the decision of the policy, and the casts that follow from it.
-#
-# A `Ruling` is the decision for an op in a region, worked out once; `runner` makes the function
-# that casts and calls. Both kernels of an op call both.
-
-
-@dataclass(frozen=True, slots=True)
-class Ruling:
-    """The decision for one op in one region.
-
-    Attributes:
-        region: the region.
-        policy: its own, or torch's table of the device.
-        row: the row that won; None if the policy has no row for the op.
-        agrees: True if torch's own kernel does the same.
-        how: how the op is made to run in float32 under rule fp32.
-        decision: the decision, if it does not depend on the dtypes of the inputs; else None.
-        mul: the row for calls in which a product adds nothing up; None if `row` holds for all.
-        adds: True if the op may add up in the dtype of a low result, where it writes or reads.
-    """
-
-    region: Region
-    policy: Policy
-    row: Row | None
-    agrees: bool
-    how: Apply
-    decision: Decision | None
-    mul: Row | None = None
-    adds: bool = False
-
-    def decided(self, op: torch._ops.OpOverload, name: str, device: str, args: Any) -> Decision:
-        """Return the decision for a call."""
-        if self.mul is not None and not op_facts.adds_up(name, args):
-            asked = dtypes(op, device, args)
-            return self.policy.apply(self.mul, asked, self.region.dtype)._replace(rule=Rule.LOWER)
-        assert self.row is not None, "an op without a row is not run by one"
-        adds = self.adds and op_facts.accumulates(name, args)
-        if self.adds and not adds and name in op_facts.ADD_IN_PLACE:
-            if self.row.rule is not Rule.FIRST:
-                return Decision(self.row.rule)
-        if self.decision is not None:
-            return self.decision
-        decision = self.policy.apply(self.row, dtypes(op, device, args), self.region.dtype)
-        if adds and decision.run in LOW and self.policy.halves != "raise":
-            return Decision(decision.rule, "float32", decision.run)  # rounded once
-        return decision
-
-
-def entry_of(
-    op: torch._ops.OpOverload,
-    name: str,
-    device: str,
-    ruling: Ruling,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> decision_log.Entry:
-    """Return the entry of a record for a call of an op."""
-    asked, region, row = tuple(dtypes(op, device, args)), ruling.region, ruling.row
-    parts = Decision(Rule.PARTS)
-    decision = parts if row is None else ruling.decided(op, name, device, args)
-    at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope
-    entry = decision_log.Entry(*at, row, asked, decision, ruling.policy.name)
-    if decision.rule is not Rule.FP8:
-        unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
-        return entry._replace(fallback="it adds nothing up: a multiplication" if unsummed else "")
-    recipe = RECIPES[ruling.policy.fp8]
-    why = fp8_ops.why_not(name, region, recipe, args, kwargs)
-    return entry._replace(recipe="" if why else recipe.name, fallback=why)
 
 
 CastFunction = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
 
 
-class Rulings:
-    """The rulings of one op on one device, by region: a kernel asks at every call.
+class Ruling(NamedTuple):
+    """The decision for one op in one region, worked out once."""
+
+    region: Region
+    policy: Policy  # of the region, or torch's table of the device
+    row: Row | None  # the row that won; None if the policy has no row for the op
+    agrees: bool  # whether torch's own kernel does the same
+    how: Apply  # how the op is made to run in float32 under rule fp32
+    decision: Decision | None  # if it does not depend on the dtypes of the inputs
+    mul: Row | None  # for calls in which a product adds nothing up; None if `row` holds for all
+    adds: bool  # whether it may add up in the dtype of a low result, where it writes or reads
+
+
+@cache
+def op_on(name: str, device: str) -> "OpOnDevice":
+    """Return an op that torch has, on a device."""
+    return OpOnDevice(name, device)
+
+
+class OpOnDevice:
+    """An op on a device: its ruling in each region, and how its calls run by one.
 
     Regions that are in force are kept for the life of the process, so each is known by its
     identity.
     """
 
     def __init__(self, name: str, device: str) -> None:
-        self.name = name
-        self.device = device
-        self.known: dict[int, Ruling] = {}
+        op: Any = dispatcher.overload(name)
+        self.op: torch._ops.OpOverload = op
+        self.name, self.device = name, device
+        schema = op._schema.arguments
+        # The arguments whose dtypes count for a rule, as in torch's `prioritize`.
+        self._asked = tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in schema)
+        self._picks = vocabulary().picks(vocabulary().of_aten(name))
+        self._in_float32 = op_facts.in_float32(name)
+        self._steps = device == "cpu" and name in op_facts.STEPS_ON_CPU
+        # Batch norm writes its running statistics, though its schema does not say so: what is
+        # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
+        self._written = [at for at, a in enumerate(schema) if a.name.startswith("running_")]
+        self._with_low_input = range(1, len(schema)) if self._written else ()
+        self._prepare = recurrent_arguments(name, device)
+        self._rulings: dict[int, Ruling] = {}
 
-    def of(self, region: Region) -> Ruling:
-        """The ruling in a region."""
-        found = self.known.get(id(region))
+    def ruling(self, region: Region) -> Ruling:
+        """Return the ruling in a region."""
+        found = self._rulings.get(id(region))
         if found is None or found.region is not region:
-            found = self.known[id(region)] = self._made(region)
+            found = self._rulings[id(region)] = self._made(region)
         return found
 
     def _made(self, region: Region) -> Ruling:
         name, device, dtype = self.name, self.device, region.dtype
+        mul = None
         if region.policy is None:
             policy, row = torch_table.policy(device), torch_table.row(device, name, dtype)
             agrees = "::" not in name
         else:
             policy, row = region.policy, torch_table.table(region.policy, dtype, device).get(name)
             agrees = torch_table.agrees(device, policy, name, dtype)
-        how, decision, mul = Apply.CAST, None, None
-        steps = device == "cpu" and name in op_facts.STEPS_ON_CPU
-        if row is not None:
-            how = _way(row, device, name, dtype)
-            if row.rule in (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP) and not steps:
-                decision = policy.apply(row, (), dtype)
-            if region.policy is not None:
-                mul = torch_table.as_mul(device, policy, name, dtype)
-        adds = steps or name in op_facts.WRITES
+            mul = torch_table.as_mul(device, policy, name, dtype)
+        decision, fixed = None, (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP)
+        if row is not None and row.rule in fixed and not self._steps:
+            decision = policy.apply(row, (), dtype)
+        adds = self._steps or name in op_facts.WRITES
+        how = Apply.CAST if row is None else self._how(row, dtype)
         return Ruling(region, policy, row, agrees, how, decision, mul, adds)
 
+    def _how(self, row: Row, dtype: str) -> Apply:
+        """Return how fp32 is applied: as the row says, as the device's table does, or by a cast."""
+        if row.rule is not Rule.FP32:
+            return Apply.CAST
+        own = torch_table.row(self.device, self.name, dtype)
+        if own is not None and own.rule is Rule.FP32:
+            return row.apply or own.apply or Apply.CAST
+        op = vocabulary().ops.get(vocabulary().of_aten(self.name))
+        return row.apply or Apply(op.fp32 if op and op.fp32 else "cast")
 
-def _way(row: Row, device: str, name: str, dtype: str) -> Apply:
-    """Return how fp32 is applied: as the row says, as the device's table does, or by a cast."""
-    if row.rule is not Rule.FP32:
-        return Apply.CAST
-    own = torch_table.row(device, name, dtype)
-    if own is not None and own.rule is Rule.FP32:
-        return row.apply or own.apply or Apply.CAST
-    op = vocabulary().ops.get(vocabulary().of_aten(name))
-    return row.apply or Apply(op.fp32 if op and op.fp32 else "cast")
+    def multiplies(self, ruling: Ruling, args: Sequence[Any]) -> bool:
+        """Return whether the op is a product that adds nothing up, and is ruled as `mul` is."""
+        return ruling.mul is not None and not op_facts.adds_up(self.name, args)
 
+    def dtypes(self, args: Sequence[Any]) -> list[str]:
+        """Return the dtypes of the inputs that count for a rule, in order."""
+        return [
+            dtype_names.NAMES[t.dtype]
+            for arg, ask in zip(args, self._asked, strict=False)
+            if ask
+            for t in (arg if isinstance(arg, (list, tuple)) else (arg,))
+            if isinstance(t, torch.Tensor)
+            and t.device.type == self.device
+            and t.is_floating_point()
+        ]
 
-@cache
-def _consulted(op: torch._ops.OpOverload) -> tuple[bool, ...]:
-    """Return for each argument whether its dtype counts for a rule, as in torch's `prioritize`.
+    def decided(self, ruling: Ruling, args: Sequence[Any]) -> Decision:
+        """Return the decision for a call."""
+        region, policy, row, *_ = ruling
+        if self.multiplies(ruling, args):
+            assert ruling.mul is not None, "then it has a row of its own"
+            decision = policy.apply(ruling.mul, self.dtypes(args), region.dtype)
+            return decision._replace(rule=Rule.LOWER)
+        assert row is not None, "an op without a row is not run by one"
+        adds = ruling.adds and op_facts.accumulates(self.name, args)
+        if ruling.adds and not adds and self.name in op_facts.ADD_IN_PLACE:
+            if row.rule is not Rule.FIRST:
+                return Decision(row.rule)
+        if ruling.decision is not None:
+            return ruling.decision
+        decision = policy.apply(row, self.dtypes(args), region.dtype)
+        if adds and decision.run in LOW and policy.halves != "raise":
+            return Decision(decision.rule, "float32", decision.run)  # rounded once
+        return decision
 
-    Tensors count that may not be left out.
-    """
-    return tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in op._schema.arguments)
+    def entry(
+        self, ruling: Ruling, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> decision_log.Entry:
+        """Return the entry of a record for a call of the op."""
+        name, region, row = self.name, ruling.region, ruling.row
+        decision = Decision(Rule.PARTS) if row is None else self.decided(ruling, args)
+        at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope
+        asked = tuple(self.dtypes(args))
+        entry = decision_log.Entry(*at, row, asked, decision, ruling.policy.name)
+        if decision.rule is not Rule.FP8:
+            unsummed = self.multiplies(ruling, args)
+            return entry._replace(
+                fallback="it adds nothing up: a multiplication" if unsummed else ""
+            )
+        recipe = RECIPES[ruling.policy.fp8]
+        why = fp8_ops.why_not(name, region, recipe, args, kwargs)
+        return entry._replace(recipe="" if why else recipe.name, fallback=why)
 
-
-def dtypes(op: torch._ops.OpOverload, device: str, args: Sequence[Any]) -> list[str]:
-    """Return the dtypes of the inputs that count for a rule, in order."""
-    return [
-        dtype_names.NAMES[t.dtype]
-        for arg, ask in zip(args, _consulted(op), strict=False)
-        if ask
-        for t in (arg if isinstance(arg, (list, tuple)) else (arg,))
-        if isinstance(t, torch.Tensor) and t.device.type == device and t.is_floating_point()
-    ]
-
-
-@cache
-def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
-    """Make a function that runs an op by a ruling, on the device, with autocast excluded.
-
-    It takes the ruling, a cast, the function to call, and the arguments.
-    """
-    schema = op._schema.arguments
-    in_float32, words = op_facts.in_float32(name), vocabulary()
-    own_kernel = torch_table.kernel(name, device)
-    picks = words.picks(words.of_aten(name))
-    reads, into = name in op_facts.READS, name in op_facts.ADD_IN_PLACE
-    # Batch norm writes its running statistics, though its schema does not say so: what is
-    # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
-    written = {at for at, a in enumerate(schema) if a.name.startswith("running_")}
-    with_low_input = set(range(1, len(schema))) if written else set()
-    prepare = recurrent_arguments(name, device)
-
-    def run(ruling: Ruling, cast: CastFunction, call: Function, args: Any, kwargs: Any) -> Any:
+    def run(
+        self, ruling: Ruling, cast: CastFunction, call: Function, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a call by a ruling, with autocast excluded."""
         if ruling.how is not Apply.CAST:
-            return _by_dtype(op, name, device, ruling.how, call, args, kwargs)
-        decision = ruling.decided(op, name, device, args)
+            return self._by_dtype(ruling.how, call, args, kwargs)
+        name, device = self.name, self.device
+        decision = self.decided(ruling, args)
         if ruling.decision is None:
             if decision.rule is Rule.FORBID:
                 assert ruling.row is not None, "it decided"
-                forbid(ruling.policy, ruling.row, name, dtypes(op, device, args))
-            if in_float32 and decision.out in LOW:
-                if own_kernel is not None:
+                forbid(ruling.policy, ruling.row, name, self.dtypes(args))
+            if self._in_float32 and decision.out in LOW:
+                if (own_kernel := torch_table.kernel(name, device)) is not None:
                     return own_kernel(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)
         if decision.run == "float32" and kwargs.get("dtype") is not None:
@@ -359,54 +328,66 @@ def runner(op: torch._ops.OpOverload, name: str, device: str) -> Function:
             recipe = RECIPES[ruling.policy.fp8]
             if not fp8_ops.why_not(name, ruling.region, recipe, args, kwargs):
                 return fp8_ops.run(name, recipe, args, kwargs)
-        if picks and decision.run is not None and decision.rule is not Rule.FP32:
+        if self._picks and decision.run is not None and decision.rule is not Rule.FP32:
             dtype = dtype_names.DTYPES[decision.out or decision.run]
             if device == "cpu" and op_facts.reads_wide(name, args):
                 # Kernels of backward there add up in the dtype of the input.
                 args = [_cast_argument(args[0], device, torch.float32, dtype, plain), *args[1:]]
             return _cast_argument(call(*args, **kwargs), device, dtype, dtype, plain)
-        if reads and decision.rule is Rule.FP32_KEEP and not op_facts.reads_wide(name, args):
-            return call(*args, **kwargs)
-        if decision.run is not None:
-            dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
-            uncast = () if dtype is torch.float32 else with_low_input
-            if prepare is not None:
-                args = prepare(args, dtype)
-            # Last first, as torch's own kernels come to do it: autograd adds gradients up in
-            # the order in which the casts were made.
-            written_to = kwargs.get("out", args[0]) if into else None
-            if written_to is not None and written_to.dtype is not args[0].dtype:
-                return call(*args, **kwargs)  # torch refuses it
-            if kwargs:
-                pairs = reversed(kwargs.items())
-                kwargs = {
-                    key: _cast_argument(value, device, dtype, low, cast) for key, value in pairs
-                }
-            made = None
-            for at in range(len(args) - 1, -1, -1):
-                value = args[at]
-                if isinstance(value, torch.Tensor):
-                    if value.dtype is dtype:
-                        continue
-                elif not isinstance(value, (list, tuple)):
+        if decision.rule is Rule.FP32_KEEP and name in op_facts.READS:
+            if not op_facts.reads_wide(name, args):
+                return call(*args, **kwargs)
+        if decision.run is None:
+            return _back(call(*args, **kwargs), decision.out)
+        dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
+        written_to = kwargs.get("out", args[0]) if name in op_facts.ADD_IN_PLACE else None
+        if written_to is not None and written_to.dtype is not args[0].dtype:
+            return call(*args, **kwargs)  # torch refuses it
+        if self._prepare is not None:
+            args = self._prepare(args, dtype)
+        # Last first, as torch's own kernels come to do it: autograd adds gradients up in the order
+        # in which the casts were made.
+        if kwargs:
+            pairs = reversed(kwargs.items())
+            kwargs = {key: _cast_argument(value, device, dtype, low, cast) for key, value in pairs}
+        uncast, made = () if dtype is torch.float32 else self._with_low_input, None
+        for at in range(len(args) - 1, -1, -1):
+            value = args[at]
+            if isinstance(value, torch.Tensor):
+                if value.dtype is dtype:
                     continue
-                if at not in uncast:
-                    made = made or list(args)
-                    made[at] = _cast_argument(value, device, dtype, low, cast)
-            given, args = args, made or args
-            result = call(*args, **kwargs)
-            for at in written:
-                if args[at] is not given[at] and args[max(written) + 1]:  # whether it trains
-                    given[at].copy_(args[at])
-            if written_to is not None and result is not written_to:
-                if "out" in kwargs:
-                    written_to.resize_(result.shape)
-                return written_to.copy_(result)
-        else:
-            result = call(*args, **kwargs)
-        return result if decision.out is None else _back(result, dtype_names.DTYPES[decision.out])
+            elif not isinstance(value, (list, tuple)):
+                continue
+            if at not in uncast:
+                made = made or list(args)
+                made[at] = _cast_argument(value, device, dtype, low, cast)
+        given, args = args, made or args
+        result = call(*args, **kwargs)
+        for at in self._written:
+            if args[at] is not given[at] and args[self._written[-1] + 1]:  # whether it trains
+                given[at].copy_(args[at])
+        if written_to is not None and result is not written_to:
+            if "out" in kwargs:
+                written_to.resize_(result.shape)
+            return written_to.copy_(result)
+        return _back(result, decision.out)
 
-    return run
+    def _by_dtype(self, how: Apply, call: Function, args: Any, kwargs: Any) -> Any:
+        """Run in float32 by the dtype argument of the op, or of the overload that has one."""
+        schema = self.op._schema.arguments
+        ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], self.device)
+        if how is Apply.APPEND_DTYPE:
+            longer = dispatcher.overload(APPENDED[self.name])
+            dtype = torch.float32 if ok else args[0].dtype
+            rest = schema[len(args) :]  # defaults are left out of a call; this one has none
+            filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}
+            return longer(*args, **filled, dtype=dtype)  # type: ignore[misc]
+        at = dtype_at(self.op)
+        assert at is not None, "a policy is checked for it"
+        given = kwargs.get("dtype") if at >= len(args) else args[at]
+        if ok and given is None:
+            args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
+        return call(*args, **kwargs)
 
 
 def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
@@ -431,37 +412,13 @@ def _eligible(t: torch.Tensor, device: str) -> bool:
     return t.is_floating_point() and t.dtype is not torch.float64 and t.device.type == device
 
 
-def _by_dtype(
-    op: torch._ops.OpOverload,
-    name: str,
-    device: str,
-    how: Apply,
-    call: Function,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """Run an op in float32 by its dtype argument, or by the overload that has such an argument."""
-    schema = op._schema.arguments
-    ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], device)
-    if how is Apply.APPEND_DTYPE:
-        longer = dispatcher.overload(APPENDED[name])
-        dtype = torch.float32 if ok else args[0].dtype
-        rest = schema[len(args) :]  # defaults are left out of a call; this one has none
-        filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}
-        return longer(*args, **filled, dtype=dtype)  # type: ignore[misc]
-    at = dtype_at(op)
-    assert at is not None, "a policy is checked for it"
-    given = kwargs.get("dtype") if at >= len(args) else args[at]
-    if ok and given is None:
-        args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
-    return call(*args, **kwargs)
-
-
-def _back(result: Any, dtype: torch.dtype) -> Any:
+def _back(result: Any, out: str | None) -> Any:
+    if out is None:
+        return result
     if isinstance(result, (list, tuple)):
-        return type(result)(_back(r, dtype) for r in result)
+        return type(result)(_back(r, out) for r in result)
     if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
-        return result.to(dtype)
+        return result.to(dtype_names.DTYPES[out])
     return result
 
 

@@ -60,14 +60,10 @@ class CompiledRegion:
 
 
 class OpenInGraphs(threading.local):
-    """The regions and scopes that graphs have entered in this thread and not left.
-
-    Attributes:
-        leaving: a function for each, which leaves it.
-    """
+    """The regions and scopes that graphs have entered in this thread and not left."""
 
     def __init__(self) -> None:
-        self.leaving: list[Callable[[], None]] = []
+        self.leaving: list[Callable[[], None]] = []  # a function for each, which leaves it
 
     def enter(self, leave: Callable[[], None]) -> None:
         """Note an entry, and how to leave it if the trace is given up."""

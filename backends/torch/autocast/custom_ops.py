@@ -28,20 +28,16 @@ _PYTHON = "python::"  # before the names of what asks the policy by itself
 def spelled(given: Any, name: str, where: str) -> tuple[tuple[str, ...], Any]:
     """Return the spellings of what is registered, and what is called in its place."""
     if not callable(given) or dispatcher.qualified_name(given) is not None:
-        return overloads(given, where), given
+        several = given if isinstance(given, (list, tuple)) else [given]
+        return tuple(_overload(one, where) for one in several), given
     spelling = (f"{_PYTHON}{given.__module__}.{given.__qualname__}",)
     if isinstance(given, type) and issubclass(given, torch.autograd.Function):
         return spelling, _Decided(given, name)
     return spelling, functools.wraps(given)(functools.partial(_decided, name, given, given))
 
 
-def overloads(given: object, where: str) -> tuple[str, ...]:
-    """Return the names, such as "mylib::my_op", of the ops that were given to be registered."""
-    several = given if isinstance(given, (list, tuple)) else [given]
-    return tuple(_overload(one, where) for one in several)
-
-
 def _overload(given: object, where: str) -> str:
+    """Return the name, such as "mylib::my_op", of an op that was given to be registered."""
     name = dispatcher.qualified_name(given)
     if name is None:
         raise TypeError(
@@ -77,19 +73,10 @@ def install(names: Sequence[str]) -> None:
 
 
 class _Decided:
-    """An `autograd.Function` whose `apply` runs by the policy of the region.
-
-    Args:
-        function: the class that was decorated.
-        name: of the op.
-
-    Attributes:
-        function: likewise; all of its attributes are those of this object, too.
-        name: likewise.
-    """
+    """An `autograd.Function` whose `apply` runs by the policy of the region."""
 
     def __init__(self, function: type[torch.autograd.Function], name: str) -> None:
-        self.function = function
+        self.function = function  # all of its attributes are those of this object, too
         self.name = name
         backward: Callable[..., Any] = function.backward
 
@@ -129,9 +116,10 @@ def _decided(
     floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
     dtypes = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
     low = dtype_names.NAMES[torch.get_autocast_dtype(device)]
-    rule, run, out = _decision(name, device, low, dtypes, *regions.code_in_force())
-    if rule == "parts":
+    decision = _decision(name, device, low, dtypes, *regions.code_in_force())
+    if decision is None:
         return plain(*args, **kwargs)
+    run, out = decision
     if run:
         dtype = dtype_names.DTYPES[run]
         args = tuple([cast_inside(arg, device, dtype) for arg in args])
@@ -144,32 +132,21 @@ def _decided(
 @dynamo.at_trace_time
 def _decision(
     name: str, device: str, low: str, dtypes: str, *code: torch.dtype
-) -> tuple[str, str, str]:
-    """Return rule, dtype of the inputs and dtype of the results; "" leaves a dtype as it is."""
+) -> tuple[str | None, str | None] | None:
+    """Return the dtypes of the inputs and of the results, if they change; None to run the parts."""
     policy = regions.policy_at(device, *code) or torch_table.policy(device)
     row = policy.winner(name, low)
     if row is None:
-        return "parts", "", ""
+        return None
     asked = dtypes.split(",") if dtypes else []
     decision = policy.apply(row, asked, low)
     if (found := decision_log.current()) is not None:
         (spelled,) = vocabulary().ops[name].aten
-        found.note(
-            decision_log.Entry(
-                "torch",
-                name,
-                f"aten:{spelled}",
-                low,
-                "",
-                row,
-                tuple(asked),
-                decision,
-                policy.name,
-            )
-        )
+        called = "torch", name, f"aten:{spelled}", low, ""
+        found.note(decision_log.Entry(*called, row, tuple(asked), decision, policy.name))
     if decision.rule is Rule.FORBID:
         forbid(policy, row, name, asked)
-    return decision.rule.value, decision.run or "", decision.out or ""
+    return None if decision.rule is Rule.PARTS else (decision.run, decision.out)
 
 
 @contextmanager

@@ -19,49 +19,24 @@ from polymp.rules.vocabulary import vocabulary
 
 
 class Parts(NamedTuple):
-    """The parts of a call: `added * beta + x @ weight.T * alpha`.
+    """The parts of a call: `added * beta + x @ weight.T * alpha`."""
 
-    Attributes:
-        x: [..., k].
-        weight: [n, k].
-        added: a bias; None without one.
-        beta: a factor of it.
-        alpha: a factor of the product.
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    added: torch.Tensor | None = None
+    x: torch.Tensor  # [..., k]
+    weight: torch.Tensor  # [n, k]
+    added: torch.Tensor | None = None  # a bias
     beta: float = 1
     alpha: float = 1
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> Parts:
-    return Parts(x, weight, bias)
-
-
-def _mm(a: Any, b: Any) -> Parts:
-    return Parts(a, b.t())
-
-
-def _addmm(c: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Parts:
-    return Parts(a, b.t(), c, beta, alpha)
-
-
-# By overload: the parts of a call, given its arguments.
-PARTS: Mapping[str, Callable[..., Parts]] = {
-    "linear": _linear,
-    "mm": _mm,
-    "matmul": _mm,
-    "addmm": _addmm,
-}
-
-# Names of arguments that the vocabulary's ops have; given by name, they are looked up by it.
-_NAMES: Mapping[str, tuple[str, ...]] = {
-    "linear": ("input", "weight", "bias"),
-    "mm": ("self", "mat2"),
-    "matmul": ("self", "other"),
-    "addmm": ("self", "mat1", "mat2"),
+# By overload: the names of its arguments, by which they may be given, and the parts of a call.
+OPS: Mapping[str, tuple[tuple[str, ...], Callable[..., Parts]]] = {
+    "linear": (("input", "weight", "bias"), Parts),
+    "mm": (("self", "mat2"), lambda a, b: Parts(a, b.t())),
+    "matmul": (("self", "other"), lambda a, b: Parts(a, b.t())),
+    "addmm": (
+        ("self", "mat1", "mat2"),
+        lambda c, a, b, beta=1, alpha=1: Parts(a, b.t(), c, beta, alpha),
+    ),
 }
 
 
@@ -70,7 +45,7 @@ def why_not(
 ) -> str:
     """Return why a call runs by rule `lower` instead."""
     op = vocabulary().of_aten(name) or name
-    if name not in PARTS:
+    if name not in OPS:
         return f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
     given, _ = _given(name, args, kwargs)
     a, b = (given[0], given[1]) if name != "addmm" else (given[1], given[2])
@@ -86,21 +61,9 @@ def why_not(
         if hasattr(type(operand), "__tensor_flatten__") and not isinstance(operand, WeightInBits):
             kind = type(operand).__name__
             return f"an operand is a {kind}, whose numbers are in other tensors"
-    return _of_product(op, region, recipe, a, b, transposed=name == "linear")
-
-
-def _of_product(
-    op: str,
-    region: Region,
-    recipe: Recipe,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    transposed: bool,
-) -> str:
     m, k = (a.shape[:-1].numel(), a.shape[-1]) if a.dim() else (1, 1)
     batch = 1 if b.dim() <= 2 else b.shape[:-2].numel()
-    n = 1 if b.dim() < 2 else b.shape[-2 if transposed else -1]
+    n = 1 if b.dim() < 2 else b.shape[-2 if name == "linear" else -1]
     asked = recipes.Product(
         op,
         m // batch if batch > 1 else m,
@@ -119,18 +82,18 @@ def _of_product(
 def _capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
-    return _capability_of(device.index if device.index is not None else -1)
+    return _capability_of(device.index)
 
 
 @cache
-def _capability_of(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(None if index < 0 else index)
+def _capability_of(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def parts_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
     """Return the parts of a call for which `why_not` has no reason."""
     given, others = _given(name, args, kwargs)
-    return PARTS[name](*given, **others)
+    return OPS[name][1](*given, **others)
 
 
 def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -148,6 +111,6 @@ def _given(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments by place, and those that are given by name alone."""
-    names = _NAMES[name]
+    names, _ = OPS[name]
     given = [*args, *(kwargs[key] for key in names[len(args) :] if key in kwargs)]
     return given, {key: value for key, value in kwargs.items() if key not in names}

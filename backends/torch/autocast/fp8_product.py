@@ -53,30 +53,19 @@ def sum_of(result: torch.Tensor, added: torch.Tensor, beta: float) -> torch.Tens
 
 
 class InBits(NamedTuple):
-    """An array in 8 bits.
+    """An array in 8 bits."""
 
-    Attributes:
-        array: of an 8-bit dtype, contiguous.
-        scale: that it was multiplied by; float32, [] or with length 1 at the axis.
-    """
-
-    array: torch.Tensor
-    scale: torch.Tensor
+    array: torch.Tensor  # of an 8-bit dtype, contiguous
+    scale: torch.Tensor  # that it was multiplied by; float32, [] or with length 1 at the axis
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How an operand is quantised; equal for operands that get the same bits.
+    """How an operand is quantised; equal for operands that get the same bits."""
 
-    Attributes:
-        recipe: the formats and scales.
-        role: of the operand: "activation", "weight" or "gradient".
-        axis: along which scales are computed; None for one scale.
-    """
-
-    recipe: Recipe
-    role: str
-    axis: Axis
+    recipe: Recipe  # the formats and scales
+    role: str  # of the operand: "activation", "weight" or "gradient"
+    axis: Axis  # along which scales are computed; None for one scale
 
     def __call__(self, array: torch.Tensor) -> InBits:
         """Quantise a tensor of two dimensions."""
@@ -362,16 +351,11 @@ def _refuse(func: torch._ops.OpOverload, args: Sequence[Any]) -> NoReturn:
 
 
 class _Noted:
-    """Weights of which the forms that products read are noted.
-
-    Attributes:
-        by_id: the forms, by the identity of a weight.
-        quantising: True while a form is made, in ops that are no reads of the program.
-    """
+    """Weights of which the forms that products read are noted."""
 
     def __init__(self) -> None:
-        self.by_id: dict[int, tuple[torch.Tensor, Forms]] = {}
-        self.quantising: bool = False
+        self.by_id: dict[int, tuple[torch.Tensor, Forms]] = {}  # by the identity of a weight
+        self.quantising = False  # True while a form is made, in ops that the program does not run
 
 
 noted: _Noted = _Noted()
@@ -441,18 +425,12 @@ VERBS = Verbs(
 
 
 class _Latest(threading.local):
-    """The activation that this thread quantised last, as far as it is alive.
-
-    Attributes:
-        of: a weak reference to it.
-        stamp: its version and address, and the stream, when it was quantised.
-        found: what it became, by the way of quantisation.
-    """
+    """The activation that this thread quantised last, as far as it is alive."""
 
     def __init__(self) -> None:
         self.of: weakref.ref[torch.Tensor] | None = None
-        self.stamp: tuple[Any, ...] = ()
-        self.found: dict[Quantisation, InBits] = {}
+        self.stamp: tuple[Any, ...] = ()  # its version, address and stream when it was quantised
+        self.found: dict[Quantisation, InBits] = {}  # by the way of quantisation
 
 
 _latest = _Latest()

@@ -29,36 +29,25 @@ from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
 
 
-class Installed:
-    """The kernels of ours that are installed in this process.
-
-    Attributes:
-        ops: pairs of a device and an op that has a kernel of ours on the device's autocast key.
-        on_prepare: functions that are called with the device of every region that is prepared.
-        everywhere: by device, the kernels on every op, if a record needs them.
-        lock: held while any of it changes.
-    """
-
-    def __init__(self) -> None:
-        self.ops: set[tuple[str, str]] = set()
-        self.on_prepare: list[Callable[[str], None]] = []
-        self.everywhere: dict[str, Everywhere] = {}
-        self.lock: threading.RLock = threading.RLock()
-
-
 class Everywhere:
-    """Kernels of ours on every op of a device, for all records that are made at the time.
-
-    Attributes:
-        library: of the kernels.
-        ops: the ops that have been gone through.
-        records: those that need the kernels.
-    """
+    """Kernels of ours on every op of a device, for all records that are made at the time."""
 
     def __init__(self) -> None:
-        self.library: torch.library.Library = torch.library.Library("aten", "IMPL")
-        self.ops: set[str] = set()
-        self.records: set[object] = set()
+        self.library = torch.library.Library("aten", "IMPL")  # of the kernels
+        self.ops: set[str] = set()  # those that have been gone through
+        self.records: set[object] = set()  # those that need the kernels
+
+
+class Installed:
+    """The kernels of ours that are installed in this process."""
+
+    def __init__(self) -> None:
+        # Pairs of a device and an op with a kernel of ours on the device's autocast key.
+        self.ops: set[tuple[str, str]] = set()
+        # Called with the device of every region that is prepared.
+        self.on_prepare: list[Callable[[str], None]] = []
+        self.everywhere: dict[str, Everywhere] = {}  # by device, if a record needs them
+        self.lock = threading.RLock()  # held while any of it changes
 
 
 now: Installed = Installed()
@@ -176,10 +165,7 @@ class _Record:
                 kernels.ops.add(name)
 
     def end(self) -> None:
-        """Let the kernels go; again after an interrupt, which may come at any line.
-
-        They go when no record needs them and no other thread can be in one.
-        """
+        """Let the kernels go if no record needs them and no other thread can be in one."""
         with now.lock:
             now.on_prepare[:] = [call for call in now.on_prepare if call != self.cover]
             for kernels in now.everywhere.values():

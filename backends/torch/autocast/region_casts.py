@@ -30,18 +30,12 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 class _Thread:
-    """The casts that our own kernels keep in one thread; it lives as long as its thread.
-
-    Attributes:
-        reference: a weak reference to this.
-        epoch: the epoch of the map when `casts` were made.
-        casts: by identity of the parameter and dtype.
-    """
+    """The casts that our own kernels keep in one thread; it lives as long as its thread."""
 
     def __init__(self) -> None:
         self.reference = weakref.ref(self)
-        self.epoch = 0
-        self.casts: dict[
+        self.epoch = 0  # of the map when `casts` were made
+        self.casts: dict[  # by identity of the parameter and dtype
             tuple[int, torch.dtype], tuple[weakref.ref[Any], tuple[int, int], torch.Tensor]
         ] = {}
 
@@ -52,21 +46,15 @@ class _Mine(threading.local):
 
 
 class _Map:
-    """The state of torch's map of casts, one for the process.
-
-    Attributes:
-        owner: under "thread", a reference to the thread whose casts it holds; dead when that is.
-            It is a dict because `setdefault` claims the map in one step, without a lock.
-        dtypes: the low dtype of the casts that are in it, by device.
-        epoch: raised by every drop; casts of our own kernels from before it are stale.
-        lock: held to take the map over from a dead thread.
-    """
+    """The state of torch's map of casts, one for the process."""
 
     def __init__(self) -> None:
+        # Under "thread", a reference to the thread whose casts it holds; dead when that is. It is a
+        # dict because `setdefault` claims the map in one step, without a lock.
         self.owner: dict[str, weakref.ref[_Thread]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.epoch = 0
-        self.lock = threading.Lock()
+        self.dtypes: dict[str, torch.dtype] = {}  # by device, of the casts in it
+        self.epoch = 0  # raised by every drop; casts of our own kernels from before it are stale
+        self.lock = threading.Lock()  # held to take the map over from a dead thread
 
 
 _map = _Map()

@@ -45,15 +45,11 @@ stack: Stack[Frame] = Stack()
 
 
 class Entries(threading.local):
-    """The regions that this thread has entered, as far as loss scalers need to know them.
-
-    Attributes:
-        latest: by device type, the low dtype of the region that was entered last.
-        unscaled: device types of float16 regions entered with gradients on since a step.
-    """
+    """The regions that this thread has entered, as far as loss scalers need to know them."""
 
     def __init__(self) -> None:
-        self.latest: dict[str, torch.dtype] = {}
+        self.latest: dict[str, torch.dtype] = {}  # by device type, of the region entered last
+        # Device types of float16 regions entered with gradients on since a step.
         self.unscaled: set[str] = set()
 
 
@@ -141,18 +137,13 @@ def _pull(region: Region) -> Frame:
 
 
 class Prepared:
-    """The regions of this process that can be entered.
-
-    Attributes:
-        by_ticket: each with its device, whether it is enabled, its low dtype and its cache flag.
-        tickets: their names.
-        lock: held while one is added.
-    """
+    """The regions of this process that can be entered."""
 
     def __init__(self) -> None:
+        # Each with its device, whether it is enabled, its low dtype and its cache flag.
         self.by_ticket: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}
         self.tickets: dict[Region, str] = {}
-        self.lock: threading.Lock = threading.Lock()
+        self.lock = threading.Lock()  # held while one is added
 
 
 prepared: Prepared = Prepared()
@@ -184,24 +175,19 @@ class Codes:
     """The codes that this process has given out. None is ever given to other policies.
 
     A graph that torch.compile made under a code is kept, and guarded by it.
-
-    Attributes:
-        policies: by code, the policies by device. As long as `NONE` is the only one, no policy was
-            ever used, and the code in force need not be read.
-        free: the codes that are left.
-        three: True once there are codes of three dtypes.
-        digest: what the policies and their codes are known by in other processes.
-        lock: held while a code is given out.
     """
 
     def __init__(self) -> None:
+        # By code, the policies by device. As long as `NONE` is the only one, no policy was ever
+        # used, and the code in force need not be read.
         self.policies: dict[Code, dict[str, Policy]] = {NONE: {}}
         pairs = [(a, b) for a in NAMES for b in NAMES if (a, b) != NONE]
         more = ((a, b, c) for c in NAMES if c != NO_THIRD for a, b in pairs)
         self.free: Iterator[Code] = chain(pairs, more)
-        self.three: bool = False
-        self.digest: str = f"polymp {__version__}"
-        self.lock: threading.Lock = threading.Lock()
+        self.three = False  # True once there are codes of three dtypes
+        # What the policies and their codes are known by in other processes.
+        self.digest = f"polymp {__version__}"
+        self.lock = threading.Lock()  # held while a code is given out
 
 
 codes: Codes = Codes()

@@ -28,16 +28,7 @@ class Region(Protocol):
 
 def wrapped(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
     """Wrap a function so that its body runs in a region; a generator's step by step."""
-    if inspect.isasyncgenfunction(func):
-        return _async_generator(region, func)
-    if inspect.iscoroutinefunction(func):
-        return _coroutine(region, func)
-    if inspect.isgeneratorfunction(func):
-        return _generator(region, func)
-    return _function(region, func)
 
-
-def _function(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
     @functools.wraps(func)
     def function(*args: P.args, **kwargs: P.kwargs) -> Any:
         if is_dynamo_compiling():
@@ -46,7 +37,19 @@ def _function(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
         with region:
             return func(*args, **kwargs)
 
-    return function
+    @functools.wraps(func)
+    def generator(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return (yield from _steps(region, func(*args, **kwargs)))
+
+    @functools.wraps(func)
+    async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return await _awaitable_steps(region, func(*args, **kwargs))
+
+    if inspect.isasyncgenfunction(func):
+        return _async_generator(region, func)
+    if inspect.iscoroutinefunction(func):
+        return coroutine
+    return generator if inspect.isgeneratorfunction(func) else function
 
 
 def _steps(region: Region, inner: Any) -> Generator[Any, Any, Any]:
@@ -71,22 +74,6 @@ def _steps(region: Region, inner: Any) -> Generator[Any, Any, Any]:
 
 
 _awaitable_steps = types.coroutine(_steps)
-
-
-def _generator(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
-    @functools.wraps(func)
-    def generator(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return (yield from _steps(region, func(*args, **kwargs)))
-
-    return generator
-
-
-def _coroutine(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:
-    @functools.wraps(func)
-    async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return await _awaitable_steps(region, func(*args, **kwargs))
-
-    return coroutine
 
 
 def _async_generator(region: Region, func: Callable[P, Any]) -> Callable[P, Any]:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from polymp.backends.torch.autocast import regions, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.autocast.autocast_kernel import Rulings
+from polymp.backends.torch.autocast.autocast_kernel import op_on
 from polymp.backends.torch.compat import dispatcher, export, modes
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.weights.freeze_usage import tensors
@@ -264,17 +264,12 @@ class Trace:
         return functools.partial(kernel, *args, **kwargs)
 
 
-@functools.cache
-def _rulings(name: str, device: str) -> Rulings:
-    return Rulings(name, device)
-
-
 def _kernel(op: modes.Op, device: str) -> Function | None:
     """Return autocast's kernel of an op on the device, in the region in force; None without."""
     name, key = op.name().removeprefix("aten::"), str(dispatcher.autocast_key(device))
     if not dispatcher.has_kernel(op.name(), key):
         return None
-    ruling = _rulings(name, device).of(regions.in_force(device))
+    ruling = op_on(name, device).ruling(regions.in_force(device))
     compiled = ruling.agrees and name in torch_table.kernels(device)
     if not compiled and (ruling.row is None or ruling.agrees):
         return None

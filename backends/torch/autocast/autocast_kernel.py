@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from polymp.backends.torch.autocast import (
     compiled_region,
     dtype_names,
-    fp8_ops,
+    fp8_product,
     op_facts,
     region_casts,
     regions,
@@ -303,7 +303,7 @@ class OpOnDevice:
                 fallback="it adds nothing up: a multiplication" if unsummed else ""
             )
         recipe = RECIPES[ruling.policy.fp8]
-        why = fp8_ops.why_not(name, region, recipe, args, kwargs)
+        why = fp8_product.why_not(name, region, recipe, args, kwargs)
         return entry._replace(recipe="" if why else recipe.name, fallback=why)
 
     def run(
@@ -326,8 +326,8 @@ class OpOnDevice:
             decision = Decision(decision.rule)  # the caller's own dtype wins, as in torch
         if decision.rule is Rule.FP8:
             recipe = RECIPES[ruling.policy.fp8]
-            if not fp8_ops.why_not(name, ruling.region, recipe, args, kwargs):
-                return fp8_ops.run(name, recipe, args, kwargs)
+            if not fp8_product.why_not(name, ruling.region, recipe, args, kwargs):
+                return fp8_product.run(name, recipe, args, kwargs)
         if self._picks and decision.run is not None and decision.rule is not Rule.FP32:
             dtype = dtype_names.DTYPES[decision.out or decision.run]
             if device == "cpu" and op_facts.reads_wide(name, args):

@@ -1,4 +1,8 @@
-"""A product in 8 bits, with its derivative: three products of quantised operands.
+"""Products in 8 bits: of which ops, why a call may not run so, and the product with its derivative.
+
+    linear(x, weight, bias)   mm(a, b)   matmul(a, b)   addmm(c, a, b)
+
+Three products of quantised operands:
 
     result           x [m, k]        @ weight.T [k, n]     bfloat16
     input_gradient   gradient [m, n] @ weight   [n, k]     in the dtype of x
@@ -14,16 +18,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast.dtype_names import DTYPES
+from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.errors import PolicyError
-from polymp.fp8 import quantise
+from polymp.fp8 import quantise, recipes
 from polymp.fp8.quantise import Verbs
 from polymp.fp8.recipes import (
     ACTIVATION,
@@ -35,21 +40,109 @@ from polymp.fp8.recipes import (
     Axis,
     Recipe,
 )
+from polymp.rules.region import Region
+from polymp.rules.vocabulary import vocabulary
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Multiply in 8 bits; differentiable once."""
-    made: torch.Tensor = _Product.apply(x, weight, recipe)  # type: ignore[no-untyped-call]
-    return made
+class Parts(NamedTuple):
+    """The parts of a call: `added * beta + x @ weight.T * alpha`."""
+
+    x: torch.Tensor  # [..., k]
+    weight: torch.Tensor  # [n, k]
+    added: torch.Tensor | None = None  # a bias
+    beta: float = 1
+    alpha: float = 1
 
 
-def sum_of(result: torch.Tensor, added: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return `result + added * beta` in the result's dtype; sum the gradient of `added` in its own.
+# By overload: the names of its arguments, by which they may be given, and the parts of a call.
+OPS: Mapping[str, tuple[tuple[str, ...], Callable[..., Parts]]] = {
+    "linear": (("input", "weight", "bias"), Parts),
+    "mm": (("self", "mat2"), lambda a, b: Parts(a, b.t())),
+    "matmul": (("self", "other"), lambda a, b: Parts(a, b.t())),
+    "addmm": (
+        ("self", "mat1", "mat2"),
+        lambda c, a, b, beta=1, alpha=1: Parts(a, b.t(), c, beta, alpha),
+    ),
+}
 
-    A bias's gradient is float32, as where torchao's layer runs in float32.
-    """
-    made: torch.Tensor = _Sum.apply(result, added, beta)  # type: ignore[no-untyped-call]
-    return made
+
+def why_not(
+    name: str, region: Region, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Return why a call runs by rule `lower` instead."""
+    op = vocabulary().of_aten(name) or name
+    if name not in OPS:
+        return f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
+    given, _ = _given(name, args, kwargs)
+    a, b = (given[0], given[1]) if name != "addmm" else (given[1], given[2])
+    if modes.has_tangents():
+        return "forward-mode derivatives are computed"
+    if modes.is_transformed():
+        return "it runs inside a transform of torch.func"
+    for operand in given:
+        if operand is None:  # no bias
+            continue
+        if not isinstance(operand, torch.Tensor):
+            return "an operand is a Python number"
+        if hasattr(type(operand), "__tensor_flatten__") and not isinstance(operand, WeightInBits):
+            kind = type(operand).__name__
+            return f"an operand is a {kind}, whose numbers are in other tensors"
+    m, k = (a.shape[:-1].numel(), a.shape[-1]) if a.dim() else (1, 1)
+    batch = 1 if b.dim() <= 2 else b.shape[:-2].numel()
+    n = 1 if b.dim() < 2 else b.shape[-2 if name == "linear" else -1]
+    asked = recipes.Product(
+        op,
+        m // batch if batch > 1 else m,
+        k,
+        n,
+        (NAMES[a.dtype], NAMES[b.dtype]),
+        a.device.type,
+        region.dtype,
+        batch,
+        a.layout is not torch.strided or b.layout is not torch.strided,
+        _capability(a.device),
+    )
+    return recipes.why_not(asked, recipe)
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    return _capability_of(device.index)
+
+
+@cache
+def _capability_of(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def parts_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
+    """Return the parts of a call for which `why_not` has no reason."""
+    given, others = _given(name, args, kwargs)
+    return OPS[name][1](*given, **others)
+
+
+def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a call in 8 bits for which `why_not` has no reason; its result is bfloat16."""
+    parts = parts_of(name, args, kwargs)
+    made: Any = _Product.apply(parts.x, parts.weight, recipe)  # type: ignore[no-untyped-call]
+    if parts.alpha != 1:
+        made = made * parts.alpha
+    if parts.added is None or parts.beta == 0:
+        return made
+    return _Sum.apply(made, parts.added, parts.beta)  # type: ignore[no-untyped-call]
+
+
+def _given(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments by place, and those that are given by name alone."""
+    names, _ = OPS[name]
+    given = [*args, *(kwargs[key] for key in names[len(args) :] if key in kwargs)]
+    return given, {key: value for key, value in kwargs.items() if key not in names}
+
+
+# A product with its derivative.
 
 
 class InBits(NamedTuple):
@@ -85,6 +178,8 @@ def _without_rows(gradient: torch.Tensor) -> dispatcher.ExcludeKeys:
 
 
 class _Product(torch.autograd.Function):
+    """A product in 8 bits; differentiable once."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
         low_x = of_activation(x, _how(recipe, RESULT, ACTIVATION, 1))
@@ -141,6 +236,11 @@ class _Product(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
+    """`result + added * beta` in the result's dtype; the gradient of `added` is summed in its own.
+
+    A bias's gradient is float32, as where torchao's layer runs in float32.
+    """
+
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, added: torch.Tensor, beta: float) -> torch.Tensor:
         ctx.shape, ctx.dtype, ctx.beta = added.shape, added.dtype, beta

@@ -7,13 +7,11 @@ the process.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from polymp.torch import autocast, custom_bwd, custom_fwd
+from polymp.torch import autocast
 from tests.support.torch.outcomes import fake_mode, on_cuda, torch_cuda
 
 pytestmark = pytest.mark.usefixtures("left_as_found", "cuda_there")
@@ -63,49 +61,3 @@ def test_a_float64_keeps_its_type_beside_the_low_one() -> None:
     ours = on_cuda(lambda: torch.mm(wide, low), lambda: autocast("cuda"))
     assert ours == on_cuda(lambda: torch.mm(wide, low), lambda: torch_cuda(FP16))
     assert ours.calls == ("aten::mm(float64, float16)",)  # which fails on tensors with data
-
-
-@pytest.mark.parametrize("low", LOW, ids=short)
-def test_a_custom_function_meets_the_region_in_both_directions(low: torch.dtype) -> None:
-    met: list[Any] = []
-
-    @custom_fwd(device_type="cuda")
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        met.extend([a.dtype, b.dtype, torch.is_autocast_enabled("cuda")])
-        return a.mm(b)
-
-    @custom_bwd(device_type="cuda")
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        met.extend([torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")])
-        return grad.mm(ones(8, 8))
-
-    ctx = SimpleNamespace()
-    with fake_mode():
-        with autocast("cuda", low):
-            out = forward(ctx, ones(8, 8), ones(8, 8))
-        grad = backward(ctx, out)  # outside, as autograd calls it
-    assert met == [FP32, FP32, True, True, low]
-    assert (out.dtype, grad.dtype) == (low, low)
-
-
-def test_cast_inputs_reaches_into_containers_and_turns_the_region_off() -> None:
-    met: list[Any] = []
-
-    @custom_fwd(device_type="cuda", cast_inputs=FP32)
-    def forward(ctx: Any, a: torch.Tensor, container: Any) -> torch.Tensor:
-        b = container[1][0]
-        met.extend([a.dtype, b.dtype, torch.is_autocast_enabled("cuda")])
-        return a.mm(b)
-
-    @custom_bwd(device_type="cuda")
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
-        met.append(torch.is_autocast_enabled("cuda"))
-
-    ctx = SimpleNamespace()
-    low = ones(8, 8, dtype=FP16)
-    with fake_mode():
-        with autocast("cuda"):
-            assert forward(ctx, low, (0, {0: low})).dtype is FP32
-        backward(ctx, low)
-        assert forward(ctx, low, (0, {0: low})).dtype is FP16, "a region where there is none"
-    assert met == [FP32, FP32, False, False, FP16, FP16, False]

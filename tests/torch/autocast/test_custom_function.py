@@ -342,24 +342,6 @@ def test_doing_nothing_is_seen_wherever_there_is_something_to_do() -> None:
 # --- by hand -------------------------------------------------------------------------------------
 
 
-def test_backward_reenters_the_region_of_forward() -> None:
-    report = in_place("fp16, back in bf16", POLYMP)
-    assert report[0] == ("forward", True, FP16, "torch.float32", "torch.float32", "torch.float16")
-    assert report[1] == ("backward", True, FP16, "torch.float16", "torch.float16", "torch.float16")
-    assert report[2] == ("after backward", True, BF16)
-
-
-def test_cast_inputs_runs_both_with_autocast_off() -> None:
-    report = in_place("cast to fp16 in bf16", POLYMP)
-    assert report[0] == ("forward", False, None, *["torch.float16"] * 3)
-    assert report[1] == ("backward", False, None, *["torch.float16"] * 3)
-
-
-def test_outside_a_region_cast_inputs_does_nothing() -> None:
-    report = in_place("cast to fp16, outside", POLYMP)
-    assert report[0] == ("forward", False, None, *["torch.float32"] * 3)
-
-
 def test_backward_keeps_the_policy_of_forward() -> None:
     report = Report()
     a, b = leaves()

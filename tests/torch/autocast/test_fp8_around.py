@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import polymp
-from polymp.backends.torch.autocast import fp8_ops
+from polymp.backends.torch.autocast import fp8_product
 from polymp.torch import autocast, explain
 from tests.support import examples
 from tests.support.sizes import LONG, size
@@ -244,12 +244,12 @@ DEVICES = [
 @pytest.mark.parametrize(("device", "capability", "recipe", "reason"), DEVICES)
 def test_a_device_that_cannot(device, capability, recipe, reason, monkeypatch):
     """The call runs here; that the device is another one is what the rules are told."""
-    rules = fp8_ops.recipes.why_not
+    rules = fp8_product.recipes.why_not
 
     def why_not(product, recipe):
         return rules(product._replace(device=device, capability=capability), recipe)
 
-    monkeypatch.setattr(fp8_ops.recipes, "why_not", why_not)
+    monkeypatch.setattr(fp8_product.recipes, "why_not", why_not)
     falls_back(lambda: F.linear(X, W), reason, policy(recipe))
 
 

@@ -253,24 +253,6 @@ def test_the_backend_of_attention_ran_for_some_mask(backend: str) -> None:
         pytest.skip(f"this GPU or this torch has no {backend}: {found[0]['error']}")
 
 
-def test_two_dtypes_on_one_weight() -> None:
-    x, w = torch.randn(4, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE, requires_grad=True)
-
-    def right(dtype: torch.dtype) -> bool:
-        return torch.equal(torch.mm(x, w), torch.mm(x.to(dtype), w.to(dtype)))
-
-    with autocast(DEVICE, dtype=BF16):
-        assert right(BF16)
-        with autocast(DEVICE, dtype=FP16):
-            assert right(FP16)
-            with autocast(DEVICE, enabled=False):
-                assert right(FP32)
-            with torch.no_grad():
-                w.mul_(2)
-            assert right(FP16)
-        assert right(BF16)
-
-
 def test_regions_of_both_devices() -> None:
     on_cpu, on_gpu = torch.ones(4, 4), torch.ones(4, 4, device=DEVICE)
     with autocast("cpu", dtype=BF16), autocast(DEVICE):
@@ -343,27 +325,6 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
-def test_fused_optimizers_never_wait(kind: str) -> None:
-    model, x = nn.Linear(8, 4).to(DEVICE), torch.ones(3, 8, device=DEVICE)
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, fused=True)
-    scaler = GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with autocast(DEVICE, dtype=FP16):
-            loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    step()  # states are made, libraries are loaded
-    with no_sync():
-        for _ in range(3):
-            step()
-    assert scaler.get_scale() == 2.0**12
 
 
 def test_other_optimizers_wait_once() -> None:

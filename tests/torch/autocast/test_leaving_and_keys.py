@@ -165,25 +165,6 @@ def test_a_compiled_optimizer_step_is_compiled_once() -> None:
     assert len(graphs) == 1
 
 
-def test_scaled_lists_and_an_update_between_backwards() -> None:
-    """torch.amp adds up gradients of two scales, and divides them by one; polymp raises."""
-    for make in (torch.amp.GradScaler, GradScaler):
-        scaler = make("cpu", init_scale=4.0)
-        p = torch.ones(1, requires_grad=True)
-        optimizer = torch.optim.SGD([p], lr=1.0)
-        first, second = scaler.scale([p.sum() * 2, p.sum() * 3])
-        first.backward(retain_graph=True)
-        scaler.step(optimizer)
-        scaler.update(8.0)
-        if make is GradScaler:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                second.backward()
-            continue
-        second.backward()
-        assert p.grad is not None
-        assert p.grad.item() == 2 + 3 * 4.0
-
-
 def test_a_fused_step_that_raises_leaves_no_scale_behind() -> None:
     class Fails(torch.optim.SGD):
         fail = True
@@ -210,13 +191,6 @@ def test_a_fused_step_that_raises_leaves_no_scale_behind() -> None:
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.mark.usefixtures("left_as_found")
-def test_a_thread_starts_outside(x: torch.Tensor, w: torch.Tensor) -> None:
-    with autocast("cpu", dtype=FP16):
-        assert in_thread(lambda: torch.mm(x, w).dtype) is FP32
-        assert torch.mm(x, w).dtype is FP16
 
 
 @pytest.mark.usefixtures("left_as_found")
@@ -267,20 +241,6 @@ def test_one_object_and_one_decorated_function_for_all_threads(
         return [*seen, torch.mm(x, w).dtype]
 
     assert in_threads([work] * 4) == [[FP16, FP16, FP32]] * 4
-
-
-@pytest.mark.usefixtures("left_as_found")
-def test_gradients_of_a_region_from_another_thread(x: torch.Tensor, w: torch.Tensor) -> None:
-    def loss() -> torch.Tensor:
-        with autocast("cpu", dtype=FP16):
-            return torch.mm(x, w).float().square().sum()
-
-    here = torch.autograd.grad(loss(), w)[0]
-    forward_there = torch.autograd.grad(in_thread(loss), w)[0]
-    made_here = loss()
-    backward_there = in_thread(lambda: torch.autograd.grad(made_here, w)[0])
-    assert torch.equal(here, forward_there)
-    assert torch.equal(here, backward_there)
 
 
 @pytest.mark.usefixtures("left_as_found")

@@ -245,20 +245,6 @@ def test_an_error_leaves_the_scopes(x: torch.Tensor, kind: str, error: Any) -> N
         assert bystander(x).dtype is BF16
 
 
-def test_a_hook_that_raises_before_the_module_runs(x: torch.Tensor) -> None:
-    def refuse(*_: Any) -> None:
-        raise ValueError("refused")
-
-    model = Model()
-    scoped(model, HEAD)
-    model.lm_head.register_forward_pre_hook(refuse)
-    with torch.autocast("cpu", BF16):
-        before = regions.code_in_force()
-        with pytest.raises(ValueError, match="refused"):
-            model(x)
-        assert regions.code_in_force() == before
-
-
 class Keeps(nn.Module):
     """Counts the casts that our own kernels keep in this thread."""
 
@@ -340,24 +326,6 @@ def test_a_module_with_two_paths_has_the_first(x: torch.Tensor) -> None:
             assert handle.unmatched == (() if path == "0" else ("2",))
             with autocast("cpu", BF16):
                 assert model(x).dtype is expected
-
-
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.wide = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, depth: int) -> list[torch.dtype]:
-        seen = [self.wide(x).dtype, self.linear(x).dtype]
-        return seen + (self(x, depth - 1) if depth else []) + [self.linear(x).dtype]
-
-
-def test_a_recursive_module(x: torch.Tensor) -> None:
-    model = Recursive()
-    policy = {"rules": {"linear": "lower"}, "scopes": {"wide": {"linear": "fp32"}}}
-    scoped(model, policy)
-    with autocast("cpu", BF16):
-        assert model(x, 2) == [FP32, BF16] * 3 + [BF16] * 3
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -773,10 +741,3 @@ def test_an_interrupt_in_a_scoped_call_restores_the_policies_around() -> None:
             lines.add(line)
             assert state() == found, line
     assert len(lines) > 20
-
-
-def test_a_warning_that_is_an_error_leaves_no_scopes() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(PolicyWarning, match="has rules for paths that no module"):
-        scoped(model, polymp.policy("amp").override(scopes={"heda": {"linear": "fp32"}}))
-    assert type(model) is nn.Linear

@@ -175,7 +175,7 @@ class autocast:  # the name is torch's
         policy = state["_policy"]
         self.__dict__.update({name: value for name, value in state.items() if name != "_policy"})
         cache = bool(self._cache_enabled)
-        self._ticket, _ = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
+        self._ticket = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Wrap a function so that its body runs in the region.
@@ -241,17 +241,18 @@ def _prepare(
             "the region, for what runs outside of the model, policy.at('') or none."
         )
     enabled = _supported(device, dtype, bool(enabled))
-    return *_ready(device, dtype, enabled, bool(cache), loaded), dtype
+    return _ready(device, dtype, enabled, bool(cache), loaded), enabled, dtype
 
 
 @functools.cache
 def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
-) -> tuple[str, bool]:
+) -> str:
+    """Prepare a region, once, and return its ticket."""
     kind = device.partition(":")[0]  # as in torch.amp, "cuda:0" means every GPU
     region = Region("torch", kind, enabled, dtype_names.NAMES[dtype], cache, policy)
     kernel_registry.prepare(region)
-    return regions.ticket(region), enabled
+    return regions.ticket(region)
 
 
 def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:

@@ -215,7 +215,7 @@ class OpOnDevice:
         # Batch norm writes its running statistics, though its schema does not say so: what is
         # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
         self._written = [at for at, a in enumerate(schema) if a.name.startswith("running_")]
-        self._with_low_input = range(1, len(schema)) if self._written else ()
+        self._with_low_input: Sequence[int] = range(1, len(schema)) if self._written else ()
         self._prepare = recurrent_arguments(name, device)
         self._rulings: dict[int, Ruling] = {}
 
@@ -350,7 +350,8 @@ class OpOnDevice:
         if kwargs:
             pairs = reversed(kwargs.items())
             kwargs = {key: _cast_argument(value, device, dtype, low, cast) for key, value in pairs}
-        uncast, made = () if dtype is torch.float32 else self._with_low_input, None
+        uncast = () if dtype is torch.float32 else self._with_low_input
+        made = None
         for at in range(len(args) - 1, -1, -1):
             value = args[at]
             if isinstance(value, torch.Tensor):

@@ -302,28 +302,37 @@ def main(package: str) -> None:
 INF = float("inf")
 
 
-def scaled(amp: Amp, **arguments: Any) -> Any:
-    """A scaler and a function that takes one good step with it."""
-    scaler = amp.GradScaler("cpu", init_scale=8.0, **arguments)
+def trained(amp: Amp, start: float = 8.0, **kind: Any) -> Any:
+    """A parameter, SGD with a rate of 1, and a scaler."""
     p = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0)
+    return p, torch.optim.SGD([p], lr=1.0, **kind), amp.GradScaler("cpu", init_scale=start)
 
-    def step() -> None:
-        optimizer.zero_grad()
-        scaler.scale(p.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
 
-    return scaler, step
+def step(scaler: Any, optimizer: Any, loss: torch.Tensor, gradient: float | None = None) -> None:
+    """Take a step of a loss, whose gradient is replaced by a given one."""
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    if gradient is not None:
+        optimizer.param_groups[0]["params"][0].grad.fill_(gradient)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def scaled(amp: Amp, **arguments: Any) -> Any:
+    """A scaler that has taken a good step, and a function that takes one more."""
+    p, optimizer, _ = trained(amp)
+    scaler = amp.GradScaler("cpu", init_scale=8.0, **arguments)
+    step(scaler, optimizer, p.sum())
+    return scaler, lambda: step(scaler, optimizer, p.sum())
 
 
 @program
 def lowered_growth_interval(amp: Amp) -> float:
-    scaler, step = scaled(amp, growth_interval=100)
-    for _ in range(5):
-        step()
+    scaler, again = scaled(amp, growth_interval=100)
+    for _ in range(4):
+        again()
     scaler.set_growth_interval(3)
-    step()
+    again()
     return float(scaler.get_scale())
 
 
@@ -342,8 +351,7 @@ def state_without_an_entry(amp: Amp) -> Any:
 
 @program
 def update_with_an_int(amp: Amp) -> float:
-    scaler, step = scaled(amp)
-    step()
+    scaler, _ = scaled(amp)
     scaler.update(4)
     return float(scaler.get_scale())
 
@@ -368,14 +376,9 @@ def one_step(
     **kind: bool,
 ) -> tuple[float, float]:
     """A parameter and the scale after steps of SGD from 0, with a rate of 1."""
-    p = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0, **kind)
-    scaler = amp.GradScaler("cpu", init_scale=start, growth_interval=1000)
+    p, optimizer, scaler = trained(amp, start, **kind)
     for _ in range(after):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(p)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step(scaler, optimizer, loss_of(p))
     return p.item(), scaler.get_scale()
 
 
@@ -406,16 +409,9 @@ def two_hundred_overflows_and_a_good_step(amp: Amp) -> list[str]:
     """Parameter and scale, for a plain and for a fused optimizer."""
     made = []
     for kind in ({}, {"fused": True}):
-        p = torch.zeros(1, requires_grad=True)
-        optimizer = torch.optim.SGD([p], lr=1.0, **kind)
-        scaler = amp.GradScaler("cpu")
-        for step in range(201):
-            optimizer.zero_grad()
-            scaler.scale(p.sum()).backward()
-            if step < 200:
-                p.grad.fill_(INF)  # type: ignore[union-attr]
-            scaler.step(optimizer)
-            scaler.update()
+        p, optimizer, scaler = trained(amp, 2.0**16, **kind)
+        for at in range(201):
+            step(scaler, optimizer, p.sum(), INF if at < 200 else None)
         made += [repr(p.item()), repr(scaler.get_scale())]
     return made
 
@@ -423,12 +419,9 @@ def two_hundred_overflows_and_a_good_step(amp: Amp) -> list[str]:
 @program
 def growth_beyond_2_to_126(amp: Amp) -> list[bool]:
     """Whether scale and inverse are normal float32 numbers after a growth."""
-    p = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0)
+    p, optimizer, _ = trained(amp)
     scaler = amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
-    scaler.scale(p.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    step(scaler, optimizer, p.sum())
     scale = scaler._scale
     smallest = torch.finfo(torch.float32).smallest_normal
     return [bool(t.isfinite() and t >= smallest) for t in (scale, scale.reciprocal())]
@@ -459,16 +452,11 @@ def quotient_that_overflows_before_it_is_clipped(amp: Amp) -> list[Any]:
 @program
 def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
     """The parameter after a skipped and a good step, where unwritten memory is NaN."""
-    p = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.5, fused=True)
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    p, optimizer, scaler = trained(amp, momentum=0.5, fused=True)
     torch.use_deterministic_algorithms(True)  # fills such memory
     try:
         for gradient in (INF, 4.0):
-            scaler.scale(torch.ones(()))
-            p.grad = torch.full((1,), gradient)
-            scaler.step(optimizer)
-            scaler.update()
+            step(scaler, optimizer, p.sum(), gradient)
     finally:
         torch.use_deterministic_algorithms(False)
     return repr(p.item())
@@ -477,10 +465,9 @@ def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
 @program
 def optimizer_without_gradients(amp: Amp) -> Any:
     """An idle optimizer beside one with a gradient."""
-    p, other = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    p, busy, scaler = trained(amp)
+    _, idle, _ = trained(amp)
     scaler.scale(p.sum()).backward()
-    idle, busy = torch.optim.SGD([other], lr=1.0), torch.optim.SGD([p], lr=1.0)
     said = scaler.step(idle)
     scaler.step(busy)
     scaler.update()
@@ -570,15 +557,10 @@ def gradients_in_compressed_rows(amp: Amp) -> list[float]:
 
 @program
 def step_that_tells_it_was_skipped(amp: Amp) -> list[Any]:
-    p = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=1.0)
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    p, optimizer, scaler = trained(amp)
     told: list[Any] = []
     for factor in (1.0, 3e38, 1.0):
-        optimizer.zero_grad()
-        scaler.scale((p * factor * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        step(scaler, optimizer, (p * factor * factor).sum())
         told.append(bool(scaler.step_skipped(optimizer)))
     return [*told, int(scaler.skipped_steps)]
 
@@ -612,56 +594,42 @@ def entries_of_a_state(amp: Amp) -> list[str]:
     return list(amp.GradScaler("cpu").state_dict())
 
 
-def then(run: Callable[[], Any], look: Callable[[], Any]) -> str:
-    """Run, and return the exception if there was one, and what `look` returns afterwards."""
+def then(amp: Amp, run: Callable[[Any], Any], look: Callable[[Any], Any]) -> str:
+    """Run with a scaler; the exception if there was one, and what `look` returns afterwards."""
+    scaler, _ = scaled(amp)
     try:
-        run()
+        run(scaler)
     except (ValueError, TypeError) as error:
-        return f"{type(error).__name__}, {look()!r}"
-    return repr(look())
+        return f"{type(error).__name__}, {look(scaler)!r}"
+    return repr(look(scaler))
 
 
 @program
 def state_that_had_lost_its_scale(amp: Amp) -> list[str]:
-    seen = []
-    for lost in (0.0, INF, float("nan")):
-        scaler, step = scaled(amp)
-        step()
-        saved = scaler.state_dict() | {"growth_interval": 7, "scale": lost}
-        seen.append(
-            then(
-                lambda s=scaler, d=saved: s.load_state_dict(d),
-                lambda s=scaler: (s.get_scale(), s.get_growth_interval()),
-            )
-        )
-    return seen
+    def load(scaler: Any, lost: float) -> None:
+        scaler.load_state_dict(scaler.state_dict() | {"growth_interval": 7, "scale": lost})
+
+    return [
+        then(amp, lambda s, x=x: load(s, x), lambda s: (s.get_scale(), s.get_growth_interval()))
+        for x in (0.0, INF, float("nan"))
+    ]
 
 
 @program
 def update_out_of_the_bounds(amp: Amp) -> list[str]:
-    seen = []
-    for new in (0.0, INF, 2.0**127):
-        scaler, step = scaled(amp)
-        step()
-        seen.append(then(lambda s=scaler, n=new: s.update(n), lambda s=scaler: s.get_scale()))
-    return seen
+    news = 0.0, INF, 2.0**127
+    return [then(amp, lambda s, n=new: s.update(n), lambda s: s.get_scale()) for new in news]
 
 
 @program
 def update_with_a_tensor_out_of_the_bounds(amp: Amp) -> list[str]:
-    seen = []
-    for new in (0.0, INF, float("nan")):
-        scaler, step = scaled(amp)
-        step()
-        scaler.update(torch.tensor(new))
-        seen.append(repr(scaler.get_scale()))
-    return seen
+    news = [torch.tensor(x) for x in (0.0, INF, float("nan"))]
+    return [then(amp, lambda s, n=new: s.update(n), lambda s: s.get_scale()) for new in news]
 
 
 @program
 def update_with_a_tensor_of_one_dimension(amp: Amp) -> float:
-    scaler, step = scaled(amp)
-    step()
+    scaler, _ = scaled(amp)
     scaler.update(torch.tensor([4.0]))
     return float(scaler.get_scale())
 
@@ -671,12 +639,11 @@ def first_scale_that_is_not_positive_and_finite(amp: Amp) -> list[str]:
     seen = []
     for first in (0.0, -8.0, INF):
         made: list[float] = []
-        seen.append(
-            then(
-                lambda f=first, m=made: m.append(amp.GradScaler("cpu", init_scale=f).get_scale()),
-                lambda m=made: m,
-            )
-        )
+
+        def make(_: Any, first: float = first, made: list[float] = made) -> None:
+            made.append(amp.GradScaler("cpu", init_scale=first).get_scale())
+
+        seen.append(then(amp, make, lambda _, made=made: made))
     return seen
 
 
@@ -689,13 +656,12 @@ def first_scale_without_an_inverse(amp: Amp) -> list[str]:
 
 @program
 def constants_set_out_of_range(amp: Amp) -> list[str]:
-    seen = []
-    for name, value in (("growth_factor", 0.5), ("backoff_factor", 2.0), ("growth_interval", 0)):
-        scaler = amp.GradScaler("cpu")
-        seen.append(
-            then(
-                lambda s=scaler, n=name, v=value: getattr(s, f"set_{n}")(v),
-                lambda s=scaler, n=name: getattr(s, f"get_{n}")(),
-            )
+    constants = ("growth_factor", 0.5), ("backoff_factor", 2.0), ("growth_interval", 0)
+    return [
+        then(
+            amp,
+            lambda s, n=name, v=value: getattr(s, f"set_{n}")(v),
+            lambda s, n=name: getattr(s, f"get_{n}")(),
         )
-    return seen
+        for name, value in constants
+    ]

@@ -253,17 +253,6 @@ def test_the_backend_of_attention_ran_for_some_mask(backend: str) -> None:
         pytest.skip(f"this GPU or this torch has no {backend}: {found[0]['error']}")
 
 
-def test_regions_of_both_devices() -> None:
-    on_cpu, on_gpu = torch.ones(4, 4), torch.ones(4, 4, device=DEVICE)
-    with autocast("cpu", dtype=BF16), autocast(DEVICE):
-        assert torch.mm(on_cpu, on_cpu).dtype is BF16
-        assert torch.mm(on_gpu, on_gpu).dtype is FP16
-        assert torch.softmax(on_gpu.half(), -1).dtype is FP32
-        with autocast(DEVICE, enabled=False):
-            assert torch.mm(on_cpu, on_cpu).dtype is BF16
-            assert torch.mm(on_gpu, on_gpu).dtype is FP32
-
-
 def test_backward_of_a_custom_function_in_autograd_s_own_thread() -> None:
     seen: list[Any] = []
 

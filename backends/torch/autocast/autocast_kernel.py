@@ -7,6 +7,7 @@ it replaced. torch.compile traces through it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -78,8 +79,8 @@ def make(name: str, device: str, key: str) -> Function | None:
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        if ruling.agrees and replaced is not None and not ruled.multiplies(ruling, args):
-            if run_by_torch or _TorchKernels.used:
+        if ruling.agrees and replaced is not None and (run_by_torch or _TorchKernels.used):
+            if ruling.mul is None or op_facts.adds_up(name, args):
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
         # made, every op has one, also where torch, which has none, does as the row says; the record
@@ -176,7 +177,8 @@ def _device(args: Sequence[Any]) -> str | None:
 CastFunction = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
 
 
-class Ruling(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ruling:
     """The decision for one op in one region, worked out once."""
 
     region: Region
@@ -210,6 +212,7 @@ class OpOnDevice:
         # The arguments whose dtypes count for a rule, as in torch's `prioritize`.
         self._asked = tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in schema)
         self._picks = vocabulary().picks(vocabulary().of_aten(name))
+        self._into = name in op_facts.ADD_IN_PLACE
         self._in_float32 = op_facts.in_float32(name)
         self._steps = device == "cpu" and name in op_facts.STEPS_ON_CPU
         # Batch norm writes its running statistics, though its schema does not say so: what is
@@ -253,10 +256,6 @@ class OpOnDevice:
         op = vocabulary().ops.get(vocabulary().of_aten(self.name))
         return row.apply or Apply(op.fp32 if op and op.fp32 else "cast")
 
-    def multiplies(self, ruling: Ruling, args: Sequence[Any]) -> bool:
-        """Return whether the op is a product that adds nothing up, and is ruled as `mul` is."""
-        return ruling.mul is not None and not op_facts.adds_up(self.name, args)
-
     def dtypes(self, args: Sequence[Any]) -> list[str]:
         """Return the dtypes of the inputs that count for a rule, in order."""
         return [
@@ -271,11 +270,9 @@ class OpOnDevice:
 
     def decided(self, ruling: Ruling, args: Sequence[Any]) -> Decision:
         """Return the decision for a call."""
-        region, policy, row, *_ = ruling
-        if self.multiplies(ruling, args):
-            assert ruling.mul is not None, "then it has a row of its own"
-            decision = policy.apply(ruling.mul, self.dtypes(args), region.dtype)
-            return decision._replace(rule=Rule.LOWER)
+        low, policy, row, mul = ruling.region.dtype, ruling.policy, ruling.row, ruling.mul
+        if mul is not None and not op_facts.adds_up(self.name, args):
+            return policy.apply(mul, self.dtypes(args), low)._replace(rule=Rule.LOWER)
         assert row is not None, "an op without a row is not run by one"
         adds = ruling.adds and op_facts.accumulates(self.name, args)
         if ruling.adds and not adds and self.name in op_facts.ADD_IN_PLACE:
@@ -283,7 +280,7 @@ class OpOnDevice:
                 return Decision(row.rule)
         if ruling.decision is not None:
             return ruling.decision
-        decision = policy.apply(row, self.dtypes(args), region.dtype)
+        decision = policy.apply(row, self.dtypes(args), low)
         if adds and decision.run in LOW and policy.halves != "raise":
             return Decision(decision.rule, "float32", decision.run)  # rounded once
         return decision
@@ -298,7 +295,7 @@ class OpOnDevice:
         asked = tuple(self.dtypes(args))
         entry = decision_log.Entry(*at, row, asked, decision, ruling.policy.name)
         if decision.rule is not Rule.FP8:
-            unsummed = self.multiplies(ruling, args)
+            unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
             return entry._replace(
                 fallback="it adds nothing up: a multiplication" if unsummed else ""
             )
@@ -312,9 +309,9 @@ class OpOnDevice:
         """Run a call by a ruling, with autocast excluded."""
         if ruling.how is not Apply.CAST:
             return self._by_dtype(ruling.how, call, args, kwargs)
-        name, device = self.name, self.device
-        decision = self.decided(ruling, args)
-        if ruling.decision is None:
+        name, device, decision = self.name, self.device, ruling.decision
+        if decision is None or ruling.adds or ruling.mul is not None:
+            decision = self.decided(ruling, args)
             if decision.rule is Rule.FORBID:
                 assert ruling.row is not None, "it decided"
                 forbid(ruling.policy, ruling.row, name, self.dtypes(args))
@@ -338,9 +335,10 @@ class OpOnDevice:
             if not op_facts.reads_wide(name, args):
                 return call(*args, **kwargs)
         if decision.run is None:
-            return _back(call(*args, **kwargs), decision.out)
+            result = call(*args, **kwargs)
+            return result if decision.out is None else _back(result, decision.out)
         dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
-        written_to = kwargs.get("out", args[0]) if name in op_facts.ADD_IN_PLACE else None
+        written_to = kwargs.get("out", args[0]) if self._into else None
         if written_to is not None and written_to.dtype is not args[0].dtype:
             return call(*args, **kwargs)  # torch refuses it
         if self._prepare is not None:
@@ -371,7 +369,7 @@ class OpOnDevice:
             if "out" in kwargs:
                 written_to.resize_(result.shape)
             return written_to.copy_(result)
-        return _back(result, decision.out)
+        return result if decision.out is None else _back(result, decision.out)
 
     def _by_dtype(self, how: Apply, call: Function, args: Any, kwargs: Any) -> Any:
         """Run in float32 by the dtype argument of the op, or of the overload that has one."""
@@ -413,9 +411,7 @@ def _eligible(t: torch.Tensor, device: str) -> bool:
     return t.is_floating_point() and t.dtype is not torch.float64 and t.device.type == device
 
 
-def _back(result: Any, out: str | None) -> Any:
-    if out is None:
-        return result
+def _back(result: Any, out: str) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)(_back(r, out) for r in result)
     if isinstance(result, torch.Tensor) and result.dtype is torch.float32:

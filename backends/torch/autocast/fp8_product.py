@@ -116,15 +116,10 @@ def _capability_of(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def parts_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts:
-    """Return the parts of a call for which `why_not` has no reason."""
-    given, others = _given(name, args, kwargs)
-    return OPS[name][1](*given, **others)
-
-
 def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a call in 8 bits for which `why_not` has no reason; its result is bfloat16."""
-    parts = parts_of(name, args, kwargs)
+    given, others = _given(name, args, kwargs)
+    parts = OPS[name][1](*given, **others)
     made: Any = _Product.apply(parts.x, parts.weight, recipe)  # type: ignore[no-untyped-call]
     if parts.alpha != 1:
         made = made * parts.alpha

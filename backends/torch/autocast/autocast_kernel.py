@@ -5,8 +5,7 @@ of the region agrees with torch for the op, a kernel passes the call on to torch
 it replaced. torch.compile traces through it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
@@ -35,20 +34,10 @@ from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 
-class _TorchKernels:
+class TorchKernels:
     """Whether torch's own kernels are used where they agree with the policy."""
 
     used = True
-
-
-@contextmanager
-def torch_kernels_unused() -> Iterator[None]:
-    """Run ops on kernels of ours even where torch's agree with the policy. For tests."""
-    _TorchKernels.used = False
-    try:
-        yield
-    finally:
-        _TorchKernels.used = True
 
 
 Function = Callable[..., Any]
@@ -79,7 +68,7 @@ def make(name: str, device: str, key: str) -> Function | None:
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        if ruling.agrees and replaced is not None and (run_by_torch or _TorchKernels.used):
+        if ruling.agrees and replaced is not None and (run_by_torch or TorchKernels.used):
             if ruling.mul is None or op_facts.adds_up(name, args):
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is

@@ -95,8 +95,11 @@ def all_python(*devices: str) -> Iterator[None]:
     """Run every op that has a rule on our kernels, on all devices if none is named. For tests."""
     for device in devices or torch_table.DEVICES:
         put(device, sorted(torch_table.kernels(device)))
-    with autocast_kernel.torch_kernels_unused():
+    autocast_kernel.TorchKernels.used = False
+    try:
         yield
+    finally:
+        autocast_kernel.TorchKernels.used = True
 
 
 def put(device: str, ops: Sequence[str]) -> None:

@@ -17,8 +17,6 @@ from torch import nn
 
 from polymp import PolicyError, policy
 from polymp.backends.torch.autocast import region_casts, regions
-from polymp.rules.policy import Policy
-from polymp.rules.row import Row, Rule
 from polymp.torch import GradScaler, autocast
 from tests.support.processes import in_thread, in_threads
 from tests.support.torch.compiled import mm
@@ -132,13 +130,6 @@ def test_policies_are_equal_and_hash_alike_after_a_pickle_from_another_process()
     theirs = pickle.loads(run.stdout)
     assert theirs == policy("torch-cpu")
     assert {theirs: 1}[policy("torch-cpu")] == 1
-
-
-def test_dtypes_that_the_core_lacks_count_for_nothing() -> None:
-    widest = Policy("w", (Row("cat", Rule.WIDEST), Row("exp", Rule.FP32_KEEP)))
-    region = regions.prepared.by_ticket[autocast("cpu")._ticket][0]
-    assert widest.decide("cat", ["float8_e4m3fnuz", "bfloat16"], region).run == "bfloat16"
-    assert widest.decide("exp", ["float8_e4m3fnuz"], region).out is None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # dynamo imports what uses it

@@ -104,7 +104,7 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     op = spelling(eqn)
     avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
     # The plans keep regions and types alive, so that no other object gets their ids.
-    signature = (op, id(region), *known, *map(id, avals))
+    signature = (op, _is_gradient_of_read(eqn), id(region), *known, *map(id, avals))
     plans = frame.planner.op_plans
     # Most equations repeat an earlier one; a report needs a decision for each.
     if signature not in plans or decision_log.current() is not None:
@@ -126,12 +126,12 @@ def _plan_of(
     if not hard:
         return None
     decision = frame.decision(op_of(op), hard, region, op)
-    kind = Kind.BIND
-    if vocabulary().picks(op_of(op)):
-        if hard[0] in LOW_DTYPES and _adds_up_in_float32(decision.rule, region):
-            decision, kind = Decision(decision.rule, None, None), Kind.PICK
-        elif decision.rule is Rule.LOWER:
-            decision = Decision(decision.rule, None, decision.run)
+    rule = decision.rule
+    picks = vocabulary().picks(op_of(op))
+    if picks and rule in (Rule.LOWER, Rule.FP32_KEEP):  # no table is cast, but what is picked of it
+        decision = Decision(rule, None, decision.run if rule is Rule.LOWER else None)
+    if rule not in _IN_FLOAT32 and _is_gradient_of_read(eqn) and _adds_up_in_float32(rule, region):
+        decision = Decision(rule, "float32", widest(hard))
     dtypes = [declared(atom) for atom in eqn.invars]
     if decision.run is not None:
         groups = {f: decision.run for f in dtypes if f}
@@ -151,6 +151,8 @@ def _plan_of(
     # Spread over more elements, a product is no longer what a bias is added to.
     moved = op in known_functions.LAYOUT and op != "broadcast_in_dim"
     product = (adds or moved) and any(k.product for k in known)
+    picks_low = picks and writes[0] in LOW_DTYPES
+    kind = Kind.PICK if picks_low and _adds_up_in_float32(rule, region) else Kind.BIND
     outs = [
         ValueFacts(f, origin, product and f in LOW_DTYPES, numbers) if f else ValueFacts(None)
         for f in finals
@@ -158,13 +160,27 @@ def _plan_of(
     return _OpPlan(reads, tuple(writes), returns, outs, kind)
 
 
+_IN_FLOAT32 = (Rule.FP32, Rule.FP32_KEEP)
+
+
 def _adds_up_in_float32(rule: Rule, region: Region) -> bool:
-    """True if gradients of what is picked are: by the row of a gather, or of its transpose."""
-    if rule is Rule.PARTS and region.policy is not None:
-        rows = region.policy.at(region.scope)
-        row = rows.winner("scatter_add", region.dtype, "jax:scatter-add")
-        return row is not None and row.rule in (Rule.FP32, Rule.FP32_KEEP)
-    return rule is Rule.FP32_KEEP
+    """True if gradients of what is read more than once are, unless a row of scatter_add differs."""
+    policy = region.policy
+    assert policy is not None, "it has decided already"
+    row = policy.at(region.scope).winner("scatter_add", region.dtype, "jax:scatter-add")
+    if rule in _IN_FLOAT32 or (row is not None and row.rule in _IN_FLOAT32):
+        return True
+    named = row is not None and row.of in ("scatter_add", "jax:scatter-add")
+    return not named and policy.halves != "raise"  # as torch.amp does
+
+
+_GATHER = known_functions.code_of(jax.lax.gather)
+
+
+def _is_gradient_of_read(eqn: Equation) -> bool:
+    """True for the transpose of a gather, which keeps the traceback of the gather."""
+    is_sum = eqn.primitive.name == "scatter-add"
+    return is_sum and _GATHER in compat.frames(eqn.source_info.traceback).codes
 
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:

@@ -27,7 +27,7 @@ AMBIENT: compat.Context[Region | None] = jax.make_user_context(None)
 EXPLAINED: compat.Context[int | None] = jax.make_user_context(None)
 
 # Inside a function that a row names, nothing else is asked; what it adds up low is rounded once.
-_SUMS = [Row(f"jax:{name}", Rule.FP32_KEEP) for name in ("gather", "scatter-add", "scatter-sub")]
+_SUMS = [Row(f"jax:{name}", Rule.FP32_KEEP) for name in ("scatter-add", "scatter-sub")]
 AS_CALLED = Policy("the rule of the call", tuple(_SUMS))
 
 _MARK = re.compile(r"polymp:[\w.:-]+")

@@ -2,22 +2,43 @@
 
 Each name says why it is needed and since when it has been there;
 `tests/jax/compat/test_private_names.py` fails when one changes. Supported: jax 0.10.2 to 0.11.
+`programs` has the types and the parts of traced programs.
 """
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
+from functools import cache
+from types import CodeType, TracebackType
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax._src.config as _config
 import jax._src.core as _core
+import jax._src.dtypes as _dtypes
 import jax._src.interpreters.ad as _ad
 import jax._src.interpreters.partial_eval as _partial_eval
+import jax._src.mesh as _mesh
+import jax._src.named_sharding as _named_sharding
+import jax._src.pjit as _pjit
+import jax._src.sharding_impls as _sharding
+import jax._src.source_info_util as _source_info
 import jax.extend.core as core
-from jax.core import AbstractValue
+import jax.interpreters.mlir as mlir
+import numpy as np
+from jax import lax
+from jax.core import AbstractValue, Tracer
+from jax.extend.core import primitives
 from jax.interpreters import ad
+from jax.sharding import AbstractMesh
 
+from polymp.backends.jax.compat.programs import (
+    Atom,
+    Equation,
+    JaxprEqnContext,
+    NameStack,
+    SourceInfo,
+)
 from polymp.backends.jax.compat.programs import binders as binders
 from polymp.backends.jax.compat.programs import close as close
 from polymp.backends.jax.compat.programs import dtypes_out as dtypes_out
@@ -30,32 +51,6 @@ from polymp.backends.jax.compat.programs import scan_sizes as scan_sizes
 from polymp.backends.jax.compat.programs import traced_as as traced_as
 from polymp.backends.jax.compat.programs import traced_from as traced_from
 from polymp.backends.jax.compat.programs import traced_jaxpr as traced_jaxpr
-from polymp.backends.jax.compat.recording import EquationSource as EquationSource
-from polymp.backends.jax.compat.recording import Frames as Frames
-from polymp.backends.jax.compat.recording import Recorded as Recorded
-from polymp.backends.jax.compat.recording import Recorder as Recorder
-from polymp.backends.jax.compat.recording import aval_of as aval_of
-from polymp.backends.jax.compat.recording import equation_context as equation_context
-from polymp.backends.jax.compat.recording import follow_buffers as follow_buffers
-from polymp.backends.jax.compat.recording import frames as frames
-from polymp.backends.jax.compat.recording import in_backward as in_backward
-from polymp.backends.jax.compat.recording import is_plain as is_plain
-from polymp.backends.jax.compat.recording import lower_in_place as lower_in_place
-from polymp.backends.jax.compat.recording import merge_repeated as merge_repeated
-from polymp.backends.jax.compat.recording import no_scopes as no_scopes
-from polymp.backends.jax.compat.recording import operands_of as operands_of
-from polymp.backends.jax.compat.recording import other_mesh as other_mesh
-from polymp.backends.jax.compat.recording import put as put
-from polymp.backends.jax.compat.recording import readers as readers
-from polymp.backends.jax.compat.recording import recorder as recorder
-from polymp.backends.jax.compat.recording import scope_names as scope_names
-from polymp.backends.jax.compat.recording import tracers_of as tracers_of
-from polymp.backends.jax.compat.recording import traces as traces
-from polymp.backends.jax.compat.recording import transforms as transforms
-from polymp.backends.jax.compat.recording import where_made as where_made
-from polymp.backends.jax.compat.recording import where_written as where_written
-from polymp.backends.jax.compat.recording import with_scope as with_scope
-from polymp.backends.jax.compat.recording import without_scopes as without_scopes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -258,3 +253,385 @@ def asks_for_low(error: BaseException) -> bool:
             return True
         at = at.tb_next
     return False
+
+
+# Programs that are traced: equations put in without a `bind`, and their source.
+
+
+def equation_context() -> JaxprEqnContext:
+    """The context that an equation traced here would hold; one object for one context. Since 0.4.
+
+    An equation's own context need not be entered where it is the current one.
+    """
+    return _core.JaxprEqnContext()
+
+
+class EquationSource:
+    """The source of what is traced in a block: tracebacks and name stacks of equations, in turn.
+
+    `source_info_util.user_context` without a context manager for each equation: of a large program,
+    they were an eighth of the time. Since jax 0.4.
+    """
+
+    def __init__(self) -> None:
+        self._here = _source_info._source_info_context
+
+    def __enter__(self) -> "EquationSource":
+        self._before = self._here.context
+        self._traceback: object = None
+        return self
+
+    def at(self, info: SourceInfo, stack: NameStack) -> None:
+        """From here on: the traceback of an equation's source information, and a name stack."""
+        self._traceback = info.traceback
+        if info.name_stack is not stack or info.traceback is None:
+            info = self._before.replace(traceback=info.traceback, name_stack=stack)
+        self._here.context = info
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._here.context = self._before
+        if error is not None:  # it gets the place of the equation at hand
+            manager = _source_info.user_context(self._traceback)
+            manager.__enter__()
+            manager.__exit__(kind, error, traceback)
+
+
+# A value that is an equation's only result, as long as no tracer of it is asked for.
+Recorded: TypeAlias = _core.JaxprEqn
+
+
+class Recorder:
+    """Puts equations into the program that is being traced, as jax's own `lower_jaxpr` does.
+
+    An equation is the one that `bind` would put there, with types from the primitive's own shape
+    rule, by way of jax's cache. What `bind` does before that is the same for all equations of a
+    program: it finds the current trace, looks whether a value is one of that trace's own and
+    whether its mesh is the current one. Since jax 0.10.
+    """
+
+    def __init__(
+        self, trace: _partial_eval.DynamicJaxprTrace, mesh: jax.sharding.AbstractMesh
+    ) -> None:
+        # No mesh holds here, so that no value varies over manual axes.
+        self.meshless: bool = mesh.empty
+        self._mesh = mesh
+        self._trace = trace
+        self._frame: Any = trace.frame
+        self._context = equation_context()
+        self._here = _source_info._source_info_context
+        self._tracers: dict[Atom, jax.Array] = {}
+
+    def put(
+        self, primitive: core.Primitive, values: Sequence[Any], params: jax.core.ParamDict
+    ) -> Sequence[Any]:
+        """The results of a primitive, at the current source information.
+
+        Values and results are `Recorded`, or what `bind` takes and returns.
+        """
+        if not is_plain(primitive) or params.get("sharding") is not None:
+            return self.bind(primitive, values, params)
+        if _mesh.get_abstract_mesh() is not self._mesh:  # a cast under another one
+            return self.bind(primitive, values, params)
+        frame, trace = self._frame, self._trace
+        constants = frame.constvar_to_val
+        source = self._here.context
+        if not source.traceback:
+            source = _source_info.current()
+        atoms, avals = [], []
+        for x in values:
+            if type(x) is Recorded:
+                (atom,) = x.outvars
+            else:
+                if not isinstance(x, _core.Tracer):
+                    x = trace.to_jaxpr_tracer(_dtypes.canonicalize_value(x), source)
+                elif x._trace is not trace:
+                    return self.bind(primitive, values, params)
+                atom = x.val
+                if type(atom) is core.Literal:
+                    if primitive in _partial_eval.const_fold_rules:
+                        return self.bind(primitive, values, params)
+                elif atom in constants:  # it lives as long as its tracers, which `bind` keeps
+                    return self.bind(primitive, values, params)
+            atoms.append(atom)
+            avals.append(atom.aval)
+        made, effects = _partial_eval._cached_abstract_eval(primitive, *avals, **params)
+        if effects:
+            return self.bind(primitive, values, params)
+        several = primitive.multiple_results
+        variables = [frame.gensym(aval) for aval in (made if several else (made,))]
+        eqn = Recorded(atoms, variables, primitive, params, effects, source, self._context)
+        if primitive in _partial_eval.forwarding_rules:
+            (same,), _ = _partial_eval.forwarding_rules[primitive](eqn)
+            if same is not None:
+                return (values[same],)
+        frame.tracing_eqns.append(eqn)
+        if several:
+            return [trace.var_to_tracer(var, source) for var in variables]
+        return (eqn,)
+
+    def bind(
+        self, primitive: core.Primitive, values: Sequence[Any], params: jax.core.ParamDict
+    ) -> Sequence[Any]:
+        """The same, by way of `bind`."""
+        return put(primitive, [self.tracer(x) for x in values], params)
+
+    def tracer(self, x: object) -> Any:
+        """The tracer of a recorded value; any other value as it is."""
+        if type(x) is not Recorded:
+            return x
+        (var,) = x.outvars
+        if var not in self._tracers:
+            self._tracers[var] = self._trace.var_to_tracer(var, x.source_info)
+        return self._tracers[var]
+
+
+def put(
+    primitive: core.Primitive, values: Sequence[object], params: jax.core.ParamDict
+) -> Sequence[Any]:
+    """The results of a primitive, by way of `bind`."""
+    out = primitive.bind(*values, **primitive.get_bind_params(params))
+    return out if primitive.multiple_results else (out,)
+
+
+def aval_of(x: object) -> Any:
+    """The type of a value, recorded or not."""
+    return x.outvars[0].aval if type(x) is Recorded else jax.typeof(x)
+
+
+def recorder(values: Sequence[object]) -> Recorder | None:
+    """For the program that is being traced, of which these values will be part.
+
+    None where `bind` decides what becomes of an equation: where nothing is traced, under a
+    derivative or vmap, and where a value has another mesh than the one that holds here.
+    """
+    trace = _core.trace_ctx.trace
+    if type(trace) is not _partial_eval.DynamicJaxprTrace or trace.frame.auto_dce:
+        return None
+    mesh = _mesh.get_abstract_mesh()
+    for x in values:
+        of = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", mesh)
+        if not of.empty and of != mesh:
+            return None
+    return None if _config.eager_constant_folding.value else Recorder(trace, mesh)
+
+
+def other_mesh(aval: object) -> AbstractMesh | None:
+    """The mesh of a value where another one holds, that of a `reshard` it goes into; or None.
+
+    A primitive refuses values of other meshes. `get_abstract_mesh` is public since jax 0.8.
+    """
+    mesh = _mesh.get_abstract_mesh()
+    of = getattr(getattr(aval, "sharding", None), "mesh", mesh)
+    return None if of is mesh or of.empty or of == mesh else of
+
+
+@cache
+def is_plain(primitive: core.Primitive) -> bool:
+    """True if `bind` of a primitive, under a trace that records, does nothing of its own.
+
+    Told by the attributes of `Primitive` that others override, and by jax's rules for recording.
+    Since jax 0.10.
+    """
+    own = vars(primitive)
+    if type(primitive) is not _core.Primitive or "bind" in own or "get_bind_params" in own:
+        return False
+    if "is_high" in own or primitive.ref_primitive or primitive.ref_allocating:
+        return False
+    if primitive.name == "custom_lin":  # its parameters cannot be told apart
+        return False
+    if "bind_with_trace" in own and primitive is not jax.lax.convert_element_type_p:
+        return False  # that one's puts a sharding constraint after a cast that has a sharding
+    # These rules put their parameters in order, nothing else.
+    ordered = jax.lax.broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.dynamic_slice_p
+    return primitive not in _partial_eval.custom_staging_rules or primitive in ordered
+
+
+# Where equations and values come from: name stacks, tracebacks, and the traces around.
+
+
+def without_scopes(stack: NameStack, drop: Callable[[str], bool]) -> NameStack:
+    """A name stack without the scopes whose names are to be dropped. Since jax 0.4."""
+    kept = [part for part in stack.stack if not (hasattr(part, "name") and drop(part.name))]
+    return type(stack)(tuple(kept))
+
+
+def no_scopes() -> NameStack:
+    """The empty name stack. Since jax 0.4."""
+    return _source_info.NameStack()
+
+
+def scope_names(stack: NameStack) -> list[str]:
+    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4."""
+    return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
+
+
+def with_scope(stack: NameStack, name: str) -> NameStack:
+    """A name stack with one scope more, inside the others. Since jax 0.4."""
+    return stack.extend(name)
+
+
+def transforms(stack: NameStack) -> frozenset[str]:
+    """Names of the transforms in a name stack: "jvp", "transpose", "vmap". Since jax 0.4."""
+    return frozenset(p.name for p in stack.stack if type(p).__name__ == "Transform")
+
+
+def in_backward(stack: NameStack) -> bool:
+    """True for the name stack of an equation that a transposition made. Since jax 0.4."""
+    return "transpose" in transforms(stack)
+
+
+class Frames(NamedTuple):
+    """The Python frames of a traceback, innermost first."""
+
+    codes: Sequence[CodeType]  # the code object of each
+    places: Sequence[int]  # where in it the frame was: offsets of instructions
+
+
+def frames(traceback: Any) -> Frames:
+    """The frames of an equation's traceback, cheaply. `raw_frames` since jaxlib 0.4."""
+    return Frames((), ()) if traceback is None else Frames(*traceback.raw_frames())
+
+
+def where_written(eqn: Equation) -> str:
+    """File, line and function of an equation, as its author would look for it. Since jax 0.3."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def traces() -> list[jax.core.Trace]:
+    """The traces that Python runs under, innermost first, without the last: that of no trace.
+
+    Empty in code that is not traced. Since jax 0.4.36.
+    """
+    found = []
+    trace = _core.trace_ctx.trace
+    while trace is not None and trace is not _core.eval_trace:
+        found.append(trace)
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def tracers_of(trace: jax.core.Trace | None, among: Sequence[object]) -> "list[Tracer[Any]]":
+    """Those of some objects that are values of a trace. Since jax 0.4.36."""
+    return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
+
+
+def operands_of(tracer: "Tracer[Any]") -> object:
+    """The list of values that a value was computed from; None if there is none. Since jax 0.7."""
+    eqn = getattr(tracer, "parent", None)
+    return None if eqn is None else eqn.in_tracers
+
+
+def where_made(tracer: "Tracer[Any]") -> str:
+    """Type of a traced value, and where it was computed. Since jax 0.4.36."""
+    shown, info = tracer.aval.str_short(), tracer._line_info
+    place = _source_info.summarize(info) if info is not None else ""
+    return f"{shown} from {place}" if place else str(shown)
+
+
+# Programs as MLIR, while they are lowered.
+
+
+def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:
+    """The ops of an MLIR program that read some of its values. Since jax 0.5.
+
+    `jax.interpreters.mlir.ir` is public, what its classes can do is not documented.
+    """
+    return [use.owner.operation for value in values for use in value.uses]
+
+
+def merge_repeated(op: mlir.ir.Operation) -> None:
+    """Replace an op of an MLIR program by an earlier one that computes the same, if there is one.
+
+    So are the ops that read its result, as long as they have one operand and one result each. The
+    earlier ones are in the same block, which is where ops are put one after the other. Since 0.5.
+    """
+    todo = [op]
+    while todo:
+        op = todo.pop()
+        if len(op.operands) != 1 or len(op.results) != 1:
+            continue
+        twins = (one for one in readers(op.operands) if one != op and _is_earlier_twin(one, op))
+        if (twin := next(twins, None)) is not None:
+            todo += readers(op.results)
+            op.results[0].replace_all_uses_with(twin.results[0])
+            op.erase()
+
+
+def _is_earlier_twin(one: mlir.ir.Operation, other: mlir.ir.Operation) -> bool:
+    def computed(op: mlir.ir.Operation) -> tuple[object, ...]:
+        types = [value.type for value in op.results]
+        return op.name, types, {name: op.attributes[name] for name in op.attributes}
+
+    if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
+        return False
+    return bool(computed(one) == computed(other))
+
+
+def lower_in_place(belongs: Callable[[core.ClosedJaxpr], bool]) -> None:
+    """Lower some jitted functions into the program that calls them, in place of a call.
+
+    On several devices alone, and none that asks for shardings or layouts of its own, or has
+    effects. All others are lowered by jax's own rule, `_pjit_lowering`. Since jax 0.4.
+    """
+
+    def rule(
+        ctx: mlir.LoweringRuleContext, *args: "mlir.ir.Value[Any]", **params: Any
+    ) -> "Sequence[mlir.ir.Value[Any]]":
+        jaxpr = params["jaxpr"]
+        asked = {x for key in _ASKED for x in params[key]} - {_named_sharding.UNSPECIFIED, None}
+        several = _devices(ctx.module_context.axis_context) > 1
+        if not several or asked or jaxpr.effects or not belongs(jaxpr):
+            own: Sequence[mlir.ir.Value[Any]] = _pjit._pjit_lowering(ctx, *args, **params)
+            return own
+        stack = ctx.name_stack.extend(f"jit({params['name']})")
+        lower = mlir.lower_fun(core.jaxpr_as_fun(jaxpr))
+        outs: Sequence[mlir.ir.Value[Any]] = lower(ctx.replace(name_stack=stack), *args)
+        return outs
+
+    mlir.register_lowering(_pjit.jit_p, rule, cacheable=False)
+
+
+_ASKED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+
+
+def _devices(context: object) -> int:
+    """How many devices a program is for, that is lowered in a context."""
+    if isinstance(context, _sharding.ShardingContext):
+        return context.num_devices
+    return context.mesh.size if isinstance(context, _sharding.SPMDAxisContext) else 1
+
+
+# `lax.dynamic_update_slice` of a low buffer by float32 values, in an autocast function's trace.
+#
+# An autocast function is traced in the dtypes as written. There, a cache that is stored in
+# bfloat16 meets keys that autocast makes bfloat16 only afterwards, and jax refuses to write them
+# into it. Here the values are cast to the buffer's dtype; where autocast makes them low, that
+# cast is nothing.
+#
+# The float dtypes of a buffer that values in float32 follow.
+_LOW = frozenset({"bfloat16", "float16"})
+
+
+def follow_buffers(inside: Callable[[], bool]) -> None:
+    """Let updates of low buffers by float32 values follow the buffer.
+
+    `jax.extend.core.primitives` is public; that `lax.dynamic_update_slice` calls `bind` as an
+    attribute of the primitive, which an object may have of its own, is not documented. Since 0.2.
+    """
+    primitive = primitives.dynamic_update_slice_p
+    if "bind" in vars(primitive):
+        return
+    own = primitive.bind
+
+    def bind(buffer: jax.Array, update: jax.Array, *start: jax.Array, **params: object) -> object:
+        name = getattr(getattr(buffer, "dtype", None), "name", "")
+        if name in _LOW and getattr(update, "dtype", None) == np.float32 and inside():
+            update = lax.convert_element_type(update, name)
+        return own(buffer, update, *start, **params)
+
+    primitive.bind = bind

@@ -24,7 +24,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import polymp.jax
 from polymp.backends.jax import compat
-from polymp.backends.jax.compat import recording
 from polymp.jax import autocast
 from tests.conftest import need
 from tests.support.jax.corpus import corpus
@@ -289,7 +288,7 @@ def test_it_is_recorded():
             return super().put(primitive, values, params)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "Recorder", Counting)
+        patch.setattr(compat, "Recorder", Counting)
         made = jax.make_jaxpr(autocast(lambda x: jnp.sin(x @ x) * 2 + x))(W)
     assert seen == [eqn.primitive.name for eqn in made.eqns]
     assert len(seen) >= 5
@@ -308,6 +307,6 @@ def test_a_wrong_type_is_seen(wrong):
             return outs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "Recorder", Wrong)
+        patch.setattr(compat, "Recorder", Wrong)
         recorded, by_bind = both(lambda autocast: autocast(lambda x: jnp.sin(x) * x), W)
     assert recorded != by_bind

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import evaluate
-from polymp.backends.jax.compat import recording
 from polymp.jax import autocast
 from tests.support.jax import hlo
 
@@ -173,7 +172,7 @@ def without_merging() -> Iterator[None]:
 
 @contextmanager
 def with_calls() -> Iterator[None]:
-    with mock.patch.object(recording, "_devices", return_value=1):
+    with mock.patch.object(compat, "_devices", return_value=1):
         jax.clear_caches()
         yield
     jax.clear_caches()

@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
@@ -89,14 +90,10 @@ def ends_at_tolerance(eqn: Equation) -> bool:
         seen.add(at := todo.pop())
         if outs[at] is given[body.fixed + at]:
             continue  # the same in every turn, as the tolerance is
-        if _is_inexact(outs[at]):
+        if is_inexact(outs[at].aval):
             return True
         todo |= {i - body.fixed for i in _decide(body.closed, at) if i >= body.fixed} - seen
     return False
-
-
-def _is_inexact(atom: Atom) -> bool:
-    return bool(jax.numpy.issubdtype(getattr(atom.aval, "dtype", bool), jax.numpy.inexact))
 
 
 def _decide(closed: ClosedProgram, out: int) -> set[int]:
@@ -123,7 +120,7 @@ def _decide(closed: ClosedProgram, out: int) -> set[int]:
             todo.extend(read[:1] if eqn.primitive.name == "cond" else [])  # which branch
             read = [part.of(read)[i] for part in parts for i in _decide(part.closed, at)]
         elif jax.numpy.issubdtype(getattr(atom.aval, "dtype", bool), jax.numpy.integer):
-            read = [v for v in read if not _is_inexact(v)]
+            read = [v for v in read if not is_inexact(v.aval)]
         todo.extend(read)
     return {places[atom] for atom in seen if atom in places}
 

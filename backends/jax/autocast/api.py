@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from polymp.backends.jax.arrays import float_dtype, is_array, is_float
 from polymp.backends.jax.autocast import known_functions, regions
-from polymp.backends.jax.autocast.frame import LOW_DTYPES
+from polymp.backends.jax.autocast.frame import ELIGIBLE, LOW_DTYPES
 from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
 from polymp.backends.jax.autocast.transform import transformed
 from polymp.errors import PolicyError
@@ -186,7 +186,7 @@ def call_in(fn: F, dtype: jax.typing.DTypeLike) -> F:
     to = float_dtype(dtype)
 
     def cast(leaf: object) -> object:
-        if not is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in _CAST:
+        if not is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in ELIGIBLE:
             return leaf
         return jax.numpy.asarray(leaf).astype(to)
 
@@ -197,9 +197,6 @@ def call_in(fn: F, dtype: jax.typing.DTypeLike) -> F:
             return fn(*args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-_CAST = frozenset({"float32", "bfloat16", "float16"})
 
 
 def _marked(leaf: object, name: str) -> object:

@@ -130,7 +130,7 @@ def _transpose(
         nones[moving] = ad.Zero(aval)
         return nones
     rest = [x for i, x in enumerate(operands) if i != moving]
-    avals = [low(aval, run), *map(low_type(run), (ct, *rest))]
+    avals = [low(x, run) for x in (aval, ct, *rest)]
     jaxpr = transposed(of, params, run, moving, *avals)
     nones[moving] = _with_contractions(jaxpr, (ct, *rest), run, aval.dtype.name)
     return nones
@@ -144,8 +144,7 @@ def _batch(
     run: str,
     out: str,
 ) -> tuple[jax.Array, int]:
-    avals = map(low_type(run), operands)
-    jaxpr = batched(of, params, run, tuple(dims), *avals)
+    jaxpr = batched(of, params, run, tuple(dims), *(low(x, run) for x in operands))
     return _with_contractions(jaxpr, operands, run, out), 0
 
 
@@ -153,13 +152,6 @@ def _with_contractions(closed: ClosedProgram, args: Sequence[Any], run: str, out
     """The result of a program of one dtype, with each contraction in it replaced by ours."""
     product = partial(contract, run=run, out=out)
     return with_products(closed, args, product, out)
-
-
-def _stands_for(
-    eqn: core.JaxprEqn,
-) -> tuple[core.Primitive, Sequence[ShapedArray], Mapping[str, object]]:
-    avals = [low(x.aval, eqn.params["run"]) for x in eqn.invars]
-    return eqn.params["of"], avals, dict(eqn.params["params"])
 
 
 def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]:
@@ -195,60 +187,49 @@ Halves = tuple[
     core.JaxprEqn | None, core.JaxprEqn | None, Sequence[bool], Sequence[bool], list[core.Var]
 ]
 
+
 # The next functions make the derivative, the batched form and the rematerialisation of a product
 # from those of JAX's own primitive.
 #
 # The transpose and the batched form of JAX's primitive are traced at one dtype, and every
 # product in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
 #
-# Makes of an equation of ours the primitive that it stands for, types of its operands, and its
-# parameters.
-StandsFor = Callable[
-    [core.JaxprEqn], tuple[core.Primitive, Sequence[ShapedArray], Mapping[str, object]]
-]
+def remat_rule(
+    saveable: Callable[..., compat.RematAnswer],
+    unknown: Sequence[bool],
+    kept: Sequence[bool],
+    eqn: core.JaxprEqn,
+) -> Halves:
+    """Ask a rematerialisation policy about the primitive that an equation stands for."""
+    missing = [
+        x for x, has in zip(eqn.invars, kept, strict=True) if not has and not isinstance(x, Literal)
+    ]
+    if any(unknown):
+        return None, eqn, [True], [True], missing
+    of, run = eqn.params["of"], eqn.params["run"]
+    # A product in 8 bits has scales behind its two operands.
+    operands = eqn.invars[:2] if of is lax.dot_general_p else eqn.invars
+    params = {**dict(eqn.params["params"]), "preferred_element_type": np.dtype(eqn.params["out"])}
+    case = compat.remat_case(saveable(of, *(low(x.aval, run) for x in operands), **params))
+    if case == "save":
+        return eqn, None, [False], [False], []
+    if case == "recompute":
+        return eqn, eqn, [False], [True], missing
+    there, back = case
+    (out,) = eqn.outvars
+
+    def offloaded(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = eqn.primitive.bind(*operands, **eqn.params)
+        return made, jax.device_put(made, there)
+
+    forward = jax.make_jaxpr(jax.jit(offloaded))(*(x.aval for x in eqn.invars)).eqns[0]
+    saved = forward.outvars[1]
+    backward = jax.make_jaxpr(lambda x: jax.device_put(x, back))(saved.aval).eqns[0]
+    forward = forward.replace(invars=eqn.invars, outvars=[out, saved])
+    return forward, backward.replace(invars=[saved], outvars=[out]), [False], [True], [saved]
 
 
-def remat_rule(stands_for: StandsFor) -> Callable[..., Halves]:
-    """Make a rule by which a rematerialisation policy is asked about JAX's own primitive."""
-
-    def rule(
-        saveable: Callable[..., compat.RematAnswer],
-        unknown: Sequence[bool],
-        kept: Sequence[bool],
-        eqn: core.JaxprEqn,
-    ) -> Halves:
-        """Ask a rematerialisation policy about the primitive that an equation stands for."""
-        missing = [
-            x
-            for x, has in zip(eqn.invars, kept, strict=True)
-            if not has and not isinstance(x, Literal)
-        ]
-        if any(unknown):
-            return None, eqn, [True], [True], missing
-        of, avals, params = stands_for(eqn)
-        preferred = np.dtype(eqn.params["out"])
-        case = compat.remat_case(saveable(of, *avals, **params, preferred_element_type=preferred))
-        if case == "save":
-            return eqn, None, [False], [False], []
-        if case == "recompute":
-            return eqn, eqn, [False], [True], missing
-        there, back = case
-        (out,) = eqn.outvars
-
-        def offloaded(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-            made = eqn.primitive.bind(*operands, **eqn.params)
-            return made, jax.device_put(made, there)
-
-        forward = jax.make_jaxpr(jax.jit(offloaded))(*(x.aval for x in eqn.invars)).eqns[0]
-        saved = forward.outvars[1]
-        backward = jax.make_jaxpr(lambda x: jax.device_put(x, back))(saved.aval).eqns[0]
-        forward = forward.replace(invars=eqn.invars, outvars=[out, saved])
-        return forward, backward.replace(invars=[saved], outvars=[out]), [False], [True], [saved]
-
-    return rule
-
-
-compat.remat_rules[contraction_p] = remat_rule(_stands_for)
+compat.remat_rules[contraction_p] = remat_rule
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
 
 # JAX would keep the program of the first contraction, and copy it for equal ones.
@@ -264,39 +245,34 @@ compat.lower_in_place(_casts)
 
 
 def result_as_asked(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+    *operands: jax.Array,
+    of: core.Primitive,
+    params: Params,
+    run: str,
+    out: str,
+    accumulator: str = "",
 ) -> jax.Array:
-    """Low operands, and the product's own result in the dtype asked for."""
-    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=out)
-
-
-def convolutions_low(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
-) -> jax.Array:
-    """As asked, but the result of a convolution is low, and cast afterwards."""
-    accumulator = run if of.name == "conv_general_dilated" else out
-    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator=accumulator)
-
-
-def float32_result(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
-) -> jax.Array:
-    """Low operands and a float32 result, rounded afterwards."""
-    return _plain(*operands, of=of, params=params, run=run, out=out, accumulator="float32")
-
-
-def _plain(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str, accumulator: str
-) -> jax.Array:
+    """Low operands, and the product's own result in the dtype asked for, or in another before."""
     lhs, rhs, *rest = operands
     made = of.bind(
         lax.convert_element_type(lhs, run),
         lax.convert_element_type(rhs, run),
         *rest,
         **dict(params),
-        preferred_element_type=np.dtype(accumulator),
+        preferred_element_type=np.dtype(accumulator or out),
     )
     return lax.convert_element_type(made, out)
+
+
+def convolutions_low(*operands: jax.Array, of: core.Primitive, run: str, **how: Any) -> jax.Array:
+    """As asked, but the result of a convolution is low, and cast afterwards."""
+    low_result = run if of.name == "conv_general_dilated" else ""
+    return result_as_asked(*operands, of=of, run=run, accumulator=low_result, **how)
+
+
+def float32_result(*operands: jax.Array, **how: Any) -> jax.Array:
+    """Low operands and a float32 result, rounded afterwards."""
+    return result_as_asked(*operands, accumulator="float32", **how)
 
 
 def row_by_row(
@@ -478,17 +454,13 @@ for _platform, _form in FORMS.items():
 Product = Callable[..., jax.Array]
 
 
-def low(aval: Any, run: str) -> ShapedArray:
-    """A type in a low dtype, if it is one of floats."""
+def low(x: Any, run: str) -> ShapedArray:
+    """A type, or that of an array, in a low dtype if it is one of floats."""
+    aval: ShapedArray = x if isinstance(x, ShapedArray) else jax.typeof(x)
     if not jax.numpy.issubdtype(aval.dtype, np.floating):
-        return aval  # type: ignore[no-any-return]
+        return aval
     made: ShapedArray = aval.update(dtype=np.dtype(run), weak_type=False)
     return made
-
-
-def low_type(run: str) -> Callable[[object], ShapedArray]:
-    """A function of arrays: the type of one, in a low dtype if it has floats."""
-    return lambda x: low(jax.typeof(x), run)
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,16 @@ from polymp.backends.jax.autocast.fp8_operands import (
     fp8_quantise_p,
     quantise_params,
 )
-from polymp.backends.jax.autocast.frame import LOW_DTYPES, Cast, Frame, Kind, Operand, Plan, Step
+from polymp.backends.jax.autocast.frame import (
+    LOW_DTYPES,
+    Cast,
+    Frame,
+    Kind,
+    Operand,
+    Plan,
+    Step,
+    declared,
+)
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
 from polymp.backends.jax.jaxprs import CALLS
 from polymp.fp8.recipes import WEIGHT
@@ -236,11 +245,10 @@ def _picked(step: Step, values: Sequence[object]) -> Sequence[object]:
 
 def _params(step: Step) -> jax.core.ParamDict:
     """The parameters of the equation's own primitive."""
-    params = step.params
-    if params is not step.eqn.params and params.get("update_jaxpr", 0) is None:
-        update = step.eqn.params["update_jaxpr"]
-        return {**params, "update_jaxpr": update_in(update, step.writes[0])}
-    return params
+    update = step.params.get("update_jaxpr")  # of a scatter
+    if update is not None and step.writes[0] != declared(step.eqn.outvars[0]):
+        return {**step.params, "update_jaxpr": update_in(update, step.writes[0])}
+    return step.params
 
 
 def bind(step: Step, values: Sequence[object], **replaced: object) -> Sequence[object]:

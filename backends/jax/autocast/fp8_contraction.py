@@ -153,7 +153,7 @@ def _transpose(
     other, part = operands_of(flat, how)[1 - moving], how.both[1 - moving]
     of_ct = Part(how.role_of_result, own=_own_of_result(params, flat, how))
     wide = main(other)
-    avals = [programs.low(aval, run), *map(programs.low_type(run), (ct, wide))]
+    avals = [programs.low(x, run) for x in (aval, ct, wide)]
     program = programs.transposed(of, params, run, moving, *avals)
 
     def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
@@ -211,7 +211,7 @@ def _batch(
         operands.append(value)
     how = how._replace(lhs=parts[0], rhs=parts[1])
     wide = list(map(main, operands))
-    avals = map(programs.low_type(run), wide)
+    avals = [programs.low(x, run) for x in wide]
     program = programs.batched(of, params, run, tuple(places), *avals)
 
     def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
@@ -241,13 +241,6 @@ def _batched_alike(
     return Quantised(x, s), 0
 
 
-def _stands_for(
-    eqn: core.JaxprEqn,
-) -> tuple[core.Primitive, Sequence[ShapedArray], Mapping[str, object]]:
-    avals = [programs.low(x.aval, eqn.params["run"]) for x in eqn.invars[:2]]
-    return eqn.params["of"], avals, dict(eqn.params["params"])
-
-
 fp8_contraction_p.def_impl(programs.eager(fp8_contraction_p, ("of", "params", "how", "run", "out")))
 
 fp8_contraction_p.def_abstract_eval(_abstract)
@@ -255,7 +248,7 @@ fp8_contraction_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[fp8_contraction_p] = _jvp
 ad.primitive_transposes[fp8_contraction_p] = _transpose
 batching.primitive_batchers[fp8_contraction_p] = _batch
-compat.remat_rules[fp8_contraction_p] = programs.remat_rule(_stands_for)
+compat.remat_rules[fp8_contraction_p] = programs.remat_rule
 
 
 # Contractions under the transformations of jax.experimental that have rules of their own.
@@ -338,8 +331,9 @@ def product(
     """The product of quantised operands, and of those that are quantised here."""
     operands, own = operands_of(flat, how), dict(params)
     (lc, rc), (lb, rb) = own["dimension_numbers"]
-    pairs = list(zip(operands, (lc, rc), strict=True))
-    if any(isinstance(x, Quantised) and _differs(x.scale, summed) for x, summed in pairs):
+    pairs = zip(operands, (lc, rc), strict=True)
+    scales = [(x.scale, summed) for x, summed in pairs if isinstance(x, Quantised)]
+    if any(scale.shape[d] != 1 for scale, summed in scales for d in summed):
         # Forward mode meets an operand that was quantised for the backward product, which sums
         # over other dimensions: its scales differ along those of this one.
         wide = [dequantised(*x, run) if isinstance(x, Quantised) else x for x in operands]
@@ -389,10 +383,6 @@ def _in_8_bits(x: Value, at: int, params: Mapping[str, Any], how: In8Bits) -> Qu
 def scale_shape(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of the scales that are computed along some dimensions of an operand."""
     return tuple(1 if d in axes else size for d, size in enumerate(x.shape))
-
-
-def _differs(scale: jax.Array, dims: Sequence[int]) -> bool:
-    return any(scale.shape[d] != 1 for d in dims)
 
 
 def _over_result(

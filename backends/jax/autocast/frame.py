@@ -4,8 +4,7 @@ A handler takes a frame, an equation and its region, and returns the step that t
 and what is known of its results. `planner` has the table of handlers.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cache, cached_property
@@ -209,7 +208,6 @@ class Inside:
 class Plans(Protocol):
     """Plans of the programs inside one, and what all of their frames share: a `Planner`."""
 
-    off: Set[str]
     stacks: NameStacks
     op_plans: dict[Hashable, Any]
 
@@ -258,7 +256,6 @@ class Frame:
         self.casts: bool = results is not None  # whether there may be any
         # In which dtype all steps read a variable; of several, none. See `planner`.
         self.reads: Mapping[Atom, str | None] = {}
-        self.shares: bool = Pass.SHARING not in planner.off
 
     def known(self, atom: Atom) -> ValueFacts:
         """The dtype of an operand, where it comes from, and its number if it is one."""
@@ -284,7 +281,7 @@ class Frame:
                 return Cast(atom, dtype, value=value, number=known.number)
         self.casts = True
         given = known.origin in (Origin.GIVEN, Origin.LITERAL)
-        return Cast(atom, dtype, shared=self.shares and not given)
+        return Cast(atom, dtype, shared=not given)
 
     def step(
         self,
@@ -427,43 +424,3 @@ def in_dtype(value: SupportsFloat, dtype: str) -> "np.number[Any]":
         number = min(max(number, -largest), largest)
     scalar: np.number[Any] = np.asarray(number, np.dtype(dtype)).flat[0]
     return scalar
-
-
-# Which passes are on: each can be switched off, for tests.
-#
-#   bias_fold   a parameter added to a contraction's result takes its dtype  as adds are planned
-#   sharing     a computed value is cast once for all who read it low         as reads are planned
-#   pull_up     what float32 ops alone read is computed in float32            backwards, at the end
-#   pull_down   a layout that low ops alone read is made of low numbers       backwards, at the end
-#
-# The first two are parts of `op_handlers` and `frame`, the other two are in `planner`.
-
-
-class Pass(StrEnum):
-    """The passes, by name."""
-
-    BIAS_FOLD = "bias_fold"
-    SHARING = "sharing"
-    PULL_UP = "pull_up"
-    PULL_DOWN = "pull_down"
-
-
-# The passes that are switched off. Part of the key of every trace, as `regions.AMBIENT` is.
-_OFF: compat.Context[frozenset[str]] = jax.make_user_context(frozenset())
-
-
-def off() -> frozenset[str]:
-    """The names of the passes that are switched off here."""
-    return _OFF.value
-
-
-@contextmanager
-def without(*names: str) -> Iterator[None]:
-    """Plan what is traced meanwhile, in this thread, without some passes: for tests and experts."""
-    if unknown := [name for name in names if name not in list(Pass)]:
-        raise ValueError(
-            f"without({', '.join(map(repr, names))}): {', '.join(map(repr, unknown))} is no pass. "
-            f"The passes are {', '.join(Pass)}."
-        )
-    with _OFF(off().union(map(str, names))):
-        yield

@@ -90,6 +90,7 @@ class FunctionCall:
     primitive: core.Primitive = core.Primitive(FUNCTION_CALL)
     constvars: Sequence[Atom] = ()
     consts: Sequence[object] = ()
+    debug_info: core.DebugInfo  # there is none: it was traced from no function of its own
 
     def __init__(
         self,
@@ -111,10 +112,6 @@ class FunctionCall:
     @property
     def jaxpr(self) -> "FunctionCall":
         return self
-
-    @property
-    def debug_info(self) -> core.DebugInfo:
-        raise AttributeError("a function call was traced from no function of its own")
 
 
 def grouped(frame: Frame) -> Sequence[Equation]:

@@ -29,7 +29,6 @@ from polymp.backends.jax.autocast.frame import (
     Frame,
     Kind,
     Origin,
-    Pass,
     Planned,
     ValueFacts,
     declared,
@@ -112,10 +111,7 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     _, plan = plans[signature]
     if plan is None:
         return frame.as_written(eqn)
-    params = eqn.params
-    if "update_jaxpr" in params and params["update_jaxpr"] is not None:
-        params = {**params, "update_jaxpr": None}  # made at emission, where JAX is called
-    return frame.step(eqn, plan.reads, plan.writes, plan.kind, params, plan.returns), plan.outs
+    return frame.step(eqn, plan.reads, plan.writes, plan.kind, None, plan.returns), plan.outs
 
 
 def _plan_of(
@@ -136,8 +132,7 @@ def _plan_of(
     if decision.run is not None:
         groups = {f: decision.run for f in dtypes if f}
     else:
-        fold = Pass.BIAS_FOLD not in frame.planner.off
-        groups = alike(eqn, op, known, fold)
+        groups = alike(eqn, op, known)
     reads = [groups[f] if f else None for f in dtypes]
     writes = [groups.get(f, f) if f else None for f in map(declared, eqn.outvars)]
     finals = [decision.out or f if f else None for f in writes]
@@ -300,7 +295,7 @@ def deciding(eqn: Equation, op: str, known: Sequence[ValueFacts]) -> tuple[str, 
     return tuple(hard or [k.dtype for k in known if k.dtype])
 
 
-def alike(eqn: Equation, op: str, known: Sequence[ValueFacts], fold: bool) -> dict[str, str]:
+def alike(eqn: Equation, op: str, known: Sequence[ValueFacts]) -> dict[str, str]:
     """Operands declared alike stay alike: for each declared dtype, the widest actual one."""
     atoms = eqn.invars
     groups: dict[str, str] = {}
@@ -310,7 +305,7 @@ def alike(eqn: Equation, op: str, known: Sequence[ValueFacts], fold: bool) -> di
             (k, a) for k, a, f in zip(known, atoms, dtypes, strict=True) if f == one and k.dtype
         ]
         hard = [k for k, a in members if not _soft(k, a, eqn, op)]
-        if fold and op_of(op) == "add" and _is_bias(hard):
+        if op_of(op) == "add" and _is_bias(hard):
             hard = [k for k in hard if k.product]
         run = widest(k.dtype for k in hard or [k for k, _ in members] if k.dtype)
         for k, _ in members:
@@ -444,7 +439,8 @@ def in_8_bits(
     shapes = [atom.aval.shape for atom in eqn.invars]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return _UNKNOWN  # a symbol, as in an export
-    weight = _weight(known)
+    given = [k.origin is Origin.GIVEN for k in known]
+    weight = 0 if given == [True, False] else 1
     free = [
         prod(shape[d] for d in range(len(shape)) if d not in (*contracted[i], *batch[i]))
         for i, shape in enumerate(shapes)
@@ -464,24 +460,13 @@ def in_8_bits(
     )
     if why := recipes.why_not(product, recipe):
         return why
-    own = _own(frame)
+    # Its inputs and constants are in memory as they are.
+    own = {var for binders in compat.binders(frame.closed) for var in binders}
     parts = [
         Part(
             WEIGHT if i == weight else ACTIVATION,
-            not isinstance(atom, Literal) and atom in own and known[i].origin is Origin.GIVEN,
+            given[i] and not isinstance(atom, Literal) and atom in own,
         )
         for i, atom in enumerate(eqn.invars)
     ]
     return In8Bits(recipe.name, parts[0], parts[1])
-
-
-def _weight(known: Sequence[ValueFacts]) -> int:
-    """The place of the weight among the operands."""
-    given = [k.origin is Origin.GIVEN for k in known]
-    return 0 if given == [True, False] else 1
-
-
-def _own(frame: Frame) -> set[Atom]:
-    """The inputs and constants of a program, which are in memory as they are."""
-    constvars, invars = compat.binders(frame.closed)
-    return {*constvars, *invars}

@@ -6,7 +6,7 @@ inside, where a region is disabled.
 """
 
 import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -35,17 +35,15 @@ from polymp.backends.jax.autocast.frame import (
     Kind,
     Operand,
     Origin,
-    Pass,
     Plan,
     Step,
     ValueFacts,
     declared,
     fits,
-    off,
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram
 from polymp.backends.jax.jaxprs import JITTED
 from polymp.rules import decision_log
 from polymp.rules.region import Region
@@ -114,11 +112,10 @@ class Planner:
     def __init__(self, kept: PlanCache | None = None) -> None:
         FUNCTIONS.refresh()
         fp8_contraction.register_rules()
-        self.off: Set[str] = off()  # the passes that are switched off
         self.kept = None if decision_log.current() is not None else kept
         # What else plans depend on: jax's configuration, and the ops that are known by now.
         known = len(vocabulary().registered), len(FUNCTIONS.ops)
-        self.settings: Hashable = (compat.trace_context(), *known, self.off)
+        self.settings: Hashable = (compat.trace_context(), *known)
         self.plans: dict[Hashable, Plan] = {}
         self.stacks: NameStacks = NameStacks()
         self.unknown: set[str] = set()
@@ -231,13 +228,11 @@ def _is_as_written(step: Step) -> bool:
         return all(plan.as_written for plan in step.inside.plans)
     if step.kind is Kind.BIND:
         written = all(f == declared(v) for f, v in zip(step.writes, step.eqn.outvars, strict=True))
-        return written and (
-            step.params is step.eqn.params or step.params.get("update_jaxpr", 0) is None
-        )
+        return written and step.params is step.eqn.params
     return step.kind is Kind.CAST
 
 
-# The passes `pull_up` and `pull_down` leave fewer casts: see `improve`.
+# Two passes leave fewer casts: see `improve`.
 #
 # These are computed in float32 at no more cost: single results, made element by element or chosen.
 WIDENED = known_functions.ELEMENTWISE | {
@@ -285,16 +280,15 @@ def improve(frame: Frame) -> None:
 
     What is read in one other dtype than its own, and in no other, is computed in that dtype:
 
-        low, read in float32     `pull_up`: no rounding in between
-        float32, read low        `pull_down`: where fewer casts are left, or a smaller one
+        low, read in float32     pulled up: no rounding in between
+        float32, read low        pulled down: where fewer casts are left, or a smaller one
 
     That is where no operand needs a new cast: it is low, or a number, or cast for another reader
     already, or will be, as one of its layouts is. Or where one operand needs one, and another is
     low and need not be cast up, or the result spreads it over more elements.
     """
-    up, down = (p not in frame.planner.off for p in (Pass.PULL_UP, Pass.PULL_DOWN))
-    if frame.casts and (up or down):
-        puller = _CastPuller(frame, up, down)
+    if frame.casts:
+        puller = _CastPuller(frame)
         puller.run()
         frame.reads = puller.dtypes
 
@@ -302,22 +296,16 @@ def improve(frame: Frame) -> None:
 class _CastPuller:
     """Goes over the steps of a program, from the last to the first."""
 
-    def __init__(self, frame: Frame, up: bool, down: bool) -> None:
+    def __init__(self, frame: Frame) -> None:
         self.frame = frame
-        self.up, self.down = up, down
         # In which dtype the steps seen so far read a variable; `_MIXED` for several.
         self.dtypes: dict[Atom, str | None] = {}
         self.cast: set[tuple[Atom, str]] = set()  # to which they share a cast
         self.moved: set[Atom] = set()  # values that have another dtype than they were planned in
-        self._makers: dict[Atom, Equation] | None = None
         self._sources: dict[Atom, Atom] = {}  # what a variable is a layout of
         # By a source and a dtype, the layouts of it that are cast.
         self._layouts: dict[tuple[Atom, str], set[Atom]] | None = None
-        constvars, _ = compat.binders(frame.closed)
-        self._inert = {  # of float variables; a constant that is there has no gradient
-            var: not isinstance(value, jax.core.Tracer)
-            for var, value in zip(constvars, frame.consts, strict=True)
-        }
+        self._inert: set[Atom] | None = None  # what has no gradient, as one of a constant has none
 
     def run(self) -> None:
         frame, steps = self.frame, self.frame.steps
@@ -326,16 +314,16 @@ class _CastPuller:
         for at in range(len(steps) - 1, -1, -1):
             step = steps[at]
             outvars = step.eqn.outvars
-            if step.eqn.primitive.name in JITTED and step.inside is not None and self.up:
+            if step.eqn.primitive.name in JITTED and step.inside is not None:
                 step = steps[at] = self.through(step, step.inside)
             elif len(outvars) == 1:
                 (var,) = outvars
                 want, have = dtypes.get(var), (step.returns or step.writes)[0]
                 if want is not None and want != have and have is not None:
                     if want == "float32":
-                        if self.up and have in LOW_DTYPES and self.widens(step):
+                        if have in LOW_DTYPES and self.widens(step):
                             step = steps[at] = self.recast(step, want)
-                    elif want in LOW_DTYPES and self.down and self.narrows(step, want):
+                    elif want in LOW_DTYPES and self.narrows(step, want):
                         step = steps[at] = self.recast(step, want)
             follows = _compares(step)
             for operand in step.operands:
@@ -465,33 +453,14 @@ class _CastPuller:
 
     def inert(self, atom: Atom) -> bool:
         """True for what has no gradient: integers, bools, numbers and constants made it."""
-        found = self._inert
-        todo = [atom]
-        while todo:
-            one = todo[-1]
-            if not self._is_open(one):
-                todo.pop()
-                continue
-            maker = self._maker(one)
-            missing = [] if maker is None else [a for a in maker.invars if self._is_open(a)]
-            if missing:
-                todo.extend(missing)
-                continue
-            found[one] = maker is not None and all(map(self._known_inert, maker.invars))
-            todo.pop()
-        return self._known_inert(atom)
-
-    def _is_open(self, atom: Atom) -> bool:
-        return type(atom) is not core.Literal and atom not in self._inert and is_inexact(atom.aval)
-
-    def _known_inert(self, atom: Atom) -> bool:
-        return type(atom) is core.Literal or not is_inexact(atom.aval) or self._inert[atom]
-
-    def _maker(self, var: Atom) -> Equation | None:
-        """The equation that makes a variable; None for an input or a constant."""
-        if self._makers is None:
-            self._makers = {v: step.eqn for step in self.frame.steps for v in step.eqn.outvars}
-        return self._makers.get(var)
+        if self._inert is None:
+            constvars, _ = compat.binders(self.frame.closed)
+            pairs = zip(constvars, self.frame.consts, strict=True)
+            self._inert = {var for var, value in pairs if not isinstance(value, jax.core.Tracer)}
+            for step in self.frame.steps:
+                if all(map(self.inert, step.eqn.invars)):
+                    self._inert.update(step.eqn.outvars)
+        return type(atom) is core.Literal or atom in self._inert or not is_inexact(atom.aval)
 
     def settled(self, step: Step) -> Step:
         if _compares(step) and any(map(self._has_moved, step.operands)):

@@ -32,7 +32,8 @@ X = jnp.concatenate([batch() * scale for scale in (1, 3, 9, 27)])
 COUNT = len(X)
 
 
-def off_by(one: Any, other: Any) -> float:
+def off(one: Any, other: Any) -> float:
+    """The largest difference, in parts of the largest number of an array."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in both)
@@ -57,7 +58,7 @@ def on_mesh(name: str) -> None:
         with jax.set_mesh(mesh):
             params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
             x = jax.device_put(X, NamedSharding(mesh, P("d")))
-            seen[f"mesh-{kind.name}"] = off_by(both(params, x), whole)
+            seen[f"mesh-{kind.name}"] = off(both(params, x), whole)
     mesh = jax.make_mesh((COUNT,), ("d",), axis_types=(AxisType.Auto,))
     for body, way in ((fn, "around"), (loss, "inside")):
         mapped = jax.shard_map(
@@ -68,8 +69,8 @@ def on_mesh(name: str) -> None:
         )
         mapped = mapped if way == "around" else autocast(mapped, policy=policy(name))
         made = jax.jit(jax.value_and_grad(mapped, (0, 1)))(PARAMS, X)
-        seen[f"shard_map-{way}"] = off_by(made, shards)
-    seen["one scale or eight"] = off_by(whole, shards)
+        seen[f"shard_map-{way}"] = off(made, shards)
+    seen["one scale or eight"] = off(whole, shards)
     print(json.dumps(seen))
 
 
@@ -84,13 +85,6 @@ def same(one, other):
     """How many arrays of two results differ in some bit."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return sum(not np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
-
-
-def off(one, other):
-    """The largest difference, in parts of the largest number of an array."""
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    both = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
-    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in both)
 
 
 def numbers(*shapes):

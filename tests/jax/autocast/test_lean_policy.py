@@ -73,23 +73,6 @@ def test_a_block_saves_no_float32_activation(block, low):
     assert sum(one.bytes for one in lean) <= 0.8 * sum(one.bytes for one in amp)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
-def test_the_example_saves_less_than_under_amp(example, low):
-    model = example.Transformer(100, LENGTH, WIDTH, 2, HEADS, nnx.Rngs(0))
-    graph, state = nnx.split(model)
-    tokens = jnp.zeros((BATCH, LENGTH + 1), jnp.int32)
-
-    def size(policy: str) -> int:
-        @autocast(dtype=low, policy=policy)
-        def loss(state: Any) -> Any:
-            return example.loss_on(nnx.merge(graph, state), tokens)
-
-        return sum(one.bytes for one in residuals(loss, state))
-
-    assert size("lean") / size("amp") <= 0.75
-
-
 SIZES = transformer.Sizes(2, 64, 4, 2, 16, 256, 256, 32)
 
 

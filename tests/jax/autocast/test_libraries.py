@@ -18,11 +18,11 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flax import linen, nnx
-from jax.extend import core
 from numpyro.infer import SVI, Trace_ELBO, autoguide
 
 from polymp.errors import EscapedValueError
 from polymp.jax import GradScaler, autocast
+from tests.support.jax.walker import CONTRACTIONS, OURS, equations
 
 STEPS = 60
 
@@ -45,15 +45,8 @@ Wrap = Callable[[Any], Any]
 
 def products(jaxpr: Any) -> set[str]:
     """The dtypes in which the contractions of a program run."""
-    found = set()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == "polymp_contraction":
-            found.add(eqn.params["run"])
-        elif eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            found.add(eqn.invars[0].aval.dtype.name)
-        for inner in core.jaxprs_in_params(eqn.params):
-            found |= products(inner)
-    return found
+    contractions = [site for site in equations(jaxpr) if site.op in (OURS, *CONTRACTIONS)]
+    return {site.params["run"] if site.op == OURS else site.operands[0] for site in contractions}
 
 
 def fit(loss: Any, params: Any, wrap: Wrap, scaled: bool) -> Run:
@@ -190,23 +183,11 @@ def train_haiku(wrap: Wrap, scaled: bool) -> Run:
     return fit(loss, net.init(jax.random.key(1), batch()[0]), wrap, scaled)
 
 
-def train_plain(wrap: Wrap, scaled: bool) -> Run:
-    k1, k2 = jax.random.split(jax.random.key(1))
-    params = {"w": jax.random.normal(k1, (24, 32)) / 5, "v": jax.random.normal(k2, (32, 1)) / 6}
-
-    def loss(params, x, y):
-        h = jax.nn.relu(x.reshape(len(x), -1) @ params["w"])
-        return optax.huber_loss(h @ params["v"], y).mean()
-
-    return fit(loss, params, wrap, scaled)
-
-
 TRAIN = {
     "flax nnx": train_nnx,
     "flax linen": train_linen,
     "equinox": train_equinox,
     "haiku": train_haiku,
-    "optax": train_plain,
 }
 
 

@@ -1,9 +1,9 @@
-"""The passes of the JAX backend: each pays, none costs digits, and each can be switched off.
+"""The passes of the JAX backend: each pays, and none costs digits.
 
-    bias_fold   for residual memory
-    sharing     for casts
-    pull_up     for roundings
-    pull_down   for casts, with the same bits
+    bias_fold   for residual memory: a parameter added to a product's result takes its dtype
+    sharing     for casts: a computed value is cast once for all who read it low
+    pull_up     for roundings: what float32 ops alone read is computed in float32
+    pull_down   for casts, with the same bits: a layout that low ops alone read is low itself
 
 On small programs made for each, on a transformer, and on the corpus, where no count of a pass may
 be worse with it than without.
@@ -12,8 +12,10 @@ be worse with it than without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -22,47 +24,33 @@ import numpy as np
 import pytest
 from jax import lax
 
-from polymp.backends.jax.autocast.frame import Pass, without
-from polymp.backends.jax.autocast.planner import NARROWED
+from polymp.backends.jax.autocast import op_handlers
+from polymp.backends.jax.autocast.frame import Cast, Frame
+from polymp.backends.jax.autocast.planner import NARROWED, _CastPuller
 from polymp.jax import autocast
 from tests.support.jax import hlo, transformer
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
+from tests.support.jax.walker import equations
 from tests.support.sizes import LONG, size
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOW = ("bfloat16", "float16")
+CALLS = ("jit", "checkpoint", "custom_jvp_call", "custom_vjp_call", "scan")
 MOVES = {*NARROWED, "copy", "slice", "dynamic_slice", "gather", "convert_element_type"}
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else [value]:
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from equations(getattr(inner, "jaxpr", inner))
-
-
-def dtypes(atoms: Any) -> list[str]:
-    return [str(getattr(atom.aval, "dtype", "")) for atom in atoms]
 
 
 def casts(jaxpr: Any) -> int:
     """The casts from one float dtype to another."""
-    found = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
-    pairs = [(*dtypes(e.invars), *dtypes(e.outvars)) for e in found]
+    found = [s for s in equations(jaxpr) if s.op == "convert_element_type"]
+    pairs = [(*s.operands, *s.results) for s in found]
     return sum(old != new and old in FLOATS and new in FLOATS for old, new in pairs)
 
 
 def roundings(jaxpr: Any) -> int:
     """The low results that are computed, and not only moved."""
-    found = [e for e in equations(jaxpr) if e.primitive.name not in MOVES and not _calls(e)]
-    return sum(f in LOW for e in found for f in dtypes(e.outvars))
-
-
-def _calls(eqn: Any) -> bool:
-    return eqn.primitive.name in ("jit", "checkpoint", "custom_jvp_call", "custom_vjp_call", "scan")
+    found = [s for s in equations(jaxpr) if s.op not in {*MOVES, *CALLS}]
+    return sum(f in LOW for s in found for f in s.results)
 
 
 def forward(fn: Any, *args: Any) -> Any:
@@ -78,6 +66,35 @@ def backward(fn: Any, *args: Any) -> Any:
 
 def memory(fn: Any, *args: Any) -> int:
     return hlo.residual_bytes(lambda args: fn(*args), args)
+
+
+def casts_alone(self: Frame, atom: Any, dtype: str | None, read: Any = Frame.read) -> Any:
+    operand = read(self, atom, dtype)
+    return operand._replace(shared=False) if type(operand) is Cast else operand
+
+
+# What each pass is without, by its name.
+OFF: dict[str, list[tuple[Any, str, Any]]] = {
+    "bias_fold": [(op_handlers, "_is_bias", lambda hard: False)],
+    "sharing": [(Frame, "read", casts_alone)],
+    "pull_up": [
+        (_CastPuller, "widens", lambda self, step: False),
+        (_CastPuller, "through", lambda self, step, inside: step),
+    ],
+    "pull_down": [(_CastPuller, "narrows", lambda self, step, low: False)],
+}
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Plan what is traced meanwhile without some passes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            for where, attribute, off in OFF[name]:
+                patch.setattr(where, attribute, off)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
 
 
 # Small programs
@@ -119,13 +136,13 @@ def filled_up(w: Any, v: Any, x: Any) -> Any:
 
 # A pass, its program, how it is traced, and the counts with the pass and without it.
 PAYS = [
-    (Pass.BIAS_FOLD, biases, memory, lambda w, o: w <= 0.7 * o),
-    (Pass.SHARING, three_readers, lambda *a: casts(forward(*a)), lambda w, o: w == o - 2),
-    (Pass.SHARING, three_readers, memory, lambda w, o: w < o),
-    (Pass.PULL_UP, squares, lambda *a: roundings(forward(*a)), lambda w, o: (w, o) == (1, 3)),
-    (Pass.PULL_DOWN, layouts, lambda *a: casts(forward(*a)), lambda w, o: (w, o) == (1, 3)),
-    (Pass.PULL_DOWN, layouts, lambda *a: casts(backward(*a)), lambda w, o: w < o),
-    (Pass.PULL_DOWN, filled_up, lambda *a: casts(forward(*a)), lambda w, o: w == o - 1),
+    ("bias_fold", biases, memory, lambda w, o: w <= 0.7 * o),
+    ("sharing", three_readers, lambda *a: casts(forward(*a)), lambda w, o: w == o - 2),
+    ("sharing", three_readers, memory, lambda w, o: w < o),
+    ("pull_up", squares, lambda *a: roundings(forward(*a)), lambda w, o: (w, o) == (1, 3)),
+    ("pull_down", layouts, lambda *a: casts(forward(*a)), lambda w, o: (w, o) == (1, 3)),
+    ("pull_down", layouts, lambda *a: casts(backward(*a)), lambda w, o: w < o),
+    ("pull_down", filled_up, lambda *a: casts(forward(*a)), lambda w, o: w == o - 1),
 ]
 
 
@@ -144,14 +161,14 @@ def test_a_pass_pays(name, fn, count, paid):
 
 
 def sizes_of_casts(jaxpr: Any) -> list[int]:
-    found = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
-    return sorted(e.invars[0].aval.size for e in found)
+    found = [s for s in equations(jaxpr) if s.op == "convert_element_type"]
+    return sorted(prod(s.shapes[0]) for s in found)
 
 
 def test_what_is_spread_is_cast_before():
     made = autocast(a_spread_mask)
     assert 8 in sizes_of_casts(forward(made, W, V, X))
-    with without(Pass.PULL_DOWN):
+    with without("pull_down"):
         assert 96 in sizes_of_casts(forward(made, W, V, X))
 
 
@@ -162,7 +179,7 @@ def test_what_is_spread_and_differentiated_is_not():
         return jnp.broadcast_to(jnp.exp(v), (3, 4, 8)) @ w
 
     assert sizes_of_casts(forward(autocast(fn), W, V, X)) == [96]
-    with without(Pass.PULL_DOWN):
+    with without("pull_down"):
         want = jax.jit(jax.grad(lambda v: autocast(fn)(W, v, X).sum()))(V)
     assert_same(jax.jit(jax.grad(lambda v: autocast(fn)(W, v, X).sum()))(V), want)
 
@@ -241,7 +258,7 @@ def test_results_have_the_same_bits_without_pull_down(fn, low):
     args = (W, V, X * 3)
     made = autocast(fn, dtype=low)
     with_it = jax.jit(made)(*args)
-    with without(Pass.PULL_DOWN):
+    with without("pull_down"):
         assert_same(jax.jit(made)(*args), with_it)
 
 
@@ -257,7 +274,7 @@ def gradients(fn: Any, *args: Any) -> Any:
 def test_gradients_have_the_same_bits_where_no_casts_meet(fn):
     made = autocast(fn)
     with_it = gradients(made, W, V, X)
-    with without(Pass.PULL_DOWN):
+    with without("pull_down"):
         assert_same(gradients(made, W, V, X), with_it)
 
 
@@ -283,7 +300,7 @@ def test_jitted_helpers_are_looked_through(name):
 
     def made(fn: Any) -> str:
         found = equations(jax.make_jaxpr(autocast(fn))(jnp.ones((4, 2)), jnp.ones((3, 4))))
-        return next(dtypes(e.outvars)[0] for e in found if e.primitive.name == "logistic")
+        return next(s.results[0] for s in found if s.op == "logistic")
 
     assert made(loss) == "float32"
 
@@ -326,7 +343,7 @@ def test_pull_up_keeps_what_a_low_square_would_lose():
     """The squares overflow in float16 and their sum is infinite, unless they are float32."""
     made, x = autocast(squares, dtype=jnp.float16), X * 200
     assert jnp.isfinite(made(W, V, x))
-    with without(Pass.PULL_UP):
+    with without("pull_up"):
         assert not jnp.isfinite(made(W, V, x))
 
 
@@ -386,9 +403,9 @@ def roundings_forward(it: Any) -> int:
 
 
 FOR = {
-    Pass.SHARING: casts_of_gradient,
-    Pass.PULL_UP: roundings_forward,
-    Pass.PULL_DOWN: casts_of_gradient,
+    "sharing": casts_of_gradient,
+    "pull_up": roundings_forward,
+    "pull_down": casts_of_gradient,
 }
 
 
@@ -408,22 +425,6 @@ def test_no_program_of_the_corpus_is_worse_with_a_pass():
     assert all(count >= 5 for count in better.values()) if LONG else any(better.values())
 
 
-# Switching them off
-
-
-def test_a_trace_with_a_pass_is_not_used_without_it():
-    made = autocast(layouts)
-    jitted = jax.jit(lambda *args: made(*args))
-    texts = []
-    for names in ((), (Pass.PULL_DOWN,), (), (Pass.PULL_DOWN,)):
-        with without(*names):
-            eager = casts(forward(made, W, V, X))
-            texts.append((eager, casts(forward(jitted, W, V, X)), jitted.lower(W, V, X).as_text()))
-    assert texts[0] == texts[2]
-    assert texts[1] == texts[3]
-    assert all(a != b for a, b in zip(texts[0], texts[1], strict=True))
-
-
 def test_code_that_is_off_is_not_moved_into():
     def fn(w: Any, v: Any, x: Any) -> Any:
         h = jnp.exp(x)
@@ -431,7 +432,5 @@ def test_code_that_is_off_is_not_moved_into():
             turned = h.T
         return h @ w, turned.reshape(4, 8) @ w
 
-    found = [
-        e for e in equations(forward(autocast(fn), W, V, X)) if e.primitive.name == "transpose"
-    ]
-    assert [dtypes(e.outvars) for e in found] == [["float32"]]
+    found = [s for s in equations(forward(autocast(fn), W, V, X)) if s.op == "transpose"]
+    assert [s.results for s in found] == [("float32",)]

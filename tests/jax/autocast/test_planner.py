@@ -6,9 +6,8 @@ rule gives.
 
 import functools
 import warnings
-from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 
 from polymp.jax import autocast, call_in, lower, upper
+from tests.support.jax.walker import Site, equations
 
 X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
 W = jnp.cos(jnp.arange(16.0)).reshape(4, 4)
@@ -28,30 +27,12 @@ AUTO = jax.sharding.AxisType.Auto
 half = partial(autocast, dtype=jnp.float16)
 
 
-class Op(NamedTuple):
-    name: str
-    ins: tuple[str, ...]
-    outs: tuple[str, ...]
-    params: dict[str, Any]
+def ops(fn: Any, *args: Any) -> list[Site]:
+    return list(equations(jax.make_jaxpr(fn)(*args)))
 
 
-def _dtypes(atoms: Any) -> tuple[str, ...]:
-    return tuple(str(getattr(a.aval, "dtype", None)) for a in atoms)
-
-
-def _walk(jaxpr: Any) -> Iterator[Op]:
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        yield Op(eqn.primitive.name, _dtypes(eqn.invars), _dtypes(eqn.outvars), eqn.params)
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _walk(inner)
-
-
-def ops(fn: Any, *args: Any) -> list[Op]:
-    return list(_walk(jax.make_jaxpr(fn)(*args)))
-
-
-def named(found: list[Op], name: str) -> list[Op]:
-    return [op for op in found if op.name == name]
+def named(found: list[Site], name: str) -> list[Site]:
+    return [op for op in found if op.op == name]
 
 
 def dtypes(tree: Any) -> Any:
@@ -78,7 +59,7 @@ def test_rule_1_what_no_table_names_gets_its_declared_dtypes():
     assert bits.dtype == jnp.int32
     found = ops(autocast(lambda x, w: jnp.linalg.cholesky(x @ w + 9 * jnp.eye(4))), X, W)
     (cholesky,) = named(found, "cholesky")
-    assert cholesky.ins == cholesky.outs == ("float32",)
+    assert cholesky.operands == cholesky.results == ("float32",)
 
 
 def test_rule_2_numbers_never_promote_not_even_through_a_jitted_helper():
@@ -140,7 +121,7 @@ def test_rule_1_fp32_keep_holds_for_products_too():
     low = X.astype(jnp.bfloat16)
     assert autocast(jnp.matmul, policy=keep)(low, low).dtype == jnp.bfloat16
     found = ops(autocast(jnp.matmul, policy=keep), low, low)
-    assert named(found, "dot_general")[0].ins == ("float32", "float32")
+    assert named(found, "dot_general")[0].operands == ("float32", "float32")
 
 
 def test_rule_3_an_accumulator_that_was_asked_for_stays_and_the_one_jnp_fills_in_does_not():
@@ -187,14 +168,6 @@ def test_rule_5_a_carry_is_never_narrower_than_its_start_and_has_one_dtype():
         lower(a), b)))(X, X, W)) == ("float32", "float32")  # fmt: skip
 
 
-def test_rule_5_lower_starts_a_loop_in_the_low_dtype():
-    def f(x, w):
-        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), lower(x), None, length=3)[0]
-
-    assert autocast(f)(X, W).dtype == jnp.bfloat16
-    assert f(X, W).dtype == jnp.float32  # outside of a region a marker is nothing
-
-
 def test_rule_6_branches_meet_in_the_widest_dtype_and_numbers_follow():
     def f(p, x, w):
         low = x @ w
@@ -234,59 +207,6 @@ def test_rule_7_a_jitted_function_keeps_its_name_and_settings_and_is_rewritten_o
     bodies = [call.params["jaxpr"] for call in after]
     assert bodies[0] is bodies[2]
     assert bodies[0] is not bodies[1]  # the second takes a low argument
-
-
-@pytest.mark.parametrize(
-    ("policy", "saved"),
-    [
-        (None, 0),
-        (jax.checkpoint_policies.everything_saveable, 1),
-        (jax.checkpoint_policies.dots_saveable, 1),
-        (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, 1),
-        (jax.checkpoint_policies.save_only_these_names("h"), 0),
-        (jax.checkpoint_policies.nothing_saveable, 0),
-    ],
-)
-def test_rule_8_remat_policies_decide_as_they_did(policy, saved):
-    def block(x, w):
-        return jnp.sin(checkpoint_name(jnp.sin(x @ w), "h")).sum()
-
-    inside = autocast(jax.checkpoint(block, policy=policy))
-    outside = jax.checkpoint(autocast(block), policy=policy)
-
-    def contractions(fn: Any) -> int:
-        return len(named(ops(jax.grad(fn, (0, 1)), X, W), "polymp_contraction"))
-
-    # Forward 1, backward 2, and one more if the product was not saved.
-    expected = 4 - saved
-    plain = len(named(ops(jax.grad(jax.checkpoint(block, policy=policy), (0, 1)), X, W),
-                      "dot_general"))  # fmt: skip
-    assert plain == expected
-    assert contractions(inside) == contractions(outside) == expected
-
-
-def test_rule_9_custom_rules_are_kept():
-    @jax.custom_jvp
-    def times_two(x, w):
-        return x @ w
-
-    @times_two.defjvp
-    def _(primals, tangents):
-        return times_two(*primals), 2 * (tangents[0] @ primals[1])
-
-    @jax.custom_vjp
-    def times_three(x, w):
-        return x @ w
-
-    times_three.defvjp(lambda x, w: (x @ w, w), lambda w, ct: (3 * (ct @ w.T), None))
-
-    for fn, factor in ((times_two, 2), (times_three, 3)):
-        true = jax.grad(lambda x: (x @ W).sum())(X)
-        grad = jax.grad(lambda x, fn=fn: autocast(fn)(x, W).sum())
-        assert grad(X).dtype == jnp.float32
-        assert np.abs(grad(X) / true - factor).max() < 0.05
-        assert named(ops(grad, X), "polymp_contraction")
-        assert not named(ops(grad, X), "dot_general")
 
 
 def test_rule_9_two_functions_may_share_a_body_and_not_a_rule():
@@ -365,9 +285,9 @@ def test_rule_10_a_sum_over_devices_keeps_its_dtype_and_no_cast_moves_through_it
         return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=jax.P())(x, w)
 
     found = ops(jax.grad(autocast(loss)), W, X)
-    sums = [op for op in found if op.name.startswith("psum")]
+    sums = [op for op in found if op.op.startswith("psum")]
     assert sums
-    assert all(op.ins == ("float32",) for op in sums)
+    assert all(op.operands == ("float32",) for op in sums)
     assert {op.params["run"] for op in named(found, "polymp_contraction")} == {"bfloat16"}
 
 
@@ -463,11 +383,6 @@ def test_rule_13_only_arrays_are_traced_and_everything_else_stays_itself():
     assert (out["name"], out["nothing"], out["flag"]) == ("a name", None, True)
 
 
-def test_rule_13_closed_over_tracers_are_differentiated():
-    grad = jax.grad(lambda w: autocast(lambda x: (x @ w).sum())(X))(W)
-    assert np.abs(grad - jax.grad(lambda w: (X @ w).sum())(W)).max() < 0.05
-
-
 def test_rule_14_the_state_of_an_nnx_module_survives():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
@@ -544,7 +459,7 @@ def test_rule_18_a_scatter_carries_its_update_in_its_own_dtype():
     runs = {"scatter-add": "float32", "scatter-max": "bfloat16", "scatter-mul": "bfloat16"}
     for name, dtype in runs.items():  # what adds up does so in float32
         (op,) = named(found, name)
-        assert op.outs == (dtype,)
+        assert op.results == (dtype,)
         update = op.params["update_jaxpr"]
         if update is not None:
             assert {str(v.aval.dtype) for v in update.invars} == {dtype}

@@ -82,45 +82,6 @@ def test_regions_nest_and_the_innermost_wins():
     }
 
 
-@jax.custom_vjp
-def product(x):
-    return x @ x
-
-
-product.defvjp(lambda x: (x @ x, x), lambda x, ct: (ct @ x.T + x.T @ ct,))
-
-SURROUNDED = {
-    "a jitted helper": lambda x: jax.jit(lambda x: x @ x)(x),
-    "a scan body": lambda x: lax.scan(lambda c, _: (c, x @ x), 0, None, length=2)[1],
-    "a loop": lambda x: lax.fori_loop(0, 2, lambda _, c: x @ x, (x @ x)),
-    "a branch": lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x.T, x),
-    "a block to compute again": jax.checkpoint(lambda x: x @ x),
-    "a function with its own rule": product,
-    "a batch": jax.vmap(lambda v: x_at(v), in_axes=0),
-    "a derivative": lambda x: jax.grad(lambda x: (x @ x).sum())(x),
-    "another autocast function": lambda x: half(lambda x: x @ x)(x),
-    "all of it": jax.jit(jax.checkpoint(lambda x: lax.map(lambda _: product(x), jnp.arange(2)))),
-}
-
-
-def x_at(v):
-    return v @ X
-
-
-@pytest.mark.parametrize("what", SURROUNDED)
-@pytest.mark.parametrize("how", ["inside", "outside"])
-def test_a_region_holds_whatever_it_surrounds(what, how):
-    fn = SURROUNDED[what]
-
-    def f(x):
-        with half():
-            return fn(x)
-
-    wrapped = autocast(f) if how == "inside" else half(fn)
-    for run in (wrapped, jax.jit(wrapped)):
-        assert name(run(X)) == "float16"
-
-
 def test_a_region_inside_of_what_is_surrounded():
     @jax.jit
     def helper(x):
@@ -229,37 +190,6 @@ def test_an_object_that_may_change_is_read_at_every_call():
         holder.w = w
         for call in calls:
             assert np.array_equal(call(X), autocast(jnp.matmul)(X, w))
-
-
-def squared(c, _):
-    return jnp.tanh(c @ c), None
-
-
-KEPT = {
-    "a jitted function": jax.jit(lambda x: x @ x),
-    "a loop over a function that stays": lambda x: lax.scan(squared, x, None, length=2)[0],
-    "a block to compute again": jax.checkpoint(jax.jit(lambda x: x @ x)),
-    "all of it": jax.jit(jax.checkpoint(lambda x: lax.scan(squared, x, None, length=2)[0])),
-}
-
-
-@pytest.mark.parametrize("what", KEPT)
-def test_what_is_compiled_for_a_call_serves_the_next(what):
-    """JAX finds what it compiled by the jaxpr: the second call comes with the same one."""
-
-    def program(f):
-        (eqn,) = jax.make_jaxpr(f)(X).eqns
-        return eqn.params["jaxpr"]
-
-    f = autocast(KEPT[what])
-    first = program(f)
-    assert "polymp_contraction" in str(first)
-    for _ in range(20):
-        f(X[:2, :2])
-        assert program(f) is first
-    assert program(autocast(KEPT[what])) is first  # written where it is called
-    with jax.default_matmul_precision("highest"):
-        assert program(f) is not first
 
 
 def test_values_that_a_function_stores_elsewhere_are_refused():

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 from polymp.jax import autocast, lower
 from tests.support.jax import eight_devices
+from tests.support.jax.walker import OURS, equations
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
 PARAMS = {
@@ -44,15 +44,8 @@ def looped(params: Any, x: Any) -> Any:
 
 
 def products(jaxpr: Any) -> set[str]:
-    found = set()
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == "polymp_contraction":
-            found.add(eqn.params["run"])
-        elif eqn.primitive.name == "dot_general":
-            found.add("as written")
-        for inner in core.jaxprs_in_params(eqn.params):
-            found |= products(inner)
-    return found
+    found = [site for site in equations(jaxpr) if site.op in (OURS, "dot_general")]
+    return {site.params.get("run", "as written") for site in found}
 
 
 def seen(grad: Callable[..., Any], plain: Any, *args: Any) -> dict[str, Any]:

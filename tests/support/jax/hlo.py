@@ -128,17 +128,6 @@ def summary(text: str) -> Counter[str]:
     return Counter(f"{' x '.join(c.operands)} -> {c.result}" for c in contractions(text))
 
 
-def looped_casts(text: str, size: int) -> list[Instruction]:
-    """The casts of arrays of `size` elements that run again in every turn of a loop."""
-    program = read(text)
-    return [
-        op
-        for name in sorted(_looped(program))
-        for op in program[name].values()
-        if op.opcode == "convert" and prod(op.shape) == size
-    ]
-
-
 def casts(text: str) -> int:
     """How many casts from one float dtype to another there are, those in fusions too."""
     floats = set(DTYPES.values())

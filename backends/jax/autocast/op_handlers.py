@@ -103,11 +103,13 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     op = spelling(eqn)
     avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
     # The plans keep regions and types alive, so that no other object gets their ids.
-    signature = (op, _is_gradient_of_read(eqn), id(region), *known, *map(id, avals))
+    # A gradient of a read: the transpose of a gather, which keeps the traceback of the gather.
+    of_read = op == "scatter-add" and _GATHER in compat.frames(eqn.source_info.traceback).codes
+    signature = (op, of_read, id(region), *known, *map(id, avals))
     plans = frame.planner.op_plans
     # Most equations repeat an earlier one; a report needs a decision for each.
     if signature not in plans or decision_log.current() is not None:
-        plans[signature] = avals, _plan_of(frame, eqn, op, known, region)
+        plans[signature] = avals, _plan_of(frame, eqn, op, of_read, known, region)
     _, plan = plans[signature]
     if plan is None:
         return frame.as_written(eqn)
@@ -115,7 +117,7 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
 
 def _plan_of(
-    frame: Frame, eqn: Equation, op: str, known: list[ValueFacts], region: Region
+    frame: Frame, eqn: Equation, op: str, of_read: bool, known: list[ValueFacts], region: Region
 ) -> _OpPlan | None:
     """How an op that is free in its dtype runs; None for as written."""
     hard = deciding(eqn, op, known)
@@ -126,7 +128,7 @@ def _plan_of(
     picks = vocabulary().picks(op_of(op))
     if picks and rule in (Rule.LOWER, Rule.FP32_KEEP):  # no table is cast, but what is picked of it
         decision = Decision(rule, None, decision.run if rule is Rule.LOWER else None)
-    if rule not in _IN_FLOAT32 and _is_gradient_of_read(eqn) and _adds_up_in_float32(rule, region):
+    if of_read and rule not in _IN_FLOAT32 and _adds_up_in_float32(rule, region):
         decision = Decision(rule, "float32", widest(hard))
     dtypes = [declared(atom) for atom in eqn.invars]
     if decision.run is not None:
@@ -155,6 +157,7 @@ def _plan_of(
     return _OpPlan(reads, tuple(writes), returns, outs, kind)
 
 
+_GATHER = known_functions.code_of(jax.lax.gather)
 _IN_FLOAT32 = (Rule.FP32, Rule.FP32_KEEP)
 
 
@@ -167,15 +170,6 @@ def _adds_up_in_float32(rule: Rule, region: Region) -> bool:
         return True
     named = row is not None and row.of in ("scatter_add", "jax:scatter-add")
     return not named and policy.halves != "raise"  # as torch.amp does
-
-
-_GATHER = known_functions.code_of(jax.lax.gather)
-
-
-def _is_gradient_of_read(eqn: Equation) -> bool:
-    """True for the transpose of a gather, which keeps the traceback of the gather."""
-    is_sum = eqn.primitive.name == "scatter-add"
-    return is_sum and _GATHER in compat.frames(eqn.source_info.traceback).codes
 
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:

@@ -1,8 +1,6 @@
 """Regions with products in 8 bits: what is told, what is saved, and faults, which all show."""
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,6 @@ from tests.support.sizes import LONG, size
 # The scaler is there to find Inf and NaN alone.
 pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
 
-EXAMPLES = str(Path(__file__).parents[3] / "examples")
 X, W = jnp.ones((32, 64)), jnp.ones((64, 48))
 
 
@@ -188,28 +185,6 @@ def test_bytes_saved_by_a_block_of_a_llama():
     print({name: round(ratio, 3) for name, ratio in found.items()})
     assert max(found["tensorwise"], found["rowwise"]) <= 0.65
     assert found["rowwise_gw_hp"] <= found["lean"], "its activations are saved in bfloat16"
-
-
-def example():
-    """The example's module, its arguments for the small model, and its text."""
-    sys.path.insert(0, EXAMPLES)
-    try:
-        import job
-        import train_jax
-    finally:
-        sys.path.remove(EXAMPLES)
-    args = job.arguments(job.parser("train_jax.py", "", job.SMALL), ["--quiet"])
-    return train_jax, args, job.read(args.text, args.context), job
-
-
-def test_bytes_saved_by_the_example():
-    train_jax, args, text, job = example()
-    graph, params = nnx.split(train_jax.first_model(text, args))
-    tokens = next(iter(job.batches(text, args)))
-    found = ratios(lambda p, x: train_jax.loss_on(nnx.merge(graph, p), x), params, tokens)
-    print({name: round(ratio, 3) for name, ratio in found.items()})
-    assert max(found["tensorwise"], found["rowwise"]) <= 0.65
-    assert found["rowwise_gw_hp"] <= found["lean"]
 
 
 # --- training -------------------------------------------------------------------------------------

@@ -613,22 +613,6 @@ def test_functions_follow_scopes_too() -> None:
         assert traced(both, X, policy=policy).out == ("bfloat16", "float32")
 
 
-def test_the_deepest_scope_wins() -> None:
-    policy = {
-        "scopes": {"a": {"class:matmul": "lower"}, "a.b": {"class:matmul": "fp32"}},
-    }
-
-    def f(x: Any) -> Any:
-        with jax.named_scope("a"):
-            low = product(x)
-            with jax.named_scope("b"):
-                wide = product(x)
-        return low, wide, product(x)
-
-    assert traced(f, X, policy=policy).out == ("bfloat16", "float32", "float32")
-    assert traced(f, X, policy=policy).scopes == ["a", "a.b"]
-
-
 class Linen(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:

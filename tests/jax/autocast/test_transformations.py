@@ -18,8 +18,6 @@ from jax.custom_batching import custom_vmap, sequential_vmap
 from jax.experimental import checkify, jet, roofline, sparse
 from jax.experimental.ode import odeint
 
-from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.contraction import contraction_p
 from polymp.jax import autocast
 
 X = jnp.linspace(0.5, 1, 16).reshape(4, 4)
@@ -151,12 +149,6 @@ def test_roofline_counts_a_contraction_as_the_product_it_stands_for():
     _, low = roofline.roofline(autocast(net))(spec)
     assert low.flops == plain.flops > 0
     assert 0 < low.hbm_bytes < plain.hbm_bytes
-
-
-def test_the_rules_are_entered_where_they_are_looked_up():
-    autocast(net)(X)
-    for name in ("jet", "sparsify", "checkify", "roofline"):
-        assert contraction_p in compat.rules_of(name)
 
 
 def test_tensorflow():

@@ -1,12 +1,11 @@
 """On a real GPU: dtypes, what XLA makes of products and convolutions, and steps without waits.
 
 Everything here is skipped where jax has no GPU. What is lowered for GPUs, and needs none, is in
-test_contraction.py and test_transforms.py.
+test_contraction.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from types import ModuleType
 from typing import Any
@@ -22,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.jax import GradScaler, autocast, call_in, lower
-from tests.shared.test_cases import BY_OP, arrays, computed, found, too_far, valued
-from tests.support import cases, frameworks
-from tests.support.cases import OPS, RAISES, Case, Op
+from tests.shared.test_cases import computed, too_far, valued
+from tests.support import frameworks
+from tests.support.cases import OPS, Op
 from tests.support.jax import hlo
 
 PLATFORM = "gpu"
@@ -58,24 +57,6 @@ def test_shared_ops_have_the_dtypes_and_values_of_the_table(fw: ModuleType, op: 
         for case, (dtype, result) in zip(rows, results, strict=True)
     ]
     assert [words for words in far if words] == []
-
-
-@pytest.mark.parametrize("op", cases.NESTED)
-def test_regions_inside_each_other(fw: ModuleType, op: str) -> None:
-    wanted: dict[str, str] = {}
-    seen: dict[str, str] = {}
-    for case in BY_OP[op]:
-        if case.jax != RAISES:
-            wanted[str(case)], seen[str(case)] = case.jax, _dtype_of_a_run(fw, case)
-    assert seen == wanted
-
-
-def _dtype_of_a_run(fw: Any, case: Case) -> str:
-    """The dtype that comes out on the device, not only in the trace."""
-    assert found(fw, case) == case.jax
-    with fw.wide() if "float64" in case.dtypes else contextlib.nullcontext():
-        call = fw.ops[case.op], arrays(fw, case), case.regions, case.made
-        return str(fw.dtype(fw.run(*call)))
 
 
 # --- convolutions ---------------------------------------------------------------------------------
@@ -126,19 +107,6 @@ def test_a_convolution_and_both_gradients_run_low(name: str, low: str) -> None:
     for got, true in zip(jax.jit(ours)(x, w), exact, strict=True):
         size = float(jnp.linalg.norm(true))
         assert float(jnp.linalg.norm(got.astype(jnp.float32) - true)) < 0.02 * size
-
-
-def test_hand_written_convolutions_compile() -> None:
-    """A control: if these fail, it is XLA's own, with or without polymp (jax #37922)."""
-    left, right, options = CONVOLUTIONS["3x3"]
-    for low in LOW:
-        x, w = jnp.ones(left, low), jnp.ones(right, low)
-
-        def loss(x: Any, w: Any) -> Any:
-            y = lax.conv_general_dilated(x, w, (1, 1), "SAME", **options)
-            return y.astype(jnp.float32).sum()
-
-        assert all(jnp.isfinite(g.astype(jnp.float32)).all() for g in jax.grad(loss, (0, 1))(x, w))
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -54,20 +54,19 @@ class BadStep(NamedTuple):
     def remedy(self) -> str:
         """The change that may help, and whether it was tried; "" if no step could be repeated."""
         fault = self.fault
-        if fault is not None and fault.remedy:
+        if fault is None:
+            rate = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+            return _grown(self.losses, None) or (rate if self.undone else "")
+        if fault.remedy:
             return fault.remedy
-        if fault is not None and fault.kind == "input" and ".grad" in fault.why:
+        if fault.kind == "input" and ".grad" in fault.why:
             return "Call zero_grad() before the backward pass, which adds to what is there."
-        if fault is not None and fault.kind == "input":
+        if fault.kind == "input":
             return "Look at the data: an argument or a parameter is not finite before any op runs."
-        if fault is not None and fault.kind == "index":
+        if fault.kind == "index":
             return f"Look at the data: {fault.why}."
         if grown := _grown(self.losses, fault):
             return grown
-        if fault is None and not self.undone:
-            return ""
-        if fault is None:
-            return f"Lower the learning rate, or clip the gradients.{UNTRIED}"
         place = f" in {fault.module}" if fault.module else ""
         if fault.kind == "number":
             return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"

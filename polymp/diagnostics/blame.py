@@ -289,14 +289,14 @@ def of_optimizer(
     `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0", and `tried`
     says whether the step was finite with a larger one.
     """
-    wide = f"eep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
+    wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
     if kind == "number":
         how = ", with which this step was tried and is finite" if tried else ""
-        or_wide = f", or k{wide}" if dtype in LOW else "."
+        or_wide = f", or {wide}" if dtype in LOW else "."
         give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
         return f"{lost}, so that it divides by zero. {give}"
     if kind == "overflow":
-        return f"K{wide}{UNTRIED}"
+        return f"{wide[0].upper()}{wide[1:]}{UNTRIED}"
     if largest > HUGE:
         return (
             f"It was given numbers as large as {largest:.3g}: clip the gradients, lower the "

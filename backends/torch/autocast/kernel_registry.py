@@ -1,8 +1,8 @@
 """Our kernels on torch's autocast keys: which ops of which devices have one.
 
-Where a region's policy agrees with torch's own kernels, nothing of ours is installed. Ops in
-which it differs get a Python kernel on the device's autocast key, and one in front of torch.func's
-transforms; both once, when the first such region is made.
+Ops in which a policy differs from torch's own kernels get a Python kernel on the device's autocast
+key, and one in front of torch.func's transforms; both once, when the first such region is made.
+All other ops keep torch's kernels, but those that write into tensors: see `region_casts.watch`.
 """
 
 import sys

@@ -102,7 +102,7 @@ def catch(
         on_bad: "raise" raises the error; "report" warns, and training goes on without the bad
             step, whose batch is left out. Its results are returned as they are. Three bad steps in
             a row raise: to leave out batches does not help.
-        jump: also stop when the loss is more than this factor above the mean of the last ones; from
+        jump: also stop when a loss is more than this factor above the mean of its last values; from
             the eleventh step on, when there is a mean to compare it with.
         of: models, optimizers and others to copy that are not found, in a list.
 
@@ -390,10 +390,10 @@ def _is_bad(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _compared(loss: torch.Tensor, mean: Any, jump: float) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = loss.float()
+    bad, loss = _is_bad(loss), loss.float()
     known = isinstance(mean, torch.Tensor)
     mean = mean.to(loss.device) if known else torch.full_like(loss, mean)
-    bad = _is_bad(loss) | (loss > mean + (jump - 1) * mean.abs())
+    bad = bad | (loss > mean + (jump - 1) * mean.abs())
     return bad, torch.where(mean.isnan(), loss, mean * STAYS + loss * (1 - STAYS))
 
 

@@ -237,6 +237,12 @@ def test_a_jump_of_the_loss() -> None:
         caught(torch.full((2, 3), 100.0))
 
 
+def test_a_loss_beyond_the_largest_float32_is_finite() -> None:
+    caught = catch(lambda x: x.sum(), jump=5.0, of=[nn.Linear(1, 1)])
+    for _ in range(12):
+        assert caught(torch.full((2,), 1e300, dtype=torch.float64)) == 2e300
+
+
 def test_a_learning_rate_that_other_code_sets_is_repeated() -> None:
     """The schedule stands outside of the step; the steps are repeated with the rates they had."""
     caught, by_hand = Training("mlp", "fp32", "foreach"), Training("mlp", "fp32", "foreach")

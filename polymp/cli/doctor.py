@@ -363,7 +363,8 @@ def advised(ratios: Mapping[str, Data]) -> tuple[str, str]:
     fast = {d: r["ratio"] for d, r in ratios.items() if r["ratio"] <= GAIN and r["high"] < 1}
     if not fast:
         return FLOAT32, f"no low dtype gains, as multiples of float32's time: {times or 'none ran'}"
-    if fast.get(FLOAT16, 1.0) < WORTH_A_SCALER * fast.get(BFLOAT16, 1 / WORTH_A_SCALER):
+    bfloat16 = fast.get(BFLOAT16)
+    if bfloat16 is None or fast.get(FLOAT16, bfloat16) < WORTH_A_SCALER * bfloat16:
         return FLOAT16, f"{times} of float32's time; it needs a GradScaler in training"
     return BFLOAT16, f"{times} of float32's time; it needs no GradScaler"
 

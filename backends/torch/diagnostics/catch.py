@@ -265,7 +265,8 @@ class Catch(CaughtStep, Generic[P, R]):
         if copy is not None and not written and not full:
             return copy
         self.check()
-        self._copy, copy, self._renews = None, None, False  # gives its memory back
+        self._copy = copy = None  # gives its memory back
+        self._renews = False
         objects = training_objects(self._fn, [self._of, self._met, *args, *kwargs.values()])
         if not (objects.models or objects.optimizers):
             raise ValueError(
@@ -302,7 +303,8 @@ class Catch(CaughtStep, Generic[P, R]):
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
                 return self._unrepeated(None, before_it)
-            if any_rank(bool(differs := differing(call.losses, result))):
+            differs = differing(call.losses, result)
+            if any_rank(bool(differs)):
                 broken.put_back()
                 return self._differing(calls, at, differs)
             if objects.scaled:

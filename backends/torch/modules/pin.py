@@ -188,6 +188,7 @@ def _matched(pattern: str, modules: Iterable[str]) -> set[str]:
     found = {path for path in modules if scopes.depth(pattern, path)}
     if not found:
         names = [repr(path) for path in modules if path]
-        shown = ", ".join(names[:12] + ["..."] * (len(names) > 12)) or "no modules in it"
+        more = ["..."] if len(names) > 12 else []
+        shown = ", ".join(names[:12] + more) or "no modules in it"
         raise PolicyError(f"pin(): {pattern!r} matches no module. There are {shown}.")
     return found

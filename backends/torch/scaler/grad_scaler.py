@@ -188,7 +188,10 @@ class GradScaler(DeviceState):
         checked_on_stuck(on_stuck, stuck_after)
         unscale.check_group(process_group)
         if named is not None and not isinstance(named, torch.nn.Module):
-            raise TypeError(f"named must be a module, got {named!r}.")
+            raise TypeError(
+                f"named must be a module, got {named!r}. Without one, names come from an optimizer "
+                "that is made with model.named_parameters()."
+            )
         self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
         first = scale_rule.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.entries.latest.clear()  # regions from before say nothing about this scaler's

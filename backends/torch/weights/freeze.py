@@ -107,7 +107,8 @@ class Frozen(subclass.Handle):
         lines += [f"Bytes of the model: {before} before, {after} now."]
         kept = "The float32 originals are kept as well, for remove()."
         lines += ["The float32 originals are dropped." if self._dropped else kept]
-        lines += ["Kept:"] * bool(self.kept) + [f"    {why}" for why in _reasons(self.kept)]
+        if self.kept:
+            lines += ["Kept:", *(f"    {why}" for why in _reasons(self.kept))]
         return "\n".join(lines)
 
 
@@ -259,10 +260,10 @@ def _checked_examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, .
     if wrong or not listed:
         given = f"a list with {wrong[0]} in it" if wrong else "an empty list"
         given = given if isinstance(inputs, list) else wrong[0]
-        named = " Write freeze(model, (), kwargs=...) for inputs by keyword." * ("dict" in wrong)
+        named = " Write freeze(model, (), kwargs=...) for inputs by keyword."
         raise TypeError(
             f"freeze() takes the inputs of {type(model).__name__} as a tuple, such as (x,), or a "
-            f"list of tuples, not as {given}.{named}"
+            f"list of tuples, not as {given}.{named if 'dict' in wrong else ''}"
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"freeze() takes kwargs as a dict, not as {type(kwargs).__name__}.")
@@ -393,10 +394,11 @@ def _reasons(kept: Mapping[str, str]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for name, why in kept.items():
         reasons.setdefault(why, []).append(name)
-    return [
-        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}: {why}"
-        for why, names in reasons.items()
-    ]
+    lines = []
+    for why, tensors in reasons.items():
+        more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+        lines.append(f"{', '.join(tensors[:3])}{more}: {why}")
+    return lines
 
 
 # `FrozenModule`: the class of a frozen model, which enters its region when it is called.

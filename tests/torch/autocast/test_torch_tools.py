@@ -170,6 +170,16 @@ def test_regions_of_ours_and_of_torch_nest(
     assert torch.equal(torch.mm(x, w), mm(x, w, FP32))
 
 
+def test_our_region_in_one_of_torch_keeps_no_foreign_casts(
+    x: torch.Tensor, w: torch.Tensor
+) -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
+        with autocast("cpu", dtype=FP16):
+            assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
+        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
+
+
 # --- torch.jit ------------------------------------------------------------------------------------
 
 

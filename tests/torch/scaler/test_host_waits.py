@@ -139,6 +139,14 @@ def test_on_the_host_one_value_is_read_in_a_step_as_by_torch(make: Make, clip: b
     assert theirs == [1] * STEPS
 
 
+def test_the_count_notices_reads() -> None:
+    t = torch.ones(())
+    for read in (t.item, lambda: bool(t), lambda: float(t), lambda: int(t)):
+        with Reads() as reads:
+            read()
+        assert max(reads.items, reads.ops) == 1
+
+
 # --- on a device that is not here ----------------------------------------------------------------
 
 

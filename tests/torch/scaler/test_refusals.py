@@ -36,7 +36,12 @@ OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         ({"stuck_after": x}, ValueError, f"stuck_after must be a whole number from 1 up, got {x}.")
         for x in (0, True)
     ),
-    ({"named": 3}, TypeError, "named must be a module, got 3."),
+    (
+        {"named": 3},
+        TypeError,
+        "named must be a module, got 3. Without one, names come from an optimizer that is made "
+        "with model.named_parameters().",
+    ),
 )
 
 
@@ -86,6 +91,22 @@ def test_a_new_scale_that_is_none_changes_nothing(
     assert scaler.state_dict() == before
     scaler.update()  # the iteration is still open
     assert scaler._get_growth_tracker() == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "scale"),
+    [
+        (0.0, 2.0**-126),
+        (INF, 2.0**126),
+        (2.0**127, 2.0**126),
+        (float("nan"), 4.0),
+        (-3.0, 2.0**-126),
+    ],
+)
+def test_a_new_scale_on_the_device_is_brought_between_the_bounds(new: float, scale: float) -> None:
+    scaler = ready(GradScaler)
+    scaler.update(torch.tensor(new))
+    assert scaler.get_scale() == scale
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -177,10 +177,9 @@ def read(reader: int) -> str:
     ("argv", "told"),
     [
         (("check", "amp", "--backend", "torch"), ("check: asking torch",)),
-        (("show", "amp", "--device", "cpu"), ("show: asking torch",)),
         (("doctor",), ("doctor: asking the frameworks",)),
     ],
-    ids=["check", "show", "doctor"],
+    ids=["check", "doctor"],
 )
 def test_commands(
     argv: tuple[str, ...], told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,10 @@ def _abstract(
     return made
 
 
+# The transpose and the batched form of JAX's primitive are traced at one dtype, and every product
+# in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
+
+
 def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[object], **params: object
 ) -> tuple[jax.Array, object]:
@@ -188,12 +192,6 @@ Halves = tuple[
 ]
 
 
-# The next functions make the derivative, the batched form and the rematerialisation of a product
-# from those of JAX's own primitive.
-#
-# The transpose and the batched form of JAX's primitive are traced at one dtype, and every
-# product in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
-#
 def remat_rule(
     saveable: Callable[..., compat.RematAnswer],
     unknown: Sequence[bool],

@@ -58,7 +58,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     range was too small, because a value before it became zero in its dtype, because an argument
     was not finite, or because the operation itself has no finite result there. The fault names the
     row of the policy that decided, and what the op was given. Infinities that a program means and
-    takes up again, such as those of a mask, are no fault.
+    takes up again or returns, such as those of a mask, are no fault.
 
     `fn` is not called, and nothing is changed; arguments that it would donate are left alone.
 
@@ -68,7 +68,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         kwargs: of the call.
 
     Returns:
-        The fault; None if everything is finite, which is also written to standard error.
+        The fault; None if no op made an Inf or NaN, which is also written to standard error.
 
     Raises:
         TypeError: `fn` is not callable, or an argument is traced.
@@ -80,7 +80,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     program = measured(fn, args, kwargs, once=True)
     fault = located(program)
     if fault is None:
-        progress.tell("locate: all values that the step made are finite")
+        progress.tell("locate: no op made an Inf or NaN of finite numbers")
     return fault
 
 
@@ -89,9 +89,7 @@ def located(program: MeasuredCall) -> Fault | None:
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
         facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
-        nodes = nodes_of(program, facts, peaks)
-        # Of what is returned, also an Inf that the program has: nothing takes it up again.
-        found = blame(nodes) or blame([node._replace(single=node.returned) for node in nodes])
+        found = blame(nodes_of(program, facts, peaks))
         if found is None:
             return None
         # XLA drops all of the twin but what leads to these operands.

@@ -62,8 +62,8 @@ def locate(
         kwargs: of the call.
 
     Returns:
-        The fault, to be printed; None if all values that the step made are finite, which is also
-        written to standard error.
+        The fault, to be printed; None if no op made an Inf or NaN, which is also written to
+        standard error.
 
     Raises:
         TypeError: `step_fn` is not callable.
@@ -92,7 +92,7 @@ def locate(
             return fault
         fault = values.fault()
     if fault is None:
-        progress.tell("locate: all values that the step made are finite")
+        progress.tell("locate: no op made an Inf or NaN of finite numbers")
     return fault
 
 

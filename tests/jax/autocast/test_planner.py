@@ -365,6 +365,11 @@ def test_rule_13_only_arrays_are_traced_and_everything_else_stays_itself():
     assert (out["name"], out["nothing"], out["flag"]) == ("a name", None, True)
 
 
+def test_rule_13_closed_over_tracers_are_differentiated():
+    grad = jax.grad(lambda w: autocast(lambda x: (x @ w).sum())(X))(W)
+    assert np.abs(grad - jax.grad(lambda w: (X @ w).sum())(W)).max() < 0.05
+
+
 def test_rule_14_the_state_of_an_nnx_module_survives():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))

@@ -55,9 +55,7 @@ def exported(door: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def methods(kind: type) -> Iterator[tuple[str, object]]:
-    """A class's public methods, but those that a training framework calls and documents itself."""
-    bases = [base for base in kind.__mro__ if not base.__module__.startswith("polymp")]
-    for name in sorted({*dir(kind)}.difference(*map(vars, bases))):
+    for name in dir(kind):
         found = inspect.getattr_static(kind, name)
         found = getattr(found, "__func__", found)  # of class methods and static methods
         ours = (getattr(found, "__module__", "") or "").startswith("polymp")

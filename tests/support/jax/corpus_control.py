@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import jax.scipy as jsp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 from tests.support.jax.corpus import F32, LOW, Draw, Made, program
 
@@ -46,6 +48,19 @@ def scan_over_layers_remat(draw: Draw) -> Made:
     p = {n: draw.normal(3, 8, 8, scale=0.35) for n in "qkv"}
     p |= {"up": draw.normal(3, 8, 16, scale=0.3), "down": draw.normal(3, 16, 8, scale=0.2)}
     return apply, (p, draw.normal(5, 8))
+
+
+@program(F32, tags="fori_loop power_iteration")
+def fori_power_iteration(draw: Draw) -> Made:
+    def norm(w: jax.Array, v: jax.Array) -> jax.Array:
+        def body(_: int, v: jax.Array) -> jax.Array:
+            v = w.T @ (w @ v)
+            return v / jnp.linalg.norm(v)
+
+        v = lax.fori_loop(0, 4, body, v)
+        return jnp.linalg.norm(w @ v)
+
+    return norm, (draw.weight(6, 5), draw.normal(5))
 
 
 @program(F32, tags="while_loop newton stop_gradient")
@@ -90,6 +105,28 @@ def associative_recurrence(draw: Draw) -> Made:
 
     p = {"decay": draw.weight(4, 6), "drive": draw.weight(4, 6), "out": draw.weight(6, 3)}
     return apply, (p, draw.normal(6, 4))
+
+
+@program(F32, tags="lax.map")
+def mapped_rows(draw: Draw) -> Made:
+    def apply(w: jax.Array, xs: jax.Array) -> jax.Array:
+        return lax.map(lambda x: jax.nn.logsumexp(x @ w), xs)
+
+    return apply, (draw.weight(4, 6), draw.normal(5, 4))
+
+
+@program(F32, tags="vmap per_example grad_inside norm")
+def per_example_gradient_norms(draw: Draw) -> Made:
+    def apply(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+            return (jnp.tanh(x @ p["w"]) @ p["v"] - y) ** 2
+
+        grads = jax.vmap(jax.grad(loss), (None, 0, 0))(p, x, y)
+        squares = [jnp.sum(g.reshape(4, -1) ** 2, -1) for g in jax.tree.leaves(grads)]
+        return jnp.sqrt(sum(squares))
+
+    p = {"w": draw.weight(5, 6), "v": draw.normal(6, scale=0.4)}
+    return apply, (p, draw.normal(4, 5), draw.normal(4))
 
 
 @program(F32, tags="grad_inside gradient_penalty vmap")
@@ -173,6 +210,20 @@ def conjugate_gradients(draw: Draw) -> Made:
     return apply, (draw.normal(6, 6, scale=0.5), draw.normal(6))
 
 
+@program(F32, tags="cholesky triangular_solve gaussian_process linalg", lowers=False)
+def gaussian_process(draw: Draw) -> Made:
+    def nll(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        z = x / jnp.exp(p["length"])
+        square = jnp.sum((z[:, None] - z[None]) ** 2, -1)
+        k = jnp.exp(p["gain"] - 0.5 * square) + jnp.exp(p["noise"]) * jnp.eye(len(x))
+        chol = jnp.linalg.cholesky(k)
+        white = jsp.linalg.solve_triangular(chol, y, lower=True)
+        return 0.5 * jnp.sum(white**2) + jnp.sum(jnp.log(jnp.diag(chol)))
+
+    p = {"length": draw.normal(2, scale=0.3), "gain": jnp.float32(0.1), "noise": jnp.float32(-0.5)}
+    return nll, (p, draw.normal(6, 2), draw.normal(6))
+
+
 @program(F32, F32, F32, tags="solve inv slogdet linalg", lowers=False)
 def linear_algebra(draw: Draw) -> Made:
     def apply(a: jax.Array, b: jax.Array) -> Any:
@@ -193,6 +244,19 @@ def callbacks(draw: Draw) -> Made:
         sorted_ = jax.pure_callback(host, shape, lax.stop_gradient(y), vmap_method="expand_dims")
         jax.debug.callback(lambda m: None, y.max())
         return jax.nn.softmax(y * sorted_)
+
+    return apply, (draw.weight(4, 5), draw.normal(3, 4))
+
+
+@program(LOW, tags="io_callback effects")
+def ordered_effects(draw: Draw) -> Made:
+    def log(x: np.ndarray) -> None:
+        assert x.dtype == np.float32, f"the callback was given {x.dtype}"
+
+    def apply(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = x @ w
+        io_callback(log, None, lax.stop_gradient(y), ordered=True)
+        return jnp.maximum(y, 0.1 * y)
 
     return apply, (draw.weight(4, 5), draw.normal(3, 4))
 
@@ -229,6 +293,40 @@ def pallas_kernel(draw: Draw) -> Made:
     return apply, ({"w": draw.weight(5, 8), "v": draw.weight(8, 3)}, draw.normal(4, 5))
 
 
+@program(LOW, tags="named_scope named_call jit_nested")
+def named_parts(draw: Draw) -> Made:
+    @jax.named_call
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.leaky_relu(x @ w)
+
+    @partial(jax.jit, static_argnames="twice")
+    def block(w: jax.Array, x: jax.Array, twice: bool) -> jax.Array:
+        with jax.named_scope("block"):
+            return layer(w, layer(w, x)) if twice else layer(w, x)
+
+    def apply(w: jax.Array, x: jax.Array) -> jax.Array:
+        return block(w, block(w, x, twice=False), twice=True)
+
+    return apply, (draw.weight(5, 5), draw.normal(4, 5))
+
+
+@program(F32, tags="shard_map psum collective")
+def sharded_loss(draw: Draw) -> Made:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.psum(jnp.sum(jnp.tanh(x @ w) ** 2), "i")
+
+    return loss, (draw.weight(5, 4), draw.normal(2, 5))
+
+
+@program(LOW, tags="donation jit")
+def donated_buffer(draw: Draw) -> Made:
+    update = jax.jit(lambda buffer, w: jnp.tanh(buffer @ w), donate_argnums=0)
+    return lambda w, x: update(x * 1.5, w), (draw.weight(5, 5), draw.normal(4, 5))
+
+
 @program("bfloat16", F32, tags="explicit_casts")
 def explicit_bfloat16(draw: Draw) -> Made:
     """The program has casts of its own to bfloat16, which every region respects."""
@@ -236,5 +334,31 @@ def explicit_bfloat16(draw: Draw) -> Made:
     def apply(w: jax.Array, x: jax.Array) -> Any:
         y = (x * 3).astype(jnp.bfloat16)
         return y * y + 1, jnp.sum(jax.nn.relu(x @ w) ** 2)
+
+    return apply, (draw.weight(5, 4), draw.normal(3, 5))
+
+
+@program(F32, tags="precision as_written", lowers=False)
+def highest_precision(draw: Draw) -> Made:
+    def apply(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.matmul(x, w, precision=lax.Precision.HIGHEST)
+
+    return apply, (draw.weight(5, 4), draw.normal(3, 5))
+
+
+# Regions of the program's own.
+
+
+@program(F32, LOW, tags="region off nested")
+def region_off(draw: Draw) -> Made:
+    from polymp.jax import autocast
+
+    @partial(autocast, enabled=False)
+    def exact(w: jax.Array, x: jax.Array) -> jax.Array:
+        with jax.named_scope("as_written"):  # for the walker
+            return jnp.tanh(x @ w) @ w.T
+
+    def apply(w: jax.Array, x: jax.Array) -> Any:
+        return exact(w, x), x @ w
 
     return apply, (draw.weight(5, 4), draw.normal(3, 5))

@@ -134,6 +134,54 @@ def nnx_transformer_lm(draw: Draw) -> Made:
     return loss, (params, tokens)
 
 
+@program(LOW, tags="flax nnx resnet batchnorm conv", needs="flax")
+def nnx_resnet_block(draw: Draw) -> Made:
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.conv = nnx.Conv(3, 4, (3, 3), strides=2, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+            self.side = nnx.Conv(3, 4, (1, 1), strides=2, rngs=rngs)
+            self.head = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nnx.relu(self.norm(self.conv(x)) + self.side(x))
+            return self.head(x.mean((1, 2)))
+
+    apply, params = _pure(draw, Block)
+    return apply, (params, draw.normal(2, 6, 6, 3))
+
+
+@program(F32, tags="flax nnx ppo reinforcement_learning actor_critic loss", needs="flax")
+def nnx_ppo(draw: Draw) -> Made:
+    from flax import nnx
+
+    class ActorCritic(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.trunk = nnx.Linear(5, 10, rngs=rngs)
+            self.actor = nnx.Linear(10, 3, rngs=rngs)
+            self.critic = nnx.Linear(10, 1, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> Any:
+            h = nnx.tanh(self.trunk(x))
+            return nnx.log_softmax(self.actor(h)), self.critic(h)[:, 0]
+
+    apply, params = _pure(draw, ActorCritic)
+
+    def loss(params: Any, states: Any, actions: Any, old: Any, gains: Any, returns: Any) -> Any:
+        log_p, values = apply(params, states)
+        taken = jnp.take_along_axis(log_p, actions[:, None], 1)[:, 0]
+        ratio = jnp.exp(taken - old)
+        policy = -jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains).mean()
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1).mean()
+        return policy + 0.5 * jnp.mean((values - returns) ** 2) - 0.01 * entropy
+
+    old = draw.normal(6, scale=0.1) - 1
+    data = (draw.normal(6, 5), draw.integers(3, 6), old, draw.normal(6), draw.normal(6))
+    return loss, (params, *data)
+
+
 @program(LOW, tags="flax nnx graph gcn segment_sum", needs="flax")
 def nnx_graph_convolution(draw: Draw) -> Made:
     from flax import nnx

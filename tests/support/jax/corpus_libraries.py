@@ -16,6 +16,14 @@ from tests.support.jax.corpus import F32, LOW, Draw, Made, program, shapes
 # equinox.
 
 
+@program(LOW, tags="equinox mlp vmap", needs="equinox")
+def equinox_mlp(draw: Draw) -> Made:
+    import equinox as eqx
+
+    apply, params = _equinox(draw, lambda key: eqx.nn.MLP(4, 3, 8, 2, key=key))
+    return lambda p, x: jax.vmap(apply(p))(x), (params, draw.normal(5, 4))
+
+
 @program(LOW, tags="equinox attention layernorm vmap", needs="equinox")
 def equinox_attention(draw: Draw) -> Made:
     import equinox as eqx
@@ -70,6 +78,19 @@ def haiku_lstm(draw: Draw) -> Made:
     return loss, (draw.fill(shapes(model.init, xs)), xs)
 
 
+@program(LOW, tags="haiku mlp layernorm", needs="haiku")
+def haiku_mlp(draw: Draw) -> Made:
+    import haiku as hk
+
+    def forward(x: jax.Array) -> jax.Array:
+        x = hk.nets.MLP([8, 8], activation=jnp.tanh, activate_final=True)(x)
+        x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+        return hk.Linear(3)(x)
+
+    model, x = hk.without_apply_rng(hk.transform(forward)), draw.normal(4, 5)
+    return model.apply, (draw.fill(shapes(model.init, x)), x)
+
+
 # Probability, differential equations, losses.
 
 
@@ -117,6 +138,20 @@ def numpyro_logistic_regression(draw: Draw) -> Made:
 
     y = draw.integers(2, 6).astype(jnp.float32)
     return log_p, ({"w": draw.normal(4), "b": jnp.float32(0.3)}, draw.normal(6, 4), y)
+
+
+@program(F32, tags="numpyro hierarchical distributions", needs="numpyro", lowers=False)
+def numpyro_eight_schools(draw: Draw) -> Made:
+    import numpyro.distributions as dist
+
+    def log_p(p: Any, y: jax.Array, sigma: jax.Array) -> jax.Array:
+        tau = jnp.exp(p["log_tau"])
+        total = dist.Normal(0, 5).log_prob(p["mu"]) + dist.HalfCauchy(5).log_prob(tau)
+        total += dist.StudentT(4.0, p["mu"], tau).log_prob(p["theta"]).sum()
+        return total + dist.Normal(p["theta"], sigma).log_prob(y).sum() + p["log_tau"]
+
+    p = {"mu": jnp.float32(0.4), "log_tau": jnp.float32(0.2), "theta": draw.normal(8)}
+    return log_p, (p, draw.normal(8, scale=3), draw.uniform(8, low=1, high=2))
 
 
 @program(F32, tags="diffrax ode neural_ode while_loop", needs="diffrax", lowers=False)

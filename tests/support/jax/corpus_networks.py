@@ -38,6 +38,28 @@ def mlp_cross_entropy(draw: Draw) -> Made:
     return loss, (p, draw.normal(4, 6), draw.integers(5, 4))
 
 
+@program(F32, tags="loss mean matvec")
+def linear_regression(draw: Draw) -> Made:
+    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((x @ p["w"] + p["b"] - y) ** 2)
+
+    return loss, ({"w": draw.normal(7), "b": draw.normal()}, draw.normal(9, 7), draw.normal(9))
+
+
+@program(LOW, tags="conv1d causal dilated")
+def conv_1d_causal(draw: Draw) -> Made:
+    def apply(w1: jax.Array, w2: jax.Array, x: jax.Array) -> jax.Array:
+        for w, dilation in ((w1, 1), (w2, 2)):
+            x = lax.conv_general_dilated(
+                x, w, (1,), [(2 * dilation, 0)], rhs_dilation=(dilation,),
+                dimension_numbers=("NWC", "WIO", "NWC"),
+            )  # fmt: skip
+            x = jax.nn.silu(x)
+        return x
+
+    return apply, (draw.weight(3, 4, 6), draw.weight(3, 6, 6), draw.normal(2, 8, 4))
+
+
 @program(F32, tags="conv2d pooling loss")
 def conv_2d_classifier(draw: Draw) -> Made:
     p = {"k": draw.weight(3, 3, 2, 4), "b": draw.normal(4), "w": draw.weight(36, 3)}
@@ -101,6 +123,15 @@ def tied_embeddings(draw: Draw) -> Made:
     return loss, (p, draw.integers(9, 7), jnp.array([1, 1, 0, 1, 1, 1, 0], bool))
 
 
+@program(LOW, tags="lora stop_gradient")
+def lora(draw: Draw) -> Made:
+    def apply(p: Any, frozen: jax.Array, x: jax.Array) -> jax.Array:
+        return x @ lax.stop_gradient(frozen) + (x @ p["a"]) @ p["b"] * 2.0
+
+    p = {"a": draw.weight(8, 2), "b": draw.weight(2, 6)}
+    return apply, (p, draw.weight(8, 6), draw.normal(5, 8))
+
+
 @program(F32, tags="moe top_k one_hot dispatch")
 def mixture_of_experts(draw: Draw) -> Made:
     def loss(p: Any, x: jax.Array) -> jax.Array:
@@ -117,6 +148,14 @@ def mixture_of_experts(draw: Draw) -> Made:
     return loss, (p, draw.normal(5, 6))
 
 
+@program(LOW, tags="ragged_dot moe")
+def ragged_experts(draw: Draw) -> Made:
+    def apply(w: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.nn.relu(lax.ragged_dot(x, w, sizes))
+
+    return apply, (draw.weight(3, 4, 5), draw.normal(8, 4), jnp.array([3, 1, 4], jnp.int32))
+
+
 # Attention.
 
 
@@ -130,6 +169,27 @@ def causal_attention(draw: Draw) -> Made:
 
     p = {name: draw.normal(8, 2, 4, scale=0.35) for name in "qkv"}
     return apply, (p | {"o": draw.normal(2, 4, 8, scale=0.35)}, draw.normal(6, 8))
+
+
+@program(LOW, tags="attention rotary rmsnorm gated")
+def rotary_attention(draw: Draw) -> Made:
+    def rotate(x: jax.Array) -> jax.Array:  # [heads, time, width]
+        half = x.shape[-1] // 2
+        angle = jnp.arange(x.shape[1])[:, None] * 10.0 ** -jnp.arange(half, dtype=jnp.float32)
+        a, b = x[..., :half], x[..., half:]
+        turned = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
+        return jnp.concatenate(turned, -1)
+
+    def apply(p: Any, x: jax.Array) -> jax.Array:
+        h = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+        q, k, v = (jnp.einsum("td,dhk->htk", h, p[n]) for n in "qkv")
+        w = jax.nn.softmax(jnp.einsum("htk,hsk->hts", rotate(q), rotate(k)) * 0.5)
+        x = jnp.einsum("hts,hsk->thk", w, v).reshape(x.shape)
+        return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+    p = {name: draw.normal(8, 2, 4, scale=0.35) for name in "qkv"}
+    p |= {"gate": draw.weight(8, 12), "up": draw.weight(8, 12), "down": draw.weight(12, 8)}
+    return apply, (p, draw.normal(5, 8))
 
 
 @program(LOW, tags="attention jax.nn.dot_product_attention grouped")

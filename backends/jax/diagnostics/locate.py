@@ -296,9 +296,14 @@ def _outside(program: MeasuredCall, event: Event, indices: Sequence[tuple[float,
     axes, taken = numbers.start_index_map, eqn.params["slice_sizes"]
     by = function_of(eqn.source_info.traceback)
     last = {axis: shape[axis] - taken[axis] for axis in axes}
-    which, allowed = "an index", f"0..{last[axes[0]]}" if len(axes) == 1 else f"shape {list(shape)}"
-    pairs = ((axis, ends) for axis, ends in zip(axes, indices, strict=False))
-    for axis, (low, high) in ((n, e) for n, e in pairs if e[0] < 0 or e[1] > last[n]):
+    pairs = zip(axes, indices, strict=False)
+    outside = ((n, low, high) for n, (low, high) in pairs if low < 0 or high > last[n])
+    if (found := next(outside, None)) is None:
+        which, allowed = "an index", f"shape {list(shape)}"
+        if len(axes) == 1:
+            allowed = f"0..{last[axes[0]]}"
+    else:
+        axis, low, high = found
         first = 0
         if low >= 0:
             which = f"index {int(high)}"
@@ -308,7 +313,6 @@ def _outside(program: MeasuredCall, event: Event, indices: Sequence[tuple[float,
             which = f"a negative index, {int(low)},"
         which += "" if len(axes) == 1 else f" of dimension {axis}"
         allowed = f"{first}..{last[axis]}"
-        break
     return f"{which} is outside {allowed}: {by or 'gather'} filled with NaN"
 
 

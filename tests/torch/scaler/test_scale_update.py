@@ -1,4 +1,4 @@
-"""What the host hears of a scale on a device: `AsyncRead` against a device that is late.
+"""`AsyncRead` tells the host of a scale on a device, also of one that is late.
 
 The update itself is held to the rule, bit for bit, by tests/shared/test_scaler_histories.py.
 """

@@ -85,13 +85,13 @@ class Provenance:
         self._kept = modes.KeptKeys()
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
-        self._given: list[tuple[torch.Tensor, int | None, int]] = []
+        self._given: list[tuple[torch.Tensor, int]] = []  # with their ranges
         self._received: set[int] = set()  # storages that other ranks filled
         self._gradients: set[int] = set()  # those that a backward pass adds gradients to
         self._constants: dict[int, float] = {}  # those of single numbers that the program has
-        self._parameters = {modes.storage_key(p): at for at, p in enumerate(self._trained())}
-        self._norms: list[list[torch.Tensor]] = []  # largest magnitudes after each update
-        self._updates = -1
+        # By storage of a parameter, the range of its largest magnitude, after the last update.
+        self._parameters: dict[int, int] = {}
+        self.parts: dict[Part, Part] = {}  # of updates: many are alike, and one is kept of these
 
     def origin(self, t: torch.Tensor) -> int | None:
         """Return the origin of a tensor; see `fault.Event.origins`."""
@@ -106,8 +106,8 @@ class Provenance:
                 return None
             views[view] = -1 - len(self._given)
             with Own():
-                found = None if key in self._parameters else self._ranges.add(t)
-                self._given.append((t.detach(), found, self._updates))  # kept, and so its key
+                found = self._parameters[key] if key in self._parameters else self._ranges.add(t)
+                self._given.append((t.detach(), found))  # kept, and so its key
         return views[view]
 
     def maker(self, t: torch.Tensor) -> int | None:
@@ -154,34 +154,26 @@ class Provenance:
 
     def look_at_parameters(self) -> None:
         """Measure the largest magnitude of each parameter, all at once."""
-        self._norms.append(largest_of(self._trained()))
-        self._updates += 1
+        own = () if self._model is None else self._model.parameters()
+        trained = [p.detach() for p in own if measurable(p)]
+        self._parameters = {
+            modes.storage_key(p): self._ranges.keep(x, x)
+            for p, x in zip(trained, largest_of(trained), strict=True)
+        }
 
     def updated(self) -> None:
         """Note that the values of parameters have changed."""
         self._outside.clear()
 
-    def _trained(self) -> list[torch.Tensor]:
-        own = () if self._model is None else self._model.parameters()
-        return [p.detach() for p in own if measurable(p)]
-
     def given(self, origin: int) -> tuple[torch.Tensor, list[float]]:
         """Return a tensor that no op made, with the ends of its values."""
-        return self._given[-1 - origin][0], self._ranges.read([self._range(-1 - origin)])
-
-    def _range(self, at: int) -> int:
-        t, found, update = self._given[at]
-        if found is None:  # a parameter
-            largest = self._norms[update][self._parameters[modes.storage_key(t)]]
-            found = self._ranges.keep(largest, largest)
-            self._given[at] = t, found, update
-        return found
+        t, found = self._given[-1 - origin]
+        return t, self._ranges.read([found])
 
     def spoiled(self) -> dict[int, str]:
         """Return the names of the tensors that no op made and that are not finite, by origin."""
-        ranges = list(map(self._range, range(len(self._given))))  # all are read at once
-        bad = [-1 - at for at, n in enumerate(ranges) if _bad(self._ranges.read([n]))]
-        return {origin: self.name(self._given[-1 - origin][0]) for origin in bad}
+        bad = {-1 - at: t for at, (t, n) in enumerate(self._given) if _bad(self._ranges.read([n]))}
+        return {origin: self.name(t) for origin, t in bad.items()}
 
     def name(self, t: torch.Tensor) -> str:
         """Return the name of a parameter or buffer, or a description of another tensor."""
@@ -299,14 +291,13 @@ NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])  # of a tensor that 
 class Part(NamedTuple):
     """A tensor that an optimizer reads or writes."""
 
-    range: int  # its number in the `RangeTable`
     dtype: torch.dtype
     shape: torch.Size
     of: str  # the parameter's name
 
 
-# By name: "0.weight", "0.weight.grad", "exp_avg of 0.weight".
-Parts = Mapping[str, Part]
+# By name, "0.weight", "0.weight.grad" or "exp_avg of 0.weight", a number in the `RangeTable`.
+Ranges = Mapping[str, int]
 
 
 class Update:
@@ -325,8 +316,9 @@ class Update:
         self._kind = type(optimizer)
         self._params = with_gradients(optimizer)
         self._names = provenance.names_of(self._params)
+        self._known, self._part = provenance.parts, dict[str, Part]()
         self._read = {**self._parts(optimizer), **self._parts(optimizer, grads=True)}
-        self._wrote: Parts = {}
+        self._wrote: Ranges = {}
         self._lost = lost_eps(optimizer)
         self._tried = self._try(optimizer) if self._lost else None
 
@@ -334,7 +326,7 @@ class Update:
         """Measure what the step has written."""
         self._wrote = self._parts(optimizer)
 
-    def _try(self, optimizer: torch.optim.Optimizer) -> Parts | None:
+    def _try(self, optimizer: torch.optim.Optimizer) -> Ranges | None:
         """Take the step with a larger eps, and undo it; None if it cannot be taken."""
         before = Snapshot(
             self._params, grads=self._params, optimizers=[optimizer], random_numbers=True
@@ -350,7 +342,7 @@ class Update:
         finally:
             before.put_back()
 
-    def _parts(self, optimizer: torch.optim.Optimizer, grads: bool = False) -> Parts:
+    def _parts(self, optimizer: torch.optim.Optimizer, grads: bool = False) -> Ranges:
         named: list[tuple[str, str, torch.Tensor]] = []
         for of, p in zip(self._names, self._params, strict=True):
             own = {of: p} | moments(optimizer, of, p)
@@ -358,38 +350,38 @@ class Update:
                 own = {} if p.grad is None else {f"{of}.grad": p.grad}
             local = ((name, of, distributed.local(t.detach())) for name, t in own.items())
             named += [each for each in local if measurable(each[-1])]
+        for name, of, t in named:
+            part = Part(t.dtype, t.shape, of)
+            self._part[name] = self._known.setdefault(part, part)
         largest = largest_of([t for *_, t in named])
-        return {
-            name: Part(self._ranges.keep(x, x), t.dtype, t.shape, of)
-            for (name, of, t), x in zip(named, largest, strict=True)
-        }
+        return {name: self._ranges.keep(x, x) for (name, *_), x in zip(named, largest, strict=True)}
 
-    def _bad(self, parts: Parts) -> list[str]:
-        return [name for name, part in parts.items() if _bad(self._ranges.read([part.range]))]
+    def _bad(self, ranges: Ranges) -> list[str]:
+        return [name for name, at in ranges.items() if _bad(self._ranges.read([at]))]
 
     def fault(self, spoiled: bool = False) -> Fault | None:
         """Return a fault if it made what is not finite, or if `spoiled`, if it was given that."""
         given, made = self._bad(self._read), self._bad(self._wrote)
         if spoiled and given:
             why = f"{given[0]} is not finite before the update"
-            return self._fault("input", given[0], self._read[given[0]], why)
+            return self._fault("input", given[0], self._read, why)
         if given or not made:
             return None
-        name, part = made[0], self._wrote[made[0]]
-        run, lost = dtype_names.NAMES[part.dtype], self._lost.get(part.dtype, "")
+        name, dtype = made[0], self._part[made[0]].dtype
+        run, lost = dtype_names.NAMES[dtype], self._lost.get(dtype, "")
         kind, why = "operation", f"its inputs are finite and {name} is not, in {run} or wider"
         if lost and (self._tried is None or not self._bad(self._tried)):
             kind, why = "number", f"{NO_EPS} in {run}"
-        elif run == "float16" and _bad(self._ranges.read([part.range])) == "Inf":
+        elif run == "float16" and _bad(self._ranges.read([self._wrote[name]])) == "Inf":
             kind = "overflow"
             why = f"{name} is beyond float16's largest number, {FORMATS[run].max:g}"
-        return self._fault(kind, name, part, why, lost)
+        return self._fault(kind, name, self._wrote, why, lost)
 
-    def _fault(self, kind: str, name: str, part: Part, why: str, lost: str = "") -> Fault:
-        run, of = dtype_names.NAMES[part.dtype], f"{part.of}.grad"
+    def _fault(self, kind: str, name: str, ranges: Ranges, why: str, lost: str = "") -> Fault:
+        run, of = dtype_names.NAMES[self._part[name].dtype], f"{self._part[name].of}.grad"
         inputs = tuple[Operand, ...]()
-        if (grad := self._read.get(of)) is not None:
-            ends = self._ranges.read([grad.range])
+        if of in self._read:
+            grad, ends = self._part[of], self._ranges.read([self._read[of]])
             inputs = (Operand.of_ends(dtype_names.NAMES[grad.dtype], grad.shape, ends, of),)
         remedy, largest = "", max((operand.largest for operand in inputs), default=0.0)
         if kind != "input":
@@ -398,7 +390,7 @@ class Update:
         return Fault(
             f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
             self._place.module, self._place.source, UPDATE, kind, run, None, inputs,
-            _bad(self._ranges.read([part.range])), why, remedy=remedy,
+            _bad(self._ranges.read([ranges[name]])), why, remedy=remedy,
         )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ class _Undo(modes.OpMode):
     def keep_grads(self, given: Iterable[torch.Tensor]) -> None:
         """Keep the gradients of leaves."""
         for t in given:
-            if t.is_leaf and t.requires_grad:
+            if t.requires_grad and t.is_leaf:
                 self.grads.setdefault(id(t), (t, t.grad))
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:

@@ -4,6 +4,7 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,11 +57,14 @@ class RangeTable:
     """The ends of the values of tensors, called by their numbers, and read all at once.
 
     A number is no object of its own for Python's garbage collector, as a range is: there are tens
-    of thousands of them.
+    of thousands of them. Nor are the ends, once they are stacked.
     """
 
     def __init__(self) -> None:
-        self._ends: list[torch.Tensor] = []
+        self._size = 0
+        # By device and dtype, ends that are not stacked yet, and the numbers that they are of.
+        self._waiting = defaultdict[Any, _Ends](lambda: ([], []))
+        self._stacked: list[tuple[list[int], torch.Tensor]] = []
         self._read: list[float] = []  # those of the ends that were read
         self.meant: Collection[int] = ()  # whose infinities are a mask's, once that is known
 
@@ -70,20 +74,36 @@ class RangeTable:
 
     def keep(self, low: torch.Tensor, high: torch.Tensor) -> int:
         """Keep both ends, 0-dim tensors; return their number."""
-        self._ends += (low, high)
-        return len(self._ends) // 2 - 1
+        waiting = numbers, ends = self._waiting[low.device, low.dtype]
+        numbers.append(self._size)
+        ends += (low, high)
+        self._size += 1
+        if len(ends) >= _STACK and low.is_cpu:  # of a GPU, another stream may still write them
+            self._stack(waiting)
+        return self._size - 1
+
+    def _stack(self, waiting: "_Ends") -> None:
+        numbers, ends = waiting
+        self._stacked.append((numbers.copy(), torch.stack(ends)))
+        numbers.clear()
+        ends.clear()
 
     def read(self, ranges: Iterable[int]) -> list[float]:
         """Return both ends of ranges, one after the other. Waits for the device."""
-        first, groups = len(self._read), dict[Any, list[int]]()
-        for at, x in enumerate(self._ends[first:], first):
-            groups.setdefault((x.device, x.dtype), []).append(at)
-        self._read += [0.0] * (len(self._ends) - first)
-        for places in groups.values():  # one transfer for each device and dtype
-            values = torch.stack([self._ends[at] for at in places]).tolist()
-            for at, value in zip(places, values, strict=True):
-                self._read[at] = value
+        if len(self._read) < 2 * self._size:
+            for waiting in filter(any, self._waiting.values()):
+                self._stack(waiting)
+            self._read += [0.0] * (2 * self._size - len(self._read))
+            for numbers, stack in self._stacked:  # one transfer for each
+                ends = stack.tolist()
+                for at, low, high in zip(numbers, ends[::2], ends[1::2], strict=True):
+                    self._read[2 * at : 2 * at + 2] = low, high
+            self._stacked.clear()
         return [x for at in ranges for x in self._read[2 * at : 2 * at + 2]]
+
+
+_Ends = tuple[list[int], list[torch.Tensor]]
+_STACK = 2048
 
 
 class Lost(NamedTuple):

@@ -331,11 +331,12 @@ class AuditValues(Values):
 
     def _tally(self, key: tuple[Any, ...], t: torch.Tensor) -> Tally:
         """Return the counts of a key, new ones for tensors like `t` if it has none."""
-        if key not in self.sites:
+        if (tally := self.sites.get(key)) is None:
             if t.device not in self._tables:
                 self._tables[t.device] = BinTable(t.device)
-            self.sites[key] = Tally(self._tables[t.device], self.ranges, len(self.sites))
-        return self.sites[key]
+            tally = Tally(self._tables[t.device], self.ranges, len(self.sites))
+            self.sites[key] = tally
+        return tally
 
     # Backward passes and gradients
 

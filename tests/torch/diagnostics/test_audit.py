@@ -386,6 +386,16 @@ def test_of_large_tensors_extremes_are_of_all_values_and_shares_of_a_sample() ->
     assert said.shares("float16").overflow == 0
 
 
+def test_ends_that_are_stacked_meanwhile_stay_those_of_their_ops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, once = trained(True, "mlp", "fp16", "plain", 1)
+    monkeypatch.setattr(measure, "_STACK", 6)
+    _, often = trained(True, "mlp", "fp16", "plain", 1)
+    assert len({m.magnitudes.largest for m in once.results}) > 6
+    assert (often.results, often.gradients) == (once.results, once.gradients)
+
+
 def test_another_thread_is_not_watched_nor_does_its_optimizer_blind_the_watch() -> None:
     stepping, seen = threading.Event(), threading.Event()
     weight = nn.Parameter(torch.ones(2))

@@ -15,7 +15,7 @@ import polymp
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
 from tests.conftest import FRAMEWORKS, need
-from tests.support import examples, frameworks, processes
+from tests.support import examples, forks, frameworks
 
 # Ops that are one op in both frameworks, and the shapes of their arguments.
 OPS: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -195,7 +195,7 @@ def test_explain_goes_to_the_framework_of_what_it_gets(fw: ModuleType) -> None:
 
 
 def test_a_report_needs_no_door_to_be_imported() -> None:
-    """In a fresh interpreter: a region's compiled kernels tell nothing, ours take their place."""
+    """In a process of its own: a region's compiled kernels tell nothing, ours take their place."""
     need("torch")
     code = (
         "import torch, polymp\n"
@@ -203,7 +203,7 @@ def test_a_report_needs_no_door_to_be_imported() -> None:
         "report = polymp.explain(torch.matmul, x, x.detach().T, dtype='bfloat16')\n"
         "print([(call.op, call.casts) for call in report])\n"
     )
-    assert processes.run(code) == "[('matmul', 2)]\n"
+    assert forks.program(code) == "[('matmul', 2)]\n"
 
 
 # --- `catch` of both frameworks: its arguments, and the class that it wraps no method of ----------

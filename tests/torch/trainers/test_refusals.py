@@ -30,7 +30,7 @@ import polymp.accelerate  # noqa: E402
 import polymp.lightning  # noqa: E402
 import polymp.transformers  # noqa: E402
 from polymp.lightning import FabricPrecision, Precision  # noqa: E402
-from tests.support import processes  # noqa: E402
+from tests.support import forks  # noqa: E402
 from tests.support.torch.lightning_models import Regression, fit  # noqa: E402
 from tests.support.torch.trainer_models import accelerator, reset, trainer  # noqa: E402
 
@@ -528,8 +528,8 @@ for name in names:
 
 
 def test_a_missing_package_is_named() -> None:
-    """In a fresh interpreter without them; polymp.torch imports none of them."""
-    assert processes.run(MISSING).splitlines() == [
+    """In a process without them; polymp.torch imports none of them."""
+    assert forks.program(MISSING).splitlines() == [
         "",
         "polymp.lightning needs the lightning package: pip install 'polymp[lightning]'.",
         "polymp.accelerate needs the accelerate package: pip install 'polymp[accelerate]'.",

@@ -53,6 +53,9 @@ DOCUMENTED := polymp backends
 
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
+# The tests that are part of lint.
+LINTED := tests/core/test_layers.py tests/core/test_docstrings.py
+
 .PHONY: demo test pytest test-long test-versions test-oldest test-newest test-frameworks lint types verifytypes docs dist bench gpu clean
 
 demo: $(READY)
@@ -62,7 +65,7 @@ demo: $(READY)
 
 # Types are checked beside the first of the tests: that is one process, and there are cores to spare.
 test: lint
-	@$(MAKE) --no-print-directory -j2 types pytest
+	@$(MAKE) --no-print-directory -j2 types pytest PYTEST="$(PYTEST) $(LINTED:%=--ignore=%)"
 
 pytest: $(READY)
 	POLYMP_REQUIRE=jax,keras,$(ADAPTED) $(PY) $(PYTEST) -m "not long"
@@ -73,7 +76,7 @@ test-long: $(READY)
 test-versions: test-oldest test-newest
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) $(VERSIONED)
+	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) -m "not long" $(VERSIONED)
 
 test-frameworks: .venv-frameworks/.ready .venv-newest/.ready
 	POLYMP_REQUIRE=$(ADAPTED) .venv-frameworks/bin/python $(PYTEST) $(ADAPTERS)
@@ -84,7 +87,7 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 	.venv/bin/pydoclint --config=pyproject.toml $(DOCUMENTED)
 	$(PY) -m ruff check --preview --select DOC501 $(DOCUMENTED)
-	$(PY) -m pytest -q tests/core/test_layers.py tests/core/test_docstrings.py
+	$(PY) -m pytest -q $(LINTED)
 
 types: $(READY)
 	$(PY) -m mypy

@@ -533,8 +533,9 @@ WRAPPED: dict[str, Any] = {
 X = jnp.arange(40.0).reshape(10, 4)
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
-@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize(
+    ("wrapped", "dtype"), [*zip(WRAPPED, ("bfloat16", "float16", None), strict=True)]
+)
 def test_what_the_program_has_that_is_not_finite_is_put_down_to_it(
     dtype: str | None, wrapped: str
 ) -> None:

@@ -62,15 +62,6 @@ def _flags() -> str:
 # Set before jax is imported, here and in every process that a test starts; with XLA_FLAGS= in the
 # environment, what tests run is compiled as for users.
 os.environ.setdefault("XLA_FLAGS", _flags())
-# Likewise, what XLA has compiled: in one run many files compile the same programs, and a run that
-# follows compiles only what changed. The versions of jax and the flags are part of an entry's name.
-# Without source lines in it, as is the default, a program has those of the first that was compiled.
-for _name, _value in {
-    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / "build" / "xla"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}.items():
-    os.environ.setdefault(_name, _value)
 # Likewise: Keras asks when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 

@@ -18,13 +18,11 @@ ROOT = Path(__file__).parents[3]
 def run(program: str, *arguments: object, flags: str = "", python: Sequence[str] = STRICT) -> Any:
     """Run a module of tests, and return the JSON of the last line that it prints."""
     devices = "--xla_force_host_platform_device_count=8"
-    cached = "0" if "dump" in flags else "1"  # nothing is dumped of what is not compiled
     done = subprocess.run(
         [sys.executable, *python, "-m", program, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ
-        | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices} {flags}", "JAX_PLATFORMS": "cpu"}
-        | {"JAX_ENABLE_COMPILATION_CACHE": cached},
+        | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices} {flags}", "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         check=False,

@@ -128,25 +128,27 @@ class autocast:  # the name is torch's
         return enter(self._ticket, self)
 
     @dynamo.no_frame
-    def __exit__(self, *exc: Any) -> Literal[False]:
+    def __exit__(
+        self, kind: Any = None, error: BaseException | None = None, trace: Any = None
+    ) -> Literal[False]:
         if self._traced is not None:
             traced, self._traced = self._traced
             traced.__exit__()
             return False
         depth = 0  # of the stack while the region is left, and -1 once it is
         try:
-            if exc and exc[1] is not None:
-                _leave_interrupted(exc[1])
-            frames = stack.frames
-            depth = len(frames)
-            leave(self._ticket, frames)
+            if error is not None:
+                _leave_interrupted(error)
+            thread = stack.thread
+            depth = len(thread.frames)
+            leave(self._ticket, thread)
             depth = -1
             if are_functions_watched():
                 compiled_region.tell_export(None)
         except BaseException:  # an interrupt may come at any line
             if depth in (0, len(stack.frames)):
                 with contextlib.suppress(RuntimeError):  # it was not open
-                    leave(self._ticket, stack.frames)
+                    leave(self._ticket, stack.thread)
             depth = -1
             raise
         return False
@@ -213,7 +215,7 @@ def _leave_interrupted(error: BaseException) -> None:
             done = vars(error).setdefault("_left_by_polymp", [])  # outer regions see it, too
             if frame not in done:
                 done.append(frame)
-                leave(frame.f_locals["self"]._ticket, stack.frames)
+                leave(frame.f_locals["self"]._ticket, stack.thread)
 
 
 @dynamo.at_trace_time

@@ -25,14 +25,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch.autocast import op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
+from polymp.rules.region import Region, Stack
 
 _library = torch.library.Library("aten", "IMPL")
 
 
-class _Thread:
-    """The casts that our own kernels keep in one thread; it lives as long as its thread."""
+Code = tuple[torch.dtype, ...]  # of policies: see `regions`
 
-    def __init__(self) -> None:
+# A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
+Frame = tuple[Region, bool, torch.dtype, bool, Code]
+
+
+class Thread:
+    """The open regions of one thread and the casts of our own kernels; it lives as long as that."""
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self.frames = frames
+        # Of the regions entered, as far as loss scalers need to know them: by device type, the
+        # low dtype of the latest, and the devices of float16 ones with gradients on since a step.
+        self.latest: dict[str, torch.dtype] = {}
+        self.unscaled: set[str] = set()
         self.reference = weakref.ref(self)
         self.epoch = 0  # of the map when `casts` were made
         self.casts: dict[  # by identity of the parameter and dtype
@@ -40,9 +52,12 @@ class _Thread:
         ] = {}
 
 
-class _Mine(threading.local):
+class Threads(Stack[Frame]):
+    """The state of this thread, all behind one attribute: each look into it takes 50 ns."""
+
     def __init__(self) -> None:
-        self.thread = _Thread()
+        super().__init__()
+        self.thread = Thread(self.frames)
 
 
 class _Map:
@@ -51,14 +66,14 @@ class _Map:
     def __init__(self) -> None:
         # Under "thread", a reference to the thread whose casts it holds; dead when that is. It is a
         # dict because `setdefault` claims the map in one step, without a lock.
-        self.owner: dict[str, weakref.ref[_Thread]] = {}
+        self.owner: dict[str, weakref.ref[Thread]] = {}
         self.dtypes: dict[str, torch.dtype] = {}  # by device, of the casts in it
         self.epoch = 0  # raised by every drop; casts of our own kernels from before it are stale
         self.lock = threading.Lock()  # held to take the map over from a dead thread
 
 
 _map = _Map()
-_mine = _Mine()
+stack: Threads = Threads()
 _owner, _dtypes = _map.owner, _map.dtypes  # read at every entry of a region
 
 
@@ -75,12 +90,12 @@ def drop_unknown() -> None:
 
 
 @dynamo.no_frame
-def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
+def keep(thread: Thread, device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     """Give torch's map to this thread, so that it can keep casts there, if the map is free.
 
     Casts to another dtype, or to an unknown one, are dropped.
     """
-    mine = _mine.thread.reference
+    mine = thread.reference
     if _owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
     if casting and _dtypes.get(device) is not dtype:
@@ -90,7 +105,7 @@ def keep(device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
     return True
 
 
-def _take_over(mine: "weakref.ref[_Thread]") -> bool:
+def _take_over(mine: "weakref.ref[Thread]") -> bool:
     """Give the map to this thread if its owner died in a region."""
     with _map.lock:
         owner = _map.owner.get("thread")
@@ -104,13 +119,12 @@ def _take_over(mine: "weakref.ref[_Thread]") -> bool:
 @dynamo.no_frame
 def mine() -> bool:
     """Return whether torch's map belongs to this thread."""
-    return _map.owner.get("thread") is _mine.thread.reference
+    return _map.owner.get("thread") is stack.thread.reference
 
 
 @dynamo.no_frame
-def end() -> None:
-    """Drop this thread's casts and give the map up: it left its last region."""
-    thread = _mine.thread
+def end(thread: Thread) -> None:
+    """Drop the casts of this thread and give the map up: it left its last region."""
     if thread.casts:
         thread.casts.clear()
     if _owner.get("thread") is thread.reference:
@@ -190,7 +204,7 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     )
     if not may_keep:
         return t.to(dtype)
-    mine = _mine.thread
+    mine = stack.thread
     if mine.epoch != _map.epoch:
         mine.casts.clear()
         mine.epoch = _map.epoch
@@ -206,5 +220,5 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
 
 def forget_mine() -> None:
     """Drop this thread's casts, where a region ends in a graph."""
-    _mine.thread.casts.clear()
+    stack.thread.casts.clear()
     clear_autocast_cache()

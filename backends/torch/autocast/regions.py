@@ -28,32 +28,14 @@ from torch import (
 
 from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
-from polymp.backends.torch.autocast.region_casts import end, keep
+from polymp.backends.torch.autocast.region_casts import Code, Frame, Thread, end, keep, stack
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
-from polymp.rules.region import Region, Stack
+from polymp.rules.region import Region
 from polymp.versions import __version__
 
-Code = tuple[torch.dtype, ...]
-
-
-# A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
-Frame = tuple[Region, bool, torch.dtype, bool, Code]
 T = TypeVar("T")
-stack: Stack[Frame] = Stack()
-
-
-class Entries(threading.local):
-    """The regions that this thread has entered, as far as loss scalers need to know them."""
-
-    def __init__(self) -> None:
-        self.latest: dict[str, torch.dtype] = {}  # by device type, of the region entered last
-        # Device types of float16 regions entered with gradients on since a step.
-        self.unscaled: set[str] = set()
-
-
-entries: Entries = Entries()
 
 
 @dynamo.no_frame
@@ -64,52 +46,57 @@ def enter(ticket: str, entered: T) -> T:
     that no interrupt comes between this call and the caller's end.
     """
     region, device, enabled, dtype, cache = _by_ticket[ticket]
+    thread = stack.thread
+    frames, depth = thread.frames, 0
     code = inside = NONE
-    if len(_policies) > 1:
+    if coded := len(_policies) > 1:
         code = code_in_force()
         inside = code_inside(region, code)
-    frames, depth = stack.frames, 0
-    before = is_autocast_enabled(device), get_autocast_dtype(device), is_autocast_cache_enabled()
-    frame = region, *before, code
+    was, low = is_autocast_enabled(device), get_autocast_dtype(device)
+    cached = is_autocast_cache_enabled()
+    frame = region, was, low, cached, code
     try:
         depth = autocast_increment_nesting()  # torch's own regions count
         frames.append(frame)
-        if enabled:
-            if dtype is torch.float16:
-                note(device, dtype)
-            else:
-                entries.latest[device] = dtype
-        else:
+        if not enabled:
             dynamo.compile_by(codes.digest)
-        set_autocast_enabled(device, enabled)
-        set_autocast_dtype(device, dtype)
-        set_autocast_cache_enabled(cache and keep(device, dtype, enabled, depth))
-        if len(_policies) > 1:
+        elif dtype is torch.float16:
+            note(device, dtype)
+        else:
+            thread.latest[device] = dtype
+        if enabled is not was:
+            set_autocast_enabled(device, enabled)
+        if dtype is not low:
+            set_autocast_dtype(device, dtype)
+        if (cache and keep(thread, device, dtype, enabled, depth)) is not cached:
+            set_autocast_cache_enabled(not cached)
+        if coded:
             write_code(inside)
         return entered
     except BaseException:  # an interrupt may come at any line
         if frames and frames[-1] is frame:
-            leave(ticket, frames)
+            leave(ticket, thread)
         elif depth:
             autocast_decrement_nesting()
         raise
 
 
 @dynamo.no_frame
-def leave(ticket: str, frames: list[Frame]) -> None:
-    """Leave the youngest open region that is equal to the ticket's.
+def leave(ticket: str, thread: Thread) -> None:
+    """Leave the youngest open region of this thread that is equal to the ticket's.
 
     The frame goes last, so that after an interrupt the same call again does all that is left.
     """
     region, device, _, _, _ = _by_ticket[ticket]
+    frames = thread.frames
     if not frames or frames[-1][0] is not region:
         frames.append(_pull(region))
     _, enabled, dtype, cache, code = frames[-1]
     if len(frames) == 1:
-        end()
+        end(thread)
     elif cache:
         # Back in a region of another dtype, the casts to this one go. It is not the outermost.
-        keep(device, dtype, enabled, len(frames))
+        keep(thread, device, dtype, enabled, len(frames))
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
@@ -235,9 +222,10 @@ def low_dtype(device: str) -> str:
 @dynamo.no_frame
 def note(device: str, dtype: torch.dtype) -> None:
     """Note for loss scalers that an enabled region was entered."""
-    entries.latest[device] = dtype
+    thread = stack.thread
+    thread.latest[device] = dtype
     if dtype is torch.float16 and is_grad_enabled():
-        entries.unscaled.add(device)
+        thread.unscaled.add(device)
 
 
 def latest_low(device: str) -> torch.dtype | None:
@@ -247,7 +235,7 @@ def latest_low(device: str) -> torch.dtype | None:
     """
     if is_autocast_enabled(device):
         return get_autocast_dtype(device)
-    return entries.latest.get(device)
+    return stack.thread.latest.get(device)
 
 
 @dynamo.no_frame

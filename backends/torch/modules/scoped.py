@@ -266,7 +266,7 @@ def leave(outer: Code) -> None:
         return
     regions.write_code(outer)
     if outer == NONE and not regions.stack.frames:
-        region_casts.end()  # the end of a region of torch's own is not seen
+        region_casts.end(regions.stack.thread)  # the end of a region of torch's own is not seen
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:

@@ -69,7 +69,7 @@ def inside(
     try:
         yield region
     finally:
-        regions.leave(ticket, regions.stack.frames)
+        regions.leave(ticket, regions.stack.thread)
 
 
 class EachOp(TorchDispatchMode):

@@ -94,7 +94,7 @@ def test_our_own_casts_do_not_outlive_a_drop() -> None:
             w.mul_(2)  # drops
         v = torch.eye(4).requires_grad_()
         torch.mv(v, X[0])  # the next cast clears what was dropped
-        kept = [entry[0]() for entry in region_casts._mine.thread.casts.values()]
+        kept = [entry[0]() for entry in region_casts.stack.thread.casts.values()]
         assert len(kept) == 1
         assert kept[0] is v
         assert alive() is w

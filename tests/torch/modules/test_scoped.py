@@ -254,7 +254,7 @@ class Keeps(nn.Module):
 
     def forward(self, x: torch.Tensor) -> int:
         self.norm(x)
-        return len(region_casts._mine.thread.casts)
+        return len(region_casts.stack.thread.casts)
 
 
 def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tenso
     scoped(model, {"rules": {"layer_norm": "lower"}})
     with torch.autocast("cpu", BF16):
         assert model(x) == 2, "weight and bias"
-    assert region_casts._mine.thread.casts == {}
+    assert region_casts.stack.thread.casts == {}
 
 
 def test_the_classes_are_their_own_again() -> None:

@@ -23,7 +23,7 @@ from train_torch import Transformer, loss_on
 
 Program = Callable[[], Any]
 
-REGION_BAR, WRITE_BAR = 1.15, 1.3
+REGION_BAR, WRITE_BAR, CONVNET_BAR = 1.15, 1.3, 1.03
 
 
 def paired(
@@ -47,6 +47,33 @@ for _ in range(300):
         for _ in range(100):
             y.add_(x)
         times.append(time.perf_counter() - start)
+print(statistics.median(times) * 1e6)
+"""
+
+
+# Inference of a small convnet, one picture: its activation is in place, or its sum.
+CONVNET = """
+import statistics, time, torch
+from torch import nn
+from {package} import autocast
+torch.set_num_threads(1)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace={relu})
+    def forward(self, x):
+        y = self.relu(self.norm(self.conv(x)))
+        if {add}:
+            y += x
+        return y
+net = nn.Sequential(*(Block() for _ in range(16))).to("{device}").eval()
+x, times = torch.randn(1, 8, 8, 8, device="{device}"), []
+for _ in range({times}):
+    start = time.perf_counter()
+    with torch.no_grad(), autocast("{device}"):
+        net(x).sum().item()
+    times.append(time.perf_counter() - start)
 print(statistics.median(times) * 1e6)
 """
 
@@ -164,6 +191,11 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
 
     names = ("torch.amp", "polymp.torch")
     writes = [WRITES.format(package=package, device=device) for package in names]
+    passes = 20 if small else 300
+    relu, add = (
+        [CONVNET.format(package=package, device=device, times=passes, **where) for package in names]
+        for where in ({"relu": True, "add": False}, {"relu": False, "add": True})
+    )
     imports = [printed(IMPORT) for _ in range(max(1, rounds // 12))]
     found = [
         paired("region: enter and leave", entering(lambda: theirs_kept), entering(lambda: kept),
@@ -176,6 +208,8 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
         apart("100 small add_ in a region", *writes, max(1, rounds // 6), WRITE_BAR),
         apart("the same, torch.amp with a Python kernel that only passes on", writes[0],
               PASSES_ON.format(device=device) + writes[0], max(1, rounds // 12)),
+        apart("convnet, one picture, relu_ in place", *relu, max(1, rounds // 6), CONVNET_BAR),
+        apart("convnet, one picture, += of each block", *add, max(1, rounds // 6), CONVNET_BAR),
         row("import of polymp.torch after torch / 40 ms", [IMPORT_MS] * len(imports), imports, 1.0),
     ]  # fmt: skip
     for dtype in (torch.bfloat16, torch.float16):

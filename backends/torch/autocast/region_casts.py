@@ -74,7 +74,7 @@ class _Map:
 
 _map = _Map()
 stack: Threads = Threads()
-_owner, _dtypes = _map.owner, _map.dtypes  # read at every entry of a region
+owner, dtypes = _map.owner, _map.dtypes  # read at every entry of a region
 
 
 def drop() -> None:
@@ -96,12 +96,12 @@ def keep(thread: Thread, device: str, dtype: torch.dtype, casting: bool, depth: 
     Casts to another dtype, or to an unknown one, are dropped.
     """
     mine = thread.reference
-    if _owner.setdefault("thread", mine) is not mine and not _take_over(mine):
+    if owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
-    if casting and _dtypes.get(device) is not dtype:
+    if casting and dtypes.get(device) is not dtype:
         if depth > 1:  # else there is none yet
             drop()
-        _dtypes[device] = dtype
+        dtypes[device] = dtype
     return True
 
 
@@ -127,11 +127,11 @@ def end(thread: Thread) -> None:
     """Drop the casts of this thread and give the map up: it left its last region."""
     if thread.casts:
         thread.casts.clear()
-    if _owner.get("thread") is thread.reference:
-        _map.epoch += 1
+    if owner.get("thread") is thread.reference:
+        _map.epoch += 1  # autograd's own threads have casts, too, and never leave a region
         clear_autocast_cache()
-        _dtypes.clear()
-        del _owner["thread"]
+        dtypes.clear()
+        del owner["thread"]
 
 
 @cache
@@ -166,7 +166,7 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
         writing(args[0])
         return pass_on(keys, args, kwargs)
 
-    return writer
+    return dynamo.no_frame(writer, inside=True)
 
 
 def writing(into: Any) -> None:

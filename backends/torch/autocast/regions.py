@@ -28,7 +28,16 @@ from torch import (
 
 from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
-from polymp.backends.torch.autocast.region_casts import Code, Frame, Thread, end, keep, stack
+from polymp.backends.torch.autocast.region_casts import (
+    Code,
+    Frame,
+    Thread,
+    dtypes,
+    end,
+    keep,
+    owner,
+    stack,
+)
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
@@ -68,8 +77,13 @@ def enter(ticket: str, entered: T) -> T:
             set_autocast_enabled(device, enabled)
         if dtype is not low:
             set_autocast_dtype(device, dtype)
-        if (cache and keep(thread, device, dtype, enabled, depth)) is not cached:
-            set_autocast_cache_enabled(not cached)
+        mine = thread.reference
+        if depth == 1 and cache and enabled and owner.setdefault("thread", mine) is mine:
+            dtypes[device] = dtype  # as in `keep`: there are no casts yet
+        else:
+            cache = cache and keep(thread, device, dtype, enabled, depth)
+        if cache is not cached:
+            set_autocast_cache_enabled(cache)
         if coded:
             write_code(inside)
         return entered

@@ -42,8 +42,8 @@ SOURCES = {
 LAYOUT = (
     "- In JAX on a CPU, casts by hand take as long as float32, because XLA computes most bfloat16 "
     "products in float32. polymp lays out the operands so that XLA uses its bfloat16 kernel. That "
-    "kernel needs a processor with AVX512-BF16, as here; without it, bfloat16 saves memory and no "
-    "time."
+    "kernel needs a processor with AVX512-BF16, as here; without it, polymp casts the rounded "
+    "operands to float32 again for XLA's float32 kernel, and a step takes about 0.9 of its time."
 )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from polymp import dtypes
 from polymp.cli import doctor
+from polymp.processor import processor
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -79,13 +80,14 @@ def speed_of_bfloat16() -> str:
     if found.bfloat16 is None:
         return f"Whether this processor has instructions for bfloat16 is not known: {found.by}."
     return (
-        "This processor has no instructions for bfloat16 products: expect bfloat16 to save memory, "
-        f"but no time. On processors that have them the model is larger: --width {LARGE.width}."
+        "This processor has no instructions for bfloat16 products: torch's kernels emulate them, "
+        "JAX's multiply in float32. Expect bfloat16 to save memory, and little or no time. On "
+        f"processors that have them the model is larger: --width {LARGE.width}."
     )
 
 
 def _processor() -> doctor.Device:
-    return doctor.cpu("", *doctor.processor())
+    return doctor.cpu("", *processor())
 
 
 def parser(prog: str, about: str, sizes: Sizes) -> Parser:

@@ -10,8 +10,6 @@ import argparse
 import platform
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -22,17 +20,12 @@ from typing import Any, NamedTuple
 import polymp
 from polymp import backends, integrations, progress, text_table, versions
 from polymp.cli.user_model import error_line, example, failed, leave_memory
+from polymp.processor import FAST, processor
 
 Data = dict[str, Any]
 Step = Callable[[str], object]  # runs a step in a dtype and waits until it has finished
 
-# The CPU features, as Linux and macOS name them, that multiply a dtype in hardware. avx512_fp16 is
-# not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
-_FAST = {
-    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16"),
-    "float16": ("amx_fp16", "asimdhp", "FEAT_FP16"),
-}
-_LISTED = (*_FAST["bfloat16"], *_FAST["float16"], "avx512_fp16")
+_LISTED = (*FAST["bfloat16"], *FAST["float16"], "avx512_fp16")
 
 
 class Framework(NamedTuple):
@@ -79,7 +72,7 @@ def cpu(framework: str, name: str, features: frozenset[str] | None) -> Device:
     if features is None:
         return Device(framework, "cpu", name, None, None, "this system does not list CPU features")
     listed = [feature for feature in _LISTED if feature in features]
-    low = {dtype: not features.isdisjoint(names) for dtype, names in _FAST.items()}
+    low = {dtype: not features.isdisjoint(names) for dtype, names in FAST.items()}
     by = ", ".join(listed) or "no bf16 or fp16 instructions"
     return Device(framework, "cpu", name, low["bfloat16"], low["float16"], by)
 
@@ -218,23 +211,6 @@ def _ask_jax(devices: list[Device]) -> str:
             by = f"jax platform {device.platform} does not list dtypes"
             devices.append(Device("jax", device.platform, device.device_kind, None, None, by))
     return jax.default_backend()
-
-
-def processor() -> tuple[str, frozenset[str] | None]:
-    """The CPU's name, and its features as the system lists them."""
-    listed = Path("/proc/cpuinfo")
-    if listed.exists():
-        text = listed.read_text(encoding="utf-8")
-        name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-        features = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
-        found = frozenset(features[1].split()) if features else None
-        return name[1] if name else platform.machine(), found
-    if sys.platform == "darwin":
-        said = subprocess.run(["sysctl", "-a"], capture_output=True, text=True, check=True).stdout
-        name = re.search(r"^machdep\.cpu\.brand_string: (.*)$", said, re.MULTILINE)
-        has = re.findall(r"^hw\.optional\.arm\.(FEAT_\w+): 1$", said, re.MULTILINE)
-        return name[1] if name else platform.machine(), frozenset(has)
-    return platform.processor() or platform.machine(), None
 
 
 # --- `--model`: the times of its step in float32, bfloat16 and float16 ----------------------------

@@ -17,7 +17,7 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes code_origin text_table progress mailbox
+errors dtypes code_origin text_table progress mailbox processor
 versions
 integrations
 fp8

@@ -190,14 +190,14 @@ def test_the_gains_and_the_processor_are_named(
     ("features", "sizes", "said"),
     [
         ({"avx2", "avx512_bf16"}, "LARGE", "has instructions for bfloat16 products: avx512_bf16."),
-        ({"avx2"}, "SHORT", "to save memory, but no time. On processors that have them"),
+        ({"avx2"}, "SHORT", "to save memory, and little or no time. On processors that have them"),
         (None, "SHORT", "is not known: this system does not list CPU features."),
     ],
 )  # fmt: skip
 def test_the_processor_decides_how_much_is_trained(
     parts: Any, monkeypatch: pytest.MonkeyPatch, features: Any, sizes: str, said: str
 ) -> None:
-    monkeypatch.setattr(parts.job.doctor, "processor", lambda: ("a CPU", features))
+    monkeypatch.setattr(parts.job, "processor", lambda: ("a CPU", features))
     assert parts.job.default_sizes() == getattr(parts.job, sizes)
     assert said in parts.job.speed_of_bfloat16()
 
@@ -257,7 +257,14 @@ def test_the_comparison_shows_both_side_by_side(
         assert f"memory of {name}: {one.figures['memory']}\n" in compared.out
     assert "torch on 1 thread, JAX on every core\n" in compared.out
     saved = f"saved {compared.folder / 'both.png'} and {compared.folder / 'both.txt'}\n"
-    assert compared.out == (compared.folder / "both.txt").read_text(encoding="utf-8") + saved
+    table = (compared.folder / "both.txt").read_text(encoding="utf-8")
+    assert compared.out.startswith(table + saved + "bfloat16 here: ")
+    fp32, bf16, _ = pairs
+    gains = [
+        b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(fp32, bf16, strict=True)
+    ]
+    said = "bfloat16 here: {:.2f} times the tokens per s of fp32 in torch, {:.2f} in JAX. "
+    assert said.format(*gains) in compared.out
 
 
 @FRAMEWORK

@@ -30,6 +30,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import interpreted
+from polymp.processor import processor
 
 contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 
@@ -273,20 +274,27 @@ def float32_result(*operands: jax.Array, **how: Any) -> jax.Array:
     return result_as_asked(*operands, accumulator="float32", **how)
 
 
+def widened(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+) -> jax.Array:
+    """Low operands, widened again for a float32 product: products of low values are exact in it."""
+    lhs, rhs, *rest = operands
+    wide = [
+        lax.convert_element_type(lax.convert_element_type(x, run), "float32") for x in (lhs, rhs)
+    ]
+    made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
+    return lax.convert_element_type(made, out)
+
+
 def row_by_row(
     *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
     """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS."""
     if run != "bfloat16" or of.name != "dot_general":
-        # XLA's CPU kernels for these take float32; products of low values are exact in it.
-        lhs, rhs, *rest = operands
-        wide = [
-            lax.convert_element_type(lax.convert_element_type(x, run), "float32")
-            for x in (lhs, rhs)
-        ]
-        made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
-        return lax.convert_element_type(made, out)
-    if _few_rows(*operands, **dict(params)):
+        # XLA's CPU kernels for these take float32.
+        return widened(*operands, of=of, params=params, run=run, out=out)
+    rows, columns = _rows_and_columns(*operands, **dict(params))
+    if rows <= _FEW or columns <= _THIN:
         return _of_few_rows(*operands, **dict(params), run=run, out=out)
     # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
     # dimensions and both lie row by row in memory. An operand that a transpose made lies otherwise,
@@ -331,19 +339,19 @@ _FEW = 128
 _THIN = 8
 
 
-def _few_rows(
+def _rows_and_columns(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
     dimension_numbers: lax.DotDimensionNumbers,
     out_sharding: NamedSharding | None,
     **_: object,
-) -> bool:
-    """True for a matrix by few vectors, as in decoding."""
-    batch = dimension_numbers[1][0]
-    rows, columns = free_sizes(lhs, rhs, dimension_numbers)
+) -> tuple[float, float]:
+    """The free sizes of a matrix by a matrix; infinitely many of a product of any other kind."""
     asked = out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
-    return not batch and not asked and (rows <= _FEW or columns <= _THIN)
+    if dimension_numbers[1][0] or asked:
+        return inf, inf
+    return free_sizes(lhs, rhs, dimension_numbers)
 
 
 def free_sizes(
@@ -411,12 +419,42 @@ def _of_few_rows(
     return lax.convert_element_type(lax.squeeze(made, (0,)), out)
 
 
+def widened_or_few(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+) -> jax.Array:
+    """Widened, but where few rows meet a matrix: that one is read in the low dtype; see FORMS."""
+    if run == "bfloat16" and of.name == "dot_general":
+        rows, columns = _rows_and_columns(*operands, **dict(params))
+        if rows <= _FEW_TO_READ and columns >= _COLUMNS_TO_READ:
+            return _of_few_rows(*operands, **dict(params), run=run, out=out)
+    return widened(*operands, of=of, params=params, run=run, out=out)
+
+
+# Up to so many rows by at least so many columns, reading the other operand takes the most time.
+# Measured at 1 to 256 rows and weights of 512 x 2048.
+_FEW_TO_READ = 32
+_COLUMNS_TO_READ = 256
+
+
+def of_this_processor(*operands: jax.Array, **how: Any) -> jax.Array:
+    """The form for the CPU that this process runs on."""
+    _, features = processor()
+    fast = not _MULTIPLY_BFLOAT16.isdisjoint(features or ())
+    return (row_by_row if fast else widened_or_few)(*operands, **how)
+
+
+# The CPU features for which XLA has kernels that multiply bfloat16.
+_MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
+
 # How the contraction is lowered, platform by platform; elsewhere, the result is as asked.
 #
-# cpu         measured by benchmarks/contraction.py: in large products a float32 result is faster
-#             than a low one or float32 operands, and nothing is rounded in between. Plain, it falls
-#             back to float32 operands where one of them is transposed, as in some gradients; laid
-#             out row by row it does not, and costs up to a third more where it would not have.
+# cpu         measured by benchmarks/contraction.py. With instructions for bfloat16: in large
+#             products a float32 result is faster than a low one or float32 operands, and nothing
+#             is rounded in between. Plain, it falls back to float32 operands where one of them is
+#             transposed, as in some gradients; laid out row by row it does not, and costs up to a
+#             third more where it would not have. Without: XLA has no kernel for low operands that
+#             is faster than widening them for its float32 one, but where it reads a large matrix
+#             for a few rows. An exported program may run on either, and is laid out row by row.
 # cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the dtype of
 #             its result; with a low one it takes 0.8 to 1.1 of the time, least where the result is
 #             large. A convolution of low operands with a float32 result is run in float32, up to
@@ -426,7 +464,7 @@ def _of_few_rows(
 # tpu         by reasoning, not measured: the matrix unit adds up in float32, as above.
 FORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
-        "cpu": row_by_row,
+        "cpu": of_this_processor,
         "cuda": convolutions_low,
         "rocm": convolutions_low,
         "tpu": result_as_asked,
@@ -439,7 +477,15 @@ def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
 
     Programs that are compiled stay as they are. For FORMS, and for measuring the forms.
     """
-    rule = mlir.lower_fun(form, multiple_results=False)
+    elsewhere = row_by_row if form is of_this_processor else form
+
+    def rule(
+        ctx: mlir.LoweringRuleContext, *operands: "mlir.ir.Value[Any]", **how: object
+    ) -> "Sequence[mlir.ir.Value[Any]]":
+        lowered = mlir.lower_fun(elsewhere if compat.is_exported(ctx) else form, False)
+        made: Sequence[mlir.ir.Value[Any]] = lowered(ctx, *operands, **how)
+        return made
+
     mlir.register_lowering(form_p, rule, platform=platform)
 
 

@@ -544,6 +544,14 @@ def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:
     return [use.owner.operation for value in values for use in value.uses]
 
 
+def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
+    """True if a program is lowered by `jax.export`: another machine may run it.
+
+    `LoweringParameters.for_export` since jax 0.4.27.
+    """
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
 def merge_repeated(op: mlir.ir.Operation) -> None:
     """Replace an op of an MLIR program by an earlier one that computes the same, if there is one.
 

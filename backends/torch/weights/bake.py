@@ -4,8 +4,8 @@ The program has plain ops and no regions. While torch.export traces, a mode sees
 first.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,7 +173,7 @@ class Trace:
         """Give every op that `mode` is about to record to this trace first."""
         self.mode = mode
         export.decompositions(mode).update(
-            (op, functools.partial(self._shown, op)) for op in dispatcher.all_ops()
+            (op, partial(self._shown, op)) for op in dispatcher.all_ops()
         )
 
     def _shown(self, op: modes.Op, /, *args: object, **kwargs: object) -> Any:
@@ -233,10 +233,9 @@ class Trace:
 
     def _acts_in(self, parts: Function, devices: list[str]) -> bool:
         """Run them with autocast and without: do other ops reach the device?"""
-        keys = (dispatcher.keyset(str(dispatcher.autocast_key(device))) for device in devices)
         with torch.no_grad(), _Reached() as inside:
             parts()
-        off = dispatcher.ExcludeKeys(functools.reduce(torch._C.DispatchKeySet.__or__, keys))
+        off = dispatcher.ExcludeKeys(dispatcher.autocast_keys(devices))
         with torch.no_grad(), _Reached() as outside, off:
             parts()
         if inside.seen() != outside.seen():
@@ -248,7 +247,7 @@ class Trace:
         self, op: modes.Op, devices: list[str], args: modes.Args, kwargs: modes.Kwargs
     ) -> Function | None:
         """Return a function that calls the parts of an op on these devices; None without parts."""
-        has, schema = functools.partial(dispatcher.has_kernel, op.name()), op._schema
+        has, schema = partial(dispatcher.has_kernel, op.name()), op._schema
         if schema.is_mutable or any(has(device.upper()) for device in devices):
             return None
         key = next(filter(has, dispatcher.COMPOSITE), None)
@@ -261,7 +260,7 @@ class Trace:
             return None  # each try would make symbols for sizes that no op uses
         mkldnn = self._mkldnn and _by_mkldnn(op, args)
         kernel = _lstm_by_mkldnn if mkldnn else dispatcher.called_at(op, key)
-        return functools.partial(kernel, *args, **kwargs)
+        return partial(kernel, *args, **kwargs)
 
 
 def _kernel(op: modes.Op, device: str) -> Function | None:

@@ -18,6 +18,7 @@ from jax import export
 
 from polymp.jax import autocast
 from tests.support import processes
+from tests.support.jax import forms
 from tests.support.jax.corpus_runs import QUICK
 from tests.support.sizes import LONG
 
@@ -76,10 +77,11 @@ class Case(NamedTuple):
 
 @cache
 def here(case: Case) -> list[np.ndarray]:
-    """Return the results of the jitted function."""
+    """Return the results of the jitted function, in the form of exported programs."""
     fn = case.function() if case.way == "value" else jax.grad(case.function())
     run = jax.jit(fn, compiler_options=QUICK)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(run(*arguments()))]
+    with forms.lowered_as("row_by_row"):
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(run(*arguments()))]
 
 
 WAYS = ("value", "gradient", "gradient of the artifact")
@@ -164,9 +166,8 @@ def products(text: str) -> list[str]:
 @pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stablehlo_has_plain_converts_and_low_products(policy, way):
-    fn = Case(policy, "bfloat16", way).function()
-    lowered = jax.jit(jax.grad(fn) if way == "gradient" else fn).lower(*arguments())
-    text = lowered.as_text()
+    exported = Case(policy, "bfloat16", way).exported("cpu")
+    text = exported.mlir_module()
     assert foreign(text) == []
     cast = rf"stablehlo.convert %arg\d+ : \(tensor<{WIDTH}x{WIDTH}xf32>\) -> tensor<8x8xbf16>"
     assert re.search(cast, text), "no parameter is converted"

@@ -454,7 +454,8 @@ _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 #             transposed, as in some gradients; laid out row by row it does not, and costs up to a
 #             third more where it would not have. Without: XLA has no kernel for low operands that
 #             is faster than widening them for its float32 one, but where it reads a large matrix
-#             for a few rows. An exported program may run on either, and is laid out row by row.
+#             for a few rows. An exported program may run on either, and is laid out row by row; so
+#             is one for several devices, which would otherwise gather weights when they are wide.
 # cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the dtype of
 #             its result; with a low one it takes 0.8 to 1.1 of the time, least where the result is
 #             large. A convolution of low operands with a float32 result is run in float32, up to
@@ -482,7 +483,7 @@ def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
     def rule(
         ctx: mlir.LoweringRuleContext, *operands: "mlir.ir.Value[Any]", **how: object
     ) -> "Sequence[mlir.ir.Value[Any]]":
-        lowered = mlir.lower_fun(elsewhere if compat.is_exported(ctx) else form, False)
+        lowered = mlir.lower_fun(form if compat.is_for_one_device(ctx) else elsewhere, False)
         made: Sequence[mlir.ir.Value[Any]] = lowered(ctx, *operands, **how)
         return made
 

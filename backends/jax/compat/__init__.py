@@ -544,12 +544,13 @@ def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:
     return [use.owner.operation for value in values for use in value.uses]
 
 
-def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
-    """True if a program is lowered by `jax.export`: another machine may run it.
+def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
+    """True if one device of this machine runs a program: `jax.export` does not lower it.
 
     `LoweringParameters.for_export` since jax 0.4.27.
     """
-    return bool(ctx.module_context.lowering_parameters.for_export)
+    module = ctx.module_context
+    return not module.lowering_parameters.for_export and _devices(module.axis_context) == 1
 
 
 def merge_repeated(op: mlir.ir.Operation) -> None:

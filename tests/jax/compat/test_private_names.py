@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core, source_info_util
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
@@ -531,3 +532,21 @@ def test_an_update_asks_the_primitive_for_bind():
         lax.dynamic_update_slice(low, x, (1,))
     made = autocast(lambda low, x: lax.dynamic_update_slice(low, x, (1,)))(low, x)
     assert (made.dtype, float(made.sum())) == (jnp.bfloat16, 2)
+
+
+def test_a_program_for_one_device_of_this_machine():
+    primitive, seen = core.Primitive("asks"), []
+    primitive.def_abstract_eval(lambda x: x)
+
+    def rule(ctx, x):
+        seen.append(compat.is_for_one_device(ctx))
+        return [x]
+
+    mlir.register_lowering(primitive, rule, cacheable=False)
+    fn = jax.jit(primitive.bind)
+    fn.lower(X)
+    export.export(fn)(X)
+    two = NamedSharding(AbstractMesh((2,), ("x",)), PartitionSpec())
+    on_two = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=two)
+    fn.trace(on_two).lower(lowering_platforms=("cpu",))
+    assert seen == [True, False, False]

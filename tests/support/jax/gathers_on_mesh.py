@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import evaluate
 from polymp.jax import autocast
-from tests.support.jax import hlo
+from tests.support.jax import forms, hlo
 
 WIDTH, LAYERS, ROWS = 16, 3, 256
 KEYS = jax.random.split(jax.random.key(0), LAYERS)
@@ -172,10 +172,9 @@ def without_merging() -> Iterator[None]:
 
 @contextmanager
 def with_calls() -> Iterator[None]:
-    with mock.patch.object(compat, "_devices", return_value=1):
-        jax.clear_caches()
+    one = mock.patch.object(compat, "_devices", return_value=1)
+    with one, forms.lowered_as("row_by_row"):  # as on several devices
         yield
-    jax.clear_caches()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ FORMS: dict[str, Callable[..., Any]] = {
     "row by row": contraction.row_by_row,
     "as asked": contraction.result_as_asked,
     "float32 result": contraction.float32_result,
+    "widened": contraction.widened,
 }
 PARTS = ("forward", "gradient of the left", "gradient of the right")
 LOW = "bfloat16"
@@ -193,6 +194,7 @@ class Bench:
         """The findings as pairing.py has them."""
         names = {form: name for name, form in FORMS.items()}
         names[contraction.convolutions_low] = "as asked, but convolutions low"
+        names[contraction.of_this_processor] = "that of this processor"
         return {
             "rounds": self.rounds,
             "chosen": {platform: names[form] for platform, form in contraction.FORMS.items()},

@@ -422,18 +422,20 @@ def _of_few_rows(
 def widened_or_few(
     *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
-    """Widened, but where few rows meet a matrix: that one is read in the low dtype; see FORMS."""
-    if run == "bfloat16" and of.name == "dot_general":
-        rows, columns = _rows_and_columns(*operands, **dict(params))
-        if rows <= _FEW_TO_READ and columns >= _COLUMNS_TO_READ:
-            return _of_few_rows(*operands, **dict(params), run=run, out=out)
+    """Widened, but where few rows meet a large operand, which is read low; see FORMS."""
+    lhs, rhs, *_ = operands
+    if of.name == "dot_general" and rhs.size >= _LARGE:
+        contracted, both = dict(params)["dimension_numbers"]
+        free = set(range(lhs.ndim)) - {*contracted[0], *both[0]}
+        if prod(lhs.shape[d] for d in free) <= _FEW_OF_IT:
+            return row_by_row(*operands, of=of, params=params, run=run, out=out)
     return widened(*operands, of=of, params=params, run=run, out=out)
 
 
-# Up to so many rows by at least so many columns, reading the other operand takes the most time.
-# Measured at 1 to 256 rows and weights of 512 x 2048.
-_FEW_TO_READ = 32
-_COLUMNS_TO_READ = 256
+# To read so many values takes longer than to multiply so many rows by them. Measured at 1 to 256
+# rows and weights of 512 x 2048, and in decoding with a cache.
+_LARGE = 2**16
+_FEW_OF_IT = 32
 
 
 def of_this_processor(*operands: jax.Array, **how: Any) -> jax.Array:
@@ -453,7 +455,7 @@ _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 #             is rounded in between. Plain, it falls back to float32 operands where one of them is
 #             transposed, as in some gradients; laid out row by row it does not, and costs up to a
 #             third more where it would not have. Without: XLA has no kernel for low operands that
-#             is faster than widening them for its float32 one, but where it reads a large matrix
+#             is faster than widening them for its float32 one, but where it reads a large operand
 #             for a few rows. An exported program may run on either, and is laid out row by row; so
 #             is one for several devices, which would otherwise gather weights when they are wide.
 # cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the dtype of

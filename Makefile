@@ -76,7 +76,7 @@ test-long: $(READY)
 test-versions: test-oldest test-newest
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) -m "not long" $(VERSIONED)
+	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) $(VERSIONED)
 
 test-frameworks: .venv-frameworks/.ready .venv-newest/.ready
 	POLYMP_REQUIRE=$(ADAPTED) .venv-frameworks/bin/python $(PYTEST) $(ADAPTERS)

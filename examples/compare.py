@@ -134,7 +134,7 @@ def notes(torch: Figures, jax: Figures) -> list[str]:
 
 
 def gain_of_bfloat16(torch: Figures, jax: Figures) -> str:
-    """What bfloat16 brings on this CPU, and why; "" if it was not trained on one beside fp32."""
+    """Say how fast bfloat16 is on this CPU, and why; "" without runs of it and fp32 on a CPU."""
     both = [{run.dtype: run for run in figures.runs} for figures in (torch, jax)]
     on_cpus = torch.made_by["device"] == jax.made_by["device"] == "CPU"
     if not on_cpus or not all({"fp32", "bf16"} <= runs.keys() for runs in both):

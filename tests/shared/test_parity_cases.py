@@ -130,6 +130,7 @@ def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
     ("at", "changed", "op", "line"),
     [
         (0, {"approximate": True}, "gelu", "jax.nn.gelu("),
+        (1, {"approximate": True}, "gelu", "jax.nn.gelu("),
         (1, {"eps": 1e-3}, "layer_norm", "x = x - x.mean("),
         (1, {"axis": -2}, "softmax", "jax.nn.softmax("),
         (0, {"power": -0.4}, "mul", "** power"),

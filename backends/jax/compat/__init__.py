@@ -545,7 +545,7 @@ def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:
 
 
 def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
-    """True if one device of this machine runs a program: `jax.export` does not lower it.
+    """True if a program is for one device of this machine: not for several, nor for `jax.export`.
 
     `LoweringParameters.for_export` since jax 0.4.27.
     """

@@ -1,0 +1,319 @@
+"""A record of a run in a file: of each array that its calls make, a few numbers, not the array.
+
+    RecordWriter(path, header).write(step, arrays, settings)     one line of JSON for each step
+    read(path) -> RunRecord
+
+An array is summed up by `VALUES` numbers in float64: four that do not depend on the order of its
+elements, some projections, which do, and some of its elements. Two runs of one shape can be
+compared by them, though neither record has the arrays; `polymp.diagnostics.compare` does that. A
+projection is the sum of all elements, each with a sign that depends on its place alone, over the
+root of their number: its square is, in the mean over signs, the array's mean square. So any
+difference between two arrays shows in a projection as large as its root mean square.
+
+`spread` has, for the same numbers, how far rounding moves them: the root mean square change over
+the probes, runs whose every result was moved by its rounding (`polymp.diagnostics.rounding`).
+
+Nothing here knows a framework.
+"""
+
+import base64
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from polymp.diagnostics.page import replacing
+from polymp.errors import PolympError
+from polymp.versions import __version__
+
+FORMAT = 1  # of the file; a reader refuses files of another
+
+# The numbers of an array, by place; each is of its finite elements, the others count as 0.
+AMAX, RMS, MEAN, MEAN_MAGNITUDE = range(4)
+ORDERLESS = slice(0, 4)  # these four
+PROJECTIONS = slice(4, 12)
+ELEMENTS = slice(12, 20)
+VALUES = 20
+BLOCK = 4096  # elements in a block; a sign is one of its block times one of the place in it
+
+# Kinds of arrays.
+INPUT, RESULT, GRADIENT, UPDATE = "input", "result", "gradient", "update"
+
+
+class RecordError(PolympError, ValueError):
+    """A file that is no record, or no whole one; or records that cannot be compared."""
+
+
+class RecordedArray(NamedTuple):
+    """One array of a run."""
+
+    # INPUT: an array that no recorded call made, a parameter among them. RESULT: the first float
+    # result of a call. GRADIENT: of a parameter, after the step. UPDATE: the change of a parameter.
+    kind: str
+    # The op in the vocabulary, or the framework's name of it; of others the name of the array: the
+    # path of a parameter, or "operand 1 of linear".
+    name: str
+    module: str  # path of the module that the call is in; "" outside of all
+    source: str  # file and line: "train.py:12"; "" if not known
+    direction: str  # "forward", "backward" or "recompute"
+    rule: str  # that the call ran by; "" outside of regions
+    inputs: tuple[str, ...]  # dtypes of the call's float inputs
+    run: str  # dtype that it computed in
+    dtype: str  # of the array
+    shape: tuple[int, ...]
+    zeros: int  # how many elements are zero
+    bad: int  # how many are Inf or NaN
+    own: float  # how far the call's own rounding moves an element, relative to `RMS`; 0 of inputs
+    reads: tuple[int, ...]  # places of the recorded arrays that the call reads
+    values: tuple[float, ...]  # VALUES numbers
+    spread: tuple[float, ...] = ()  # the same; () without probes
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+class RecordedStep(NamedTuple):
+    """One step of a run."""
+
+    number: int
+    arrays: tuple[RecordedArray, ...]  # inputs where they are first read, then as the calls ran
+    # Of the optimizers that stepped: "AdamW 1" -> {"lr": 1e-3, "eps": 1e-8, ...}.
+    settings: Mapping[str, Mapping[str, Any]]
+    left_out: Mapping[str, int]  # reason -> number of calls that are not in `arrays`
+
+
+class RunRecord(NamedTuple):
+    """A record that was read.
+
+    Attributes:
+        header: "framework", "versions", "model", "device", "threads", "probes", "modules", "rank",
+            "ranks".
+        steps: those that were written whole, in order.
+        name: of its file, for messages.
+        cut: True if the file ends in a step that is not whole.
+    """
+
+    header: Mapping[str, Any]
+    steps: tuple[RecordedStep, ...]
+    name: str = "record"
+    cut: bool = False
+
+
+@lru_cache(1)
+def signs(blocks: int) -> tuple[Any, Any]:
+    """The signs of projections: int8 [blocks, 8] and int8 [BLOCK, 8], each 1 or -1.
+
+    Element i of an array has, in projection k, the sign of its block times that of its place in it:
+    `one[i // BLOCK, k] * other[i % BLOCK, k]`.
+    """
+    import numpy as np
+
+    count = PROJECTIONS.stop - PROJECTIONS.start
+    x = np.arange(blocks * count + BLOCK * count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # splitmix64
+    bits = ((x >> np.uint64(63)).astype(np.int8) * 2 - 1).reshape(-1, count)
+    return bits[BLOCK:], bits[:BLOCK]
+
+
+def places(count: int) -> list[int]:
+    """The places of the elements that are kept of an array, in row-major order."""
+    most = ELEMENTS.stop - ELEMENTS.start
+    return [at * (count - 1) // (most - 1) for at in range(most)]
+
+
+def summary(array: Any) -> tuple[tuple[float, ...], int, int]:
+    """The values of a numpy array, how many elements are zero, and how many are not finite.
+
+    The definition; the backends compute the same where their arrays are.
+    """
+    import numpy as np
+
+    x = np.asarray(array, np.float64).reshape(-1)
+    finite = np.isfinite(x)
+    zeros, bad = int((x == 0).sum()), int((~finite).sum())
+    x = np.where(finite, x, 0.0)
+    if not x.size:
+        return (0.0,) * VALUES, 0, 0
+    top = float(np.abs(x).max())
+    scaled = x / (top or 1.0)  # squares of large numbers are beyond the range
+    ends = [1.0, math.sqrt((scaled**2).mean()), scaled.mean(), np.abs(scaled).mean()]
+    blocks = -(-x.size // BLOCK)
+    outer, inner = signs(blocks)
+    padded = np.zeros(blocks * BLOCK)
+    padded[: x.size] = scaled
+    projected = ((padded.reshape(blocks, BLOCK) @ inner) * outer).sum(0) / math.sqrt(x.size)
+    numbers = np.concatenate([ends, projected, scaled[places(x.size)]]) * top
+    return tuple(map(float, numbers)), zeros, bad
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def for_rank(path: str | PathLike[str], rank: int, ranks: int) -> Path:
+    """The path of a rank's own record: "run.rank3.rec" of "run.rec", the path itself of one."""
+    whole = Path(path)
+    return whole if ranks == 1 else whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
+
+
+class RecordWriter:
+    """Writes a record, a line for each step; a kill leaves the steps that were written.
+
+    Args:
+        path: of the file. One that is there is replaced when the first step is whole.
+        header: see `RunRecord`.
+    """
+
+    def __init__(self, path: str | PathLike[str], header: Mapping[str, Any]) -> None:
+        self._path = Path(path)
+        self._header = {"polymp record": FORMAT, "polymp": __version__, **header}
+        self._begun = False
+
+    def write(self, step: RecordedStep) -> None:
+        """Add a step to the file."""
+        line = _line(step)
+        if self._begun:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        with replacing(self._path) as beside:
+            beside.write_text(json.dumps(self._header) + "\n" + line, encoding="utf-8")
+        self._begun = True
+
+
+def _line(step: RecordedStep) -> str:
+    import numpy as np
+
+    arrays = step.arrays
+    names: dict[str, int] = {}  # each text once
+    rows = []
+    for a in arrays:
+        texts = a[:6] + a[7:9]
+        at = [names.setdefault(text, len(names)) for text in texts]
+        dtypes = [names.setdefault(text, len(names)) for text in a.inputs]
+        rows.append([at, dtypes, list(a.shape), a.zeros, a.bad, list(a.reads)])
+    spread = [a.spread or (math.nan,) * VALUES for a in arrays]
+    data = {
+        "step": step.number,
+        "settings": step.settings,
+        "left out": step.left_out,
+        "texts": list(names),
+        "arrays": rows,
+        "values": _packed(np.array([a.values for a in arrays], "<f8").reshape(-1)),
+        "own": _packed(np.array([a.own for a in arrays], "<f4")),
+        "spread": _packed(np.array(spread, "<f4").reshape(-1)),
+    }
+    return json.dumps(data, separators=(",", ":"), allow_nan=True) + "\n"
+
+
+def _packed(numbers: Any) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def read(path: str | PathLike[str]) -> RunRecord:
+    """Read a record. Nothing in a file is run.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The record, without a last step that is not whole.
+
+    Raises:
+        RecordError: there is no such file, it is no record, of another version, or has no step.
+    """
+    name = Path(path).name
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise RecordError(f"{str(path)!r}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise RecordError(f"{name!r} is no record of polymp: it is no text in UTF-8.") from None
+    first, *lines = text.split("\n")
+    header = _parsed(first)
+    if not isinstance(header, dict) or "polymp record" not in header:
+        raise RecordError(
+            f"{name!r} is no record of polymp: it does not begin as one. Records are written by "
+            "polymp.torch.record and polymp.jax.record."
+        )
+    if header["polymp record"] != FORMAT:
+        raise RecordError(
+            f"{name!r} is a record of format {header['polymp record']!r}, by polymp "
+            f"{header.get('polymp')!r}; this is polymp {__version__}, which reads format {FORMAT}. "
+            "Record the run again, or compare with the version that wrote it."
+        )
+    whole, rest = lines[:-1], lines[-1] if lines else ""
+    steps = []
+    for at, line in enumerate(whole):
+        try:
+            steps.append(_step(line))
+        except (TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
+            raise RecordError(
+                f"{name!r} is damaged in line {at + 2}: {type(error).__name__}: {str(error)[:200]}."
+            ) from None
+    if not steps:
+        raise RecordError(
+            f"{name!r} has no whole step: the run ended before its first recorded step did."
+        )
+    return RunRecord(header, tuple(steps), name, cut=bool(rest))
+
+
+def _parsed(line: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _step(line: str) -> RecordedStep:
+    data = json.loads(line)
+    texts, rows = data["texts"], data["arrays"]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a name is no text")
+    values = _unpacked(data["values"], "<f8", len(rows) * VALUES)
+    spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES)
+    own = _unpacked(data["own"], "<f4", len(rows))
+    arrays = []
+    for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):
+        kind, name, module, source, direction, rule, run, dtype = [texts[i] for i in named]
+        if not all(isinstance(n, int) and n >= 0 for n in (zeros, bad, *shape, *reads, *named)):
+            raise TypeError(f"array {at} has a size or a place that is no number")
+        if any(r >= at for r in reads):
+            raise ValueError(f"array {at} reads one that comes later")
+        part = slice(at * VALUES, (at + 1) * VALUES)
+        moved = tuple(spread[part].tolist())
+        arrays.append(
+            RecordedArray(
+                kind, name, module, source, direction, rule, tuple(texts[i] for i in dtypes), run,
+                dtype, tuple(shape), zeros, bad, float(own[at]), tuple(reads),
+                tuple(values[part].tolist()), () if math.isnan(moved[0]) else moved,
+            )  # fmt: skip
+        )
+    number, settings, left_out = data["step"], data["settings"], data["left out"]
+    if not isinstance(number, int) or not isinstance(settings, dict):
+        raise TypeError("a step has no number or no settings")
+    return RecordedStep(number, tuple(arrays), settings, left_out)
+
+
+def _unpacked(text: str, dtype: str, count: int) -> Any:
+    import numpy as np
+
+    numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype)
+    if numbers.size != count:
+        raise ValueError(f"{numbers.size} numbers where {count} belong")
+    return numbers
+
+
+def selected(paths: Iterable[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The module paths that one of some patterns matches; all without patterns."""
+    from polymp.rules import scopes
+
+    return frozenset(p for p in paths if not patterns or any(scopes.depth(s, p) for s in patterns))

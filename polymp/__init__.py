@@ -5,6 +5,7 @@ This module imports neither framework. The users' entry points are `polymp.torch
 of the user's own follow policies, `polymp.explain` says which op ran in which dtype, and why.
 """
 
+import importlib
 import typing
 
 from polymp import dtypes
@@ -16,11 +17,12 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.versions import __version__
 
 if typing.TYPE_CHECKING:
+    from polymp.diagnostics.compare import compare
     from polymp.diagnostics.report import Report
 
 __all__ = [
     "BackendMissingError", "ForbiddenOpError", "Policy", "PolicyError",
-    "PolympError", "Report", "ScaleRule", "ScaleState", "__version__", "dtypes",
+    "PolympError", "Report", "ScaleRule", "ScaleState", "__version__", "compare", "dtypes",
     "explain", "policy", "register_op",
 ]  # fmt: skip
 
@@ -30,10 +32,13 @@ def __dir__() -> list[str]:
     return [*__all__, *(door for door in ("jax", "testing", "torch") if door in globals())]
 
 
-def __getattr__(name: str) -> typing.Any:
-    if name != "Report":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from polymp.diagnostics.report import Report
+# The modules of what is imported late.
+_LATE = {"Report": "report", "compare": "compare"}
 
-    globals()[name] = Report  # the next use does not come here
-    return Report
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"polymp.diagnostics.{_LATE[name]}")
+    globals()[name] = getattr(module, name)  # the next use does not come here
+    return globals()[name]

@@ -292,10 +292,23 @@ def _step(line: str) -> RecordedStep:
         moved = tuple(spread[part].tolist())
         arrays.append(
             RecordedArray(
-                kind, name, module, source, direction, rule, tuple(texts[i] for i in dtypes), run,
-                dtype, tuple(shape), zeros, bad, float(own[at]), tuple(reads),
-                tuple(values[part].tolist()), () if math.isnan(moved[0]) else moved,
-            )  # fmt: skip
+                kind,
+                name,
+                module,
+                source,
+                direction,
+                rule,
+                tuple(texts[i] for i in dtypes),
+                run,
+                dtype,
+                tuple(shape),
+                zeros,
+                bad,
+                float(own[at]),
+                tuple(reads),
+                tuple(values[part].tolist()),
+                () if math.isnan(moved[0]) else moved,
+            )
         )
     number, settings, left_out = data["step"], data["settings"], data["left out"]
     if not isinstance(number, int) or not isinstance(settings, dict):

@@ -259,7 +259,7 @@ class Comparison:
             dtypes = text_table.dtypes(a.inputs, a.run, (a.dtype,)) if a.kind == RESULT else a.dtype
             shape = " x ".join(map(str, a.shape)) or "a number"
             bad = f"{a.bad:,}" if a.bad else ""
-            first = ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.count, 3)])
+            first = ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.size, 3)])
             return (
                 a.name, a.module or "(top level)", a.source, dtypes, shape,
                 f"{a.values[RMS]:.7g}, {a.values[AMAX]:.7g}", bad, first,
@@ -526,7 +526,7 @@ class _Side:
 
 def _size(a: RecordedArray) -> tuple[bool, int]:
     """Arrays of other sizes, or of the other pass, are never the same."""
-    return a.direction == BACKWARD, a.count
+    return a.direction == BACKWARD, a.size
 
 
 _ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_norm".split())
@@ -679,7 +679,7 @@ class _Pairs:
         if k is None:
             return row
         pair = (at, k) if row.one is not None else (k, at)
-        if self.one.arrays[pair[0]].count == self.other.arrays[pair[1]].count:
+        if self.one.arrays[pair[0]].size == self.other.arrays[pair[1]].size:
             return self._pair(*pair)._replace(verdict=UNEXPLAINED)
         return row
 
@@ -762,7 +762,7 @@ def _aligned(one: _Side, other: _Side) -> dict[int, int]:
         ]
 
     ours, theirs = keys(one, True), keys(other, True)
-    pairs = {}
+    pairs: dict[int, int] = {}
     for i, j, count in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
         pairs |= {one.results[i + k]: other.results[j + k] for k in range(count)}
     return pairs

@@ -73,7 +73,7 @@ class RecordedArray(NamedTuple):
     spread: tuple[float, ...] = ()  # the same; () without probes
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
 

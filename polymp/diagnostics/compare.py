@@ -249,7 +249,7 @@ class Comparison:
             return f"THE RUNS BEGIN WITH OTHER NUMBERS: {what} differs by {off}"
         return (
             f"ROUNDING DOES NOT EXPLAIN {what}: off by {off}; rounding explains "
-            f"{_number(row.allowed)}. What it reads agrees"
+            f"{_number(row.allowed)}. All that it reads agrees, as far as it was compared"
         )
 
     def _sides(self, row: Compared) -> list[tuple[str, ...]]:
@@ -556,19 +556,18 @@ class _Pairs:
         self.one, self.other, self.across = one, other, across
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
         self.limit = _quantile(factor(numbers), one.probes + other.probes)
-        self.aligned = _inputs(one, other) | ({} if across else _aligned(one, other))
+        self.aligned = {} if across else _inputs(one, other) | _aligned(one, other)
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
         for i in range(len(one.arrays)):
             j = self.aligned.get(i)
-            if j is not None and self.excess(i, j) <= 1:
+            if j is None or self.excess(i, j) > 1:
+                j = self.search(i, alone=j is None)
+            if j is not None:
                 self.twins[i] = j
-            elif j is None or one.arrays[i].kind == RESULT:
-                j = self.search(i)
-                if j is not None:
-                    self.twins[i] = j
-        taken = {*self.twins.values()}
+        taken = {*self.twins.values(), *self.aligned.values()}
         # Of the other run: the arrays whose values the first one has.
-        self.met = {j for j in range(len(other.arrays)) if j in taken or self.has_twin(j)}
+        self.met = {*self.twins.values()}
+        self.met |= {j for j in range(len(other.arrays)) if j not in taken and self.has_twin(j)}
 
     def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
@@ -601,22 +600,34 @@ class _Pairs:
         """True if two arrays have their elements in the same order."""
         return not self.across and one.shape == other.shape
 
-    def search(self, i: int) -> int | None:
-        """The array of the other run that has the values of one of the first; None without."""
+    def search(self, i: int, alone: bool) -> int | None:
+        """The array of the other run that has the values of one of the first; None without.
+
+        One that is aligned with another may have been aligned wrongly: it may be of the same op.
+        """
         array = self.one.arrays[i]
-        at = self.other.by_size.get(_size(array))
-        if at is None:
-            return None
-        difference, allowed = self.numbers(i, at)
-        fits = at[(difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)]
-        fits = [j for j in fits.tolist() if self.excess(i, j) <= 1]
-        alike = [j for j in fits if _canonical(self.other.arrays[j]) == _canonical(array)]
-        return next(iter(alike or fits), None)
+        fits = self._with_values(i, self.other.by_size.get(_size(array)))
+        alike = [j for _, j in fits if _alike(self.other.arrays[j], array)]
+        if not alone:
+            return next(iter(alike), None) if self.one.rms[i] else None
+        return next((j for j in (*alike, *(j for _, j in fits))), None)
 
     def has_twin(self, j: int) -> bool:
         """True if some array of the first run has the values of one of the other."""
         at = self.one.by_size.get(_size(self.other.arrays[j]))
-        return at is not None and any(self.excess(i, j) <= 1 for i in at.tolist())
+        return bool(self._with_values(at, j))
+
+    def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
+        """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
+        import numpy as np
+
+        if i is None or j is None:
+            return []
+        difference, allowed = self.numbers(i, j)
+        fits = (difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)
+        ones, others = np.broadcast_arrays(i, j)
+        pairs = zip(ones[fits].tolist(), others[fits].tolist(), strict=True)
+        return [pair for pair in pairs if self.excess(*pair) <= 1]
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
@@ -766,6 +777,10 @@ def _aligned(one: _Side, other: _Side) -> dict[int, int]:
     for i, j, count in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
         pairs |= {one.results[i + k]: other.results[j + k] for k in range(count)}
     return pairs
+
+
+def _alike(one: RecordedArray, other: RecordedArray) -> bool:
+    return one.kind == other.kind and (one.kind != RESULT or _canonical(one) == _canonical(other))
 
 
 def _canonical(array: RecordedArray) -> str:

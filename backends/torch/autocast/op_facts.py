@@ -102,10 +102,11 @@ SUMS = frozenset(
 )
 
 # In-place ops with which parameters are written by hand: updates, copies, initialisation, clipping.
-# Activations (relu_, dropout_, ...) are not among them; they keep their compiled fallthrough.
+# Activations (relu_, silu_, ...) are not among them; they keep their compiled fallthrough. Nor is
+# `clamp_min_`, which relu_'s kernel calls through the dispatcher.
 WRITERS = (
     "add_ sub_ mul_ div_ pow_ neg_ abs_ sqrt_ square_ exp_ sign_ round_ floor_ trunc_ lerp_ "
-    "addcmul_ addcdiv_ addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_min_ clamp_max_ copy_ fill_ zero_ "
+    "addcmul_ addcdiv_ addmm_ addmv_ addr_ baddbmm_ clamp_ clamp_max_ copy_ fill_ zero_ "
     "set_ put_ nan_to_num_ normal_ uniform_ bernoulli_ exponential_ random_ masked_fill_ "
     "masked_scatter_ index_add_ index_copy_ index_fill_ index_put_ scatter_ scatter_add_ tril_ "
     "triu_ fill_diagonal_ renorm_ "

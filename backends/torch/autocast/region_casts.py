@@ -144,8 +144,8 @@ def watch(device: str) -> None:
     _watch_steps()
     for name in op_facts.WRITERS:
         packet = getattr(torch.ops.aten, name)
-        for variant in packet.overloads():
-            op = getattr(packet, variant)
+        ops = (getattr(packet, variant) for variant in packet.overloads())
+        for op in filter(dispatcher.is_dispatched, ops):
             dispatcher.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
 
 
@@ -163,7 +163,10 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
     pass_on = dispatcher.passing_on(op, key)
 
     def writer(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
-        writing(args[0])
+        into: Any = args[0]
+        # Most tensors are neither: two frames of Python less at each op in place.
+        if not isinstance(into, torch.Tensor) or into.requires_grad or into._is_view():
+            writing(into)
         return pass_on(keys, args, kwargs)
 
     return dynamo.no_frame(writer, inside=True)

@@ -8,6 +8,7 @@ writes, recursion, generators and errors, are in `test_random_programs`.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -195,3 +196,31 @@ def test_policies_of_two_devices_at_once() -> None:
             with inside("cuda", "float16"):
                 assert two_devices() == ONLY_CUDA | {"cpu softmax": FP32}
         assert two_devices() == OUTSIDE
+
+
+ACTIVATIONS = (
+    "relu_ relu6_ hardtanh_ silu_ gelu_ elu_ leaky_relu_ hardswish_ hardsigmoid_ sigmoid_ tanh_ "
+    "threshold_ celu_ selu_ mish_"
+)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS.split())
+def test_activations_in_place_run_no_kernel_of_python(name: str, x: torch.Tensor) -> None:
+    """Also if they are made of other ops, as relu_ is of clamp_min_."""
+    op = getattr(torch.ops.aten, name)
+    more = (0.0, 0.0) if name == "threshold_" else ()
+    codes = []
+
+    def watch(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            codes.append(frame.f_code.co_filename)
+
+    with torch.no_grad(), autocast("cpu"):
+        into = x.clone()
+        sys.setprofile(watch)
+        try:
+            op(into, *more)
+            into += 1  # which may be how a weight is written
+        finally:
+            sys.setprofile(None)
+    assert sum(file.endswith("region_casts.py") for file in codes) == 1  # of the addition

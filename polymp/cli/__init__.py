@@ -1,9 +1,9 @@
-"""The command line: policies, show, diff, check and doctor.
+"""The command line: policies, show, diff, check, doctor and compare.
 
     argv -> collect(args) -> plain data -> JSON | draw(data) -> exit code
 
-Here are the arguments; `policies`, `check` and `doctor` find the data and draw it. `check` and
-`doctor` alone import torch and jax.
+Here are the arguments; `policies`, `check`, `doctor` and `records` find the data and draw it.
+`check` and `doctor` alone import torch and jax.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 import polymp
 from polymp import backends, dtypes, text_table
-from polymp.cli import check, doctor, policies
+from polymp.cli import check, doctor, policies, records
 from polymp.errors import BackendMissingError, PolicyError, UsageError, escaped
 from polymp.rules.row import LOW
 
@@ -24,9 +24,11 @@ Data = dict[str, Any]
 
 EXIT = """\
 exit codes:
-  0  done; diff: no difference; check: nothing is wrong; doctor: nothing is wrong
-  1  diff: there are differences; check: the policy is wrong; doctor: something is wrong
-  2  the command could not be carried out: bad arguments, no such policy, a package is missing
+  0  done; diff: no difference; compare: rounding explains all; check, doctor: nothing is wrong
+  1  diff: there are differences; compare: rounding does not explain one; check: the policy is
+     wrong; doctor: something is wrong
+  2  the command could not be carried out: bad arguments, no such policy or record, a package is
+     missing
 """
 
 
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"polymp: cannot write to standard output: {error}", file=sys.stderr)
         _silence_stdout()
         return 2
-    return int(not data.get("ok", data.get("same", True)))
+    return int(not data.get("ok", data.get("same", data.get("explained", True))))
 
 
 def _drawn(args: argparse.Namespace, data: Data) -> list[str]:
@@ -97,7 +99,10 @@ def _silence_stdout() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Mixed precision for PyTorch and JAX: look at policies and at this machine."
+    about = (
+        "Mixed precision for PyTorch and JAX: look at policies and at this machine, and compare "
+        "records of runs."
+    )
     end: Data = {"epilog": EXIT, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(prog="polymp", description=about, **end)
     parser.add_argument("--version", action="version", version=f"polymp {polymp.__version__}")
@@ -131,10 +136,26 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--scope", default="", metavar="PATH", help=text)
 
     text = "show where two policies differ"
-    diff = command("diff", text, policies.compared, policies.draw_differences, aliases=["compare"])
+    diff = command("diff", text, policies.compared, policies.draw_differences)
     text = "list each op, also of many that differ alike"
     diff.add_argument("--all", action="store_true", help=text)
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
+
+    text = "compare two records of runs, and find the first call that rounding cannot explain"
+    runs = command("compare", text, records.compared, records.draw)
+    text = "a file that polymp.torch.record or polymp.jax.record wrote"
+    runs.add_argument("one", metavar="A", help=text)
+    runs.add_argument("other", metavar="B", help=f"another: {text}")
+    runs.add_argument("--html", metavar="FILE", help="also write a page with a curve and all calls")
+    text = "the beginning of B's module paths that A names otherwise; may be given several times"
+    runs.add_argument(
+        "--modules",
+        metavar="THEIRS=OURS",
+        type=records.renamed,
+        action="append",
+        default=[],
+        help=text,
+    )
 
     text = "read a policy and check that torch and jax can run ops by each row"
     asked = command("check", text, check.checked, check.draw)

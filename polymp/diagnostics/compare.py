@@ -100,11 +100,12 @@ class Compared(NamedTuple):
             data = {k: v for k, v in array._asdict().items() if k not in left_out}
             return data | {"rms": array.values[RMS], "amax": array.values[AMAX]}
 
+        finite = math.isfinite(self.difference)  # JSON has no Inf
         return {
             "one": side(self.one),
             "other": side(self.other),
             "verdict": self.verdict,
-            "difference": self.difference,
+            "difference": self.difference if finite else None,
             "allowed": self.allowed,
         }
 
@@ -814,7 +815,7 @@ def _notes(
     rows: Sequence[Compared],
     first: Compared | None,
 ) -> list[str]:
-    """What was not compared, and why."""
+    """Sentences on the parts that were not compared, and why."""
     notes = []
     for name, record, step in zip(names, records, steps, strict=True):
         for reason, count in step.left_out.items():

@@ -250,12 +250,17 @@ def read(path: str | PathLike[str]) -> RunRecord:
             f"{header.get('polymp')!r}; this is polymp {__version__}, which reads format {FORMAT}. "
             "Record the run again, or compare with the version that wrote it."
         )
+    for key, of in _HEADER.items():
+        if not isinstance(header.get(key) or of(), of):
+            raise RecordError(f"{name!r} is damaged in line 1: {key} is {header[key]!r}.")
     whole, rest = lines[:-1], lines[-1] if lines else ""
     steps = []
     for at, line in enumerate(whole):
         try:
             steps.append(_step(line))
-        except (TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
+        except (
+            TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError
+        ) as error:  # fmt: skip
             raise RecordError(
                 f"{name!r} is damaged in line {at + 2}: {type(error).__name__}: {str(error)[:200]}."
             ) from None
@@ -264,6 +269,11 @@ def read(path: str | PathLike[str]) -> RunRecord:
             f"{name!r} has no whole step: the run ended before its first recorded step did."
         )
     return RunRecord(header, tuple(steps), name, cut=bool(rest))
+
+
+# Of the header, what is not text.
+_HEADER = {"versions": dict, "modules": list, "probes": int, "rank": int, "ranks": int}
+_LARGEST = 2**63  # sizes are below
 
 
 def _parsed(line: str) -> object:
@@ -284,7 +294,8 @@ def _step(line: str) -> RecordedStep:
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):
         kind, name, module, source, direction, rule, run, dtype = [texts[i] for i in named]
-        if not all(isinstance(n, int) and n >= 0 for n in (zeros, bad, *shape, *reads, *named)):
+        counts = (zeros, bad, *shape, *reads, *named)
+        if not all(isinstance(n, int) and 0 <= n < _LARGEST for n in counts):
             raise TypeError(f"array {at} has a size or a place that is no number")
         if any(r >= at for r in reads):
             raise ValueError(f"array {at} reads one that comes later")
@@ -311,8 +322,11 @@ def _step(line: str) -> RecordedStep:
             )
         )
     number, settings, left_out = data["step"], data["settings"], data["left out"]
-    if not isinstance(number, int) or not isinstance(settings, dict):
-        raise TypeError("a step has no number or no settings")
+    tables = (settings, left_out, *settings.values())
+    if not isinstance(number, int) or not all(isinstance(table, dict) for table in tables):
+        raise TypeError("a step has no number, no settings or no list of what it left out")
+    if not all(isinstance(count, int) for count in left_out.values()):
+        raise TypeError("a number of calls that are left out is no number")
     return RecordedStep(number, tuple(arrays), settings, left_out)
 
 

@@ -159,7 +159,7 @@ def test_bad_arguments(argv, polymp, capsys):
     assert "polymp" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "policies", "show", "diff", "check", "doctor"])
+@pytest.mark.parametrize("command", ["", "policies", "show", "diff", "check", "doctor", "compare"])
 def test_help_has_the_exit_codes(command, polymp, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         polymp(*command.split(), "--help")
@@ -196,4 +196,4 @@ def test_the_page_shows_what_is_printed(argv, shown, polymp, tmp_path):
 
 def test_the_page_has_an_example_of_each_command():
     shown = {block.code.split()[2] for block in PAGE if "$ polymp" in block.code}
-    assert shown == {"policies", "show", "diff", "check", "doctor"}
+    assert shown == {"policies", "show", "diff", "check", "doctor", "compare"}

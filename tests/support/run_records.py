@@ -1,0 +1,132 @@
+"""Records of runs of a made-up model: layers of `norm`, `linear`, `gelu` and `add`, in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polymp.diagnostics.run_record import (
+    INPUT,
+    RESULT,
+    RecordedArray,
+    RecordedStep,
+    RecordWriter,
+    RunRecord,
+    summary,
+)
+
+SIZE = 16
+HEADER = {
+    "framework": "torch",
+    "versions": {"torch": "2.13.0"},
+    "model": "Model",
+    "device": "cpu",
+    "threads": 1,
+    "probes": 8,
+    "modules": [],
+    "rank": 0,
+    "ranks": 1,
+}
+# One call of a run: name, module, what it makes of what it reads, and the places of these.
+Call = tuple[str, str, Callable[..., Any], tuple[int, ...]]
+
+
+def calls(layers: int, module: str = "blocks.{}", epsilon: float = 1e-5) -> list[Call]:
+    """The model: its input and, for each layer, its weight and four calls."""
+    rng = np.random.default_rng(0)
+    made: list[Call] = [("operand 1 of norm", "", lambda: rng.standard_normal((8, SIZE)), ())]
+    last = 0
+    for layer in range(layers):
+        path, at = module.format(layer), len(made)
+        weight = np.random.default_rng(layer + 1).standard_normal((SIZE, SIZE)) / SIZE**0.5
+        made += [
+            ("weight", f"{path}.linear", lambda weight=weight: weight, ()),
+            ("layer_norm", f"{path}.norm", lambda x: normed(x, epsilon), (last,)),
+            ("linear", f"{path}.linear", lambda w, x: x @ w, (at, at + 1)),
+            ("gelu", f"{path}.gelu", lambda x: x / (1 + np.exp(-1.702 * x)), (at + 2,)),
+            ("add", path, lambda x, y: x + y, (last, at + 3)),
+        ]
+        last = at + 4
+    return made
+
+
+def normed(x: Any, epsilon: float) -> Any:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
+
+
+def ran(program: Sequence[Call], seed: int, roundoff: float) -> list[Any]:
+    """The arrays of one run, each result rounded by chance."""
+    rng = np.random.default_rng(seed)
+    arrays: list[Any] = []
+    inputs = np.random.default_rng(99)
+    for _, _, fn, reads in program:
+        x = fn(*(arrays[r] for r in reads)) if reads or arrays else inputs.normal(size=(8, SIZE))
+        if reads:
+            x = x * (1 + roundoff * rng.uniform(-1, 1, x.shape))
+        arrays.append(x)
+    return arrays
+
+
+def arrays(
+    program: Sequence[Call], seed: int = 0, dtype: str = "float32", probes: int = 8
+) -> list[RecordedArray]:
+    """The arrays of one run, recorded."""
+    roundoff = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
+    base = ran(program, seed, roundoff)
+    moved = [ran(program, 1000 + 100 * seed + k, roundoff) for k in range(probes)]
+    made = []
+    for at, (name, module, _, reads) in enumerate(program):
+        values, zeros, bad = summary(base[at])
+        changes = [np.subtract(summary(run[at])[0], values) for run in moved]
+        spread = tuple(np.sqrt(np.mean(np.square(changes), 0)).tolist()) if probes else ()
+        made.append(
+            RecordedArray(
+                kind=RESULT if reads else INPUT,
+                name=name if reads or "operand" in name else f"{module}.{name}",
+                module=module,
+                source=f"model.py:{10 + at}" if reads else "",
+                direction="forward",
+                rule="",
+                inputs=(dtype,) * len(reads),
+                run=dtype,
+                dtype=dtype,
+                shape=base[at].shape,
+                zeros=zeros,
+                bad=bad,
+                own=roundoff / 3**0.5 if reads else 0.0,
+                reads=reads,
+                values=values,
+                spread=spread,
+            )
+        )
+    return made
+
+
+def record(
+    *steps: Sequence[RecordedArray],
+    name: str = "one.rec",
+    numbers: Sequence[int] = (),
+    **header: Any,
+) -> RunRecord:
+    """A record of steps, as `run_record.read` returns it."""
+    numbered = zip(numbers or range(len(steps)), steps, strict=True)
+    made = tuple(RecordedStep(n, tuple(each), {}, {}) for n, each in numbered)
+    return RunRecord(HEADER | header, made, name)
+
+
+def written(path: Path, made: RunRecord) -> Path:
+    """The path of a file with the record."""
+    writer = RecordWriter(path, made.header)
+    for step in made.steps:
+        writer.write(step)
+    return path
+
+
+def pair(layers: int = 4, epsilon: float = 1e-5, dtype: str = "float32") -> Iterator[RunRecord]:
+    """Two runs, the other one with another epsilon in its norms."""
+    yield record(arrays(calls(layers), 1, dtype))
+    yield record(arrays(calls(layers, epsilon=epsilon), 2, dtype), name="other.rec")

@@ -512,7 +512,11 @@ class _Side:
         self.spread[:, PROJECTIONS] = whole
         for part in (slice(AMAX, AMAX + 1), ELEMENTS):
             self.spread[:, part] = np.maximum(self.spread[:, part], whole)
-        self.rms = self.values[:, RMS]
+        self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
+        # Of inputs, which may be stored in other dtypes.
+        self.dtypes = np.array([a.dtype if a.kind == INPUT else "" for a in step.arrays])
+        low = [unit_roundoff(d) if d in FORMATS else 0.0 for d in self.dtypes.tolist()]
+        self.units = np.array(low, np.float64)
         self.bad = np.array([a.bad for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         self.by_size: dict[tuple[bool, int], Any] = {}
@@ -556,7 +560,8 @@ class _Pairs:
     def __init__(self, one: _Side, other: _Side, across: bool) -> None:
         self.one, self.other, self.across = one, other, across
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
-        self.limit = _quantile(factor(numbers), one.probes + other.probes)
+        self.chance = factor(numbers)
+        self.limit = _quantile(self.chance, one.probes + other.probes)
         self.aligned = {} if across else _inputs(one, other) | _aligned(one, other)
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
         for i in range(len(one.arrays)):
@@ -579,15 +584,18 @@ class _Pairs:
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
         floor[RMS : PROJECTIONS.stop] = _ERROR
+        projected = np.full(PROJECTIONS.stop - PROJECTIONS.start, 1 / math.sqrt(3))
         allowed = self.limit * spread + np.multiply.outer(size, floor)
+        low = np.where(a.dtypes[i] == b.dtypes[j], 0.0, np.maximum(a.units[i], b.units[j]))
+        allowed += np.multiply.outer(low * np.maximum(a.largest[i], b.largest[j]), np.ones(VALUES))
+        # Of the elements' own roundings a projection has the sum, over the root of their number.
+        allowed[..., PROJECTIONS] += self.chance * np.multiply.outer(low * size, projected)
         return np.abs(a.values[i] - b.values[j]), allowed
 
     def held(self, i: int, j: int) -> tuple[Any, Any]:
         """The same of the numbers of two arrays that can be compared."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.numbers(i, j)
-        if one.kind == INPUT and one.dtype != other.dtype:
-            allowed = allowed + _of_dtypes(one, other)
         part = slice(0, VALUES) if self._in_order(one, other) else ORDERLESS
         return difference[part], allowed[part]
 
@@ -718,12 +726,6 @@ def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
     ratios = np.where(difference == 0, 0.0, ratios)
     at = int(ratios.argmax())
     return float(ratios[at]), at
-
-
-def _of_dtypes(one: RecordedArray, other: RecordedArray) -> float:
-    """How far the numbers of an input may be off because one run has it in a lower dtype."""
-    low = max(unit_roundoff(a.dtype) if a.dtype in FORMATS else 0.0 for a in (one, other))
-    return low * max(one.values[AMAX], other.values[AMAX])
 
 
 def _quantile(normal: float, probes: int) -> float:

@@ -69,6 +69,10 @@ class Compared(NamedTuple):
     # root mean square; 0 where only one run has the array.
     difference: float = 0.0
     allowed: float = 0.0
+    # The same of the whole array: of the root mean square difference, or between two frameworks of
+    # the difference of the root mean squares.
+    mean_difference: float = 0.0
+    mean_allowed: float = 0.0
 
     @property
     def array(self) -> RecordedArray:
@@ -166,7 +170,7 @@ class Comparison:
     def growth(self) -> list[tuple[str, str, float, float]]:
         """Return how the difference grows: direction, module, difference, what is allowed.
 
-        The last array of each module in program order, as fractions of its root mean square.
+        The last array of each module in program order; `mean_difference` and `mean_allowed`.
         """
         ends: dict[tuple[str, str], Compared] = {}
         for row in self.rows:
@@ -174,7 +178,7 @@ class Comparison:
                 place = row.array.direction, row.array.module
                 ends.pop(place, None)
                 ends[place] = row
-        return [(*place, row.difference, row.allowed) for place, row in ends.items()]
+        return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
 
     def table(self, width: int | None = None) -> str:
         """Return the text that `print` shows.
@@ -671,10 +675,12 @@ class _Pairs:
         ratio, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
         off = float(difference[at]) / size
+        part = PROJECTIONS if self._in_order(one, other) else slice(RMS, RMS + 1)
+        means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
         if bool(one.bad) != bool(other.bad):
             ratio = off = math.inf
         verdict = EXPLAINED if ratio <= 1 else UNEXPLAINED
-        return Compared(one, other, verdict, off, float(allowed[at]) / size)
+        return Compared(one, other, verdict, off, float(allowed[at]) / size, *means)
 
     def _alone(self, j: int, healed: set[int]) -> Compared:
         array = self.other.arrays[j]

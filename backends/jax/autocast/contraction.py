@@ -438,19 +438,30 @@ _LARGE = 2**16
 _FEW_OF_IT = 32
 
 
-def of_this_processor(*operands: jax.Array, **how: Any) -> jax.Array:
+def of_this_processor(
+    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
+) -> jax.Array:
     """The form for the CPU that this process runs on."""
-    _, features = processor()
-    fast = not _MULTIPLY_BFLOAT16.isdisjoint(features or ())
-    return (row_by_row if fast else widened_or_few)(*operands, **how)
+    lhs, rhs, *_ = operands
+    fast = not _MULTIPLY_BFLOAT16.isdisjoint(processor()[1] or ())
+    if of.name == "dot_general" and fast:
+        (contracted, _), (both, _) = dict(params)["dimension_numbers"]
+        twice = prod(lhs.shape[d] for d in (*contracted, *both))  # counted in both sizes
+        fast = lhs.size * rhs.size > _TINY * twice
+    form = row_by_row if fast else widened_or_few
+    return form(*operands, of=of, params=params, run=run, out=out)
 
+
+# Of so few multiplications, laying out the operands takes longer than the faster kernel saves:
+# measured on the small programs of benchmarks/jax_corpus.py.
+_TINY = 2**18
 
 # The CPU features for which XLA has kernels that multiply bfloat16.
 _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 
 # How the contraction is lowered, platform by platform; elsewhere, the result is as asked.
 #
-# cpu         measured by benchmarks/contraction.py. With instructions for bfloat16: in large
+# cpu         measured by benchmarks/contraction.py. With instructions for bfloat16: in all but tiny
 #             products a float32 result is faster than a low one or float32 operands, and nothing
 #             is rounded in between. Plain, it falls back to float32 operands where one of them is
 #             transposed, as in some gradients; laid out row by row it does not, and costs up to a

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from polymp.backends.jax.autocast import contraction
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.dtypes import FORMATS
 from polymp.jax import autocast, explain
@@ -151,6 +152,18 @@ def test_the_reference_tells_a_low_sum_from_a_float32_one():
         total = (total + np.asarray(1 / 64, jnp.bfloat16)).astype(jnp.bfloat16)
     with pytest.raises(AssertionError):
         close(jnp.asarray(total.astype(np.float32)), np.array(64.0), 1)
+
+
+@pytest.mark.parametrize(
+    ("feature", "size", "low"),
+    [("avx512_bf16", 128, True), ("avx512_bf16", 32, False), ("avx2", 128, False)],
+)
+def test_operands_are_low_where_the_processor_gains_by_it(feature, size, low, monkeypatch):
+    monkeypatch.setattr(contraction, "processor", lambda: ("a CPU", frozenset({feature})))
+    x = jnp.ones((size, size))
+    text = jax.jit(autocast(lambda x, y: x @ y)).lower(x, x).as_text()
+    (product,) = [line for line in text.splitlines() if "dot_general" in line]
+    assert ("bf16" in product) == low, product
 
 
 @pytest.fixture(params=forms.OF_CPUS)

@@ -94,6 +94,15 @@ class Compared(NamedTuple):
             return False
         return (self.one.run, self.one.dtype) != (self.other.run, self.other.dtype)
 
+    @property
+    def parts(self) -> str:
+        """How the programs differ here; "" if both make the same call in the same dtypes."""
+        if self.one is None or self.other is None:
+            return "only one run has it"
+        if not _alike(self.one, self.other):
+            return f"{self.other.name} in the other run"
+        return "in other dtypes" if self.dtypes_differ else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data, without the numbers of the arrays."""
 
@@ -161,7 +170,7 @@ class Comparison:
         if self._across:  # frameworks split ops in their own ways, and name dtypes alike
             return None
         calls = (row for row in self.rows if row.array.kind == RESULT)
-        return next((r for r in calls if r.one is None or r.other is None or r.dtypes_differ), None)
+        return next((row for row in calls if row.parts), None)
 
     @property
     def _across(self) -> bool:
@@ -214,20 +223,19 @@ class Comparison:
 
     def _program(self) -> str:
         calls = [row for row in self.rows if row.array.kind == RESULT]
-        ours, theirs = (sum(row[side] is not None for row in calls) for side in range(2))
+        ours, theirs = (len({id(r[side]) for r in calls if r[side]}) for side in range(2))
         counts = f"{ours:,} and {theirs:,} calls"
         if self._across:
-            return f"two frameworks: {counts}, matched by their values"
+            called = text_table.plural(ours, "call")  # of the other run, the rows have these alone
+            return (
+                f"two frameworks: {called} of {self.names[0]}, {theirs:,} matched by their values"
+            )
         if self.parted is None:
             return f"the same program: {text_table.plural(ours, 'call')}"
-        alone = sum(row.one is None or row.other is None for row in calls)
-        others = sum(row.dtypes_differ for row in calls)
-        how = "only one run has it" if not self.parted.dtypes_differ else "in other dtypes"
-        counted = [f"{alone:,} in one run alone" if alone else "",
-                   f"{others:,} in other dtypes" if others else ""]  # fmt: skip
+        differ = sum(bool(row.parts) for row in calls)
         return (
-            f"the programs part at {_called(self.parted.array)}: {how} "
-            f"({counts}; {', '.join(filter(None, counted))})"
+            f"the programs part at {_called(self.parted.array)}: {self.parted.parts} "
+            f"({counts}; calls that differ: {differ:,})"
         )
 
     def _verdict(self) -> str:
@@ -645,6 +653,7 @@ class _Pairs:
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
         backed = {j: i for i, j in self.aligned.items()}
+        shown = backed.keys() | self.twins.values()  # beside an array of the first run
         healed = _healed(self.one, self.twins.keys() | self.aligned.keys(), {*self.twins})
         healed_other = _healed(self.other, self.met | backed.keys(), self.met)
         rows: list[Compared] = []
@@ -652,7 +661,7 @@ class _Pairs:
         for i, array in enumerate(self.one.arrays):
             j = self.aligned.get(i)
             if j is not None:
-                rows += [self._alone(k, healed_other) for k in range(todo, j) if k not in backed]
+                rows += [self._alone(k, healed_other) for k in range(todo, j) if k not in shown]
                 todo = max(todo, j + 1)
             j = self.twins.get(i, j)
             if j is None:
@@ -661,7 +670,7 @@ class _Pairs:
             else:
                 rows.append(self._pair(i, j))
         rest = range(todo, len(self.other.arrays))
-        rows += [self._alone(k, healed_other) for k in rest if k not in backed]
+        rows += [self._alone(k, healed_other) for k in rest if k not in shown]
         if self.across:  # what only the other run has says nothing: its ops are split otherwise
             rows = [row for row in rows if row.one is not None]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)

@@ -126,7 +126,8 @@ def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
 
     across = [round(100 * (at + 0.5) / len(points), 2) for at in range(len(points))]
     allowed = [depth(limit) for *_, limit in points]
-    edge = zip([0, *across, 100], [allowed[0], *allowed, allowed[-1]], strict=True)
+    depths = [100, allowed[0], *allowed, allowed[-1], 100]
+    edge = zip([0, 0, *across, 100, 100], depths, strict=True)
     off = [depth(difference) for _, difference, _ in points]
     ticks = range(low, high + 1, math.ceil((high - low) / _TICKS))
     return _part(

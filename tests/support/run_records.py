@@ -36,14 +36,12 @@ Call = tuple[str, str, Callable[..., Any], tuple[int, ...]]
 
 def calls(layers: int, module: str = "blocks.{}", epsilon: float = 1e-5) -> list[Call]:
     """The model: its input and, for each layer, its weight and four calls."""
-    rng = np.random.default_rng(0)
-    made: list[Call] = [("operand 1 of norm", "", lambda: rng.standard_normal((8, SIZE)), ())]
+    made: list[Call] = [("operand 1 of norm", "", lambda: normal(0, 8), ())]
     last = 0
     for layer in range(layers):
         path, at = module.format(layer), len(made)
-        weight = np.random.default_rng(layer + 1).standard_normal((SIZE, SIZE)) / SIZE**0.5
         made += [
-            ("weight", f"{path}.linear", lambda weight=weight: weight, ()),
+            ("weight", f"{path}.linear", lambda seed=layer + 1: normal(seed, SIZE) / SIZE**0.5, ()),
             ("layer_norm", f"{path}.norm", lambda x: normed(x, epsilon), (last,)),
             ("linear", f"{path}.linear", lambda w, x: x @ w, (at, at + 1)),
             ("gelu", f"{path}.gelu", lambda x: x / (1 + np.exp(-1.702 * x)), (at + 2,)),
@@ -51,6 +49,10 @@ def calls(layers: int, module: str = "blocks.{}", epsilon: float = 1e-5) -> list
         ]
         last = at + 4
     return made
+
+
+def normal(seed: int, rows: int) -> Any:
+    return np.random.default_rng(seed).standard_normal((rows, SIZE))
 
 
 def normed(x: Any, epsilon: float) -> Any:
@@ -62,9 +64,8 @@ def ran(program: Sequence[Call], seed: int, roundoff: float) -> list[Any]:
     """The arrays of one run, each result rounded by chance."""
     rng = np.random.default_rng(seed)
     arrays: list[Any] = []
-    inputs = np.random.default_rng(99)
     for _, _, fn, reads in program:
-        x = fn(*(arrays[r] for r in reads)) if reads or arrays else inputs.normal(size=(8, SIZE))
+        x = fn(*(arrays[r] for r in reads))
         if reads:
             x = x * (1 + roundoff * rng.uniform(-1, 1, x.shape))
         arrays.append(x)

@@ -33,7 +33,9 @@ def test_the_order_is_that_of_the_points_and_larger_is_higher() -> None:
     (band,) = parsed.of("polygon")
     (line,) = parsed.of("polyline")
     assert str(line["points"]).split() == [f"{a},{b}" for a, b in zip(x, y, strict=True)]
-    assert str(band["points"]).split()[1].startswith(f"{x[0]},")
+    corners = str(band["points"]).split()
+    assert (corners[0], corners[-1]) == ("0,100", "100,100"), "it is filled down to the bottom"
+    assert [corner.split(",")[0] for corner in corners[2:-2]] == [str(each) for each in x]
 
 
 def test_the_numbers_are_titles_and_texts_are_escaped() -> None:

@@ -1,0 +1,414 @@
+"""`compare` on records made up in numpy: the first call that rounding cannot explain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polymp
+from polymp.diagnostics import run_record
+from polymp.diagnostics.compare import ALONE, EXPLAINED, PASSED, Comparison
+from polymp.diagnostics.run_record import RecordedArray, RecordError, RunRecord
+from tests.support import run_records
+from tests.support.run_records import Call, arrays, calls, record
+
+NASTY = "</td><script>alert(1)</script>\x1b[31m"
+
+
+def against(
+    program: list[Call], layers: int = 4, dtype: str = "float32", **header: Any
+) -> Comparison:
+    """A run of the model compared with one of another program."""
+    one = record(arrays(calls(layers), 1, dtype))
+    return polymp.compare(one, record(arrays(program, 2, dtype), name="other.rec", **header))
+
+
+def first_of(found: Comparison) -> tuple[str, str]:
+    assert found.first is not None
+    return found.first.array.name, found.first.array.module
+
+
+# --- rounding explains all ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_runs_that_differ_by_rounding_alone(dtype: str) -> None:
+    found = against(calls(4), dtype=dtype)
+    assert found.explained
+    assert not found
+    assert (found.first, found.parted) == (None, None)
+    assert {row.verdict for row in found.rows} == {EXPLAINED}
+    assert "rounding explains all. The largest difference" in str(found)
+    assert "the same program: 16 calls" in str(found)
+
+
+def test_a_run_and_itself() -> None:
+    one = record(arrays(calls(2)))
+    found = polymp.compare(one, one)
+    assert "rounding explains all: no number differs" in str(found)
+    assert found.names == ("one", "other"), "both files have one name"
+
+
+@pytest.mark.parametrize("probes", [8, 2])
+def test_no_alarm_is_false(probes: int) -> None:
+    """Each of 2,400 arrays, with 20 numbers, in another pair of runs; two probes know little."""
+    program = calls(3)
+    runs = [record(arrays(program, seed, probes=probes), probes=probes) for seed in range(50)]
+    for one, other in zip(runs[::2], runs[1::2], strict=True):
+        assert polymp.compare(one, other).explained
+
+
+def test_without_probes_the_spread_is_an_estimate_and_a_note_says_so() -> None:
+    one, same = (record(arrays(calls(4), seed, probes=0), probes=0) for seed in (1, 2))
+    found = polymp.compare(one, same)
+    assert found.explained
+    assert "estimated from each call's own rounding" in " ".join(found.notes)
+    other = record(arrays(calls(4, epsilon=1e-3), 2, probes=0), probes=0)
+    assert first_of(polymp.compare(one, other)) == ("layer_norm", "blocks.0.norm")
+
+
+def test_a_lower_dtype_is_explained_by_its_own_rounding() -> None:
+    one, other = (
+        record(arrays(calls(4), 1)),
+        record(arrays(calls(4), 2, "bfloat16"), name="low.rec"),
+    )
+    for pair in ((one, other), (other, one)):
+        found = polymp.compare(*pair)
+        assert found.explained
+        assert found.parted is not None
+        assert found.parted.dtypes_differ
+        assert (
+            "the programs part at layer_norm in blocks.0.norm (model.py:12): in other dtypes"
+            in (" ".join(str(found).split()))
+        )
+
+
+# --- the first call that it does not explain ------------------------------------------------------
+
+
+def changed(program: list[Call], at: int, change: Callable[[Any], Any]) -> list[Call]:
+    """A program with another result of one call."""
+    name, module, fn, reads = program[at]
+    return [
+        *program[:at],
+        (name, module, lambda *xs: change(fn(*xs)), reads),
+        *program[at + 1 :],
+    ]
+
+
+@pytest.mark.parametrize("at", [2, 3, 4, 5, 7, 9, 13, 18])
+@pytest.mark.parametrize("size", [1e-4, 3e-6])
+def test_the_call_that_is_off_is_named(at: int, size: float) -> None:
+    program = calls(4)
+    if not program[at][3]:
+        pytest.skip("an input")
+    found = against(changed(program, at, lambda x: x * (1 + size * np.sign(x))))
+    if size > 1e-5:
+        assert found, "a difference of a hundred roundings"
+    if found:
+        assert first_of(found) == program[at][:2]
+        assert found.rows.index(found.first) == at
+        assert {row.verdict for row in found.rows[:at]} == {EXPLAINED}
+
+
+def test_one_element_of_many_is_off() -> None:
+    """No element that the record keeps; the mean of all hardly changes."""
+
+    def one_off(x: Any) -> Any:
+        x = x.copy()
+        x[5, 3] += 0.01
+        return x
+
+    found = against(changed(calls(4), 8, one_off))
+    assert first_of(found) == calls(4)[8][:2]
+
+
+def test_a_fault_in_bfloat16_is_found_if_it_is_larger_than_its_rounding() -> None:
+    program = calls(4)
+    assert against(changed(program, 8, lambda x: x * 1.0002), dtype="bfloat16").explained
+    assert (
+        first_of(against(changed(program, 8, lambda x: x * 1.2), dtype="bfloat16"))
+        == program[8][:2]
+    )
+
+
+def test_a_parameter_that_differs_is_named_and_not_the_call_that_reads_it() -> None:
+    program = calls(4)
+    found = against(changed(program, 6, lambda w: w * 1.001))
+    assert first_of(found) == ("blocks.1.linear.weight", "blocks.1.linear")
+    assert "THE RUNS BEGIN WITH OTHER NUMBERS: input blocks.1.linear.weight" in str(found)
+
+
+def test_inf_in_one_run_alone() -> None:
+    def overflowed(x: Any) -> Any:
+        x = x.copy()
+        x[0, 0] = np.inf
+        return x
+
+    with np.errstate(invalid="ignore"):
+        found = against(changed(calls(2), 3, overflowed), layers=2)
+    assert first_of(found) == ("linear", "blocks.0.linear")
+    assert "off by Inf or NaN of" in str(found)
+    assert found.to_dict()["first"]["difference"] is None
+
+
+def test_the_first_step_that_differs_is_shown() -> None:
+    fine, off = calls(2), calls(2, epsilon=1e-3)
+    one = record(*(arrays(fine, seed) for seed in (1, 2, 3)), numbers=(0, 5, 10))
+    other = record(
+        *(arrays(p, seed) for seed, p in ((4, fine), (5, off), (6, off))), numbers=(0, 5, 9)
+    )
+    assert polymp.compare(one, other).step == 5
+    assert polymp.compare(one, one).step == 10
+    with pytest.raises(RecordError, match=r"share no step: 'one\.rec' has steps 7, 'one\.rec' has"):
+        polymp.compare(record(arrays(fine), numbers=[7]), record(arrays(fine), numbers=[8]))
+
+
+# --- programs that are not the same ---------------------------------------------------------------
+
+
+def test_a_call_by_another_op_of_the_same_values() -> None:
+    program = calls(4)
+    fused = [*program[:9], ("quick_gelu", *program[9][1:]), *program[10:]]
+    found = against(fused)
+    assert found.explained
+    assert (
+        "the programs part at gelu in blocks.1.gelu (model.py:19): quick_gelu in the other run"
+        in (" ".join(str(found).split()))
+    )
+    assert "(16 and 16 calls; calls that differ: 1)" in " ".join(str(found).split())
+
+
+def with_call(program: list[Call], after: int, new: Call) -> list[Call]:
+    """A program with one more call, whose result is read in place of what it reads."""
+    moved = [
+        (name, module, fn, tuple(r + (r > after) for r in reads))
+        for name, module, fn, reads in program
+    ]
+    rest = [
+        (name, module, fn, tuple(after + 1 if r == after else r for r in reads))
+        for name, module, fn, reads in moved[after + 1 :]
+    ]
+    return [*moved[: after + 1], new, *rest]
+
+
+def test_a_call_that_only_one_run_has_and_that_changes_nothing_is_passed_over() -> None:
+    program = calls(4)
+    same = with_call(program, 8, ("mul", "blocks.1.scale", lambda x: x * 1.0, (8,)))
+    found = against(same)
+    assert found.explained
+    assert found.parted is not None
+    assert found.parted.array.name == "mul"
+    assert "only one run has it (16 and 17 calls; calls that differ: 1)" in " ".join(
+        str(found).split()
+    )
+    back = polymp.compare(record(arrays(same, 1)), record(arrays(program, 2)))
+    assert back.explained
+
+
+def test_a_call_that_only_one_run_has_and_that_changes_its_values_is_named() -> None:
+    other = with_call(calls(4), 8, ("dropout", "blocks.1.drop", lambda x: x * (x > -0.5), (8,)))
+    found = against(other)
+    assert found.first is not None
+    sides = (found.first.one, found.first.other)
+    assert "dropout" in {array.name for array in sides if array is not None}
+
+
+def test_ops_that_one_run_has_as_one_call() -> None:
+    """linear and gelu as one, as where a compiler fuses them: the sum after them is aligned."""
+
+    def fused(program: list[Call], bug: float = 0.0) -> list[Call]:
+        made = list(program)
+        for at, (name, module, fn, reads) in enumerate(program):
+            if name == "gelu":
+                linear = program[reads[0]]
+
+                def both(w: Any, x: Any, fn: Any = fn, linear: Any = linear) -> Any:
+                    return fn(linear[2](w, x)) * (1 + bug)
+
+                made[at] = ("linear_gelu", module, both, linear[3])
+        keep = [at for at, call in enumerate(made) if call[0] != "linear"]
+        place = {at: k for k, at in enumerate(keep)}
+        return [(*made[at][:3], tuple(place[r] for r in made[at][3])) for at in keep]
+
+    found = against(fused(calls(3)), layers=3)
+    assert found.explained
+    assert {r.verdict for r in found.rows if r.array.name == "linear"} == {PASSED}
+    broken = against(fused(calls(3), bug=1e-3), layers=3)
+    assert first_of(broken)[1].startswith("blocks.0.")
+    assert first_of(broken)[0] in ("linear", "gelu", "linear_gelu", "add")
+
+
+def test_modules_of_other_names() -> None:
+    theirs = calls(4, "model.layers.{}")
+    assert against(theirs).explained, "in order, if few paths are shared"
+    one, other = record(arrays(calls(4), 1)), record(arrays(theirs, 2))
+    found = polymp.compare(one, other, modules={"model.layers": "blocks"})
+    assert found.explained
+    assert found.parted is None
+    assert len(found.growth()) == 16
+    off = record(arrays(calls(4, "model.layers.{}", epsilon=1e-3), 2))
+    found = polymp.compare(one, off, modules={"model.layers": "blocks"})
+    assert first_of(found) == ("layer_norm", "blocks.0.norm")
+
+
+def transposed(program: list[Call]) -> list[Call]:
+    """The same with weights, inputs and results transposed, and one more op per layer."""
+    made: list[Call] = []
+    place: dict[int, int] = {}
+    for at, (name, _, fn, reads) in enumerate(program):
+
+        def turned(*xs: Any, fn: Any = fn) -> Any:
+            return fn(*(x.T for x in xs)).T
+
+        made.append(
+            ({"linear": "matmul"}.get(name, name), "", turned, tuple(place[r] for r in reads))
+        )
+        place[at] = len(made) - 1
+        if name == "gelu":
+            made.append(("add", "", lambda x: x + 0.0, (place[at],)))
+            place[at] = len(made) - 1
+    return made
+
+
+def test_two_frameworks_are_matched_by_values() -> None:
+    one = record(arrays(calls(4), 1))
+    other = record(arrays(transposed(calls(4)), 2), framework="jax", name="jax.rec")
+    found = polymp.compare(one, other)
+    assert found.explained
+    assert found.parted is None
+    assert "two frameworks: 16 calls of one.rec, 16 matched by their values" in str(found)
+    program = transposed(changed(calls(4), 14, lambda x: x * 1.001))
+    off = record(arrays(program, 2), framework="jax", name="jax.rec")
+    found = polymp.compare(one, off)
+    assert first_of(found) == calls(4)[14][:2]
+    assert found.first is not None
+    assert found.first.other is not None, "beside the call that reads the same values"
+
+
+# --- ranks, and records that cannot be compared ---------------------------------------------------
+
+
+def ranks(folder: Path, name: str, *programs: list[Call]) -> Path:
+    path = folder / name
+    for rank, program in enumerate(programs):
+        made = record(arrays(program, rank), rank=rank, ranks=len(programs))
+        run_records.written(run_record.for_rank(path, rank, len(programs)), made)
+    return path
+
+
+def test_ranks_are_compared_with_ranks(tmp_path: Path) -> None:
+    fine, off = calls(2), calls(2, epsilon=1e-3)
+    one, same, other = (
+        ranks(tmp_path, "one.rec", fine, fine),
+        ranks(tmp_path, "same.rec", fine, fine),
+        ranks(tmp_path, "other.rec", fine, off),
+    )
+    assert polymp.compare(one, same).explained
+    found = polymp.compare(one, str(other))
+    assert (found.rank, found.explained) == (1, False)
+    assert "step 0, rank 1" in str(found)
+    pair = tmp_path / "one.rank0.rec", tmp_path / "other.rank1.rec"
+    assert not polymp.compare(*pair).explained, "a rank's own file"
+    alone = ranks(tmp_path, "alone.rec", fine)
+    with pytest.raises(
+        RecordError, match=r"has 2 ranks, 'alone\.rec' has 1\. Compare runs on the same"
+    ):
+        polymp.compare(one, alone)
+    (tmp_path / "same.rank1.rec").unlink()
+    with pytest.raises(RecordError, match=r"same\.rank1\.rec': No such file"):
+        polymp.compare(one, tmp_path / "same.rec")
+
+
+def test_records_that_share_nothing() -> None:
+    rng = np.random.default_rng(5)
+    other: list[Call] = [
+        ("operand 1 of exp", "", lambda: rng.standard_normal(7), ()),
+        ("exp", "net", np.exp, (0,)),
+    ]
+    with pytest.raises(RecordError, match="share nothing: no array of one has a counterpart"):
+        against(other)
+    with pytest.raises(RecordError, match=r"step 0 of 'other\.rec' has no calls to compare"):
+        against(other[:1])
+
+
+@pytest.mark.parametrize("wrong", [3, None, b"one.rec", ["one.rec"]])
+def test_what_is_no_record_at_all(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^compare\(\) compares records and paths of records, got"):
+        polymp.compare(wrong, record(arrays(calls(1))))
+
+
+@pytest.mark.parametrize("wrong", [{"a": 3}, ["a=b"], "a=b"])
+def test_modules_that_are_no_dict_of_paths(wrong: Any) -> None:
+    one = record(arrays(calls(1)))
+    with pytest.raises(TypeError, match=r"is no dict of module paths\. Write"):
+        polymp.compare(one, one, modules=wrong)
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def hostile(made: RunRecord) -> RunRecord:
+    """A record whose every text is markup, with an order to a terminal."""
+
+    def nasty(a: RecordedArray) -> RecordedArray:
+        fields = "kind name module source direction rule run dtype".split()
+        return a._replace(**{f: getattr(a, f) + NASTY for f in fields[1:]}, inputs=(NASTY,))
+
+    (step,) = made.steps
+    named = step._replace(
+        arrays=tuple(map(nasty, step.arrays)), left_out={NASTY: 2}, settings={NASTY: {NASTY: 1}}
+    )
+    header = {"versions": {NASTY: NASTY}, "modules": [NASTY], "framework": NASTY}
+    return made._replace(header={**made.header, **header}, steps=(named,), name=NASTY)
+
+
+def test_names_give_no_orders_to_a_terminal_and_are_text_on_a_page() -> None:
+    one, other = run_records.pair(2, epsilon=1e-3)
+    found = polymp.compare(hostile(one), hostile(other))
+    assert found
+    assert "\x1b" not in str(found)
+    page = found.to_html()
+    assert "<script>alert" not in page
+    assert page.count("<script>") == 1
+    json.dumps(found.to_dict())
+
+
+def test_the_data_is_plain_and_whole(tmp_path: Path) -> None:
+    one, other = run_records.pair(2, epsilon=1e-3)
+    found = polymp.compare(one, other)
+    data = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert len(data["rows"]) == len(found.rows) == 11
+    assert data["first"] in data["rows"]
+    assert data["first"]["one"]["shape"] == [8, run_records.SIZE]
+    assert {row["verdict"] for row in data["rows"]} <= {EXPLAINED, PASSED, ALONE, "not explained"}
+    page = found.to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page
+    assert page.count("<tr") == 1 + len(found.rows)
+
+
+def test_notes_say_what_was_not_compared(tmp_path: Path) -> None:
+    path = run_records.written(tmp_path / "cut.rec", record(arrays(calls(1)), modules=["blocks.*"]))
+    with path.open("a") as file:
+        file.write('{"step": 1')
+    found = polymp.compare(path, path)
+    notes = " ".join(found.notes)
+    assert "calls of one outside of blocks.*, which it recorded alone" in notes
+    assert "one ends in a step that is not whole, which was left out" in notes
+
+
+def test_settings_of_optimizers_are_compared() -> None:
+    one, other = run_records.pair(1)
+    pair = [
+        made._replace(
+            steps=(made.steps[0]._replace(settings={"AdamW 1": {"lr": 1e-3, "eps": eps}}),)
+        )
+        for made, eps in ((one, 1e-8), (other, 1e-6))
+    ]
+    notes = " ".join(polymp.compare(*pair).notes)
+    assert "the optimizers differ: AdamW 1 has eps=1e-08 in one run and 1e-06 in the other" in notes

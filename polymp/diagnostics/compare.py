@@ -582,6 +582,7 @@ class _Pairs:
                 j = self.search(i, alone=j is None)
             if j is not None:
                 self.twins[i] = j
+        self.aligned |= self.twins  # where a call was aligned wrongly, the other one is left
         taken = {*self.twins.values(), *self.aligned.values()}
         # Of the other run: the arrays whose values the first one has.
         self.met = {*self.twins.values()}
@@ -624,12 +625,16 @@ class _Pairs:
     def search(self, i: int, alone: bool) -> int | None:
         """The array of the other run that has the values of one of the first; None without.
 
-        One that is aligned with another may have been aligned wrongly: it may be of the same op.
+        One that is aligned with another may have been aligned wrongly, with a call in its module.
         """
         array = self.one.arrays[i]
+        if not alone and array.kind not in (RESULT, INPUT):
+            return None
         fits = self._with_values(i, self.other.by_size.get(_size(array)))
         alike = [j for _, j in fits if _alike(self.other.arrays[j], array)]
         if not alone:
+            module = self.one.modules[i]
+            alike = [j for j in alike if self.other.modules[j] == module]
             return next(iter(alike), None) if self.one.rms[i] else None
         return next((j for j in (*alike, *(j for _, j in fits))), None)
 

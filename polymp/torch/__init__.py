@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
     from polymp.backends.torch.diagnostics.catch import catch
     from polymp.backends.torch.diagnostics.explain import explain
     from polymp.backends.torch.diagnostics.locate import locate
+    from polymp.backends.torch.diagnostics.record import record
     from polymp.backends.torch.scaler.expect_scaler import expect_scaler
     from polymp.backends.torch.weights.bake import bake
     from polymp.backends.torch.weights.freeze import Frozen, freeze
@@ -28,7 +29,7 @@ if typing.TYPE_CHECKING:
 __all__ = [
     "Frozen", "GradScaler", "UpdateWatch", "audit", "autocast", "bake", "catch", "cpu", "cuda",
     "custom_bwd", "custom_fwd", "expect_scaler", "explain", "freeze",
-    "is_autocast_available", "locate", "low_weights", "pin", "scoped",
+    "is_autocast_available", "locate", "low_weights", "pin", "record", "scoped",
 ]  # fmt: skip
 
 
@@ -48,6 +49,7 @@ _LATE = {
     "freeze": "weights.freeze",
     "locate": "diagnostics.locate",
     "low_weights": "weights.low_weights",
+    "record": "diagnostics.record",
 }
 
 

@@ -4,10 +4,11 @@
 that the backward pass is that of the moved run, and is moved itself.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import modes
+from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
     Ran,
@@ -53,7 +54,7 @@ class Chance:
     ) -> None:
         """Move the float tensors in the result of an op."""
         for t in made:
-            self._move(t, _movement(func, args, kwargs, reads, result, t))
+            self._move(t, result_movement(func, args, kwargs, reads, result, t))
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Move the result of a cast."""
@@ -265,10 +266,73 @@ def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
     """Return an op's name in the vocabulary, or torch's own, and its class there."""
     words, name = vocabulary(), func.overloadpacket.__name__
     op = name_of(func.name().removeprefix("aten::"), name)
+    if op.startswith("_foreach_"):  # the same op for each tensor of a list
+        op = op.removeprefix("_foreach_").removesuffix("_")
     return op, words.ops[op].kind if op in words.ops else ""
 
 
-def _movement(
+def is_exact(func: torch._ops.OpOverload) -> bool:
+    """Return whether an op's results are among its operands, or these with another sign."""
+    return _op(func)[0] in rounding.EXACT
+
+
+class _Parts(NamedTuple):
+    """How far a result of an op may be from the exact one, for a number and for the terms of it."""
+
+    own: float
+    summed: float
+    terms: float  # that a number is the sum of
+    adds: bool  # True if the terms are known: see `_added`
+    mixes: bool  # True of kernels that make each number of the others
+
+
+def _parts(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    reads: Sequence[torch.Tensor],
+    result: object,
+    t: torch.Tensor,
+) -> _Parts:
+    (of, kind), name = _op(func), func.overloadpacket.__name__
+    flops, sums = modes.flops(func, args, kwargs, result), vocabulary().traits["sums"]
+    terms = 1.0
+    if flops:
+        terms = flops / (2 * max(t.numel(), 1))
+    elif name == "cumsum":
+        terms = t.shape[args[1]] if t.ndim else 1
+    elif name in op_facts.SUMS or kind in sums:
+        terms = max(x.numel() for x in reads) / max(t.numel(), 1)
+    own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[t.dtype], terms)
+    adds = name in op_facts.SUMS and not dispatcher.writes(func)  # what it writes is not squared
+    return _Parts(own, summed, terms, adds, kind in sums)
+
+
+def result_movement(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    reads: Sequence[torch.Tensor],
+    result: object,
+    t: torch.Tensor,
+    wide: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Return how far one result of an op may be from the exact one, number by number.
+
+    `wide` is the dtype that this is computed in.
+    """
+    parts = _parts(func, args, kwargs, reads, result, t)
+    magnitude = t.to(wide).abs()
+    if parts.adds:
+        added = _added(func, args, kwargs, wide)
+        return parts.own * magnitude + parts.summed * (magnitude**2 + added).sqrt()
+    if parts.mixes and magnitude.numel():
+        # Each number is made of the others: some are differences, smaller than what was subtracted.
+        magnitude = magnitude.maximum(magnitude.max() if parts.terms > 1 else magnitude.mean())
+    return (parts.own + parts.summed) * magnitude
+
+
+def movement_norm(
     func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, object],
@@ -276,34 +340,44 @@ def _movement(
     result: object,
     t: torch.Tensor,
 ) -> torch.Tensor:
-    """Return how far one result of an op may be from the exact one, number by number."""
-    (of, kind), name = _op(func), func.overloadpacket.__name__
-    flops = modes.flops(func, args, kwargs, result)
-    terms = 1.0
-    if flops:
-        terms = flops / (2 * max(t.numel(), 1))
-    elif name == "cumsum":
-        terms = t.shape[args[1]] if t.ndim else 1
-    elif name in op_facts.SUMS or kind in vocabulary().traits["sums"]:
-        terms = max(x.numel() for x in reads) / max(t.numel(), 1)
-    own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[t.dtype], terms)
-    magnitude = t.double().abs()
-    if name in op_facts.SUMS:
-        return own * magnitude + summed * (magnitude**2 + _added(func, args, kwargs)).sqrt()
-    if kind in vocabulary().traits["sums"] and magnitude.numel():
-        # Each number is made of the others: some are differences, smaller than what was subtracted.
-        magnitude = magnitude.maximum(magnitude.max() if terms > 1 else magnitude.mean())
-    return (own + summed) * magnitude
+    """Return about the norm of `result_movement`, from norms alone.
+
+    The operands of a product are taken to be independent of each other.
+    """
+    parts = _parts(func, args, kwargs, reads, result, t)
+    size, norm = t.numel() ** 0.5, _norm(t)
+    if parts.adds:
+        name = func.overloadpacket.__name__
+        factors = reads[1:3] if name in ("addmm", "addmv", "baddbmm") else reads[:2]
+        means = [_norm(x) / max(x.numel(), 1) ** 0.5 for x in factors if x.numel()]
+        added = math.prod(means[1:], start=means[0]) if means else norm
+        if func.overloadpacket is torch.ops.aten.mean:
+            added = added / parts.terms
+        return parts.own * norm + parts.summed * torch.hypot(norm, added * size * parts.terms**0.5)
+    if parts.mixes and parts.terms > 1 and t.numel():
+        norm = torch.linalg.vector_norm(t, math.inf, dtype=_wide(t)) * size
+    return (parts.own + parts.summed) * norm
+
+
+def _wide(t: torch.Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype is torch.float64 else torch.float32
+
+
+def _norm(t: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(t, dtype=_wide(t))
 
 
 def _added(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, object],
+    wide: torch.dtype,
 ) -> torch.Tensor:
     """Return the sum of the squares of the terms of a sum."""
     floats = {id(t) for t in float_tensors(args) if t.layout is torch.strided}
-    squares: Any = [x.double() ** 2 if id(x) in floats else x for x in args]
-    kwargs = {k: torch.float64 if v in dtype_names.NAMES else v for k, v in kwargs.items()}
-    found: torch.Tensor = func(*squares, **kwargs).double().abs()
+    squares: Any = [x.to(wide) ** 2 if id(x) in floats else x for x in args]
+    kwargs = {k: wide if v in dtype_names.NAMES else v for k, v in kwargs.items()}
+    found: torch.Tensor = func(*squares, **kwargs).to(wide).abs()
     if func.overloadpacket is torch.ops.aten.mean:
         found = found * (found.numel() / max(squares[0].numel(), 1))  # of terms that are divided
     return found

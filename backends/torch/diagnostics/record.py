@@ -1,0 +1,560 @@
+"""`record`: write a record of a run, to be compared with that of another run.
+
+    recorder = polymp.torch.record("run.rec", model)
+    for batch in data:
+        with recorder:
+            step(batch)
+
+`polymp.diagnostics.run_record` has the file; `summary` computes the numbers of a tensor, `probes`
+how far rounding moves them.
+"""
+
+import reprlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from polymp.backends.torch.autocast import dtype_names
+from polymp.backends.torch.compat import distributed, modes
+from polymp.backends.torch.diagnostics import summary
+from polymp.backends.torch.diagnostics.measure import written
+from polymp.backends.torch.diagnostics.op_call import OpCall, Own, Ran, call_of, tensors
+from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
+from polymp.backends.torch.diagnostics.perturb import movement_norm
+from polymp.backends.torch.diagnostics.probes import Probes, has_values
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.diagnostics.run_record import (
+    GRADIENT,
+    INPUT,
+    RESULT,
+    UPDATE,
+    RecordedArray,
+    RecordedStep,
+    RecordError,
+    RecordWriter,
+    RunRecord,
+    for_rank,
+    read,
+    selected,
+)
+from polymp.rules import scopes
+
+
+def record(
+    path: str | PathLike[str] | None,
+    model: nn.Module | None = None,
+    *,
+    probes: int = 8,
+    modules: Sequence[str] = (),
+    every: int = 1,
+    steps: int | None = None,
+) -> "Recorder":
+    """Record the steps of a run: a few numbers of each array that its ops make.
+
+        recorder = polymp.torch.record("run.rec", model)
+        for batch in data:
+            with recorder:
+                train_step(batch)
+
+    Each `with` block is a step. Recorded are the result of every op call, forward and backward, the
+    arrays that were there before, the gradients of the model's parameters, and how an optimizer
+    changed these. The steps compute the same bits as without a recorder, and the host reads nothing
+    from the device before a block ends. A step that raises is not recorded.
+
+    With probes, the record also has how far rounding moves each of these numbers. A probe is the
+    same step with every result moved by a share of its rounding; probes run op by op beside the
+    step, and each takes its time and its memory again.
+
+    Of code that torch.compile has compiled, no ops are recorded; what it returns is recorded as an
+    input of the ops that read it.
+
+    Args:
+        path: of the file; of several ranks each writes its own, "run.rank3.rec" for "run.rec". None
+            to keep the steps in memory alone.
+        model: its modules and parameters are called by their names; without it, modules are called
+            by their paths in the outermost one that runs, and no gradients and updates are
+            recorded.
+        probes: number of probes, at least 2, or 0 for none.
+        modules: patterns of module paths, as in policies: "blocks.*.attn". Op calls elsewhere are
+            not recorded.
+        every: one of so many steps is recorded, the first among them.
+        steps: how many are recorded at most; None for all.
+
+    Returns:
+        The recorder; `recorder.record` is the record so far.
+
+    Raises:
+        TypeError: `model` is no module, or `modules` no list of patterns.
+        ValueError: a number is out of range.
+        RecordError: there is no folder for the file.
+        PolicyError: a pattern can match no module path, or matches none of the model.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"record(path, model) needs a torch.nn.Module, got {reprlib.repr(model)}.")
+    if probes != 0 and probes < 2:
+        raise ValueError(f"record(probes={probes!r}): write a number from 2 on, or 0 for none.")
+    for name, number in (("every", every), ("steps", 1 if steps is None else steps)):
+        if number < 1:
+            raise ValueError(f"record({name}={number!r}): write a number from 1 on.")
+    if isinstance(modules, str):
+        raise TypeError(f"record(modules={modules!r}): write a list of patterns, [{modules!r}].")
+    paths = [name for name, _ in model.named_modules()] if model is not None else []
+    for pattern in modules:
+        scopes.check(pattern, "record(modules=)")
+        if paths and not selected(paths, [pattern]):
+            close = " or ".join(map(repr, scopes.nearest(pattern, paths)))
+            raise RecordError(
+                f"record(modules=): {pattern!r} matches no module of {type(model).__name__}. "
+                f"{f'Did you mean {close}?' if close else 'It is a glob of module paths.'}"
+            )
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise RecordError(f"record({fspath(path)!r}): there is no folder {str(Path(path).parent)!r}.")
+    return Recorder(path, model, probes, tuple(modules), every, steps)
+
+
+class Recorder:
+    """Records the steps that run in its `with` blocks; see `record`."""
+
+    def __init__(
+        self,
+        path: str | PathLike[str] | None,
+        model: nn.Module | None,
+        probes: int,
+        modules: tuple[str, ...],
+        every: int,
+        steps: int | None,
+    ) -> None:
+        self._path = path
+        self._model = model
+        self._probes = probes
+        self._modules = modules
+        self._every = every
+        self._left = steps  # how many more are recorded; None for all
+        self._number = 0  # of the next step
+        self._inside = False
+        self._running: tuple[OpStream, _Step] | None = None
+        self._header: dict[str, Any] = {}
+        self._steps: list[RecordedStep] = []  # without a path
+        self._writer: RecordWriter | None = None
+        self._file: Path | None = None
+
+    @property
+    def record(self) -> RunRecord:
+        """The record so far; of a path, as it was written."""
+        if self._file is not None:
+            return read(self._file)
+        return RunRecord(self._header, tuple(self._steps))
+
+    def __enter__(self) -> Self:
+        if self._inside:
+            raise RuntimeError("This recorder records a step already: leave its block first.")
+        self._inside = True
+        number, self._number = self._number, self._number + 1
+        if number % self._every == 0 and self._left != 0:
+            step = _Step(number, self._model, self._probes, self._modules)
+            stream = OpStream(self._model, step, title="record")
+            try:
+                stream.__enter__()
+            except BaseException:
+                self._inside = False
+                raise
+            self._running = stream, step
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._inside = False
+        running, self._running = self._running, None
+        if running is None:
+            return
+        stream, step = running
+        stream.__exit__(kind, *error)
+        if kind is None:
+            with Own(), torch.no_grad():
+                self._keep(step.recorded())
+            if self._left is not None:
+                self._left -= 1
+
+    def _keep(self, step: RecordedStep) -> None:
+        if not self._header:
+            self._header = self._described()
+        if self._path is None:
+            self._steps.append(step)
+            return
+        if self._writer is None:
+            self._file = for_rank(self._path, self._header["rank"], self._header["ranks"])
+            self._writer = RecordWriter(self._file, self._header)
+        self._writer.write(step)
+
+    def _described(self) -> dict[str, Any]:
+        """Return the fields of the header."""
+        several = dist.is_available() and dist.is_initialized()
+        first = next(self._model.parameters(), None) if self._model is not None else None
+        return {
+            "framework": "torch",
+            "versions": {"torch": torch.__version__},
+            "model": type(self._model).__name__ if self._model is not None else "",
+            "device": str(first.device) if first is not None else str(torch.get_default_device()),
+            "threads": torch.get_num_threads(),
+            "probes": self._probes,
+            "modules": list(self._modules),
+            "rank": dist.get_rank() if several else 0,
+            "ranks": dist.get_world_size() if several else 1,
+        }
+
+
+@dataclass(eq=False, slots=True)
+class _Array:
+    """An array of the record, whose numbers are still on its device."""
+
+    kind: str
+    name: str
+    module: str
+    source: str
+    direction: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    reads: dict["_Array", None] = field(default_factory=dict)
+    sums: torch.Tensor | None = None
+    changes: torch.Tensor | None = None
+    own: torch.Tensor | None = None  # norm of its rounding
+    op_call: OpCall | None = None
+
+
+# By memory, the arrays that are in it, or that it was made of.
+_Makers = tuple[_Array, ...]
+
+
+class _Step(Subscriber):
+    """Follows the ops of one step, and sums up their results."""
+
+    def __init__(
+        self, number: int, model: nn.Module | None, probes: int, modules: tuple[str, ...]
+    ) -> None:
+        self._number = number
+        self._modules = modules
+        self._selected: dict[str, bool] = {}
+        self._probes = Probes(probes) if probes else None
+        self._left_out = Counter[str]()
+        self._arrays: dict[object, _Array] = {}  # by op call, in the order of the record
+        self._ends: dict[tuple[str, str], _Array] = {}  # gradients and updates
+        self._makers: dict[int, _Makers] = {}
+        self._keys = modes.KeptKeys()
+        self._reads: dict[_Array, None] = {}  # what the op that runs reads
+        # The last array, whose numbers are not summed up yet, for its call may compute more.
+        self._last: tuple[_Array, torch.Tensor] | None = None
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._named: dict[int, str] = {}  # parameters and buffers by memory
+        if model is not None:
+            self._parameters = dict(model.named_parameters())
+            for name, t in (*model.named_parameters(), *model.named_buffers()):
+                self._named.setdefault(modes.storage_key(distributed.local(t.detach())), name)
+        # Of parameters that an optimizer steps: their numbers before, and those in probes.
+        self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._settings: dict[str, dict[str, Any]] = {}
+        self._stepped: dict[int, int] = {}  # optimizers by identity, that have stepped
+
+    # What runs
+
+    def before(self, ran: Ran) -> None:
+        with Own():
+            last = self._last
+            if last is not None and (last[0].op_call is not ran.op_call or ran.facts.writes):
+                self._sum_up()
+            self._reads = {}
+            out = {id(t) for t in ran.kwargs.values() if isinstance(t, torch.Tensor)}
+            into = {id(t) for t in written(ran)}
+            places = tensors(ran.args, ran.kwargs)
+            copied_to = 0 if ran.func is torch.ops.aten.copy_.default else -1
+            for at, t in enumerate(places):
+                if at != copied_to and not (id(t) in into and id(t) in out):
+                    self._reads |= dict.fromkeys(self._made_of(t, ran.op_call, at))
+            if self._probes is not None:
+                self._probes.before(ran)
+
+    def _made_of(self, t: torch.Tensor, op_call: OpCall, at: int) -> _Makers:
+        """Return the arrays that an operand was made of; one that none made is one itself."""
+        key = modes.storage_key(t)
+        if key in self._makers or not has_values(t) or t.is_complex():
+            return self._makers.get(key, ())
+        if not self._records(op_call):
+            return ()
+        name, place = self._named.get(key), op_call.place
+        module = place.module if name is None else name.rpartition(".")[0]
+        array = self._summed(
+            INPUT,
+            f"operand {at + 1} of {op_call.op}" if name is None else name,
+            t,
+            module=module,
+            source=place.source if name is None else "",
+            direction=FORWARD if name is not None else op_call.direction,
+        )
+        self._arrays[array] = array
+        self._made(t, (array,))
+        return (array,)
+
+    def _records(self, op_call: OpCall) -> bool:
+        """Return whether a call is to be in the record, if it computes floats."""
+        place = op_call.place
+        if place.updating or op_call.sends:
+            return False
+        if place.module not in self._selected:
+            found = selected([place.module], self._modules)
+            self._selected[place.module] = bool(found)
+        return self._selected[place.module]
+
+    def _made(self, t: torch.Tensor, makers: _Makers) -> None:
+        key = modes.storage_key(t)
+        if key and key not in self._makers:
+            self._keys.keep(t)
+        if key:
+            self._makers[key] = makers
+
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
+        op_call, into = ran.op_call, written(ran)
+        by = None if self._probes is None else self._probes.after(ran, made)
+        results = [t for t in made or into if t.is_floating_point() and has_values(t)]
+        lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
+        if results and not (lists or ran.facts.copies_as) and self._records(op_call):
+            array = self._row(ran, result, results[0], by)
+            makers: _Makers = (array,)
+        else:
+            makers = tuple(self._reads)
+            if any(t.is_complex() for t in tensors(result)) and self._records(op_call):
+                self._left_out["complex results"] += 1
+            elif results and not has_values(results[0]):
+                self._left_out["results that are sparse or wrapped"] += 1
+        for t in tensors(result, into):
+            changed = any(t is other for other in into)
+            if not (changed and (lists or op_call.place.updating)):
+                self._made(t, self._joined(t, makers) if ran.facts.copies_as and changed else makers)
+
+    def _row(
+        self, ran: Ran, result: object, t: torch.Tensor, by: torch.Tensor | None
+    ) -> _Array:
+        """Return the array of a call, which is the last result of the ops in it.
+
+        Of a backward it is the first: the gradient that goes on to the calls before, if there is
+        one, and the others are gradients of parameters.
+        """
+        op_call, place = ran.op_call, ran.op_call.place
+        array = self._arrays.pop(id(op_call), None)
+        if array is None or op_call.direction != BACKWARD:
+            array = array or _Array(
+                RESULT, op_call.op, place.module, place.source, op_call.direction, op_call=op_call
+            )
+            array.dtype, array.shape = dtype_names.NAMES[t.dtype], tuple(t.shape)
+            if self._probes is not None:
+                array.own = None if by is None else _norm(by)
+            else:
+                array.own = movement_norm(
+                    ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
+                )
+            self._last = array, t.detach()
+        self._arrays[id(op_call)] = array
+        array.reads |= self._reads
+        return array
+
+    def _joined(self, t: torch.Tensor, makers: _Makers) -> _Makers:
+        """Return the makers of memory of which a part was written."""
+        if t.numel() * t.element_size() == t.untyped_storage().nbytes():
+            return makers
+        return tuple(dict.fromkeys((*self._makers.get(modes.storage_key(t), ()), *makers)))
+
+    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
+        self._made(result, self._made_of(source, op_call, 0))
+        if self._probes is not None:
+            self._probes.cast(source, result)
+
+    def unwatched(self, result: object) -> None:
+        found = tensors(result)
+        for t in found:
+            self._makers.pop(modes.storage_key(t), None)
+        if self._probes is not None:
+            self._probes.unmoved(t for t in found if t.is_floating_point())
+
+    # Numbers
+
+    def _summed(self, kind: str, name: str, t: torch.Tensor, **fields: Any) -> _Array:
+        dtype = dtype_names.NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
+        array = _Array(kind, name, dtype=dtype, shape=tuple(t.shape), **fields)
+        self._sum(array, t.detach(), None if self._probes is None else self._probes.of(t))
+        return array
+
+    def _sum_up(self) -> None:
+        """Sum up the last array."""
+        if self._last is not None:
+            (array, t), self._last = self._last, None
+            self._sum(array, t, None if self._probes is None else self._probes.of(t))
+
+    def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
+        if t.is_floating_point() and t.itemsize == 1:
+            t = t.to(torch.float32)
+        array.sums = summary.sums(t)
+        array.changes = None if moved is None else summary.changes(t, array.sums, moved)
+
+    # Optimizers
+
+    def begin(self) -> None:
+        for hook in (
+            register_optimizer_step_pre_hook(self._stepping),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self.stream.callback(hook.remove)
+
+    def _stepping(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        if not self.stream.is_here():  # it is another thread's optimizer
+            return
+        with Own(), torch.no_grad():
+            if id(optimizer) not in self._stepped:
+                self._note_settings(optimizer)
+            for name, p in self._own(optimizer):
+                if name not in self._old:
+                    moved = None if self._probes is None else self._probes.of(p)
+                    copy = None if moved is None else moved.clone()
+                    self._old[name] = p.detach().clone(), copy
+
+    def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+        """Return the model's parameters that an optimizer changes."""
+        ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [
+            (name, distributed.local(p))
+            for name, p in self._parameters.items()
+            if id(p) in ours and has_values(distributed.local(p.detach()))
+        ]
+
+    def _note_settings(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped[id(optimizer)] = 1
+        kind = type(optimizer).__name__
+        for group in optimizer.param_groups:
+            count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
+            self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self.stream.is_here():
+            with Own(), torch.no_grad():
+                self._sum_up()
+                ours = {name for name, _ in self._own(optimizer)}
+                self._gradients(ours)  # the program may clear them
+
+    def _gradients(self, names: Iterable[str]) -> None:
+        """Sum up the gradients of parameters."""
+        for name, p in self._parameters.items():
+            grad = p.grad
+            if name not in names or grad is None:
+                continue
+            grad = distributed.local(grad)
+            if not has_values(grad):
+                self._left_out["gradients that are sparse or wrapped"] += 1
+                continue
+            array = self._summed(
+                GRADIENT, name, grad, module=name.rpartition(".")[0], source="", direction=BACKWARD
+            )
+            array.reads = dict.fromkeys(self._makers.get(modes.storage_key(grad), ()))
+            self._ends[GRADIENT, name] = array
+
+    def _updates(self) -> None:
+        """Sum up how the optimizers changed parameters."""
+        for name, (old, moved) in self._old.items():
+            new = distributed.local(self._parameters[name]).detach()
+            wide = torch.float64 if new.dtype is torch.float64 else torch.float32
+            now = None if self._probes is None else self._probes.of(new)
+            changed = new.to(wide) - old.to(wide)
+            array = self._summed(
+                UPDATE, name, changed,
+                module=name.rpartition(".")[0], source="", direction=BACKWARD,
+            )  # fmt: skip
+            array.dtype = dtype_names.NAMES[new.dtype]
+            if now is not None:
+                before = old if moved is None else moved
+                self._sum(array, changed, now.to(wide) - before.to(wide))
+            array.own = torch.finfo(new.dtype).eps / 2 * _norm(new.to(wide))
+            gradient = self._ends.get((GRADIENT, name))
+            array.reads = {} if gradient is None else {gradient: None}
+            self._ends[UPDATE, name] = array
+
+    # The end
+
+    def recorded(self) -> RecordedStep:
+        """Read the numbers of the step from the device."""
+        self._sum_up()
+        done = {name for kind, name in self._ends if kind == GRADIENT}
+        self._gradients(set(self._parameters) - done)
+        self._updates()
+        ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
+        arrays = [*self._arrays.values(), *ends]
+        numbers = _read([t for a in arrays for t in (a.sums, a.changes, a.own)])
+        places = {array: at for at, array in enumerate(arrays)}
+        found = []
+        for at, array in enumerate(arrays):
+            reads = sorted(places[r] for r in array.reads if places.get(r, at) < at)
+            sums, changes, own = numbers[3 * at : 3 * at + 3]
+            found.append(self._finished(array, tuple(reads), sums, changes, own))
+        if self._probes is not None:
+            self._left_out += self._probes.left_out
+        return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
+
+    def _finished(
+        self, array: _Array, reads: tuple[int, ...], sums: Any, changes: Any, own: Any
+    ) -> RecordedArray:
+        count = torch.Size(array.shape).numel()
+        values, zeros, bad = summary.values(sums, count)
+        norm = sums[0] * sums[3]
+        spread: tuple[float, ...] = ()
+        if changes is not None:
+            spread = summary.spread(sums, changes.reshape(-1, summary.CHANGES), count)
+        elif self._probes is not None:
+            spread = (0.0,) * len(values)
+        rule, inputs, run = "", (), ""
+        if array.op_call is not None:
+            call = call_of(array.op_call)
+            rule, inputs, run = call.rule, call.inputs, call.run
+        return RecordedArray(
+            array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
+            array.dtype, array.shape, zeros, bad,
+            float(own[0] / norm) if own is not None and norm else 0.0, reads, values, spread,
+        )  # fmt: skip
+
+
+def _norm(t: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0))
+
+
+def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]:
+    """Yield the numbers, bools and texts among the hyperparameters of a group."""
+    for key, value in group.items():
+        value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(value, (bool, int, float, str)):
+            yield key, value
+        elif isinstance(value, tuple):
+            for at, each in enumerate(value):
+                yield from _plain({f"{key}[{at}]": each})
+
+
+def _read(found: list[torch.Tensor | None]) -> list[Any]:
+    """Read tensors as numpy arrays of float64: one copy from each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for at, t in enumerate(found):
+        if t is not None:
+            by_device.setdefault(t.device, []).append(at)
+    read: list[Any] = [None] * len(found)
+    for device, places in by_device.items():
+        rows = [t.reshape(-1).to(summary.exact(device)) for at in places if (t := found[at]) is not None]
+        whole = torch.cat(rows).cpu().double().numpy()
+        end = 0
+        for at, row in zip(places, rows, strict=True):
+            read[at] = whole[end : end + len(row)]
+            end += len(row)
+    return read

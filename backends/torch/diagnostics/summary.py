@@ -1,0 +1,135 @@
+"""The numbers that a record has of a tensor, computed where the tensor is and read later.
+
+    found = sums(t)                    float64 [SUMS], on the tensor's device
+    moved = changes(t, found, probes)  [probes, CHANGES]: how far they are moved, for each probe
+    values(...), spread(...)           once the host has read them
+
+`polymp.diagnostics.run_record.summary` is the definition. All but the largest magnitude are
+relative to it, so that no square leaves the range of its dtype.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from polymp.diagnostics.run_record import BLOCK, ELEMENTS, PROJECTIONS, VALUES, signs
+
+SUMS = 22  # top, zeros, bad, norm, sum of magnitudes, sum, projections, elements
+CHANGES = 21  # top, two sums with the tensor, norm, sum, projections, elements
+
+_PROJECTIONS = PROJECTIONS.stop - PROJECTIONS.start
+_ELEMENTS = ELEMENTS.stop - ELEMENTS.start
+
+
+def exact(device: torch.device) -> torch.dtype:
+    """Return the dtype in which sums are computed on a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sums(t: torch.Tensor) -> torch.Tensor:
+    """Return what `values` needs of a tensor of floats, integers or bools."""
+    x, dtype = t.detach().reshape(-1), exact(t.device)
+    if not x.numel():
+        return torch.zeros(SUMS, dtype=dtype, device=t.device)
+    x = x.to(dtype, copy=True)
+    bad = len(x) - x.isfinite().count_nonzero()
+    if t.is_floating_point() and _may_be_bad(bad):
+        x.nan_to_num_(0.0, 0.0, 0.0)
+    zeros = len(x) - x.count_nonzero() - bad
+    top = torch.linalg.vector_norm(x, math.inf)
+    x.div_(torch.where(top > 0, top, 1.0))
+    norms = torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 1)
+    ends = torch.stack([top, zeros.to(dtype), bad.to(dtype), *norms])
+    return torch.cat([ends, _projected(x[None])[0], x[_places(x)]])
+
+
+def _may_be_bad(count: torch.Tensor) -> bool:
+    """Return whether there may be Inf or NaN; of a device whose answer has to be waited for, yes."""
+    return not count.is_cpu or bool(count)
+
+
+def changes(t: torch.Tensor, found: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
+    """Return what `spread` needs of a float tensor, with its `sums`; probes [count, *t.shape]."""
+    dtype = torch.float64 if t.dtype is torch.float64 else torch.float32
+    x, moved = t.detach().reshape(1, -1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
+    if not x.numel():
+        return torch.zeros(len(probes), CHANGES, dtype=dtype, device=t.device)
+    scale = torch.where(found[0] > 0, found[0], 1.0).to(dtype)
+    by = (moved - x).div_(scale)
+    norms = torch.linalg.vector_norm(by, dim=1)
+    if _may_be_bad(len(norms) - norms.isfinite().count_nonzero()):
+        x, moved = (torch.nan_to_num(each, 0.0, 0.0, 0.0) for each in (x, moved))
+        by.nan_to_num_(0.0, 0.0, 0.0)
+        norms = torch.linalg.vector_norm(by, dim=1)
+    top = torch.linalg.vector_norm(moved, math.inf, dim=1)
+    x = (x / scale)[0]
+    along = by @ torch.stack([x, x.sign()], 1)
+    ends = torch.cat([top[:, None], along, norms[:, None]], 1)
+    return torch.cat([ends, _projected(by), by[:, _places(x)]], 1)
+
+
+def _projected(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row, and its projections, not divided yet: [rows, 1 + 8]."""
+    rows, count = x.shape
+    blocks = count // BLOCK
+    outer, inner = _signs(x.device, x.dtype, 1 << (blocks + 1).bit_length())
+    end = blocks * BLOCK
+    found = (x[:, end:] @ inner[: count - end]) * outer[blocks]
+    if blocks:
+        whole = x[:, :end].reshape(rows * blocks, BLOCK) @ inner
+        found += (whole.view(rows, blocks, -1) * outer[:blocks]).sum(1)
+    return found
+
+
+@cache
+def _signs(
+    device: torch.device, dtype: torch.dtype, blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `run_record.signs` on a device, with a column of ones in front."""
+    with torch.inference_mode(False):
+        outer, inner = (
+            torch.from_numpy(np.insert(each, 0, 1, 1)).to(device, dtype) for each in signs(blocks)
+        )
+    return outer, inner
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    """Return the places of the elements that are kept of a row; see `run_record.places`."""
+    return torch.arange(_ELEMENTS, device=x.device) * (len(x) - 1) // (_ELEMENTS - 1)
+
+
+# Once the host has read them.
+
+
+def values(found: Any, count: int) -> tuple[tuple[float, ...], int, int]:
+    """Return the values of an array, how many elements are zero and not finite, from its sums."""
+    if not count:
+        return (0.0,) * VALUES, 0, 0
+    top, zeros, bad, norm, magnitudes, total = found[:6].tolist()
+    numbers = [1.0, norm / math.sqrt(count), total / count, magnitudes / count]
+    projections = found[6 : 6 + _PROJECTIONS] / math.sqrt(count)
+    whole = np.concatenate([numbers, projections, found[6 + _PROJECTIONS :]]) * top
+    return tuple(whole.tolist()), int(zeros), int(bad)
+
+
+def spread(found: Any, moved: Any, count: int) -> tuple[float, ...]:
+    """Return how far the values are moved: the root mean square over probes."""
+    if not count:
+        return (0.0,) * VALUES
+    top, square = found[0], found[3] ** 2
+    tops, along, signed, norms = moved.T[:4]
+    longer = (2 * along + norms**2) / count
+    rms = math.sqrt(square / count)
+    sizes = np.sqrt(np.maximum(rms**2 + longer, 0)) + rms
+    ends = (
+        (tops - top) / (top or 1.0),
+        longer / np.where(sizes > 0, sizes, 1),
+        moved[:, 4] / count,
+        signed / count,
+    )
+    projections = moved[:, 5 : 5 + _PROJECTIONS] / math.sqrt(count)
+    whole = np.concatenate([np.stack(ends, 1), projections, moved[:, 5 + _PROJECTIONS :]], 1)
+    return tuple((np.sqrt((whole**2).mean(0)) * (top or 1.0)).tolist())

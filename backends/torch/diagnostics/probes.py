@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polymp.backends.torch.compat import dispatcher, distributed, modes
+from polymp.backends.torch.compat import distributed, modes
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors, tensors
 from polymp.backends.torch.diagnostics.perturb import is_exact, result_movement
@@ -211,9 +211,7 @@ class Probes:
             by = torch.finfo(result.dtype).eps / 2 * result.detach().to(torch.float32).abs()
         self._move(result, None if own is None else own.to(result.dtype), by)
 
-    def _move(
-        self, t: torch.Tensor, numbers: torch.Tensor | None, by: torch.Tensor | None
-    ) -> None:
+    def _move(self, t: torch.Tensor, numbers: torch.Tensor | None, by: torch.Tensor | None) -> None:
         """Have probes keep their numbers of a result, moved by a share of `by`."""
         if by is None:
             if numbers is not None:

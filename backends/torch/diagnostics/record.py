@@ -119,7 +119,9 @@ def record(
                 f"{f'Did you mean {close}?' if close else 'It is a glob of module paths.'}"
             )
     if path is not None and not Path(path).resolve().parent.is_dir():
-        raise RecordError(f"record({fspath(path)!r}): there is no folder {str(Path(path).parent)!r}.")
+        raise RecordError(
+            f"record({fspath(path)!r}): there is no folder {str(Path(path).parent)!r}."
+        )
     return Recorder(path, model, probes, tuple(modules), every, steps)
 
 
@@ -254,11 +256,12 @@ class _Step(Subscriber):
         # The last array, whose numbers are not summed up yet, for its call may compute more.
         self._last: tuple[_Array, torch.Tensor] | None = None
         self._parameters: dict[str, torch.Tensor] = {}
-        self._named: dict[int, str] = {}  # parameters and buffers by memory
+        self._named: dict[int, tuple[str, torch.Tensor]] = {}  # the same and buffers, by memory
         if model is not None:
             self._parameters = dict(model.named_parameters())
             for name, t in (*model.named_parameters(), *model.named_buffers()):
-                self._named.setdefault(modes.storage_key(distributed.local(t.detach())), name)
+                own = distributed.local(t.detach())
+                self._named.setdefault(modes.storage_key(own), (name, own))
         # Of parameters that an optimizer steps: their numbers before, and those in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._settings: dict[str, dict[str, Any]] = {}
@@ -285,20 +288,15 @@ class _Step(Subscriber):
     def _made_of(self, t: torch.Tensor, op_call: OpCall, at: int) -> _Makers:
         """Return the arrays that an operand was made of; one that none made is one itself."""
         key = modes.storage_key(t)
-        if key in self._makers or not has_values(t) or t.is_complex():
-            return self._makers.get(key, ())
-        if not self._records(op_call):
-            return ()
-        name, place = self._named.get(key), op_call.place
-        module = place.module if name is None else name.rpartition(".")[0]
-        array = self._summed(
-            INPUT,
-            f"operand {at + 1} of {op_call.op}" if name is None else name,
-            t,
-            module=module,
-            source=place.source if name is None else "",
-            direction=FORWARD if name is not None else op_call.direction,
-        )
+        known = self._makers.get(key, ())
+        if known or not has_values(t) or t.is_complex() or not self._records(op_call):
+            return known
+        if (named := self._named.get(key)) is not None:  # it may be read as a view
+            array = self._summed(INPUT, *named)
+        else:
+            place, direction = op_call.place, op_call.direction
+            name = f"operand {at + 1} of {op_call.op}"
+            array = self._summed(INPUT, name, t, place.module, place.source, direction)
         self._arrays[array] = array
         self._made(t, (array,))
         return (array,)
@@ -337,11 +335,11 @@ class _Step(Subscriber):
         for t in tensors(result, into):
             changed = any(t is other for other in into)
             if not (changed and (lists or op_call.place.updating)):
-                self._made(t, self._joined(t, makers) if ran.facts.copies_as and changed else makers)
+                self._made(
+                    t, self._joined(t, makers) if ran.facts.copies_as and changed else makers
+                )
 
-    def _row(
-        self, ran: Ran, result: object, t: torch.Tensor, by: torch.Tensor | None
-    ) -> _Array:
+    def _row(self, ran: Ran, result: object, t: torch.Tensor, by: torch.Tensor | None) -> _Array:
         """Return the array of a call, which is the last result of the ops in it.
 
         Of a backward it is the first: the gradient that goes on to the calls before, if there is
@@ -385,9 +383,19 @@ class _Step(Subscriber):
 
     # Numbers
 
-    def _summed(self, kind: str, name: str, t: torch.Tensor, **fields: Any) -> _Array:
+    def _summed(
+        self,
+        kind: str,
+        name: str,
+        t: torch.Tensor,
+        module: str | None = None,
+        source: str = "",
+        direction: str = FORWARD,
+    ) -> _Array:
+        """Sum up an array; without a module, one of a parameter or buffer."""
+        module = name.rpartition(".")[0] if module is None else module
         dtype = dtype_names.NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
-        array = _Array(kind, name, dtype=dtype, shape=tuple(t.shape), **fields)
+        array = _Array(kind, name, module, source, direction, dtype, tuple(t.shape))
         self._sum(array, t.detach(), None if self._probes is None else self._probes.of(t))
         return array
 
@@ -459,9 +467,7 @@ class _Step(Subscriber):
             if not has_values(grad):
                 self._left_out["gradients that are sparse or wrapped"] += 1
                 continue
-            array = self._summed(
-                GRADIENT, name, grad, module=name.rpartition(".")[0], source="", direction=BACKWARD
-            )
+            array = self._summed(GRADIENT, name, grad, direction=BACKWARD)
             array.reads = dict.fromkeys(self._makers.get(modes.storage_key(grad), ()))
             self._ends[GRADIENT, name] = array
 
@@ -472,10 +478,7 @@ class _Step(Subscriber):
             wide = torch.float64 if new.dtype is torch.float64 else torch.float32
             now = None if self._probes is None else self._probes.of(new)
             changed = new.to(wide) - old.to(wide)
-            array = self._summed(
-                UPDATE, name, changed,
-                module=name.rpartition(".")[0], source="", direction=BACKWARD,
-            )  # fmt: skip
+            array = self._summed(UPDATE, name, changed, direction=BACKWARD)
             array.dtype = dtype_names.NAMES[new.dtype]
             if now is not None:
                 before = old if moved is None else moved
@@ -551,7 +554,9 @@ def _read(found: list[torch.Tensor | None]) -> list[Any]:
             by_device.setdefault(t.device, []).append(at)
     read: list[Any] = [None] * len(found)
     for device, places in by_device.items():
-        rows = [t.reshape(-1).to(summary.exact(device)) for at in places if (t := found[at]) is not None]
+        rows = [
+            t.reshape(-1).to(summary.exact(device)) for at in places if (t := found[at]) is not None
+        ]
         whole = torch.cat(rows).cpu().double().numpy()
         end = 0
         for at, row in zip(places, rows, strict=True):

@@ -47,7 +47,7 @@ def sums(t: torch.Tensor) -> torch.Tensor:
 
 
 def _may_be_bad(count: torch.Tensor) -> bool:
-    """Return whether there may be Inf or NaN; of a device whose answer has to be waited for, yes."""
+    """Return whether there may be Inf or NaN; True on devices that the host would wait for."""
     return not count.is_cpu or bool(count)
 
 

@@ -1,0 +1,487 @@
+"""Records of torch runs: the numbers of each array, and how far rounding moves them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polymp
+from polymp.backends.torch.diagnostics import summary
+from polymp.backends.torch.diagnostics.perturb import Chance, _Probe
+from polymp.diagnostics import run_record
+from polymp.diagnostics.run_record import (
+    BLOCK,
+    ELEMENTS,
+    GRADIENT,
+    INPUT,
+    PROJECTIONS,
+    RESULT,
+    RMS,
+    UPDATE,
+    RecordedArray,
+    RecordedStep,
+    RecordError,
+)
+from polymp.errors import PolicyError
+from polymp.torch import GradScaler, audit, autocast, explain, record
+
+WORDS = 20
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v)))
+        made: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return made
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0, width: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        x *= 2.0
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Training:
+    """A model, its optimizer, and a step."""
+
+    def __init__(
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        dtype: torch.dtype = torch.float32,
+        low: torch.dtype | None = None,
+        dropout: float = 0.0,
+        scaler: Any = None,
+        **settings: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.net = Net(dropout).to(dtype)
+        self.optimizer = optimizer(self.net.parameters(), lr=0.1, **settings)
+        self.low, self.scaler = low, scaler
+        self.x, self.y = torch.randint(0, WORDS, (2, 2, 8))
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        with autocast("cpu", self.low) if self.low is not None else nullcontext():
+            loss = F.cross_entropy(self.net(self.x).flatten(0, 1), self.y.flatten())
+        if self.scaler is None:
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss.detach()
+
+    def recorded(self, probes: int = 8, **options: Any) -> RecordedStep:
+        recorder = record(None, self.net, probes=probes, **options)
+        with recorder:
+            self.step()
+        return recorder.record.steps[0]
+
+
+# --- the numbers of a tensor ----------------------------------------------------------------------
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((), (0,), (1,), (7,), (BLOCK,), (3, BLOCK), (33, 1000))
+
+
+def tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Tensors of a shape: ordinary, not in the order of memory, not finite, huge, tiny."""
+    torch.manual_seed(0)
+    t = torch.randn(shape).to(dtype)
+    found = [t, torch.randn(shape[::-1]).to(dtype).permute([*reversed(range(len(shape)))])]
+    if t.numel() > 5:
+        bad = t.clone()
+        bad.view(-1)[:4] = torch.tensor([0.0, float("inf"), -float("inf"), float("nan")])
+        found += [bad, t[..., ::2]]
+    top, bottom = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    return [*found, t.clamp(-1, 1) * (top / 4), t * bottom]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_numbers_of_a_tensor_are_those_of_the_definition(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    for t in tensors(dtype, shape):
+        (values, *counts), found = run_record.summary(t.double().numpy()), summary.sums(t)
+        ours, *our_counts = summary.values(found.numpy(), t.numel())
+        assert our_counts == counts
+        np.testing.assert_allclose(ours, values, rtol=1e-9, atol=1e-9 * values[RMS])
+
+
+def test_integers_and_bools_have_numbers() -> None:
+    for t in (torch.arange(-5, 100), torch.randn(50) > 0):
+        values, zeros, bad = summary.values(summary.sums(t).numpy(), t.numel())
+        assert (values, zeros, bad) == (
+            pytest.approx(run_record.summary(t.numpy())[0], rel=1e-12, abs=1e-12),
+            int((t == 0).sum()),
+            0,
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_spread_is_the_change_of_these_numbers(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    for t in tensors(dtype, shape):
+        eps, exact = torch.finfo(dtype).eps, t.double()
+        probes = torch.stack([(exact * (1 + eps * torch.randn(t.shape))).to(dtype)] * 2 + [t])
+        probes[1] = t - (probes[0] - t)
+        found = summary.sums(t)
+        ours = summary.spread(
+            found.numpy(), summary.changes(t, found, probes).double().numpy(), t.numel()
+        )
+        base = np.array(run_record.summary(exact.numpy())[0])
+        moved = np.array([run_record.summary(p.double().numpy())[0] for p in probes])
+        change = probes.double() - exact
+        changes = np.array([run_record.summary(c.numpy())[0] for c in change])
+        moved[:, :4] -= base[:4]
+        moved[:, 4:] = changes[:, 4:]
+        top = max(base[0], 1e-300)
+        want = np.sqrt(((moved / top) ** 2).mean(0))
+        np.testing.assert_allclose(np.array(ours) / top, want, rtol=0.01, atol=0.01 * want.mean())
+
+
+# --- what is recorded -----------------------------------------------------------------------------
+
+
+def test_a_record_is_a_graph_of_the_step() -> None:
+    step = Training(torch.optim.AdamW).recorded()
+    names = [(a.kind, a.name, a.module) for a in step.arrays]
+    assert names[0] == (INPUT, "words.weight", "words")
+    assert names.count((INPUT, "operand 2 of embedding", "words")) == 1
+    ops = [a for a in step.arrays if a.module == "blocks.1" and a.kind == RESULT]
+    assert {"bmm", "gelu", "add"} <= {a.name for a in ops if a.direction == "forward"}
+    assert {a.direction for a in ops} == {"forward", "backward"}
+    assert all(a.source.startswith("test_record.py:") for a in ops)
+    parameters = dict(Training().net.named_parameters())
+    for kind in (GRADIENT, UPDATE):
+        found = {a.name: a for a in step.arrays if a.kind == kind}
+        assert found.keys() == parameters.keys()
+        assert all(found[name].shape == p.shape for name, p in parameters.items())
+    gelu = next(at for at, a in enumerate(step.arrays) if a.name == "gelu")
+    read = [step.arrays[r] for r in step.arrays[gelu].reads]
+    assert [(a.name, a.module) for a in read] == [("addmm", "blocks.0.up")]
+    settings = step.settings["AdamW 1"]
+    assert (settings["lr"], settings["betas[1]"], settings["amsgrad"]) == (0.1, 0.999, False)
+    assert not step.left_out
+
+
+def test_the_recorded_numbers_are_those_of_the_run() -> None:
+    training = Training()
+    before = {name: p.detach().clone() for name, p in training.net.named_parameters()}
+    recorder = record(None, training.net, probes=0)
+    with recorder:
+        loss = training.step()
+    arrays = recorder.record.steps[0].arrays
+    of = {(a.kind, a.name): a for a in arrays}
+    for name, p in training.net.named_parameters():
+        assert p.grad is not None
+        for kind, t in ((INPUT, before[name]), (GRADIENT, p.grad), (UPDATE, p - before[name])):
+            want, *counts = run_record.summary(t.detach().numpy())
+            assert of[kind, name].values == pytest.approx(want, rel=1e-6, abs=1e-7)
+            assert [of[kind, name].zeros, of[kind, name].bad] == counts
+    losses = [a for a in arrays if a.name == "nll_loss" and a.direction == "forward"]
+    assert losses[0].values[ELEMENTS][0] == float(loss)
+
+
+def test_an_input_is_recorded_as_it_was_before_it_is_written() -> None:
+    x, recorder = torch.ones(4), record(None, probes=2)
+    with recorder:
+        x.mul_(3)
+    first, last = recorder.record.steps[0].arrays
+    assert (first.kind, first.name, first.values[RMS]) == (INPUT, "operand 1 of mul", 1.0)
+    assert (last.kind, last.name, last.values[RMS], last.reads) == (RESULT, "mul", 3.0, (0,))
+
+
+def test_casts_views_and_copies_are_no_arrays_of_their_own() -> None:
+    x, recorder = torch.randn(4, 6), record(None, probes=2)
+    with recorder:
+        y = torch.exp(x)
+        torch.sin(y.to(torch.float64).t()[1:].clone())
+    arrays = recorder.record.steps[0].arrays
+    assert [a.name for a in arrays] == ["operand 1 of exp", "exp", "sin"]
+    assert arrays[2].reads == (1,)
+    assert arrays[2].dtype == "float64"
+
+
+def test_only_calls_in_some_modules_are_recorded() -> None:
+    step = Training().recorded(modules=["blocks.1"])
+    results = [a for a in step.arrays if a.kind == RESULT]
+    assert results
+    assert {a.module.partition(".")[0] for a in results} == {"blocks"}
+    assert all(a.module.startswith("blocks.1") for a in results)
+    full = [a for a in Training().recorded().arrays if a.kind == RESULT]
+    same = [a for a in full if a.module.startswith("blocks.1")]
+    assert [a.spread for a in results] == [a.spread for a in same], "probes follow all calls"
+
+
+# --- the run is left alone ------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": torch.optim.SGD, "momentum": 0.9},
+    "adamw": {"optimizer": torch.optim.AdamW, "foreach": True},
+    "fused": {"optimizer": torch.optim.AdamW, "fused": True},
+    "amp": {"low": torch.bfloat16},
+    "torch scaler": {"low": torch.float16, "scaler": lambda: torch.amp.GradScaler("cpu")},
+    "scaler": {"low": torch.float16, "scaler": lambda: GradScaler("cpu")},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_run_computes_the_same_bits(kind: str) -> None:
+    def run(probes: int | None) -> list[torch.Tensor]:
+        options = dict(OPTIMIZERS[kind])
+        scaler = options.pop("scaler", None)
+        training = Training(dropout=0.3, scaler=scaler and scaler(), **options)
+        recorder = record(None, training.net, probes=probes or 0) if probes is not None else None
+        losses = []
+        for _ in range(3):
+            with recorder or nullcontext():
+                losses.append(training.step())
+        if recorder is not None:
+            steps = recorder.record.steps
+            assert len(steps) == 3
+            assert all(np.isfinite(a.spread).all() for s in steps for a in s.arrays)
+            updates = [a for a in steps[2].arrays if a.kind == UPDATE]
+            assert len(updates) == len(list(training.net.parameters()))
+            assert not probes or all(any(a.spread) for a in updates)
+        state = [t for s in training.optimizer.state.values() for t in s.values()]
+        grads = [p.grad for p in training.net.parameters() if p.grad is not None]
+        return [*losses, *training.net.parameters(), *grads, *state, torch.get_rng_state()]
+
+    plain = run(None)
+    for probes in (0, 2):
+        assert all(map(torch.equal, plain, run(probes)))
+
+
+def test_other_modes_and_hooks_are_gone_afterwards() -> None:
+    training = Training()
+    training.recorded()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    with explain(model=training.net) as report:
+        training.step()
+    with explain(model=training.net) as inside:
+        training.recorded()
+    assert [c.op for c in report] == [c.op for c in inside]
+    with audit(training.net) as a:
+        assert training.recorded().arrays
+    assert a.results
+
+
+# --- how far rounding moves numbers ---------------------------------------------------------------
+
+
+def spreads(arrays: tuple[RecordedArray, ...]) -> Any:
+    """The root mean square spread of the projections of each array."""
+    return np.sqrt(np.square([a.spread[PROJECTIONS] for a in arrays]).mean(1))
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_spreads_are_those_of_runs_with_other_rounding(low: torch.dtype | None) -> None:
+    base = Training(low=low).recorded().arrays
+    changes = []
+    for seed in range(12):
+        training = Training(low=low)
+        with _Probe(Chance(seed)):  # what the recorder sees is moved
+            other = training.recorded(0).arrays
+        pairs = zip(other, base, strict=True)
+        changes.append(
+            [np.subtract(a.values[PROJECTIONS], b.values[PROJECTIONS]) for a, b in pairs]
+        )
+    found, want = spreads(base), np.sqrt(np.square(changes).mean((0, 2)))
+    assert not any(found[[a.kind == INPUT for a in base]])
+    moved = [a.kind != INPUT for a in base]
+    ratio = found[moved] / want[moved]
+    assert 0.4 < ratio.min() < ratio.max() < 2.5
+    assert 0.8 < np.median(ratio) < 1.25
+
+
+def test_float32_differs_from_float64_by_its_spread() -> None:
+    low, high = Training().recorded().arrays, Training(dtype=torch.float64).recorded(0).arrays
+    assert [a.name for a in low] == [a.name for a in high]
+    pairs = [(a, b) for a, b in zip(low, high, strict=True) if a.kind != INPUT]
+    errors = [
+        np.abs(np.subtract(a.values[PROJECTIONS], b.values[PROJECTIONS])).max() for a, b in pairs
+    ]
+    assert np.all(errors < 6 * spreads(tuple(a for a, _ in pairs)))
+    assert np.any(errors > 0.1 * spreads(tuple(a for a, _ in pairs)))
+
+
+def test_a_bug_is_further_than_its_spread() -> None:
+    """A wrong epsilon of one norm: the oracle of the tests before this one can fail."""
+    good, bad = Training(), Training()
+    bad.net.blocks[1].norm1.eps = 3e-4  # type: ignore[union-attr, assignment]
+    one, other = good.recorded().arrays, bad.recorded(0).arrays
+    far = [
+        a.module
+        for a, b in zip(one, other, strict=True)
+        if np.abs(np.subtract(a.values, b.values)).max() > 6 * max(a.spread)
+    ]
+    assert far[0] == "blocks.1.norm1"
+
+
+def test_own_rounding_is_about_the_same_without_probes() -> None:
+    for low in (None, torch.bfloat16):
+        pairs = [Training(low=low).recorded(probes).arrays for probes in (8, 0)]
+        for a, b in zip(*pairs, strict=True):
+            assert b.own == pytest.approx(a.own, rel=0.7), a
+            assert not b.spread
+
+
+@pytest.mark.parametrize("op", ["relu", "max", "cat", "index"])
+def test_exact_ops_move_nothing(op: str) -> None:
+    x, recorder = torch.randn(5, 5), record(None, probes=4)
+    calls = {"cat": lambda: torch.cat([x, x]), "index": lambda: x[x[:, 0] > 0]}
+    with recorder:
+        calls[op]() if op in calls else getattr(torch, op)(x)
+    if op != "index":
+        assert not any(any(a.spread) or a.own for a in recorder.record.steps[0].arrays)
+
+
+def test_random_numbers_are_the_same_in_all_probes() -> None:
+    x, recorder = torch.rand(1000) + 1, record(None, probes=4)
+    with recorder:
+        F.dropout(torch.exp(x), 0.5)
+    made = recorder.record.steps[0].arrays[-1]
+    assert made.zeros > 300
+    assert max(made.spread) < 1e-4 * made.values[0]
+
+
+def test_what_cannot_be_in_probes_is_counted() -> None:
+    class Fails(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.cos.default and args[0].ndim == 1 and self.calls > 0:
+                raise RuntimeError("no")
+            self.calls += func is torch.ops.aten.cos.default
+            return func(*args, **(kwargs or {}))
+
+        calls = 0
+
+    x, recorder = torch.randn(4), record(None, probes=2)
+    with Fails(), recorder:
+        y = torch.cos(torch.sin(x))
+        torch.view_as_real(torch.fft.fft(y)).sum()
+        torch.eye(3).to_sparse().coalesce().mul(2.0)
+    step = recorder.record.steps[0]
+    assert step.left_out["ops that fail in probes"] == 1
+    assert step.left_out["complex results"] == 1
+    assert {a.name for a in step.arrays} >= {"sin", "cos", "sum"}
+
+
+def test_compiled_code_is_an_input_of_what_reads_it() -> None:
+    net = nn.Linear(4, 4)
+    compiled = torch.compile(net, backend="aot_eager")
+    recorder = record(None, net, probes=2)
+    with recorder:
+        torch.sin(compiled(torch.randn(2, 4))).sum().backward()
+    arrays = recorder.record.steps[0].arrays
+    assert {a.name for a in arrays} >= {"sin", "sum", "weight"}
+    assert [a.name for a in arrays if a.kind == GRADIENT] == ["weight", "bias"]
+
+
+# --- steps, files, errors -------------------------------------------------------------------------
+
+
+def test_one_of_so_many_steps_is_recorded(tmp_path: Path) -> None:
+    training, path = Training(), tmp_path / "run.rec"
+    recorder = record(path, training.net, probes=0, every=2, steps=2)
+    for number in range(7):
+        with recorder:
+            training.step()
+            assert (torch._C._len_torch_dispatch_stack() > 0) == (number in (0, 2))
+    found = run_record.read(path)
+    assert [step.number for step in found.steps] == [0, 2]
+    assert recorder.record.steps == found.steps
+    header = found.header
+    assert (header["framework"], header["model"], header["probes"]) == ("torch", "Net", 0)
+    assert (header["device"], header["rank"], header["ranks"]) == ("cpu", 0, 1)
+    assert header["versions"]["torch"] == torch.__version__
+
+
+def test_a_step_that_raises_is_not_recorded(tmp_path: Path) -> None:
+    training = Training()
+    recorder = record(tmp_path / "run.rec", training.net, probes=2)
+    with pytest.raises(ZeroDivisionError), recorder:
+        raise ZeroDivisionError(training.step())
+    assert not (tmp_path / "run.rec").exists()
+    with recorder:
+        training.step()
+    assert [step.number for step in recorder.record.steps] == [1]
+
+
+def test_a_recorder_is_not_entered_twice() -> None:
+    recorder = record(None)
+    with recorder:
+        with pytest.raises(RuntimeError, match="records a step already: leave its block first"):
+            recorder.__enter__()
+    with recorder:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"model": print}, TypeError, r"needs a torch.nn.Module, got <built-in function print>"),
+        ({"probes": 1}, ValueError, r"record\(probes=1\): write a number from 2 on, or 0 for none"),
+        ({"probes": -1}, ValueError, r"record\(probes=-1\)"),
+        ({"every": 0}, ValueError, r"record\(every=0\): write a number from 1 on"),
+        ({"steps": 0}, ValueError, r"record\(steps=0\): write a number from 1 on"),
+        ({"modules": "head"}, TypeError, r"record\(modules='head'\): write a list .* \['head'\]"),
+        ({"modules": ["a..b"]}, PolicyError, "'a..b' is no pattern of module paths"),
+        (
+            {"modules": ["haed"]},
+            RecordError,
+            "'haed' matches no module of Net. Did you mean 'head'",
+        ),
+        ({"path": "no/folder/run.rec"}, RecordError, "there is no folder 'no/folder'"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        record(**{"path": None, "model": Net(), **options})
+
+
+def test_ranks_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    recorder = record(tmp_path / "run.rec", probes=0)
+    with recorder:
+        torch.ones(3).exp()
+    found = run_record.read(tmp_path / "run.rank1.rec")
+    assert (found.header["rank"], found.header["ranks"]) == (1, 2)
+    assert polymp.torch.record is record

@@ -315,21 +315,21 @@ def result_movement(
     reads: Sequence[torch.Tensor],
     result: object,
     t: torch.Tensor,
-    wide: torch.dtype = torch.float64,
+    within: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Return how far one result of an op may be from the exact one, number by number.
 
-    `wide` is the dtype that this is computed in.
+    `within` is the dtype that this is computed in.
     """
     parts = _parts(func, args, kwargs, reads, result, t)
-    magnitude = t.to(wide).abs()
+    magnitude = t.to(within).abs()
     if parts.adds:
-        added = _added(func, args, kwargs, wide)
-        return parts.own * magnitude + parts.summed * (magnitude**2 + added).sqrt()
+        added = _added(func, args, kwargs, within).addcmul_(magnitude, magnitude)
+        return added.sqrt_().mul_(parts.summed).add_(magnitude, alpha=parts.own)
     if parts.mixes and magnitude.numel():
         # Each number is made of the others: some are differences, smaller than what was subtracted.
         magnitude = magnitude.maximum(magnitude.max() if parts.terms > 1 else magnitude.mean())
-    return (parts.own + parts.summed) * magnitude
+    return magnitude.mul_(parts.own + parts.summed)
 
 
 def movement_norm(
@@ -355,29 +355,30 @@ def movement_norm(
             added = added / parts.terms
         return parts.own * norm + parts.summed * torch.hypot(norm, added * size * parts.terms**0.5)
     if parts.mixes and parts.terms > 1 and t.numel():
-        norm = torch.linalg.vector_norm(t, math.inf, dtype=_wide(t)) * size
+        norm = torch.linalg.vector_norm(t, math.inf, dtype=wide(t)) * size
     return (parts.own + parts.summed) * norm
 
 
-def _wide(t: torch.Tensor) -> torch.dtype:
+def wide(t: torch.Tensor) -> torch.dtype:
+    """Return a dtype in which a tensor's rounding can be told: its own, or float32."""
     return torch.float64 if t.dtype is torch.float64 else torch.float32
 
 
 def _norm(t: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(t, dtype=_wide(t))
+    return torch.linalg.vector_norm(t, dtype=wide(t))
 
 
 def _added(
     func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, object],
-    wide: torch.dtype,
+    within: torch.dtype,
 ) -> torch.Tensor:
     """Return the sum of the squares of the terms of a sum."""
     floats = {id(t) for t in float_tensors(args) if t.layout is torch.strided}
-    squares: Any = [x.to(wide) ** 2 if id(x) in floats else x for x in args]
-    kwargs = {k: wide if v in dtype_names.NAMES else v for k, v in kwargs.items()}
-    found: torch.Tensor = func(*squares, **kwargs).to(wide).abs()
+    squares: Any = [x.to(within).square() if id(x) in floats else x for x in args]
+    kwargs = {k: within if v in dtype_names.NAMES else v for k, v in kwargs.items()}
+    found: torch.Tensor = func(*squares, **kwargs).to(within).abs()
     if func.overloadpacket is torch.ops.aten.mean:
         found = found * (found.numel() / max(squares[0].numel(), 1))  # of terms that are divided
     return found

@@ -19,7 +19,7 @@ import torch
 from polymp.backends.torch.compat import distributed, modes
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors, tensors
-from polymp.backends.torch.diagnostics.perturb import is_exact, result_movement
+from polymp.backends.torch.diagnostics.perturb import is_exact, result_movement, wide
 
 _SWEEP = 64  # tensors after which those of freed ones are let go
 
@@ -57,14 +57,13 @@ class Probes:
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor's numbers in all probes, [probes, *t.shape]; None if they are its own."""
         known = self._memory.get(modes.storage_key(t))
-        if known is None or known.dtype is not t.dtype or not has_values(t):
+        if known is None or known.dtype is not t.dtype:
             return None
         rows = known.rows
         if t.untyped_storage().nbytes() != rows.shape[1] * t.element_size():  # it was resized
             return None
-        return rows.as_strided(
-            (self.count, *t.shape), (rows.shape[1], *t.stride()), t.storage_offset()
-        )
+        strides = (rows.shape[1], *t.stride())
+        return rows.as_strided((self.count, *t.shape), strides, t.storage_offset())
 
     def _fits(self, t: torch.Tensor) -> bool:
         """Return whether probes can have a float tensor; it is counted if not."""
@@ -82,22 +81,18 @@ class Probes:
             return found
         count = t.untyped_storage().nbytes() // t.element_size()
         flat = t.detach().as_strided((count,), (1,), 0)
-        return self._kept(t, flat.expand(self.count, count).clone())
+        self._keep(t, flat.expand(self.count, count).clone())
+        return self._begun(t)
 
-    def _kept(self, t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _keep(self, t: torch.Tensor, rows: torch.Tensor) -> None:
         if len(self._memory) % _SWEEP == 0:
             self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
-        key = modes.storage_key(t)
-        self._memory[key] = _Memory(modes.storage_reference(t), t.dtype, rows)
-        found = self.of(t)
-        assert found is not None
-        return found
+        self._memory[modes.storage_key(t)] = _Memory(modes.storage_reference(t), t.dtype, rows)
 
     def _put(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         """Give probes their numbers of a tensor."""
-        size = t.numel() * t.element_size()
-        if t.is_contiguous() and t.untyped_storage().nbytes() == size:
-            self._kept(t, numbers.reshape(self.count, -1).contiguous())
+        if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
+            self._keep(t, numbers.reshape(self.count, -1).contiguous())
         else:
             self._begun(t).copy_(numbers)
 
@@ -134,117 +129,133 @@ class Probes:
     def after(self, ran: Ran, made: list[torch.Tensor]) -> torch.Tensor | None:
         """Run an op in all probes, and move its results.
 
-        Returns how far the first may be from the exact one, number by number; None if it is exact.
+        Returns the norm of how far the first may be from the exact one; None if it is exact.
         """
         into = [t for t in written(ran) if t.is_floating_point()]
         results = [*made, *(t for t in into if not any(t is m for m in made))]
-        if _talks(ran) or self._unsafe():
+        if _talks(ran) or any(not has_values(t) for t in self._copies.values()):
             self.forget(results)
             return None
-        runs: list[list[torch.Tensor]] = []
-        if self._moved(ran):
-            try:
-                runs = self._run(ran)
-            except (RuntimeError, TypeError, ValueError, NotImplementedError):
-                self.left_out["ops that fail in probes"] += 1
-                self.forget(results)
-                return None
-        first = None
+        try:
+            return self._follow(ran, made, into, results)
+        except Exception:  # of an op that is like no other: the program goes on
+            self.left_out["ops that fail in probes"] += 1
+            self.forget(results)
+            return None
+
+    def _follow(
+        self,
+        ran: Ran,
+        made: list[torch.Tensor],
+        into: list[torch.Tensor],
+        results: list[torch.Tensor],
+    ) -> torch.Tensor | None:
+        runs = self._run(ran) if self._moved(ran) else []
+        # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
+        moves = not (is_exact(ran.func) or ran.op_call.place.updating)
         given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
         changed = {*map(modes.storage_key, into)}
+        norm = None
         for at, t in enumerate(results):
             key = modes.storage_key(t)
             if (key in given and key not in changed) or not self._fits(t):
                 continue  # an alias
             by = None
-            if not is_exact(ran.func):
-                wide = torch.float64 if t.dtype is torch.float64 else torch.float32
-                by = result_movement(
-                    ran.func, ran.args, ran.kwargs, ran.reads, None, t.detach(), wide
-                )
-                first = by if at == 0 else first
-            numbers = self.of(t) if key in changed else None
-            if numbers is None and at < len(made) and runs:
-                numbers = torch.stack([run[at] for run in runs])
-            self._move(t, numbers, by)
-        return first
-
-    def _unsafe(self) -> bool:
-        return any(not has_values(t) for t in self._copies.values())
+            if moves:
+                own = ran.func, ran.args, ran.kwargs, ran.reads, None, t.detach()
+                by = result_movement(*own, wide(t))
+            if key in changed:
+                if by is not None:
+                    self._move(t, self._begun(t), by)
+            elif runs or by is not None:
+                numbers = torch.stack([run[at] for run in runs]) if runs else self._same(t)
+                self._put(t, self._move(t, numbers, by))
+            if at == 0 and by is not None:
+                norm = torch.linalg.vector_norm(by)
+        return norm
 
     def _run(self, ran: Ran) -> list[list[torch.Tensor]]:
         """Run an op in each probe; return the float tensors in its results."""
-        if self._random is None:
-            return [self._again(ran, at) for at in range(self.count)]
-        generator = _generator(ran)
-        state, runs = generator.get_state(), []
-        try:
-            for at in range(self.count):
-                generator.set_state(self._random)
-                runs.append(self._again(ran, at))
-        finally:
-            generator.set_state(state)
-        return runs
+        own = {id(t): self.of(t) for t in float_tensors(ran.args, ran.kwargs)}
+        rows = {key: t.unbind() for key, t in own.items() if t is not None}
 
-    def _again(self, ran: Ran, at: int) -> list[torch.Tensor]:
-        def other(tree: Any) -> Any:
+        def other(tree: Any, at: int) -> Any:
             if isinstance(tree, torch.Tensor):
                 if (copy := self._copies.get(id(tree))) is not None:
                     return copy.clone()
-                own = self.of(tree)
-                return tree if own is None else own[at]
+                return rows[id(tree)][at] if id(tree) in rows else tree
             if isinstance(tree, (list, tuple)):
-                return type(tree)(map(other, tree))
+                return type(tree)(other(item, at) for item in tree)
             if isinstance(tree, dict):
-                return {key: other(value) for key, value in tree.items()}
+                return {key: other(value, at) for key, value in tree.items()}
             return tree
 
-        return float_tensors(ran.func(*other(ran.args), **other(ran.kwargs)))
+        runs, before = [], self._random
+        generator = None if before is None else _generator(ran)
+        state = None if generator is None else generator.get_state()
+        try:
+            for at in range(self.count):
+                if generator is not None and before is not None:
+                    generator.set_state(before)
+                runs.append(float_tensors(ran.func(*other(ran.args, at), **other(ran.kwargs, at))))
+        finally:
+            if generator is not None and state is not None:
+                generator.set_state(state)
+        return runs
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Cast a tensor in all probes, and move it by the rounding of the cast."""
         if not self._fits(result):
             return
-        own = self.of(source)
-        by = None
+        own, by = self.of(source), None
         if result.element_size() < source.element_size():
-            by = torch.finfo(result.dtype).eps / 2 * result.detach().to(torch.float32).abs()
-        self._move(result, None if own is None else own.to(result.dtype), by)
+            by = result.detach().to(wide(result)).abs().mul_(torch.finfo(result.dtype).eps / 2)
+        if own is not None or by is not None:
+            numbers = self._same(result) if own is None else own.to(result.dtype)
+            self._put(result, self._move(result, numbers, by))
 
-    def _move(self, t: torch.Tensor, numbers: torch.Tensor | None, by: torch.Tensor | None) -> None:
-        """Have probes keep their numbers of a result, moved by a share of `by`."""
+    def updated(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a parameter after its update, moved by the rounding of that."""
+        own, by = self.of(t), t.detach().to(wide(t)).abs().mul_(torch.finfo(t.dtype).eps / 2)
+        return self._move(t, self._same(t) if own is None else own.clone(), by)
+
+    def _same(self, t: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's own numbers, once for each probe."""
+        whole = t.detach().expand(self.count, *t.shape)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def _move(
+        self, t: torch.Tensor, numbers: torch.Tensor, by: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Move the numbers of a tensor in all probes by a share of `by`, which is changed, too.
+
+        A share is a part of a hash of the number without its sign. So equal numbers in one result
+        go the same way, as they round the same way, and opposite ones go opposite ways.
+        """
         if by is None:
-            if numbers is not None:
-                self._put(t, numbers)
-            else:
-                self.forget([t])
-            return
+            return numbers
         self._moves += 1
         real = t.detach().to(by.dtype)
         # An Inf, such as that of a mask, is not moved, and no number becomes one.
-        room = torch.finfo(t.dtype).max - real.abs()
-        by = torch.minimum(by, room).nan_to_num(0.0, 0.0, 0.0).copysign(real)
-        shares = self._shares(real).to(by.dtype, memory_format=torch.contiguous_format)
-        whole = real if numbers is None else numbers.to(by.dtype)
-        self._put(t, torch.addcmul(whole, shares, by, value=1 / 128).to(t.dtype))
+        room = real.abs().neg_().add_(torch.finfo(t.dtype).max)
+        torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(real)
+        bits = real.abs().view(torch.int64 if by.itemsize == 8 else torch.int32)
+        if by.itemsize == 8:
+            bits = (bits ^ (bits >> 32)).to(torch.int32)
+        shares = bits
+        for at, row in enumerate(numbers.unbind()):
+            shares = self._hash(bits, at) if at % 4 == 0 else shares.bitwise_left_shift_(8)
+            moved = row.to(by.dtype).addcmul_(shares.to(by.dtype), by, value=2.0**-31)
+            if moved.dtype is not row.dtype:
+                row.copy_(moved)
+        return numbers
 
-    def _shares(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return an even share, 128 times it, of each number for each probe: [probes, ...], odd.
-
-        A share is a byte of a hash of the number without its sign: murmur3's finalizer. So equal
-        numbers in one result go the same way, as they round the same way.
-        """
-        kind = torch.int64 if numbers.dtype is torch.float64 else torch.int32
-        bits = numbers.abs().view(kind).to(torch.int64)
-        found = []
-        for word in range(-(-self.count // 8)):
-            key = (self._moves << 20) + (word << 56)
-            mixed = bits + (key * 0x9E3779B97F4A7C15 + 0x2545F4914F6CDD1D) % 2**63
-            for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
-                mixed = (mixed ^ (mixed >> 33)) * factor
-            mixed = (mixed ^ (mixed >> 33)) | 0x0101010101010101
-            found.append(mixed.unsqueeze(-1).view(torch.int8))
-        return torch.cat(found, -1)[..., : self.count].movedim(-1, 0)
+    def _hash(self, bits: torch.Tensor, at: int) -> torch.Tensor:
+        """Return hashes of some numbers, by murmur3's finalizer."""
+        mixed = bits + (self._moves * 0x9E3779B9 + at * 0x85EBCA6B) % 2**31
+        for factor in (-0x7A143595, -0x3D4D51CB):
+            mixed.bitwise_xor_(mixed >> 16).mul_(factor)
+        return mixed.bitwise_xor_(mixed >> 16).bitwise_or_(0x01010101)  # odd: no mean
 
 
 def _talks(ran: Ran) -> bool:

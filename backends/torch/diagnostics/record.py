@@ -31,7 +31,7 @@ from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import OpCall, Own, Ran, call_of, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.perturb import movement_norm
+from polymp.backends.torch.diagnostics.perturb import movement_norm, wide
 from polymp.backends.torch.diagnostics.probes import Probes, has_values
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
@@ -320,11 +320,11 @@ class _Step(Subscriber):
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         op_call, into = ran.op_call, written(ran)
-        by = None if self._probes is None else self._probes.after(ran, made)
+        norm = None if self._probes is None else self._probes.after(ran, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
         if results and not (lists or ran.facts.copies_as) and self._records(op_call):
-            array = self._row(ran, result, results[0], by)
+            array = self._row(ran, result, results[0], norm)
             makers: _Makers = (array,)
         else:
             makers = tuple(self._reads)
@@ -339,7 +339,7 @@ class _Step(Subscriber):
                     t, self._joined(t, makers) if ran.facts.copies_as and changed else makers
                 )
 
-    def _row(self, ran: Ran, result: object, t: torch.Tensor, by: torch.Tensor | None) -> _Array:
+    def _row(self, ran: Ran, result: object, t: torch.Tensor, norm: torch.Tensor | None) -> _Array:
         """Return the array of a call, which is the last result of the ops in it.
 
         Of a backward it is the first: the gradient that goes on to the calls before, if there is
@@ -353,7 +353,7 @@ class _Step(Subscriber):
             )
             array.dtype, array.shape = dtype_names.NAMES[t.dtype], tuple(t.shape)
             if self._probes is not None:
-                array.own = None if by is None else _norm(by)
+                array.own = norm
             else:
                 array.own = movement_norm(
                     ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
@@ -391,12 +391,15 @@ class _Step(Subscriber):
         module: str | None = None,
         source: str = "",
         direction: str = FORWARD,
+        probes: torch.Tensor | None = None,
     ) -> _Array:
         """Sum up an array; without a module, one of a parameter or buffer."""
         module = name.rpartition(".")[0] if module is None else module
         dtype = dtype_names.NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
         array = _Array(kind, name, module, source, direction, dtype, tuple(t.shape))
-        self._sum(array, t.detach(), None if self._probes is None else self._probes.of(t))
+        if probes is None and self._probes is not None:
+            probes = self._probes.of(t)
+        self._sum(array, t.detach(), probes)
         return array
 
     def _sum_up(self) -> None:
@@ -475,15 +478,14 @@ class _Step(Subscriber):
         """Sum up how the optimizers changed parameters."""
         for name, (old, moved) in self._old.items():
             new = distributed.local(self._parameters[name]).detach()
-            wide = torch.float64 if new.dtype is torch.float64 else torch.float32
-            now = None if self._probes is None else self._probes.of(new)
-            changed = new.to(wide) - old.to(wide)
-            array = self._summed(UPDATE, name, changed, direction=BACKWARD)
+            dtype = wide(new)
+            change, probes = new.to(dtype) - old.to(dtype), None
+            if self._probes is not None:
+                probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
+            array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
             array.dtype = dtype_names.NAMES[new.dtype]
-            if now is not None:
-                before = old if moved is None else moved
-                self._sum(array, changed, now.to(wide) - before.to(wide))
-            array.own = torch.finfo(new.dtype).eps / 2 * _norm(new.to(wide))
+            norm = torch.linalg.vector_norm(new, dtype=dtype)
+            array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
             array.reads = {} if gradient is None else {gradient: None}
             self._ends[UPDATE, name] = array
@@ -529,10 +531,6 @@ class _Step(Subscriber):
             array.dtype, array.shape, zeros, bad,
             float(own[0] / norm) if own is not None and norm else 0.0, reads, values, spread,
         )  # fmt: skip
-
-
-def _norm(t: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(t.nan_to_num(0.0, 0.0, 0.0))
 
 
 def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]:

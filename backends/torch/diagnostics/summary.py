@@ -17,7 +17,7 @@ import torch
 
 from polymp.diagnostics.run_record import BLOCK, ELEMENTS, PROJECTIONS, VALUES, signs
 
-SUMS = 22  # top, zeros, bad, norm, sum of magnitudes, sum, projections, elements
+SUMS = 22  # top, zeros, bad, norm, sum, projections, elements, sum of magnitudes
 CHANGES = 21  # top, two sums with the tensor, norm, sum, projections, elements
 
 _PROJECTIONS = PROJECTIONS.stop - PROJECTIONS.start
@@ -34,21 +34,32 @@ def sums(t: torch.Tensor) -> torch.Tensor:
     x, dtype = t.detach().reshape(-1), exact(t.device)
     if not x.numel():
         return torch.zeros(SUMS, dtype=dtype, device=t.device)
-    x = x.to(dtype, copy=True)
-    bad = len(x) - x.isfinite().count_nonzero()
-    if t.is_floating_point() and _may_be_bad(bad):
-        x.nan_to_num_(0.0, 0.0, 0.0)
-    zeros = len(x) - x.count_nonzero() - bad
-    top = torch.linalg.vector_norm(x, math.inf)
-    x.div_(torch.where(top > 0, top, 1.0))
-    norms = torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, 1)
-    ends = torch.stack([top, zeros.to(dtype), bad.to(dtype), *norms])
-    return torch.cat([ends, _projected(x[None])[0], x[_places(x)]])
+    wide = x.to(dtype, copy=True)
+    bad = torch.zeros((), dtype=dtype, device=t.device)
+    top = _top(x) if x.is_floating_point() else _top(wide)
+    if _may_be_bad(top):
+        bad += len(x) - wide.isfinite().count_nonzero()
+        top = _top(wide.nan_to_num_(0.0, 0.0, 0.0))
+    top = top.to(dtype)
+    scale = torch.where(top > 0, top, 1.0)
+    zeros = len(x) - wide.count_nonzero() - bad
+    if x.dtype is dtype:  # its squares may be beyond the range
+        wide.div_(scale)
+        scale = torch.ones_like(scale)
+    norm = torch.dot(wide, wide).sqrt()[None]
+    found = [norm, _projected(wide[None])[0], wide[_places(wide)], wide.abs_().sum()[None]]
+    return torch.cat([torch.stack([top, zeros, bad]), torch.cat(found) / scale])
 
 
-def _may_be_bad(count: torch.Tensor) -> bool:
-    """Return whether there may be Inf or NaN; True on devices that the host would wait for."""
-    return not count.is_cpu or bool(count)
+def _top(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of floats; NaN if there is one."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
+
+
+def _may_be_bad(number: torch.Tensor) -> bool:
+    """Return whether a number is not finite; True on devices that the host would wait for."""
+    return not number.is_cpu or not math.isfinite(number)
 
 
 def changes(t: torch.Tensor, found: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
@@ -60,14 +71,12 @@ def changes(t: torch.Tensor, found: torch.Tensor, probes: torch.Tensor) -> torch
     scale = torch.where(found[0] > 0, found[0], 1.0).to(dtype)
     by = (moved - x).div_(scale)
     norms = torch.linalg.vector_norm(by, dim=1)
-    if _may_be_bad(len(norms) - norms.isfinite().count_nonzero()):
+    if _may_be_bad(norms.sum()):
         x, moved = (torch.nan_to_num(each, 0.0, 0.0, 0.0) for each in (x, moved))
-        by.nan_to_num_(0.0, 0.0, 0.0)
-        norms = torch.linalg.vector_norm(by, dim=1)
-    top = torch.linalg.vector_norm(moved, math.inf, dim=1)
+        norms = torch.linalg.vector_norm(by.nan_to_num_(0.0, 0.0, 0.0), dim=1)
+    tops = torch.stack([_top(row) for row in moved])
     x = (x / scale)[0]
-    along = by @ torch.stack([x, x.sign()], 1)
-    ends = torch.cat([top[:, None], along, norms[:, None]], 1)
+    ends = torch.stack([tops, by @ x, by @ x.sign(), norms], 1)
     return torch.cat([ends, _projected(by), by[:, _places(x)]], 1)
 
 
@@ -79,8 +88,11 @@ def _projected(x: torch.Tensor) -> torch.Tensor:
     end = blocks * BLOCK
     found = (x[:, end:] @ inner[: count - end]) * outer[blocks]
     if blocks:
-        whole = x[:, :end].reshape(rows * blocks, BLOCK) @ inner
-        found += (whole.view(rows, blocks, -1) * outer[:blocks]).sum(1)
+        whole, signs = x[:, :end].reshape(rows, blocks, BLOCK), outer[:blocks]
+        if blocks > 16:  # the product is less narrow
+            found += (signs.T @ whole).mul_(inner.T).sum(2)
+        else:
+            found += (whole @ inner).mul_(signs).sum(1)
     return found
 
 
@@ -108,10 +120,10 @@ def values(found: Any, count: int) -> tuple[tuple[float, ...], int, int]:
     """Return the values of an array, how many elements are zero and not finite, from its sums."""
     if not count:
         return (0.0,) * VALUES, 0, 0
-    top, zeros, bad, norm, magnitudes, total = found[:6].tolist()
-    numbers = [1.0, norm / math.sqrt(count), total / count, magnitudes / count]
-    projections = found[6 : 6 + _PROJECTIONS] / math.sqrt(count)
-    whole = np.concatenate([numbers, projections, found[6 + _PROJECTIONS :]]) * top
+    top, zeros, bad, norm, total = found[:5].tolist()
+    numbers = [1.0, norm / math.sqrt(count), total / count, found[-1] / count]
+    projections = found[5 : 5 + _PROJECTIONS] / math.sqrt(count)
+    whole = np.concatenate([numbers, projections, found[5 + _PROJECTIONS : -1]]) * top
     return tuple(whole.tolist()), int(zeros), int(bad)
 
 

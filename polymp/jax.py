@@ -5,6 +5,7 @@ from polymp.backends.jax.diagnostics.audit import Audited, audit
 from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
 from polymp.backends.jax.diagnostics.locate import locate
+from polymp.backends.jax.diagnostics.record import Recorded, record
 from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
 from polymp.backends.jax.modules.pin import Pins, pin
 from polymp.backends.jax.modules.scoped import scoped
@@ -14,9 +15,9 @@ from polymp.backends.jax.weights.freeze import Frozen, freeze
 from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
 
 __all__ = [
-    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins",
+    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "Recorded",
     "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
-    "freeze", "locate", "low_weights", "lower", "pin", "scoped", "upper",
+    "freeze", "locate", "low_weights", "lower", "pin", "record", "scoped", "upper",
 ]  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def interpreted(
     number: Callable[[Any], T] | None = None,
     consts: Sequence[T] | None = None,
 ) -> list[T]:
-    """The results of a program, equation by equation."""
+    """The results of a program, equation by equation; no value is kept longer than it is read."""
     jaxpr, own = compat.opened(closed)
     constvars, invars = compat.binders(closed)
     if consts is None:
@@ -157,9 +157,15 @@ def interpreted(
         value: T = atom.val if number is None else number(atom.val)
         return value
 
+    readers = [eqn.invars for eqn in jaxpr.eqns] + [jaxpr.outvars]
+    last = {atom: at for at, atoms in enumerate(readers)
+            for atom in atoms if type(atom) is not Literal}  # fmt: skip
     for at, eqn in enumerate(jaxpr.eqns):
         outs = equation(at, eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
+        for atom in (*eqn.invars, *eqn.outvars):
+            if type(atom) is not Literal and last.get(atom, -1) <= at:
+                env.pop(atom, None)
     return [read(atom) for atom in jaxpr.outvars]
 
 

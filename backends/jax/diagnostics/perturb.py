@@ -7,7 +7,7 @@ included, is evaluated equation by equation under one `jax.jit`, with a seed for
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.extend.core as core
@@ -43,6 +43,8 @@ _CHOOSES |= frozenset(
     """.split()
 )
 
+
+T = TypeVar("T")
 
 # By path, the arrays of a tree.
 _Arrays = dict[str, jax.Array]
@@ -109,7 +111,7 @@ class Program:
         if self._moved is None:
 
             def moved(seed: jax.Array, *flat: jax.Array) -> list[jax.Array]:
-                return _Evaluation(seed).program(self.closed, flat)
+                return _Moving(seed).program(self.closed, flat)
 
             self._moved = jax.jit(moved, compiler_options=self._options)
         runs = (self._moved(np.uint32(i + 1), *self._flat) for i in range(count))
@@ -118,7 +120,7 @@ class Program:
     def kept(self) -> Run:
         """The results, and the calls with their values, those in loops aside."""
         wanted = [[s.key for s in sites] for _, sites in self._sites]
-        walk = _Evaluation(None)
+        walk = _Keeping()
 
         def keeping(*flat: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
             outs = walk.program(self.closed, flat)
@@ -147,38 +149,89 @@ class Program:
         )
 
 
-class _Evaluation:
-    """Evaluates programs, equation by equation."""
+class Evaluation(Generic[T]):
+    """Evaluates programs, equation by equation; a value is an array, or has some."""
 
-    def __init__(self, seed: jax.Array | None) -> None:
-        self.seed: Any = seed
+    def __init__(self) -> None:
+        self.moves = 0  # how many arrays have been moved
+
+    def number(self, value: Any) -> T:
+        """The value of a number in a program."""
+        raise NotImplementedError
+
+    def leaf(
+        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[T]
+    ) -> Sequence[T]:
+        """The results of an equation that is a loop, or evaluated as a whole."""
+        raise NotImplementedError
+
+    def program(
+        self, closed: ClosedProgram, args: Sequence[T], parent: tuple[int, ...] = ()
+    ) -> list[T]:
+        """The results of a closed jaxpr."""
+        return interpreted(closed, args, partial(self._equation, parent), self.number)
+
+    def _equation(
+        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[T]
+    ) -> Sequence[T]:
+        if is_followed(eqn):
+            return self.program(inside(eqn)[0].closed, values, (*parent, at, 0))
+        return self.leaf(parent, at, eqn, values)
+
+    def move(self) -> np.uint32:
+        """A number of the next movement, for `shifted`."""
+        self.moves += 1
+        return np.uint32(self.moves * 0x9E3779B1 & 0xFFFFFFFF)
+
+
+def is_followed(eqn: Equation) -> bool:
+    """True for an equation that is its program: no loop, no branches, not on one of many devices."""
+    return bool(inside(eqn)) and eqn.primitive.name not in ("scan", "while", "cond", "shard_map")
+
+
+class _Keeping(Evaluation[jax.Array]):
+    """Keeps the results of all equations, and whose results each reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.made: dict[Key, list[jax.Array]] = {}
         self.reads: dict[Key, list[Key]] = {}
         self._makers: dict[int, tuple[Key, jax.Array]] = {}  # alive, so that ids stay theirs
-        self._moves = 0
 
-    def program(
-        self, closed: ClosedProgram, args: Sequence[jax.Array], parent: tuple[int, ...] = ()
-    ) -> list[jax.Array]:
-        """The results of a closed jaxpr."""
-        return interpreted(closed, args, partial(self._equation, parent))
+    def number(self, value: Any) -> Any:
+        return value
 
-    def _equation(
+    def leaf(
         self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[jax.Array]
     ) -> Sequence[jax.Array]:
-        name = eqn.primitive.name
-        if name == "scan" and self.seed is not None:
-            return self._scan(eqn, values)
-        programs = inside(eqn)
-        if programs and name not in ("scan", "while", "cond"):
-            return self.program(programs[0].closed, values, (*parent, at, 0))
         outs = list(compat.put(eqn.primitive, values, eqn.params))
-        if self.seed is not None:
-            return [self._moved(eqn, values, x) for x in outs]
         address = parent, id(eqn)
         self.made[address] = [x for x in outs if is_float(x)]
         self.reads[address] = [self._makers[id(v)][0] for v in values if id(v) in self._makers]
         self._makers.update((id(x), (address, x)) for x in outs)
+        return outs
+
+
+class _Moving(Evaluation[jax.Array]):
+    """Moves every result by its rounding."""
+
+    def __init__(self, seed: jax.Array) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def number(self, value: Any) -> Any:
+        return value
+
+    def leaf(
+        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[jax.Array]
+    ) -> Sequence[jax.Array]:
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, values)
+        outs = list(compat.put(eqn.primitive, values, eqn.params))
+        for n, x in enumerate(outs):
+            by = amount(eqn, values, x)
+            if by is not None:
+                outs[n] = shifted(x, by, self._seed, self.move())
         return outs
 
     def _scan(self, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
@@ -188,59 +241,59 @@ class _Evaluation:
         def turn(
             number: jax.Array, row: list[jax.Array]
         ) -> tuple[jax.Array, list[jax.Array], None]:
-            inner = _Evaluation(self.seed * np.uint32(7919) + number)
+            inner = _Moving(self._seed * np.uint32(7919) + number)
             return number + np.uint32(1), inner.program(body.closed, row), None
 
-        self._moves += 1
-        outs, _ = scanned(eqn, turn, values, jnp.uint32(self._moves * 104729))
+        self.moves += 1
+        outs, _ = scanned(eqn, turn, values, jnp.uint32(self.moves * 104729))
         return outs
 
-    def _moved(self, eqn: Equation, values: list[jax.Array], x: jax.Array) -> jax.Array:
-        """One result, moved by its rounding."""
-        name = eqn.primitive.name
-        if not is_float(x) or x.size == 0 or name in _CHOOSES or x.dtype.itemsize == 1:
-            return x  # to 8 bits both frameworks round alike; the operands have been moved
-        if name == "convert_element_type":
-            (given,) = values
-            if not is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:
-                return x
-            return self._by(x, FORMATS[x.dtype.name].eps / 2 * _magnitude(x))
-        of = eqn.params["of"].name if name in OURS else name
-        work = flops(eqn)
-        terms = 1.0
-        if work:
-            terms = work / (2 * x.size)
-        elif of in ("reduce_sum", "scatter-add"):
-            terms = max(prod(v.aval.shape) for v in eqn.invars) / x.size
-        elif of == "cumsum":
-            terms = x.shape[eqn.params["axis"]]
-        elif of == "reduce_window_sum":
-            terms = prod(eqn.params["window_dimensions"])
-        op = op_of(spelling(eqn)) or of
-        kind = vocabulary().ops[op].kind if op in vocabulary().ops else ""
-        if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
-            op = "add"  # sums alone
-        own, summed = movement(op, "matmul" if work else kind, x.dtype.name, terms)
-        magnitude = _magnitude(x)
-        by = own * magnitude
-        if summed:
-            added = _added(eqn, values) if of in _SUMS else 0.0
-            by += summed * jnp.sqrt(magnitude**2 + added)
-        return self._by(x, by)
 
-    def _by(self, x: jax.Array, by: jax.Array) -> jax.Array:
-        """Move numbers by a share, which is a hash of the number, the move and the seed.
+def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Array | None:
+    """How far the rounding of an equation moves each number of a result; None if it does not."""
+    name = eqn.primitive.name
+    if not is_float(x) or x.size == 0 or name in _CHOOSES or x.dtype.itemsize == 1:
+        return None  # to 8 bits both frameworks round alike; the operands have been moved
+    if name == "convert_element_type":
+        (given,) = values
+        if not is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:
+            return None
+        return FORMATS[x.dtype.name].eps / 2 * _magnitude(x)
+    of = eqn.params["of"].name if name in OURS else name
+    work = flops(eqn)
+    terms = 1.0
+    if work:
+        terms = work / (2 * x.size)
+    elif of in ("reduce_sum", "scatter-add"):
+        terms = max(prod(v.aval.shape) for v in eqn.invars) / x.size
+    elif of == "cumsum":
+        terms = x.shape[eqn.params["axis"]]
+    elif of == "reduce_window_sum":
+        terms = prod(eqn.params["window_dimensions"])
+    op = op_of(spelling(eqn)) or of
+    kind = vocabulary().ops[op].kind if op in vocabulary().ops else ""
+    if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
+        op = "add"  # sums alone
+    own, summed = movement(op, "matmul" if work else kind, x.dtype.name, terms)
+    magnitude = _magnitude(x)
+    by = own * magnitude
+    if summed:
+        added = _added(eqn, values) if of in _SUMS else 0.0
+        by += summed * jnp.sqrt(magnitude**2 + added)
+    return by
 
-        Equal numbers go the same way, as they round the same way; opposite ones go opposite ways.
-        """
-        self._moves += 1
-        bits = lax.bitcast_convert_type(jnp.abs(x).astype(np.float32), np.uint32)
-        bits = bits + np.uint32(self._moves * 0x9E3779B1 & 0xFFFFFFFF)
-        for factor in (self.seed * np.uint32(0x9E3779B0) + np.uint32(0x7FEB352D), 0x846CA68B):
-            bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
-        share = (bits ^ (bits >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
-        moved = (x.astype(by.dtype) + jnp.where(x < 0, -share, share) * by).astype(x.dtype)
-        return jnp.where(jnp.isfinite(x), moved, x)  # of a mask's Inf, Inf - Inf would be NaN
+
+def shifted(x: jax.Array, by: jax.Array, seed: jax.Array, move: jax.Array) -> jax.Array:
+    """Move numbers by a share, which is a hash of the number, the move and the seed.
+
+    Equal numbers go the same way, as they round the same way; opposite ones go opposite ways.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x).astype(np.float32), np.uint32) + move
+    for factor in (seed * np.uint32(0x9E3779B0) + np.uint32(0x7FEB352D), 0x846CA68B):
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
+    share = (bits ^ (bits >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
+    moved = (x.astype(by.dtype) + jnp.where(x < 0, -share, share) * by).astype(x.dtype)
+    return jnp.where(jnp.isfinite(x), moved, x)  # of a mask's Inf, Inf - Inf would be NaN
 
 
 def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:

@@ -1,0 +1,763 @@
+"""`record`: a record of a run, each step's arrays summed up in a file.
+
+    recorded = polymp.jax.record("run.rec", train_step)
+    params, opt_state = recorded(params, opt_state, x)     # what train_step returns, bit for bit
+
+The function itself runs as it always does. Beside it runs its traced program, equation by equation,
+and for the probes the same with every result moved by its rounding, all probes at once under
+`jax.vmap`. Of each result only the numbers leave the device that `polymp.diagnostics.run_record`
+has of an array.
+"""
+
+import functools
+import itertools
+import math
+import os
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polymp import progress
+from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_array, is_float, is_typed
+from polymp.backends.jax.compat.programs import Equation
+from polymp.backends.jax.diagnostics.call_site import Key, Scope, source
+from polymp.backends.jax.diagnostics.instrument import MeasuredCall, Origin
+from polymp.backends.jax.diagnostics.perturb import Evaluation, amount, shifted
+from polymp.backends.jax.diagnostics.traced_call import called, traced
+from polymp.backends.jax.jaxprs import inside, interpreted
+from polymp.backends.jax.modules import nnx
+from polymp.diagnostics import run_record
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
+from polymp.diagnostics.run_record import (
+    BLOCK,
+    GRADIENT,
+    INPUT,
+    RESULT,
+    RMS,
+    UPDATE,
+    VALUES,
+    RecordedArray,
+    RecordedStep,
+    RecordWriter,
+    RunRecord,
+)
+from polymp.rules import scopes
+
+
+class Recorded:
+    """A function whose calls are recorded; see `record`.
+
+    Attributes:
+        fn: the function.
+
+    Args:
+        path: of the file; None to keep the steps.
+        fn: the function.
+        probes: how many runs measure the spread.
+        modules: patterns of the modules whose calls are recorded.
+        every: record each call whose number is a multiple of this.
+        steps: how many calls are recorded at most.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        fn: Callable[..., object],
+        probes: int,
+        modules: Sequence[str],
+        every: int,
+        steps: int | None,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self._probes, self._modules, self._every, self._most = probes, modules, every, steps
+        rank, ranks = jax.process_index(), jax.process_count()
+        self._path = None if path is None else run_record.for_rank(path, rank, ranks)
+        self._header = {
+            "framework": "jax",
+            "versions": {"jax": jax.__version__},
+            "model": getattr(fn, "__name__", None) or type(fn).__name__,
+            "device": jax.devices()[0].device_kind,
+            "threads": os.cpu_count(),
+            "probes": probes,
+            "modules": list(modules),
+            "rank": rank,
+            "ranks": ranks,
+        }
+        self._writer = None if self._path is None else RecordWriter(self._path, self._header)
+        self._steps: list[RecordedStep] = []
+        self._number = self._written = 0
+        self._programs: dict[Hashable, _Program] = {}
+        self._kept: dict[int, object] = {}  # arguments without a hash, so that ids stay theirs
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Make a call, and record it if its turn has come.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+
+        Returns:
+            What `fn` returns.
+
+        Raises:
+            TypeError: an argument is traced: a record is of values.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise TypeError(
+                f"record({self.fn!r}) was called by code that is traced, where there are no values "
+                "to record. Record the outermost function: "
+                "polymp.jax.record(path, jax.jit(step))."
+            )
+        number, self._number = self._number, self._number + 1
+        if number % self._every or (self._most is not None and self._written >= self._most):
+            return self.fn(*args, **kwargs)
+        types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
+        key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
+        if key not in self._programs:
+            self._programs[key] = _Program(self.fn, args, kwargs, self._probes, self._modules)
+        program = self._programs[key]
+        arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
+        walks = program.run(arrays)
+        result = self.fn(*args, **kwargs)
+        step = program.step(number, walks)
+        if self._writer is None:
+            self._steps.append(step)
+        else:
+            self._writer.write(step)
+        self._written += 1
+        return result
+
+    def _kind(self, leaf: object) -> Hashable:
+        """A key for an argument that is no array: 1, 1.0, True, 0.0, -0.0 have different ones."""
+        try:
+            hash(leaf)
+        except TypeError:
+            self._kept[id(leaf)] = leaf
+            return type(leaf), id(leaf)
+        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
+
+    @property
+    def record(self) -> RunRecord:
+        """The record of all calls so far."""
+        if self._path is None or not self._written:
+            return RunRecord(self._header, tuple(self._steps))
+        return run_record.read(self._path)
+
+    def __repr__(self) -> str:
+        return f"record({self.fn!r}), {self._written} calls recorded"
+
+
+def record(
+    path: str | os.PathLike[str] | None,
+    fn: Callable[..., object],
+    *,
+    probes: int = 8,
+    modules: Sequence[str] = (),
+    every: int = 1,
+    steps: int | None = None,
+) -> Recorded:
+    """Wrap a function so that its calls are recorded in a file, to be compared with another run.
+
+        recorded = polymp.jax.record("run.rec", train_step)   # jitted or not
+        for x in batches:
+            params, opt_state = recorded(params, opt_state, x)
+        polymp.compare("before.rec", "run.rec")
+
+    `fn` itself is called as it is, so its results are what they are without, every bit of them.
+    Recorded is its traced program, which is compiled once for each set of types, and runs before
+    `fn`: each array that goes in, the result of each op call, forward and backward, and each array
+    that comes out. Arrays that come back as an argument went in are recorded as updates of it, and
+    gradients by the argument that they are of. An optimizer of optax is followed, without rows of
+    its own; so are calls in `while` loops, in branches and in `shard_map`, whose results are
+    recorded. A `scan` has rows of each turn.
+
+    Args:
+        path: of the file; if several processes run, each writes its own: "run.rank3.rec" of
+            "run.rec". None to keep the steps in memory.
+        fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
+            jax.grad may be inside of, and not around.
+        probes: how many runs with moved results measure how far rounding moves each array; at least
+            2, or 0 to measure none, which takes a fraction of the time.
+        modules: patterns of module paths, such as "blocks.*.attn", of which one matches the calls
+            that are recorded; calls elsewhere are followed alone. () for all calls.
+        every: record the calls with the numbers 0, every, 2 every, ...
+        steps: stop after so many recorded calls; None for no end.
+
+    Returns:
+        The function, with the record as its attribute `record`.
+
+    Raises:
+        TypeError: `fn` is not callable, or an option is of the wrong type.
+        ValueError: an option is out of its range.
+        PolicyError: a pattern can match no path.
+        FileNotFoundError: the folder of the file does not exist.
+    """
+    if not callable(fn):
+        raise TypeError(f"record(path, fn) needs a function, got {reprlib.repr(fn)}.")
+    if isinstance(modules, str) or not all(isinstance(p, str) for p in modules):
+        raise TypeError(
+            f"record(modules={modules!r}) needs a list of patterns, such as ['blocks.*.attn']."
+        )
+    for pattern in modules:
+        scopes.check(pattern, "record(modules=...)")
+    for name, value, least in (("probes", probes, 0), ("every", every, 1), ("steps", steps, 1)):
+        if value is None and name == "steps":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"record({name}={value!r}) needs an integer.")
+        if value < least or (name == "probes" and value == 1):
+            word = "0, or at least 2" if name == "probes" else "at least 1"
+            raise ValueError(f"record({name}={value}): give {word}.")
+    if path is not None and not Path(path).resolve().parent.is_dir():
+        raise FileNotFoundError(
+            f"record({str(path)!r}): there is no folder {str(Path(path).parent)!r}. Make it first."
+        )
+    return Recorded(path, fn, probes, tuple(modules), every, steps)
+
+
+# A call as it is recorded.
+
+# Where an array comes from: places of rows, and ~n for input n; of what a scan stacks, a list with
+# those of each turn.
+_Sources: TypeAlias = Any
+
+_NOWHERE: frozenset[int] = frozenset()
+
+
+# An array, and what it is in the probes.
+_Pair: TypeAlias = tuple[Any, Any]
+
+
+class _Value(NamedTuple):
+    """An array of the program that records."""
+
+    x: Any
+    moved: Any = None  # in the probes: one axis more, the first; None if it is the same there
+    sources: _Sources = _NOWHERE
+
+
+class _Summary(NamedTuple):
+    """A row, and its numbers on the device."""
+
+    row: RecordedArray  # without them
+    numbers: Any  # float64 [VALUES + 2]: values, zeros, bad
+    changes: Any  # float32 [probes, VALUES]; None if the array is the same in all probes
+    own: Any  # float64 [], the root mean square of its movements
+
+
+class _Program:
+    """The program that records a call: traced once, and run one equation after the other.
+
+    Equations of one kind, of equal layers for instance, are compiled once.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        probes: int,
+        patterns: Sequence[str],
+    ) -> None:
+        self.call = MeasuredCall(traced(fn, args, kwargs), once=False)
+        self.paired = _paired(self.call, called(fn, args, kwargs)[1:])
+        self.modules = run_record.selected({c.module for c in self.call.calls}, patterns)
+        constants = range(len(self.call.inputs) - len(self.call.traced.names))
+        self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
+        self.kernels: dict[Hashable, Callable[..., Any]] = {}
+        sizes = (math.prod(v.aval.shape) for v in self.call.inputs if hasattr(v.aval, "shape"))
+        most = max(1, _TOGETHER // max(sum(sizes), 1))
+        at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
+        self._seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
+
+    def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
+        """Runs with numbers of all arrays; of some probes each."""
+        with progress.line("record", unit="op") as line:
+            groups = list(self._seeds) or [None]
+            walks = [_Walk(self, seeds, line) for seeds in groups]
+            for walk in walks:
+                walk.run(arrays)
+        return walks
+
+    def step(self, number: int, walks: Sequence["_Walk"]) -> RecordedStep:
+        """A step, with the numbers of a run. Waits for the device."""
+        found = [[tuple(s[1:]) for s in walk.summaries] for walk in walks]
+        arrays = []
+        for parts in zip(walks[0].summaries, *jax.device_get(found), strict=True):
+            (row, *_), *runs = parts
+            (*values, zeros, bad), own = runs[0][0].tolist(), float(runs[0][2])
+            own = own / values[RMS] if own else 0.0
+            spread: tuple[float, ...] = ()
+            if self._seeds.size:
+                changes = [x for _, x, _ in runs if x is not None]
+                squares = [np.mean(np.square(x, dtype=np.float64), 0) for x in changes]
+                spread = tuple(np.sqrt(np.mean(squares or [np.zeros(VALUES)], 0)).tolist())
+            arrays.append(
+                row._replace(
+                    zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
+                )
+            )
+        return RecordedStep(number, tuple(arrays), {}, dict(walks[0].left_out))
+
+
+# Numbers of a program's inputs, times probes, up to which these run at once.
+_TOGETHER = 2**28
+
+
+class _Walk(Evaluation[_Value]):
+    """A run of the program, beside it some probes; its rows as the calls run, and their numbers."""
+
+    def __init__(self, program: _Program, seeds: Any, line: progress.Line) -> None:
+        super().__init__()
+        self._program, self._seeds, self._line = program, seeds, line
+        self._call = program.call
+        self._inputs: dict[int, int] = {}  # places of their rows
+        self._loops = 0  # `while` loops around, whose calls have no rows
+        self.summaries: list[_Summary] = []
+        self.left_out = Counter[str]()
+
+    def run(self, arrays: Sequence[jax.Array]) -> None:
+        """Go through the program."""
+        closed = self._call.closed
+        self._outside = [*arrays, *compat.opened(closed)[1]]
+        counted = [_is_counted(v.aval) for v in self._call.inputs]
+        ends = [
+            _Value(x, None, frozenset([~n]) if counted[n] else _NOWHERE)
+            for n, x in enumerate(self._outside)
+        ]
+        count = len(arrays)
+        equation = functools.partial(self._equation, ())
+        outs = interpreted(closed, ends[:count], equation, self.number, ends[count:])
+        for at, out in enumerate(outs):
+            if is_float(out.x):
+                self._result(at, out)
+        del self._outside
+
+    def number(self, value: Any) -> _Value:
+        return _Value(value)
+
+    def leaf(
+        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[_Value]
+    ) -> Sequence[_Value]:
+        name, place = eqn.primitive.name, (*parent, at)
+        if name == "scan":
+            return self._scan(place, eqn, values)
+        if name == "cond":
+            taken = int(values[0].x)  # in the probes, too: no rounding takes another
+            return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
+        reads = _NOWHERE.union(*(_all(value.sources) for value in values))
+        rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
+        if name == "while":
+            outs = self._while(place, eqn, values)
+            call = self._left_out("in a while loop", place, eqn)
+            own: dict[int, Any] = {}
+        else:
+            if name == "shard_map":
+                call = self._left_out("in a shard_map", place, eqn)
+            else:
+                call, rows = self._ended((parent, id(eqn))), rows[:1]
+            if eqn.effects and not eqn.outvars:
+                return []  # what it does is done by the function itself
+            self._line.step()
+            wanted = self._is_recorded(call) and bool(rows)
+            kernel = self._kernel(eqn, tuple(rows) if wanted else ())
+            pairs = [(value.x, value.moved) for value in values]
+            outs, own = kernel(pairs, self._seeds, self.move())
+        sources = [reads] * len(outs)
+        if self._is_recorded(call):
+            for n in rows:
+                row = RESULT, call.op, outs[n][:2], reads, call, own.get(n)
+                sources[n] = self._add(*row)
+            if len(rows) == 1:
+                sources = [sources[rows[0]]] * len(outs)
+        return [_Value(*out[:2], came) for out, came in zip(outs, sources, strict=True)]
+
+    def _kernel(self, eqn: Equation, rows: tuple[int, ...]) -> Callable[..., Any]:
+        """A function that evaluates an equation, and sums up some results; one for all alike."""
+        kernel = self._program.kernels.get((id(eqn), rows))
+        if kernel is None:
+            params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+            kind = eqn.primitive, params, tuple(v.aval for v in eqn.invars), rows
+            try:
+                kernel = self._program.kernels.get(kind)
+            except TypeError:  # a parameter has no hash
+                kind = id(eqn), rows
+            kernel = kernel or jax.jit(functools.partial(_evaluated, eqn, rows))
+            self._program.kernels[kind] = self._program.kernels[id(eqn), rows] = kernel
+        return kernel
+
+    # Control
+
+    def _scan(
+        self, place: tuple[int, ...], eqn: Equation, values: list[_Value]
+    ) -> Sequence[_Value]:
+        (body,) = inside(eqn)
+        fixed, state, over = body.split(values)
+        turns = range(body.times)
+        stacks: list[list[_Value]] = [[_ABSENT] * body.times for _ in eqn.outvars[body.carries :]]
+        for turn in reversed(turns) if eqn.params["reverse"] else turns:
+            slices = _sliced([(value.x, value.moved) for value in over], np.int32(turn))
+            row = [
+                _Value(*pair, v.sources[turn] if isinstance(v.sources, list) else v.sources)
+                for pair, v in zip(slices, over, strict=True)
+            ]
+            outs = self.program(body.closed, [*fixed, *state, *row], (*place, 0))
+            state = outs[: body.carries]
+            for stack, out in zip(stacks, outs[body.carries :], strict=True):
+                stack[turn] = out
+        if not turns:
+            none = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[body.carries :]]
+            return [*state, *map(_Value, none)]
+        probes = 0 if self._seeds is None else len(self._seeds)
+        made = _stacked([[(v.x, v.moved) for v in stack] for stack in stacks], probes)
+        whole = [
+            _Value(*pair, [v.sources for v in stack])
+            for pair, stack in zip(made, stacks, strict=True)
+        ]
+        return [*state, *whole]
+
+    def _while(
+        self, place: tuple[int, ...], eqn: Equation, values: list[_Value]
+    ) -> Sequence[_Value]:
+        """A loop whose rounds have no rows; in the probes it has as many rounds."""
+        body, condition = inside(eqn)
+        fixed, state, _ = body.split(values)
+        tested = condition.of(values)[: condition.fixed]
+        self._loops += 1
+        while bool(self.program(condition.closed, [*tested, *state], (*place, 1))[0].x):
+            state = self.program(body.closed, [*fixed, *state], (*place, 0))
+        self._loops -= 1
+        return state
+
+    # Rows
+
+    def _ended(self, key: Key) -> Call | None:
+        """The call that an equation ends with a result; None of any other equation."""
+        at = self._call.numbers.get(key)
+        group = None if at is None else self._call.events[at].group
+        return None if group is None or at in self._call.late else self._call.calls[group]
+
+    def _is_recorded(self, call: Call | None) -> bool:
+        chosen = call is not None and call.module in self._program.modules
+        return chosen and not self._loops
+
+    def _left_out(self, reason: str, place: tuple[int, ...], eqn: Equation) -> Call:
+        """Count the calls inside an equation; it stands for them, as one."""
+        sites = [s for s in self._call.sites.values() if s.parent[: len(place)] == place]
+        count = len({self._call.of_event[s.key] for s in sites if s.key in self._call.of_event})
+        if count and not self._loops:
+            self.left_out[reason] += count
+        levels = zip(*(s.scope.names for s in sites), strict=False)
+        same = itertools.takewhile(lambda names: len({*names}) == 1, levels)
+        module = Scope(tuple(names[0] for names in same)).module
+        direction = sites[0].scope.direction if sites else FORWARD
+        where = module, source(eqn.source_info.traceback), direction
+        dtypes = tuple(v.aval.dtype.name for v in eqn.invars if is_float(v.aval))
+        name = eqn.primitive.name
+        return Call("jax", name, f"jax:{name}", *where, "", None, dtypes, "", ())
+
+    def _result(self, at: int, out: _Value) -> None:
+        """Add the row of a result of the program."""
+        name = self._call.traced.results[at]
+        kind, place = self._program.paired.get(at, (RESULT, None))
+        reads, (x, moved, _) = _all(out.sources), out
+        if place is None:
+            name = name if name == "result" else f"result{name}"
+        else:
+            name = self._program.names[place]
+        if kind == UPDATE:
+            reads |= frozenset([~place])
+            x, moved = _updates(x, moved, self._outside[place])
+        self._add(kind, name, (x, moved), reads)
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        pair: _Pair,
+        reads: frozenset[int] = _NOWHERE,
+        call: Call | None = None,
+        own: Any = None,
+    ) -> frozenset[int]:
+        """Add a row after those of the inputs that it is the first to read."""
+        for at in sorted(reads, reverse=True):
+            if at < 0 and ~at not in self._inputs:
+                self._inputs[~at] = len(self.summaries)
+                self._add(INPUT, self._program.names[~at], (_numbers(self._outside[~at]), None))
+        places = sorted({at if at >= 0 else self._inputs[~at] for at in reads})
+        where: Any = ("", "", FORWARD, "", (), "")
+        if call is not None:
+            where = call.module, call.source, call.direction, call.rule, call.inputs, call.run
+        x = pair[0]
+        row = RecordedArray(
+            kind, name, *where, x.dtype.name, tuple(x.shape), 0, 0, 0.0, tuple(places), ()
+        )
+        self.summaries.append(_Summary(row, *_summary(*pair), 0.0 if own is None else own))
+        return frozenset([len(self.summaries) - 1])
+
+
+_ABSENT = _Value(None)
+
+
+def _all(sources: _Sources) -> frozenset[int]:
+    if isinstance(sources, frozenset):
+        return sources
+    return _NOWHERE.union(*map(_all, sources))
+
+
+def _evaluated(
+    eqn: Equation, rows: tuple[int, ...], pairs: list[_Pair], seeds: Any, move: Any
+) -> tuple[list[_Pair], dict[int, Any]]:
+    """The results of an equation, moved in the probes, and how far it moves some."""
+    own = [x for x, _ in pairs]
+    outs = list(compat.put(eqn.primitive, own, eqn.params))
+    wanted = rows if seeds is None else range(len(outs))
+    by = {n: far for n in wanted if (far := amount(eqn, own, outs[n])) is not None}
+    sizes = {n: _size(by[n]) for n in rows if n in by}
+    if seeds is None:
+        return [(x, None) for x in outs], sizes
+
+    def probe(seed: Any, others: list[Any]) -> list[Any]:
+        made: list[Any] = [None] * len(outs)
+        if any(other is not None for other in others) and not eqn.effects:
+            given = [x if other is None else other for x, other in zip(own, others, strict=True)]
+            made = list(compat.put(eqn.primitive, given, eqn.params))
+        for n, far in by.items():
+            x = outs[n] if made[n] is None else made[n]
+            made[n] = shifted(x, far, seed, move + np.uint32(n))
+        return made
+
+    others = jax.vmap(probe)(seeds, [moved for _, moved in pairs])
+    return list(zip(outs, others, strict=True)), sizes
+
+
+@jax.jit
+def _sliced(pairs: list[_Pair], turn: Any) -> list[_Pair]:
+    """What a turn of a scan reads of arrays."""
+    return [
+        (x[turn], None if moved is None else jnp.take(moved, turn, 1)) for x, moved in pairs
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _stacked(stacks: list[list[_Pair]], probes: int) -> list[_Pair]:
+    """The results that a scan stacks."""
+    made = []
+    for stack in stacks:
+        moved = None
+        if any(other is not None for _, other in stack):
+            rows = [
+                jnp.broadcast_to(x, (probes, *x.shape)) if other is None else other
+                for x, other in stack
+            ]
+            moved = jnp.stack(rows, 1)
+        made.append((jnp.stack([x for x, _ in stack]), moved))
+    return made
+
+
+@jax.jit
+def _updates(x: Any, moved: Any, old: Any) -> _Pair:
+    """A new array as its difference from an old one."""
+    old = _wide(old)
+    return _wide(x) - old, None if moved is None else _wide(moved) - old
+
+
+# The numbers of an array, as `polymp.diagnostics.run_record.summary` defines them.
+
+
+def _is_counted(x: Any) -> bool:
+    """True for arrays that have numbers here: of floats, integers, bools, and random keys."""
+    dtype = getattr(x, "dtype", None)
+    kinds = (np.floating, np.integer, np.bool_, jax.dtypes.prng_key)
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def _numbers(x: Any) -> jax.Array:
+    """An array, or the numbers of a random key."""
+    x = jnp.asarray(x)
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _wide(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, np.float32))
+
+
+@jax.jit
+def _summary(x: jax.Array, moved: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The numbers of an array, and how far they are from those in the probes."""
+    return _summed(x), None if moved is None else jax.vmap(_change, (None, 0))(x, moved)
+
+
+def _summed(x: jax.Array) -> jax.Array:
+    """The values of an array, how many are zero, and how many not finite; float64 [VALUES + 2].
+
+    They are sums in float64, whatever JAX's own setting is.
+    """
+    with jax.enable_x64(True):
+        if not x.size:
+            return jnp.zeros(VALUES + 2, np.float64)
+        wide = x.reshape(-1).astype(np.float64)
+        finite = jnp.isfinite(wide)
+        counts = jnp.stack([jnp.sum(kind.astype(np.float64)) for kind in (_is_zero(x), ~finite)])
+        wide = jnp.where(finite, wide, 0.0)
+        top = jnp.max(jnp.abs(wide))
+        scale = jnp.where(top > 0, top, 1.0) if x.dtype == np.float64 else jnp.float64(1)
+        wide = wide / scale  # squares of numbers in other dtypes are in its range
+        size, rms = jnp.abs(wide), jnp.sqrt(jnp.mean(wide * wide))
+        ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(size)])
+        values = jnp.concatenate([ends, _projected(wide), _few(wide)]) * scale
+        return jnp.concatenate([values, counts])
+
+
+def _size(x: jax.Array) -> jax.Array:
+    """The root mean square of an array's finite numbers, float64 []."""
+    with jax.enable_x64(True):
+        wide = jnp.where(jnp.isfinite(x), x, 0).astype(np.float64)
+        return jnp.sqrt(jnp.mean(wide * wide))
+
+
+def _is_zero(x: jax.Array) -> jax.Array:
+    """Where an array is zero; by the bits, as XLA on CPUs takes a subnormal number for zero."""
+    if not is_float(x) or x.dtype.itemsize not in (2, 4, 8):
+        return x == 0
+    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return (bits << 1) == 0
+
+
+def _projected(x: jax.Array) -> jax.Array:
+    """The projections of a row of numbers."""
+    blocks = -(-x.size // BLOCK)
+    outer, inner = (signs.astype(x.dtype) for signs in run_record.signs(blocks))
+    whole = jnp.pad(x, (0, blocks * BLOCK - x.size)) if blocks > 1 else x
+    rows = whole.reshape(blocks, -1)
+    sums = lax.dot(rows, inner[: rows.shape[1]], precision="highest")
+    return jnp.sum(sums * outer, 0) / math.sqrt(x.size)
+
+
+def _few(x: jax.Array) -> jax.Array:
+    """The elements of a row of numbers that are kept."""
+    return x[np.array(run_record.places(x.size))]
+
+
+def _change(x: jax.Array, moved: jax.Array) -> jax.Array:
+    """How far the values of an array are from those of a moved one; float32 [VALUES]."""
+    if not x.size or not is_float(x):
+        return jnp.zeros(VALUES, np.float32)
+    one, other = _wide(x).reshape(-1), _wide(moved).reshape(-1)
+    finite = jnp.isfinite(one) & jnp.isfinite(other)
+    one, other = jnp.where(finite, one, 0), jnp.where(finite, other, 0)
+    top, new = jnp.max(jnp.abs(one)), jnp.max(jnp.abs(other))
+    scale = jnp.maximum(jnp.maximum(top, new), np.finfo(one.dtype).tiny)
+    off = (other - one) / scale  # of the numbers themselves: differences of sums lose digits
+    one, other = one / scale, other / scale
+    square = jnp.mean(one * one)
+    more = jnp.mean(off * (one + other))
+    rms = jnp.sqrt(square) + jnp.sqrt(jnp.maximum(square + more, 0))
+    ends = [
+        (new - top) / scale,
+        more / jnp.where(rms > 0, rms, 1),
+        jnp.mean(off),
+        jnp.mean(jnp.abs(other) - jnp.abs(one)),
+    ]
+    numbers = jnp.concatenate([jnp.stack(ends), _projected(off), _few(off)])
+    return (numbers * scale).astype(np.float32)
+
+
+
+# Which results are arguments, changed, or gradients of them.
+
+
+class _Paired(NamedTuple):
+    """An argument that a result is the update or the gradient of."""
+
+    kind: str
+    place: int  # among the inputs
+
+
+def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
+    """By result, the argument it belongs to.
+
+    Results of an argument's structure, dtypes and shapes are its update if they are made of it and
+    of a gradient, without an op that changes the shape; its gradient if they come out of the
+    backward pass, and no other argument is like it.
+    """
+    parts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(given)
+    for place, (path, x) in enumerate((path, x) for path, x in leaves if is_typed(x)):
+        if is_float(x):
+            parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
+    variables = compat.opened(call.closed)[0].outvars
+    results = [n for n, v in enumerate(variables) if is_float(v.aval)]
+    found: dict[int, _Paired] = {}
+    at = 0
+    while at < len(results):
+        alike = []
+        for part in parts.values():
+            some = results[at : at + len(part)]
+            places = [place for _, place in part]
+            if _have_names([call.traced.results[n] for n in some], [path for path, _ in part]) and [
+                str(variables[n].aval) for n in some
+            ] == [str(call.inputs[place].aval) for place in places]:
+                alike.append((some, places))
+        most = max((len(some) for some, _ in alike), default=1)
+        alike = [(some, places) for some, places in alike if len(some) == most]
+        taken = {to.place for to in found.values()}
+        changed = [
+            (some, places)
+            for some, places in alike
+            if places[0] not in taken
+            and any(p in _made_of(call, n)[1] for n, p in zip(some, places, strict=True))
+        ]
+        kind, pairs = UPDATE, changed[:1]
+        if not changed and len(alike) == 1:
+            kind, pairs = GRADIENT, [a for a in alike if all(map(_backward(call), a[0]))]
+        for some, places in pairs:
+            found.update((n, _Paired(kind, p)) for n, p in zip(some, places, strict=True))
+        at += most if pairs else 1
+    return found
+
+
+def _have_names(names: Sequence[str], paths: Sequence[str]) -> bool:
+    """True if names are one beginning, with these paths after it."""
+    names = ["" if name == "result" else name for name in names]
+    if len(names) != len(paths) or not names[0].endswith(paths[0]):
+        return False
+    start = names[0].removesuffix(paths[0])
+    return names == [start + path for path in paths]
+
+
+def _backward(call: MeasuredCall) -> Callable[[int], bool]:
+    """A test that a result comes out of the backward pass."""
+    return lambda at: _made_of(call, at)[0]
+
+
+def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
+    """Of a result: whether a gradient is in it; and which inputs are, too, if so.
+
+    As far as forward ops do not change the shape.
+    """
+    shape = compat.opened(call.closed)[0].outvars[result].aval.shape
+    origin: Origin = call.results[result]
+    outside, graded = set(origin.outside), False
+    todo, seen = list(origin.events), set[int]()
+    while todo:
+        if (at := todo.pop()) in seen:
+            continue
+        seen.add(at)
+        event = call.events[at]
+        graded |= event.direction == BACKWARD
+        if event.direction == FORWARD and event.site.eqn.outvars[0].aval.shape == shape:
+            outside.update(event.outside)
+            todo.extend(event.inputs)
+    return graded, outside if graded else set()

@@ -1,0 +1,363 @@
+"""`record`: the function itself runs, and its arrays are summed up as numpy does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+from polymp.diagnostics import run_record
+from polymp.diagnostics.run_record import RecordedArray
+from polymp.errors import PolicyError
+from polymp.jax import GradScaler, autocast, record
+from tests.jax.diagnostics.test_audit import same
+
+LAYERS, WIDTH = 3, 8
+
+
+def rows(fn: Callable[..., Any], *args: Any, probes: int = 0, **options: Any) -> Any:
+    recorded = record(None, fn, probes=probes, **options)
+    recorded(*args)
+    return recorded.record.steps[0].arrays
+
+
+def kinds(found: Any, kind: str) -> dict[str, RecordedArray]:
+    return {row.name: row for row in found if row.kind == kind}
+
+
+def moved(row: RecordedArray) -> float:
+    """The spread of an array, as its projections have it."""
+    return float(np.sqrt(np.mean(np.square(row.spread[run_record.PROJECTIONS]))))
+
+
+def block(h: Any, w: Any) -> Any:
+    with jax.named_scope("block"):
+        return h + jnp.tanh(h @ w["w"] + w["b"])
+
+
+def scanned(params: Any, x: Any) -> Any:
+    h, _ = lax.scan(lambda h, w: (block(h, w), None), x, params)
+    return jnp.mean(h**2)
+
+
+def unrolled(params: Any, x: Any) -> Any:
+    h = x
+    for at in range(LAYERS):
+        h = block(h, jax.tree.map(lambda a: a[at], params))  # noqa: B023
+    return jnp.mean(h**2)
+
+
+def parameters(seed: int = 0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(LAYERS, WIDTH, WIDTH)) * WIDTH**-0.5
+    params = {"w": w.astype(np.float32), "b": np.zeros((LAYERS, WIDTH), np.float32)}
+    return jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(4, WIDTH)), np.float32)
+
+
+def adam_step(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, state = optax.adam(1e-2).update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+# Numbers
+
+
+def arrays() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    bad = rng.normal(size=100).astype(np.float32)
+    bad[:5] = np.inf, -np.inf, np.nan, 0.0, -0.0
+    return {
+        "float32": rng.normal(size=(3, 50)).astype(np.float32),
+        "float16": rng.normal(size=(3, 50)).astype(np.float16),
+        "bfloat16": rng.normal(size=(3, 50)).astype(ml_dtypes.bfloat16),
+        "scalar": np.float32(3.25),
+        "empty": np.zeros((0, 3), np.float32),
+        "bad": bad,
+        "all bad": np.full(3, np.nan, np.float32),
+        "one block": rng.normal(size=4096).astype(np.float32),
+        "blocks": rng.normal(size=(3, 5000)).astype(np.float32),
+        "huge": rng.uniform(-3e38, 3e38, 5000).astype(np.float32),
+        "tiny": (rng.uniform(1, 9, 5000) * 1e-30).astype(np.float32),
+        "offset": (rng.normal(size=5000) * 1e-3 + 1).astype(np.float32),
+        "integers": rng.integers(-(2**31), 2**31 - 1, 5000).astype(np.int32),
+        "bools": np.array([True, False, True]),
+    }
+
+
+def test_numbers_are_those_of_the_definition() -> None:
+    def fn(given: Any) -> Any:
+        return {name: x * jnp.float32(1) for name, x in given.items()}
+
+    found = kinds(rows(fn, arrays()), "input")
+    for name, x in arrays().items():
+        row, (values, zeros, bad) = found[f"given['{name}']"], run_record.summary(x)
+        np.testing.assert_allclose(row.values, values, 1e-14, 1e-14 * max(map(abs, values)))
+        assert (row.zeros, row.bad, row.shape, row.dtype) == (zeros, bad, x.shape, x.dtype.name)
+
+
+def test_a_change_of_an_array_is_summed_up_as_it_is() -> None:
+    old = {n: x for n, x in arrays().items() if np.issubdtype(x.dtype, np.floating) and x.size}
+    del old["all bad"], old["huge"]
+    for name, x in old.items():
+        found = rows(lambda x: x * 1.5, jnp.asarray(x), probes=2)
+        (row,) = (r for r in found if r.kind == "result" and r.name == "mul")
+        size = np.sqrt(np.mean(np.square(row.spread)))
+        assert 0 < size < 2 * float(jnp.finfo(x.dtype).eps) * row.values[0], name
+
+
+# Rows
+
+
+def test_a_scan_has_the_rows_of_the_same_model_unrolled() -> None:
+    one, other = (rows(jax.value_and_grad(fn), *parameters(), probes=16) for fn in (scanned, unrolled))
+    # Unrolled, jax.grad pads the gradients of slices, and adds them up.
+    other = [r for r in other if len(r.shape) < 3 and r.name != "pad" or r.kind != "result"]
+    other = [r for r in other if r.shape != (LAYERS, WIDTH) or r.kind != "result"]
+    assert len(one) == len(other) > 40
+    for a, b in zip(one, other, strict=True):
+        assert a[:3] == b[:3] and a[4:10] == b[4:10]
+        np.testing.assert_allclose(a.values, b.values, 1e-4, 1e-6)
+        assert moved(a) == moved(b) == 0 or 0.4 < moved(a) / moved(b) < 2.5
+    assert [r.module for r in one if r.name == "tanh"] == ["block"] * LAYERS
+
+
+def test_a_reversed_scan_runs_backwards() -> None:
+    def fn(x: Any) -> Any:
+        return lax.scan(lambda c, x: (c, x * 2), 0.0, x, reverse=True)[1]
+
+    found = rows(fn, jnp.arange(1.0, 4.0))
+    assert [r.values[0] for r in found if r.name == "mul"] == [6.0, 4.0, 2.0]
+    assert kinds(found, "result")["result"].reads == (1, 2, 3)
+
+
+def test_reads_are_the_rows_that_made_the_operands() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        h = jax.jit(jnp.exp)(x.T.reshape(2, 3))
+        return jnp.sum(jnp.sin(w) * h.astype(jnp.bfloat16).astype(jnp.float32)[:1])
+
+    found = rows(fn, jnp.ones((3, 2)), jnp.ones(3))
+    assert [(r.kind, r.name, r.reads) for r in found] == [
+        ("input", "x", ()), ("result", "exp", (0,)), ("input", "w", ()), ("result", "sin", (2,)),
+        ("result", "to", (1,)), ("result", "to", (4,)), ("result", "mul", (3, 5)),
+        ("result", "sum", (6,)), ("result", "result", (7,)),
+    ]  # fmt: skip
+
+
+def test_an_update_has_the_name_of_its_argument() -> None:
+    params, x = parameters()
+    state = optax.adam(1e-2).init(params)
+    step = jax.jit(adam_step(scanned))
+    found = rows(step, params, state, x, probes=2)
+    new, new_state, _ = step(params, state, x)
+    updates = kinds(found, "update")
+    assert set(updates) == {"params['w']", "params['b']"} | {
+        f"state[0].{of}['{name}']" for of in ("mu", "nu") for name in "wb"
+    }
+    for row, change in (
+        (updates["params['w']"], np.asarray(new["w"]) - np.asarray(params["w"])),
+        (updates["state[0].mu['b']"], np.asarray(new_state[0].mu["b"])),
+    ):
+        np.testing.assert_allclose(row.values, run_record.summary(change)[0], 1e-3, 1e-5)
+        assert moved(row) > 0
+    assert "sqrt" not in kinds(found, "result")  # of the optimizer
+    assert kinds(found, "result")["result[2]"].shape == ()
+
+
+def test_a_gradient_has_the_name_of_its_argument() -> None:
+    found = rows(jax.grad(scanned), *parameters())
+    assert set(kinds(found, "gradient")) == {"params['w']", "params['b']"}
+    assert not kinds(found, "update")
+
+    def plain(w: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(scanned)(w, x))
+
+    assert set(kinds(rows(plain, *parameters()), "update")) == {"w['w']", "w['b']"}
+
+
+def test_loops_and_branches() -> None:
+    def fn(x: Any, going: Any) -> Any:
+        h = lax.cond(going, jnp.sin, jnp.cos, x)
+        return lax.while_loop(lambda h: jnp.sum(h) < 100, lambda h: jnp.exp(h) * 2, h)
+
+    recorded = record(None, fn, probes=4)
+    x = jnp.ones(3)
+    assert same(recorded(x, True), fn(x, True))
+    (step,) = recorded.record.steps
+    names = [r.name for r in step.arrays if r.kind == "result"]
+    assert names == ["sin", "while", "result"]
+    assert step.left_out == {"in a while loop": 4}
+    assert moved(step.arrays[-2]) > 10 * moved(step.arrays[1]) > 0
+
+
+# Module paths
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(4, name="out")(jnp.tanh(linen.Dense(8, name="first")(x)))
+
+
+class Nnx(nnx.Module):
+    def __init__(self) -> None:
+        self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(jnp.tanh(self.first(x)))
+
+
+def test_module_paths_and_names_of_parameters() -> None:
+    x = jnp.ones((2, 8))
+    model = Linen()
+    params = model.init(jax.random.key(0), x)
+    found = rows(lambda params, x: model.apply(params, x), params, x)
+    products = [r.module for r in found if r.name == "linear"]
+    assert products == ["Linen.first", "Linen.out"]
+    assert "params['params']['out']['kernel']" in kinds(found, "input")
+
+    found = rows(lambda model, x: model(x), Nnx(), x, modules=["out"])
+    assert [r.module for r in found if r.name == "linear"] == ["out"]
+    assert {"model.out.kernel", "model.first.kernel"} <= set(kinds(found, "input"))
+
+    mlp = equinox.nn.MLP(8, 4, 8, 1, key=jax.random.key(0))
+    found = rows(equinox.filter_jit(lambda mlp, x: mlp(x)), mlp, x[0])
+    assert "linear" in {r.name for r in found}
+    assert [r.module for r in rows(scanned, *parameters()) if r.name == "tanh"] == ["block"] * 3
+
+
+# Spreads
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_run_in_float64_differs_by_less_than_six_spreads(dtype: Any) -> None:
+    fn = autocast(unrolled, dtype=dtype) if dtype else unrolled
+    params, x = parameters()
+    low = rows(jax.value_and_grad(fn), params, x, probes=16)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: a.astype(np.float64), (params, x))
+        exact = {k: r for k, r in last(rows(jax.value_and_grad(unrolled), *wide)).items()}
+    assert set(last(low)) == set(exact)
+    for name, row in last(low).items():
+        off = np.abs(np.subtract(row.values, exact[name].values))
+        assert off.max() > 0, name
+        assert np.all(off <= 6 * max(row.spread)), name
+
+
+def last(found: Any) -> dict[str, RecordedArray]:
+    return {r.name: r for r in found if r.kind == "gradient" or r.name.startswith("result")}
+
+
+def test_spreads_of_other_probes_are_much_the_same() -> None:
+    one, other = (rows(jax.grad(scanned), *parameters(), probes=n) for n in (16, 48))
+    for a, b in zip(one, other, strict=True):
+        assert moved(a) == moved(b) == 0 or 0.5 < moved(a) / moved(b) < 2
+
+
+# Calls
+
+
+def test_results_are_what_they_are_without(tmp_path: Path) -> None:
+    params, x = parameters()
+    state = optax.adam(1e-2).init(params)
+    step = jax.jit(adam_step(autocast(scanned)), donate_argnums=(0, 1))
+    want = step(*jax.tree.map(jnp.copy, (params, state)), x)
+    recorded = record(tmp_path / "run.rec", step, probes=2)
+    assert same(recorded(params, state, x), want)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    assert recorded.record == run_record.read(tmp_path / "run.rec")
+
+
+def test_modules_are_changed_in_place_once() -> None:
+    class Counting(nnx.Module):
+        def __init__(self) -> None:
+            self.linear = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+
+    def step(model: Any, x: Any) -> Any:
+        def loss(model: Any) -> Any:
+            return jnp.mean(model.norm(model.linear(x)) ** 3)
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), gradients))
+        return value
+
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    model, other = Counting(), Counting()
+    found = rows(step, model, x)
+    step(other, x)
+    assert same(nnx.state(model), nnx.state(other))
+    assert {"model.linear.kernel", "model.norm.mean"} <= set(kinds(found, "update"))
+
+
+def test_a_scaler_may_be_among_the_arguments() -> None:
+    def step(scaler: Any, params: Any, x: Any) -> Any:
+        _, gradients = jax.value_and_grad(lambda p: scaler.scale(scanned(p, x)))(params)
+        new = lambda p, g: jax.tree.map(lambda p, g: p - 0.1 * g, p, g)  # noqa: E731
+        gradients, finite = scaler.unscale(gradients), jnp.bool_(True)
+        return scaler.update(finite), new(params, gradients)
+
+    found = rows(step, GradScaler(), *parameters())
+    assert kinds(found, "update")
+
+
+def test_every_and_steps(tmp_path: Path) -> None:
+    path = tmp_path / "run.rec"
+    recorded = record(path, lambda x: x * 2, probes=0, every=2, steps=2)
+    for at in range(7):
+        assert recorded(jnp.float32(at)) == 2 * at
+    assert [s.number for s in run_record.read(path).steps] == [0, 2]
+    assert recorded.record.header["framework"] == "jax"
+
+
+def test_an_error_of_the_function_passes() -> None:
+    def fn(x: Any) -> Any:
+        if not isinstance(x, jax.core.Tracer) and x > 1:
+            raise KeyError("x")
+        return x * 2
+
+    recorded = record(None, fn, probes=0)
+    recorded(jnp.float32(1))
+    with pytest.raises(KeyError):
+        recorded(jnp.float32(2))
+    recorded(jnp.float32(1))
+    assert [s.number for s in recorded.record.steps] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"probes": 1}, ValueError, "give 0, or at least 2"),
+        ({"probes": -1}, ValueError, "probes=-1"),
+        ({"probes": 2.0}, TypeError, "an integer"),
+        ({"every": 0}, ValueError, "every=0"),
+        ({"steps": 0}, ValueError, "steps=0"),
+        ({"modules": "a.b"}, TypeError, "list of patterns"),
+        ({"modules": ["a..b"]}, PolicyError, r"a\.\.b"),
+        ({"path": "no/such/folder.rec"}, FileNotFoundError, "Make it first"),
+        ({"fn": 3}, TypeError, "needs a function, got 3"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    given = {"path": None, "fn": jnp.sin, **options}
+    with pytest.raises(error, match=message):
+        record(**given)
+
+
+def test_traced_code_is_refused() -> None:
+    with pytest.raises(TypeError, match="Record the outermost function"):
+        jax.jit(record(None, jnp.sin))(jnp.ones(3))

@@ -715,7 +715,8 @@ class _Pairs:
             if k not in back and theirs.arrays[k].direction == row.array.direction
         ]
         alike = [k for k in readers if _canonical(theirs.arrays[k]) == _canonical(row.array)]
-        k = next(iter(alike or readers), None)
+        # Of one framework, a call of another op is no counterpart: the row's own is the one more.
+        k = next(iter(alike or (readers if self.across else [])), None)
         if k is None:
             return row
         pair = (at, k) if row.one is not None else (k, at)

@@ -525,13 +525,14 @@ class _Side:
         for part in (slice(AMAX, AMAX + 1), ELEMENTS):
             self.spread[:, part] = np.maximum(self.spread[:, part], whole)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
-        # Of inputs, which may be stored in other dtypes.
-        self.dtypes = np.array([a.dtype if a.kind == INPUT else "" for a in step.arrays])
-        low = [unit_roundoff(d) if d in FORMATS else 0.0 for d in self.dtypes.tolist()]
+        # Of inputs, which may be stored in other dtypes, and of calls that only pick their numbers.
+        stored = [a.dtype if a.kind == INPUT or not a.own else "" for a in step.arrays]
+        self.dtypes = np.array(stored)
+        low = [unit_roundoff(d) if d in FORMATS else 0.0 for d in stored]
         self.units = np.array(low, np.float64)
         self.bad = np.array([a.bad for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
-        self.by_size: dict[tuple[bool, int], Any] = {}
+        self.by_size: dict[tuple[str, int], Any] = {}
         for i, a in enumerate(step.arrays):
             self.by_size.setdefault(_size(a), []).append(i)
         self.by_size = {key: np.array(at) for key, at in self.by_size.items()}
@@ -541,9 +542,10 @@ class _Side:
                 self.readers[source].append(i)
 
 
-def _size(a: RecordedArray) -> tuple[bool, int]:
-    """Arrays of other sizes, or of the other pass, are never the same."""
-    return a.direction == BACKWARD, a.size
+def _size(a: RecordedArray) -> tuple[str, int]:
+    """Arrays of other sizes, or of another part of the step, are never the same."""
+    back = a.direction == BACKWARD or a.kind == GRADIENT
+    return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
 
 
 _ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_norm".split())
@@ -661,6 +663,9 @@ class _Pairs:
         shown = backed.keys() | self.twins.values()  # beside an array of the first run
         healed = _healed(self.one, self.twins.keys() | self.aligned.keys(), {*self.twins})
         healed_other = _healed(self.other, self.met | backed.keys(), self.met)
+        # Updates that the other run has for itself. Without any, what the first one has beside
+        # them is the state of an optimizer, which one framework alone counts as an argument.
+        lost = {_size(a) for j, a in enumerate(self.other.arrays) if j not in self.met}
         rows: list[Compared] = []
         todo = 0  # of the other run
         for i, array in enumerate(self.one.arrays):
@@ -670,7 +675,8 @@ class _Pairs:
                 todo = max(todo, j + 1)
             j = self.twins.get(i, j)
             if j is None:
-                healthy = i in healed or array.kind == INPUT
+                state = self.across and array.kind == UPDATE and _size(array) not in lost
+                healthy = i in healed or array.kind == INPUT or state
                 rows.append(Compared(array, None, PASSED if healthy else ALONE))
             else:
                 rows.append(self._pair(i, j))
@@ -726,16 +732,18 @@ class _Pairs:
 
 
 def _healed(side: _Side, stays: set[int] | Any, met: set[int]) -> set[int]:
-    """The arrays that are passed over: what reads them has a counterpart with the same values."""
+    """The arrays that are passed over: what reads them has a counterpart with the same values.
+
+    The backward pass counts for what it alone reads.
+    """
     good = set(met)
     for i in range(len(side.arrays) - 1, -1, -1):
-        if i in good:
-            for source in side.arrays[i].reads:
-                if (
-                    source not in stays
-                    and _size(side.arrays[source])[0] == _size(side.arrays[i])[0]
-                ):
-                    good.add(source)
+        if i in stays or i in good:
+            continue
+        readers = side.readers[i]
+        near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
+        if not good.isdisjoint(near or readers):
+            good.add(i)
     return good
 
 

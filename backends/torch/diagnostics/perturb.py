@@ -350,7 +350,7 @@ def movement_norm(
         name = func.overloadpacket.__name__
         factors = reads[1:3] if name in ("addmm", "addmv", "baddbmm") else reads[:2]
         means = [_norm(x) / max(x.numel(), 1) ** 0.5 for x in factors if x.numel()]
-        added = math.prod(means[1:], start=means[0]) if means else norm
+        added: torch.Tensor = math.prod(means[1:], start=means[0]) if means else norm
         if func.overloadpacket is torch.ops.aten.mean:
             added = added / parts.terms
         return parts.own * norm + parts.summed * torch.hypot(norm, added * size * parts.terms**0.5)

@@ -44,7 +44,7 @@ class _Memory(NamedTuple):
 
 
 class Probes:
-    """What some probes have in place of the tensors of a run."""
+    """The numbers that some probes have in place of the tensors of a run."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -255,7 +255,8 @@ class Probes:
         mixed = bits + (self._moves * 0x9E3779B9 + at * 0x85EBCA6B) % 2**31
         for factor in (-0x7A143595, -0x3D4D51CB):
             mixed.bitwise_xor_(mixed >> 16).mul_(factor)
-        return mixed.bitwise_xor_(mixed >> 16).bitwise_or_(0x01010101)  # odd: no mean
+        low = (mixed >> 16).bitwise_and_(0xFFFF)  # without the sign, else no hash were negative
+        return mixed.bitwise_xor_(low).bitwise_or_(1)  # odd: the last byte has no mean, either
 
 
 def _talks(ran: Ran) -> bool:

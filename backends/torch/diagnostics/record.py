@@ -522,10 +522,8 @@ class _Step(Subscriber):
             spread = summary.spread(sums, changes.reshape(-1, summary.CHANGES), count)
         elif self._probes is not None:
             spread = (0.0,) * len(values)
-        rule, inputs, run = "", (), ""
-        if array.op_call is not None:
-            call = call_of(array.op_call)
-            rule, inputs, run = call.rule, call.inputs, call.run
+        call = None if array.op_call is None else call_of(array.op_call)
+        rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)
         return RecordedArray(
             array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
             array.dtype, array.shape, zeros, bad,

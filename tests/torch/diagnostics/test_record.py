@@ -21,6 +21,7 @@ from polymp.diagnostics.run_record import (
     ELEMENTS,
     GRADIENT,
     INPUT,
+    MEAN,
     PROJECTIONS,
     RESULT,
     RMS,
@@ -322,8 +323,9 @@ def test_spreads_are_those_of_runs_with_other_rounding(low: torch.dtype | None) 
     assert not any(found[[a.kind == INPUT for a in base]])
     moved = [a.kind != INPUT for a in base]
     ratio = found[moved] / want[moved]
-    assert 0.4 < ratio.min() < ratio.max() < 2.5
     assert 0.8 < np.median(ratio) < 1.25
+    ratio = ratio[[a.count > 1 for a in base if a.kind != INPUT]]  # 8 probes of one number are few
+    assert 0.5 < ratio.min() < ratio.max() < 2
 
 
 def test_float32_differs_from_float64_by_its_spread() -> None:
@@ -356,6 +358,19 @@ def test_own_rounding_is_about_the_same_without_probes() -> None:
         for a, b in zip(*pairs, strict=True):
             assert b.own == pytest.approx(a.own, rel=0.7), a
             assert not b.spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_movements_are_even(dtype: torch.dtype) -> None:
+    """Of 12 probes: of 20,000 independent changes, the mean is 140 times smaller than they are."""
+    x = torch.linspace(0, 10, 20_000, dtype=torch.float64).to(dtype)
+    recorder = record(None, probes=12)
+    with recorder:
+        torch.sin(x)
+    made = recorder.record.steps[0].arrays[-1]
+    size = made.own * made.values[RMS] / np.sqrt(3)
+    assert made.spread[MEAN] < 2.5 * size / np.sqrt(20_000)
+    assert 0.5 * size < np.sqrt(np.square(made.spread[PROJECTIONS]).mean()) < 2 * size
 
 
 @pytest.mark.parametrize("op", ["relu", "max", "cat", "index"])

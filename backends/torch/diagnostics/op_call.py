@@ -37,6 +37,7 @@ class CallSite(NamedTuple):
     source: str
     recomputed: bool  # True inside the recomputation of a checkpoint
     updating: bool = False  # True inside an optimizer's step or a loss scaler
+    compiled: bool = False  # True inside code that torch.compile has generated
 
 
 @dataclass(eq=False, slots=True)
@@ -308,7 +309,7 @@ class CallSites:
         """Return the call site of a frame, from it and the frames that called it."""
         path: str | None = None
         module: nn.Module | None = None
-        source, recomputed, updating, start = "", False, False, frame
+        source, recomputed, updating, compiled, start = "", False, False, False, frame
         while frame is not None:
             code = frame.f_code
             if code is optimizers.MODULE_CALL:
@@ -320,6 +321,8 @@ class CallSites:
                     source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
                 elif kind == "checkpoint":
                     recomputed |= code.co_name in _RECOMPUTES
+                elif kind == "compiled":
+                    source, compiled = "", True  # of the generated file
                 elif kind == "update":
                     updating |= not source  # with a source, it calls a closure of the user's
                 elif kind == "engine":
@@ -328,7 +331,7 @@ class CallSites:
         if path is None and module is not None and not self._settled:
             self._learn(module)  # the outermost one that runs
             return self.here(start)
-        return CallSite(path or "", source, recomputed, updating)
+        return CallSite(path or "", source, recomputed, updating, compiled)
 
 
 def exchange(frame: FrameType | None) -> str:
@@ -366,7 +369,7 @@ def _name(filename: str) -> str:
 
 @cache
 def _kind(filename: str) -> str:
-    """Return the kind of a file: "user", "engine", "checkpoint", "update", "fsdp", "library"."""
+    """Return the kind of a file: "user", "engine", "checkpoint", "update", ..., "library"."""
     if filename.startswith(_TORCH):
         end = filename.removeprefix(_TORCH)
         if end.startswith(_OPTIM):
@@ -383,6 +386,7 @@ _TORCH_S = {
     str(Path("autograd", "graph.py")): "engine",
     str(Path("utils", "checkpoint.py")): "checkpoint",
     str(Path("amp", "grad_scaler.py")): "update",
+    str(Path("_inductor", "output_code.py")): "compiled",
 }
 
 _OPTIM = "optim" + os.sep

@@ -87,6 +87,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         counts: bool = True,
         floats: Callable[..., list[torch.Tensor]] = float_tensors,
         title: str = "explain",
+        compiled: bool = False,  # True to let compiled code run as it is; else it runs uncompiled
     ) -> None:
         super().__init__()
         ExitStack.__init__(self)
@@ -103,7 +104,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._first_node = 0
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
-        self._mode = _Mode(self)
+        self._mode = (_BesideCompiled if compiled else _Mode)(self)
         self._paused, self._pauses = False, 0
         self.progress: progress.Line = progress.Line()
         self._subscribers = subscribers
@@ -369,3 +370,12 @@ class _Mode(modes.OpMode):
                 stream.calls.pop()
         stream.tell(stream.after, ran, result, made)
         return result
+
+
+class _BesideCompiled(_Mode):
+    """Lets torch run compiled code: it does not under modes that may want to see its ops."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True; asked by torch since 2.9."""
+        return True

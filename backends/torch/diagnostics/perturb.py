@@ -340,32 +340,18 @@ def movement_norm(
     result: object,
     t: torch.Tensor,
 ) -> torch.Tensor:
-    """Return about the norm of `result_movement`, from norms alone.
-
-    The operands of a product are taken to be independent of each other.
-    """
+    """Return about the norm of `result_movement`, for terms of a sum that are as they happen."""
     parts = _parts(func, args, kwargs, reads, result, t)
-    size, norm = t.numel() ** 0.5, _norm(t)
-    if parts.adds:
-        name = func.overloadpacket.__name__
-        factors = reads[1:3] if name in ("addmm", "addmv", "baddbmm") else reads[:2]
-        means = [_norm(x) / max(x.numel(), 1) ** 0.5 for x in factors if x.numel()]
-        added: torch.Tensor = math.prod(means[1:], start=means[0]) if means else norm
-        if func.overloadpacket is torch.ops.aten.mean:
-            added = added / parts.terms
-        return parts.own * norm + parts.summed * torch.hypot(norm, added * size * parts.terms**0.5)
+    norm: torch.Tensor = torch.linalg.vector_norm(t, dtype=wide(t))
     if parts.mixes and parts.terms > 1 and t.numel():
-        norm = torch.linalg.vector_norm(t, math.inf, dtype=wide(t)) * size
-    return (parts.own + parts.summed) * norm
+        norm = torch.linalg.vector_norm(t, math.inf, dtype=wide(t)) * t.numel() ** 0.5
+    # The square of a sum of independent terms is, in the mean, the sum of their squares.
+    return (parts.own + parts.summed * (2**0.5 if parts.adds else 1)) * norm
 
 
 def wide(t: torch.Tensor) -> torch.dtype:
     """Return a dtype in which a tensor's rounding can be told: its own, or float32."""
     return torch.float64 if t.dtype is torch.float64 else torch.float32
-
-
-def _norm(t: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(t, dtype=wide(t))
 
 
 def _added(

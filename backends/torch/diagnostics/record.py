@@ -165,7 +165,7 @@ class Recorder:
         number, self._number = self._number, self._number + 1
         if number % self._every == 0 and self._left != 0:
             step = _Step(number, self._model, self._probes, self._modules)
-            stream = OpStream(self._model, step, title="record")
+            stream = OpStream(self._model, step, title="record", compiled=True)
             try:
                 stream.__enter__()
             except BaseException:
@@ -282,7 +282,7 @@ class _Step(Subscriber):
             for at, t in enumerate(places):
                 if at != copied_to and not (id(t) in into and id(t) in out):
                     self._reads |= dict.fromkeys(self._made_of(t, ran.op_call, at))
-            if self._probes is not None:
+            if self._probes is not None and not ran.op_call.place.compiled:
                 self._probes.before(ran)
 
     def _made_of(self, t: torch.Tensor, op_call: OpCall, at: int) -> _Makers:
@@ -304,7 +304,7 @@ class _Step(Subscriber):
     def _records(self, op_call: OpCall) -> bool:
         """Return whether a call is to be in the record, if it computes floats."""
         place = op_call.place
-        if place.updating or op_call.sends:
+        if place.updating or place.compiled or op_call.sends:
             return False
         if place.module not in self._selected:
             found = selected([place.module], self._modules)
@@ -320,6 +320,10 @@ class _Step(Subscriber):
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         op_call, into = ran.op_call, written(ran)
+        if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
+            self._left_out["compiled"] += 1
+            self._forget((*tensors(result), *into))
+            return
         norm = None if self._probes is None else self._probes.after(ran, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
@@ -373,6 +377,12 @@ class _Step(Subscriber):
         self._made(result, self._made_of(source, op_call, 0))
         if self._probes is not None:
             self._probes.cast(source, result)
+
+    def _forget(self, found: Iterable[torch.Tensor]) -> None:
+        for t in found:
+            self._makers.pop(modes.storage_key(t), None)
+            if self._probes is not None:
+                self._probes.forget([t])
 
     def unwatched(self, result: object) -> None:
         found = tensors(result)
@@ -520,7 +530,7 @@ class _Step(Subscriber):
         spread: tuple[float, ...] = ()
         if changes is not None:
             spread = summary.spread(sums, changes.reshape(-1, summary.CHANGES), count)
-        elif self._probes is not None:
+        elif self._probes is not None and not self._left_out["compiled"]:  # else not known
             spread = (0.0,) * len(values)
         call = None if array.op_call is None else call_of(array.op_call)
         rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)

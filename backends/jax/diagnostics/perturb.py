@@ -159,9 +159,7 @@ class Evaluation(Generic[T]):
         """The value of a number in a program."""
         raise NotImplementedError
 
-    def leaf(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[T]
-    ) -> Sequence[T]:
+    def leaf(self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[T]) -> Sequence[T]:
         """The results of an equation that is a loop, or evaluated as a whole."""
         raise NotImplementedError
 
@@ -249,8 +247,13 @@ class _Moving(Evaluation[jax.Array]):
         return outs
 
 
-def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Array | None:
-    """How far the rounding of an equation moves each number of a result; None if it does not."""
+def amount(
+    eqn: Equation, values: Sequence[jax.Array], x: jax.Array, *, exact: bool = True
+) -> jax.Array | None:
+    """How far the rounding of an equation moves each number of a result; None if it does not.
+
+    Not `exact`, the terms of its sums count as if all were of one size.
+    """
     name = eqn.primitive.name
     if not is_float(x) or x.size == 0 or name in _CHOOSES or x.dtype.itemsize == 1:
         return None  # to 8 bits both frameworks round alike; the operands have been moved
@@ -278,7 +281,10 @@ def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Arra
     magnitude = _magnitude(x)
     by = own * magnitude
     if summed:
-        added = _added(eqn, values) if of in _SUMS else 0.0
+        added: Any = 0.0
+        if of in _SUMS:
+            exact |= eqn.params.get("how") is not None  # in 8 bits there are more operands
+            added = _added(eqn, values) if exact else terms * prod(map(_mean_square, values))
         by += summed * jnp.sqrt(magnitude**2 + added)
     return by
 
@@ -308,6 +314,10 @@ def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
     squares = [(x**2).astype(v.dtype) for x, v in zip(shares, values, strict=True)]
     made = _magnitude(compat.put(of, squares, params)[0])
     return made * prod(most**2 for most in largest)
+
+
+def _mean_square(x: jax.Array) -> jax.Array:
+    return jnp.mean(_magnitude(x) ** 2)
 
 
 def _magnitude(x: jax.Array) -> jax.Array:

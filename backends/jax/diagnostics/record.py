@@ -522,7 +522,8 @@ def _evaluated(
     own = [x for x, _ in pairs]
     outs = list(compat.put(eqn.primitive, own, eqn.params))
     wanted = rows if seeds is None else range(len(outs))
-    by = {n: far for n in wanted if (far := amount(eqn, own, outs[n])) is not None}
+    moves = ((n, amount(eqn, own, outs[n], exact=seeds is not None)) for n in wanted)
+    by = {n: far for n, far in moves if far is not None}
     sizes = {n: _size(by[n]) for n in rows if n in by}
     if seeds is None:
         return [(x, None) for x in outs], sizes
@@ -544,9 +545,7 @@ def _evaluated(
 @jax.jit
 def _sliced(pairs: list[_Pair], turn: Any) -> list[_Pair]:
     """What a turn of a scan reads of arrays."""
-    return [
-        (x[turn], None if moved is None else jnp.take(moved, turn, 1)) for x, moved in pairs
-    ]
+    return [(x[turn], None if moved is None else jnp.take(moved, turn, 1)) for x, moved in pairs]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -595,29 +594,74 @@ def _wide(x: Any) -> jax.Array:
 
 @jax.jit
 def _summary(x: jax.Array, moved: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """The numbers of an array, and how far they are from those in the probes."""
-    return _summed(x), None if moved is None else jax.vmap(_change, (None, 0))(x, moved)
+    """The numbers of an array, float64 [VALUES + 2], and their changes in the probes."""
+    if not x.size:
+        return jnp.zeros(VALUES + 2), None
+    with jax.enable_x64(True):  # whatever JAX's own setting is
+        numbers = _masked_if_needed(_summed, [x.reshape(-1)])
+    if moved is None or not is_float(x):
+        return numbers, None
+    rows = moved.reshape(len(moved), -1)
+    return numbers, _masked_if_needed(_changes, [_wide(x).reshape(-1), _wide(rows)])
 
 
-def _summed(x: jax.Array) -> jax.Array:
-    """The values of an array, how many are zero, and how many not finite; float64 [VALUES + 2].
+def _masked_if_needed(fn: Callable[..., jax.Array], arrays: list[jax.Array]) -> jax.Array:
+    """The result of a function of arrays and masks, of which it gets none if all is finite.
 
-    They are sums in float64, whatever JAX's own setting is.
+    On CPUs a sum of what is masked takes six times as long.
     """
-    with jax.enable_x64(True):
-        if not x.size:
-            return jnp.zeros(VALUES + 2, np.float64)
-        wide = x.reshape(-1).astype(np.float64)
-        finite = jnp.isfinite(wide)
-        counts = jnp.stack([jnp.sum(kind.astype(np.float64)) for kind in (_is_zero(x), ~finite)])
-        wide = jnp.where(finite, wide, 0.0)
-        top = jnp.max(jnp.abs(wide))
-        scale = jnp.where(top > 0, top, 1.0) if x.dtype == np.float64 else jnp.float64(1)
-        wide = wide / scale  # squares of numbers in other dtypes are in its range
-        size, rms = jnp.abs(wide), jnp.sqrt(jnp.mean(wide * wide))
-        ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(size)])
-        values = jnp.concatenate([ends, _projected(wide), _few(wide)]) * scale
-        return jnp.concatenate([values, counts])
+    if not all(map(is_float, arrays)):
+        return fn(*arrays, None)
+    finite = [jnp.isfinite(jnp.sum(jnp.abs(x) * np.asarray(2.0**-64, x.dtype))) for x in arrays]
+    every = functools.partial(functools.reduce, jnp.logical_and)
+    return lax.cond(
+        every(finite),
+        lambda *arrays: fn(*arrays, None),
+        lambda *arrays: fn(*arrays, every(map(jnp.isfinite, arrays))),
+        *arrays,
+    )
+
+
+def _summed(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The values of a row of numbers, how many are zero, and how many not finite; in float64."""
+    wide, zeros, bad = x.astype(np.float64), jnp.sum(_is_zero(x)), 0
+    if mask is not None:
+        wide, bad = jnp.where(mask, wide, 0.0), jnp.sum(~mask)
+    top = jnp.max(jnp.abs(wide))
+    scale = jnp.where(top > 0, top, 1.0) if x.dtype == np.float64 else 1.0
+    wide = wide / scale  # squares of numbers in other dtypes are in its range
+    rms = jnp.sqrt(jnp.mean(wide * wide))
+    ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(jnp.abs(wide))])
+    values = jnp.concatenate([ends, _projected(wide), _few(wide)]) * scale
+    return jnp.concatenate([values, jnp.stack([zeros, bad]).astype(np.float64)])
+
+
+def _changes(x: jax.Array, moved: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """How far the values of a row are from those of rows of moved ones; float32 [probes, VALUES].
+
+    Differences of the numbers themselves are summed up: differences of sums lose digits.
+    """
+    if mask is not None:
+        mask = jnp.all(mask, 0)
+        x, moved = jnp.where(mask, x, 0), jnp.where(mask, moved, 0)
+    top = jnp.max(jnp.abs(x))
+    by = 1 / jnp.where(top > 0, top, 1)  # squares of large numbers are beyond the range
+    one = x * by
+
+    def change(other: jax.Array) -> jax.Array:
+        off = (other - x) * by
+        square, more = jnp.mean(one**2), jnp.mean(off * (one + other * by))
+        rms = jnp.sqrt(square) + jnp.sqrt(jnp.maximum(square + more, 0))
+        ends = [
+            (jnp.max(jnp.abs(other)) - top) * by,
+            more / jnp.where(rms > 0, rms, 1),
+            jnp.mean(off),
+            jnp.mean((jnp.abs(other) - jnp.abs(x)) * by),
+        ]
+        numbers = jnp.concatenate([jnp.stack(ends), _projected(off), _few(off)])
+        return (numbers / by).astype(np.float32)
+
+    return jax.vmap(change)(moved)
 
 
 def _size(x: jax.Array) -> jax.Array:
@@ -648,31 +692,6 @@ def _projected(x: jax.Array) -> jax.Array:
 def _few(x: jax.Array) -> jax.Array:
     """The elements of a row of numbers that are kept."""
     return x[np.array(run_record.places(x.size))]
-
-
-def _change(x: jax.Array, moved: jax.Array) -> jax.Array:
-    """How far the values of an array are from those of a moved one; float32 [VALUES]."""
-    if not x.size or not is_float(x):
-        return jnp.zeros(VALUES, np.float32)
-    one, other = _wide(x).reshape(-1), _wide(moved).reshape(-1)
-    finite = jnp.isfinite(one) & jnp.isfinite(other)
-    one, other = jnp.where(finite, one, 0), jnp.where(finite, other, 0)
-    top, new = jnp.max(jnp.abs(one)), jnp.max(jnp.abs(other))
-    scale = jnp.maximum(jnp.maximum(top, new), np.finfo(one.dtype).tiny)
-    off = (other - one) / scale  # of the numbers themselves: differences of sums lose digits
-    one, other = one / scale, other / scale
-    square = jnp.mean(one * one)
-    more = jnp.mean(off * (one + other))
-    rms = jnp.sqrt(square) + jnp.sqrt(jnp.maximum(square + more, 0))
-    ends = [
-        (new - top) / scale,
-        more / jnp.where(rms > 0, rms, 1),
-        jnp.mean(off),
-        jnp.mean(jnp.abs(other) - jnp.abs(one)),
-    ]
-    numbers = jnp.concatenate([jnp.stack(ends), _projected(off), _few(off)])
-    return (numbers * scale).astype(np.float32)
-
 
 
 # Which results are arguments, changed, or gradients of them.

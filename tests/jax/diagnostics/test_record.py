@@ -123,10 +123,11 @@ def test_a_change_of_an_array_is_summed_up_as_it_is() -> None:
 
 
 def test_a_scan_has_the_rows_of_the_same_model_unrolled() -> None:
-    one, other = (rows(jax.value_and_grad(fn), *parameters(), probes=16) for fn in (scanned, unrolled))
+    graded = (jax.value_and_grad(fn, (0, 1)) for fn in (scanned, unrolled))
+    one, other = (rows(fn, *parameters(), probes=16) for fn in graded)
     # Unrolled, jax.grad pads the gradients of slices, and adds them up.
-    other = [r for r in other if len(r.shape) < 3 and r.name != "pad" or r.kind != "result"]
-    other = [r for r in other if r.shape != (LAYERS, WIDTH) or r.kind != "result"]
+    summed = [(LAYERS, WIDTH), (LAYERS, WIDTH, WIDTH)]
+    other = [r for r in other if r.kind != "result" or r.shape not in summed]
     assert len(one) == len(other) > 40
     for a, b in zip(one, other, strict=True):
         assert a[:3] == b[:3] and a[4:10] == b[4:10]
@@ -304,15 +305,24 @@ def test_modules_are_changed_in_place_once() -> None:
     assert {"model.linear.kernel", "model.norm.mean"} <= set(kinds(found, "update"))
 
 
-def test_a_scaler_may_be_among_the_arguments() -> None:
-    def step(scaler: Any, params: Any, x: Any) -> Any:
-        _, gradients = jax.value_and_grad(lambda p: scaler.scale(scanned(p, x)))(params)
-        new = lambda p, g: jax.tree.map(lambda p, g: p - 0.1 * g, p, g)  # noqa: E731
-        gradients, finite = scaler.unscale(gradients), jnp.bool_(True)
-        return scaler.update(finite), new(params, gradients)
+def test_an_optimizer_in_a_branch_of_a_scaler() -> None:
+    optimizer = optax.adam(1e-2)
 
-    found = rows(step, GradScaler(), *parameters())
-    assert kinds(found, "update")
+    def step(scaler: Any, params: Any, state: Any, x: Any) -> Any:
+        def update(gradients: Any, params: Any, state: Any) -> Any:
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        gradients = jax.grad(lambda p: scaler.scale(scanned(p, x)))(params)
+        return scaler.step(gradients, update, params, state)
+
+    params, x = parameters()
+    given = GradScaler(), params, optimizer.init(params), x
+    found = rows(step, *given, probes=2)
+    updates = kinds(found, "update")
+    assert {"params['w']", "params['b']", "state[0].mu['w']"} <= set(updates)
+    # The new weight is rounded, by a share of itself.
+    assert moved(updates["params['w']"]) > 1e-8 * kinds(found, "input")["params['w']"].values[1]
 
 
 def test_every_and_steps(tmp_path: Path) -> None:

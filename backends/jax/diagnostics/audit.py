@@ -28,7 +28,7 @@ from polymp.backends.jax.diagnostics.instrument import (
 )
 from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
 from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
-from polymp.backends.jax.diagnostics.traced_call import called
+from polymp.backends.jax.diagnostics.traced_call import CallTypes, called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
@@ -58,8 +58,7 @@ class Audited:
         self.fn = fn
         self._rounding = rounding
         self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
-        # Arguments that cannot be hashed, so that their ids stay theirs.
-        self._kept: dict[int, object] = {}
+        self._types = CallTypes()
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
 
@@ -76,14 +75,12 @@ class Audited:
         Raises:
             TypeError: an argument is traced: an audit is of values.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        key = self._types.key(args, kwargs)
+        if key is None:
             raise TypeError(
                 f"audit({self.fn!r}) was called by code that is traced, where there are no values "
                 "to measure. Audit the outermost function: polymp.jax.audit(jax.jit(step))."
             )
-        types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
-        key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         if key not in self._programs:
             program = measured(self.fn, args, kwargs, rounding=self._rounding)
@@ -113,15 +110,6 @@ class Audited:
             now = sampled([left[w.before if modules else w.after] for w in weights])
             run.written.extend(zip(weights, before, now, strict=True))
         return result
-
-    def _kind(self, leaf: object) -> Hashable:
-        """A key for an argument that is no array: 1, 1.0, True, 0.0, -0.0 have different ones."""
-        try:
-            hash(leaf)
-        except TypeError:
-            self._kept[id(leaf)] = leaf
-            return type(leaf), id(leaf)
-        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
     @property
     def audit(self) -> Audit:

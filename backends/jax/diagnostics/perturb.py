@@ -183,7 +183,7 @@ class Evaluation(Generic[T]):
 
 
 def is_followed(eqn: Equation) -> bool:
-    """True for an equation that is its program: no loop, no branches, not on one of many devices."""
+    """True for an equation that is a program: no loop, no branches, no part for one device."""
     return bool(inside(eqn)) and eqn.primitive.name not in ("scan", "while", "cond", "shard_map")
 
 
@@ -289,7 +289,7 @@ def amount(
     return by
 
 
-def shifted(x: jax.Array, by: jax.Array, seed: jax.Array, move: jax.Array) -> jax.Array:
+def shifted(x: jax.Array, by: jax.Array, seed: Any, move: Any) -> jax.Array:
     """Move numbers by a share, which is a hash of the number, the move and the seed.
 
     Equal numbers go the same way, as they round the same way; opposite ones go opposite ways.

@@ -9,6 +9,7 @@ and for the probes the same with every result moved by its rounding, all probes 
 has of an array.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -31,9 +32,8 @@ from polymp.backends.jax.compat.programs import Equation
 from polymp.backends.jax.diagnostics.call_site import Key, Scope, source
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall, Origin
 from polymp.backends.jax.diagnostics.perturb import Evaluation, amount, shifted
-from polymp.backends.jax.diagnostics.traced_call import called, traced
+from polymp.backends.jax.diagnostics.traced_call import CallTypes, called, traced
 from polymp.backends.jax.jaxprs import inside, interpreted
-from polymp.backends.jax.modules import nnx
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.run_record import (
@@ -96,7 +96,7 @@ class Recorded:
         self._steps: list[RecordedStep] = []
         self._number = self._written = 0
         self._programs: dict[Hashable, _Program] = {}
-        self._kept: dict[int, object] = {}  # arguments without a hash, so that ids stay theirs
+        self._types = CallTypes()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Make a call, and record it if its turn has come.
@@ -111,8 +111,8 @@ class Recorded:
         Raises:
             TypeError: an argument is traced: a record is of values.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        key = self._types.key(args, kwargs)
+        if key is None:
             raise TypeError(
                 f"record({self.fn!r}) was called by code that is traced, where there are no values "
                 "to record. Record the outermost function: "
@@ -121,8 +121,6 @@ class Recorded:
         number, self._number = self._number, self._number + 1
         if number % self._every or (self._most is not None and self._written >= self._most):
             return self.fn(*args, **kwargs)
-        types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
-        key = tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
         if key not in self._programs:
             self._programs[key] = _Program(self.fn, args, kwargs, self._probes, self._modules)
         program = self._programs[key]
@@ -136,15 +134,6 @@ class Recorded:
             self._writer.write(step)
         self._written += 1
         return result
-
-    def _kind(self, leaf: object) -> Hashable:
-        """A key for an argument that is no array: 1, 1.0, True, 0.0, -0.0 have different ones."""
-        try:
-            hash(leaf)
-        except TypeError:
-            self._kept[id(leaf)] = leaf
-            return type(leaf), id(leaf)
-        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
     @property
     def record(self) -> RunRecord:
@@ -271,7 +260,7 @@ class _Program:
     ) -> None:
         self.call = MeasuredCall(traced(fn, args, kwargs), once=False)
         self.paired = _paired(self.call, called(fn, args, kwargs)[1:])
-        self.modules = run_record.selected({c.module for c in self.call.calls}, patterns)
+        self.patterns = patterns
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels: dict[Hashable, Callable[..., Any]] = {}
@@ -283,7 +272,7 @@ class _Program:
     def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
         """Runs with numbers of all arrays; of some probes each."""
         with progress.line("record", unit="op") as line:
-            groups = list(self._seeds) or [None]
+            groups: list[Any] = list(self._seeds) or [None]
             walks = [_Walk(self, seeds, line) for seeds in groups]
             for walk in walks:
                 walk.run(arrays)
@@ -355,12 +344,11 @@ class _Walk(Evaluation[_Value]):
         if name == "cond":
             taken = int(values[0].x)  # in the probes, too: no rounding takes another
             return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
-        reads = _NOWHERE.union(*(_all(value.sources) for value in values))
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
+        call: Call | None
         if name == "while":
-            outs = self._while(place, eqn, values)
             call = self._left_out("in a while loop", place, eqn)
-            own: dict[int, Any] = {}
+            pairs, own = self._while(place, eqn, values), {}
         else:
             if name == "shard_map":
                 call = self._left_out("in a shard_map", place, eqn)
@@ -369,32 +357,29 @@ class _Walk(Evaluation[_Value]):
             if eqn.effects and not eqn.outvars:
                 return []  # what it does is done by the function itself
             self._line.step()
-            wanted = self._is_recorded(call) and bool(rows)
-            kernel = self._kernel(eqn, tuple(rows) if wanted else ())
-            pairs = [(value.x, value.moved) for value in values]
-            outs, own = kernel(pairs, self._seeds, self.move())
-        sources = [reads] * len(outs)
-        if self._is_recorded(call):
+            given = [(value.x, value.moved) for value in values]
+            pairs, own = self._kernel(eqn, rows if call else [])(given, self._seeds, self.move())
+        reads = _NOWHERE.union(*(_all(value.sources) for value in values))
+        sources = [reads] * len(pairs)
+        if call is not None:
             for n in rows:
-                row = RESULT, call.op, outs[n][:2], reads, call, own.get(n)
-                sources[n] = self._add(*row)
+                sources[n] = self._add(RESULT, call.op, pairs[n], reads, call, own.get(n))
             if len(rows) == 1:
-                sources = [sources[rows[0]]] * len(outs)
-        return [_Value(*out[:2], came) for out, came in zip(outs, sources, strict=True)]
+                sources = [sources[rows[0]]] * len(pairs)
+        return [_Value(x, moved, came) for (x, moved), came in zip(pairs, sources, strict=True)]
 
-    def _kernel(self, eqn: Equation, rows: tuple[int, ...]) -> Callable[..., Any]:
-        """A function that evaluates an equation, and sums up some results; one for all alike."""
-        kernel = self._program.kernels.get((id(eqn), rows))
-        if kernel is None:
+    def _kernel(self, eqn: Equation, rows: Sequence[int]) -> Callable[..., Any]:
+        """`_evaluated` for an equation; one for all alike."""
+        kernels, own = self._program.kernels, (id(eqn), *rows)
+        if own not in kernels:
             params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-            kind = eqn.primitive, params, tuple(v.aval for v in eqn.invars), rows
+            kind: Hashable = eqn.primitive, params, *(v.aval for v in eqn.invars), *rows
+            kernel = jax.jit(functools.partial(_evaluated, eqn, tuple(rows)))
             try:
-                kernel = self._program.kernels.get(kind)
+                kernels[own] = kernels.setdefault(kind, kernel)
             except TypeError:  # a parameter has no hash
-                kind = id(eqn), rows
-            kernel = kernel or jax.jit(functools.partial(_evaluated, eqn, rows))
-            self._program.kernels[kind] = self._program.kernels[id(eqn), rows] = kernel
-        return kernel
+                kernels[own] = kernel
+        return kernels[own]
 
     # Control
 
@@ -408,8 +393,8 @@ class _Walk(Evaluation[_Value]):
         for turn in reversed(turns) if eqn.params["reverse"] else turns:
             slices = _sliced([(value.x, value.moved) for value in over], np.int32(turn))
             row = [
-                _Value(*pair, v.sources[turn] if isinstance(v.sources, list) else v.sources)
-                for pair, v in zip(slices, over, strict=True)
+                _Value(x, moved, v.sources[turn] if isinstance(v.sources, list) else v.sources)
+                for (x, moved), v in zip(slices, over, strict=True)
             ]
             outs = self.program(body.closed, [*fixed, *state, *row], (*place, 0))
             state = outs[: body.carries]
@@ -421,14 +406,12 @@ class _Walk(Evaluation[_Value]):
         probes = 0 if self._seeds is None else len(self._seeds)
         made = _stacked([[(v.x, v.moved) for v in stack] for stack in stacks], probes)
         whole = [
-            _Value(*pair, [v.sources for v in stack])
-            for pair, stack in zip(made, stacks, strict=True)
+            _Value(x, moved, [v.sources for v in stack])
+            for (x, moved), stack in zip(made, stacks, strict=True)
         ]
         return [*state, *whole]
 
-    def _while(
-        self, place: tuple[int, ...], eqn: Equation, values: list[_Value]
-    ) -> Sequence[_Value]:
+    def _while(self, place: tuple[int, ...], eqn: Equation, values: list[_Value]) -> list[_Pair]:
         """A loop whose rounds have no rows; in the probes it has as many rounds."""
         body, condition = inside(eqn)
         fixed, state, _ = body.split(values)
@@ -437,7 +420,7 @@ class _Walk(Evaluation[_Value]):
         while bool(self.program(condition.closed, [*tested, *state], (*place, 1))[0].x):
             state = self.program(body.closed, [*fixed, *state], (*place, 0))
         self._loops -= 1
-        return state
+        return [(value.x, value.moved) for value in state]
 
     # Rows
 
@@ -447,9 +430,9 @@ class _Walk(Evaluation[_Value]):
         group = None if at is None else self._call.events[at].group
         return None if group is None or at in self._call.late else self._call.calls[group]
 
-    def _is_recorded(self, call: Call | None) -> bool:
-        chosen = call is not None and call.module in self._program.modules
-        return chosen and not self._loops
+    def _is_recorded(self, call: Call) -> bool:
+        patterns = self._program.patterns
+        return not self._loops and bool(run_record.selected([call.module], patterns))
 
     def _left_out(self, reason: str, place: tuple[int, ...], eqn: Equation) -> Call:
         """Count the calls inside an equation; it stands for them, as one."""
@@ -469,16 +452,15 @@ class _Walk(Evaluation[_Value]):
     def _result(self, at: int, out: _Value) -> None:
         """Add the row of a result of the program."""
         name = self._call.traced.results[at]
-        kind, place = self._program.paired.get(at, (RESULT, None))
-        reads, (x, moved, _) = _all(out.sources), out
-        if place is None:
-            name = name if name == "result" else f"result{name}"
-        else:
+        kind, name = RESULT, name if name == "result" else f"result{name}"
+        pair, reads = (out.x, out.moved), _all(out.sources)
+        if at in self._program.paired:
+            kind, place = self._program.paired[at]
             name = self._program.names[place]
-        if kind == UPDATE:
-            reads |= frozenset([~place])
-            x, moved = _updates(x, moved, self._outside[place])
-        self._add(kind, name, (x, moved), reads)
+            if kind == UPDATE:
+                reads |= frozenset([~place])
+                pair = _updates(*pair, self._outside[place])
+        self._add(kind, name, pair, reads)
 
     def _add(
         self,
@@ -489,11 +471,12 @@ class _Walk(Evaluation[_Value]):
         call: Call | None = None,
         own: Any = None,
     ) -> frozenset[int]:
-        """Add a row after those of the inputs that it is the first to read."""
-        for at in sorted(reads, reverse=True):
-            if at < 0 and ~at not in self._inputs:
-                self._inputs[~at] = len(self.summaries)
-                self._add(INPUT, self._program.names[~at], (_numbers(self._outside[~at]), None))
+        """Add a row, after those of the inputs that it is the first to read; where it came from."""
+        if call is not None and not self._is_recorded(call):
+            return reads
+        for at in sorted(~at for at in reads if at < 0 and ~at not in self._inputs):
+            self._inputs[at] = len(self.summaries)
+            self._add(INPUT, self._program.names[at], (_numbers(self._outside[at]), None))
         places = sorted({at if at >= 0 else self._inputs[~at] for at in reads})
         where: Any = ("", "", FORWARD, "", (), "")
         if call is not None:
@@ -502,7 +485,8 @@ class _Walk(Evaluation[_Value]):
         row = RecordedArray(
             kind, name, *where, x.dtype.name, tuple(x.shape), 0, 0, 0.0, tuple(places), ()
         )
-        self.summaries.append(_Summary(row, *_summary(*pair), 0.0 if own is None else own))
+        numbers, changes = _summary(*pair)
+        self.summaries.append(_Summary(row, numbers, changes, 0.0 if own is None else own))
         return frozenset([len(self.summaries) - 1])
 
 
@@ -532,7 +516,7 @@ def _evaluated(
         made: list[Any] = [None] * len(outs)
         if any(other is not None for other in others) and not eqn.effects:
             given = [x if other is None else other for x, other in zip(own, others, strict=True)]
-            made = list(compat.put(eqn.primitive, given, eqn.params))
+            made = list(_put(eqn, given))
         for n, far in by.items():
             x = outs[n] if made[n] is None else made[n]
             made[n] = shifted(x, far, seed, move + np.uint32(n))
@@ -540,6 +524,20 @@ def _evaluated(
 
     others = jax.vmap(probe)(seeds, [moved for _, moved in pairs])
     return list(zip(outs, others, strict=True)), sizes
+
+
+def _put(eqn: Equation, given: list[Any]) -> Sequence[Any]:
+    """The results of an equation in a probe; one probe after the other if it has no batches."""
+    plain = lambda *given: tuple(compat.put(eqn.primitive, given, eqn.params))  # noqa: E731
+    if eqn.primitive.name not in _ONE_BY_ONE:
+        with contextlib.suppress(NotImplementedError):
+            return plain(*given)
+    results: Sequence[Any] = jax.custom_batching.sequential_vmap(plain)(*given)
+    return results
+
+
+# Of whose batches XLA makes groups of channels, which are slow on CPUs.
+_ONE_BY_ONE = frozenset({"conv_general_dilated"})
 
 
 @jax.jit
@@ -614,19 +612,20 @@ def _masked_if_needed(fn: Callable[..., jax.Array], arrays: list[jax.Array]) -> 
         return fn(*arrays, None)
     finite = [jnp.isfinite(jnp.sum(jnp.abs(x) * np.asarray(2.0**-64, x.dtype))) for x in arrays]
     every = functools.partial(functools.reduce, jnp.logical_and)
-    return lax.cond(
+    result: jax.Array = lax.cond(
         every(finite),
         lambda *arrays: fn(*arrays, None),
         lambda *arrays: fn(*arrays, every(map(jnp.isfinite, arrays))),
         *arrays,
     )
+    return result
 
 
 def _summed(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The values of a row of numbers, how many are zero, and how many not finite; in float64."""
-    wide, zeros, bad = x.astype(np.float64), jnp.sum(_is_zero(x)), 0
-    if mask is not None:
-        wide, bad = jnp.where(mask, wide, 0.0), jnp.sum(~mask)
+    wide, zeros = x.astype(np.float64), jnp.sum(_is_zero(x))
+    bad = jnp.zeros_like(zeros) if mask is None else jnp.sum(~mask)
+    wide = wide if mask is None else jnp.where(mask, wide, 0.0)
     top = jnp.max(jnp.abs(wide))
     scale = jnp.where(top > 0, top, 1.0) if x.dtype == np.float64 else 1.0
     wide = wide / scale  # squares of numbers in other dtypes are in its range
@@ -661,7 +660,7 @@ def _changes(x: jax.Array, moved: jax.Array, mask: jax.Array | None) -> jax.Arra
         numbers = jnp.concatenate([jnp.stack(ends), _projected(off), _few(off)])
         return (numbers / by).astype(np.float32)
 
-    return jax.vmap(change)(moved)
+    return lax.map(change, moved)  # one after the other: less memory is touched
 
 
 def _size(x: jax.Array) -> jax.Array:
@@ -719,46 +718,41 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
     variables = compat.opened(call.closed)[0].outvars
     results = [n for n, v in enumerate(variables) if is_float(v.aval)]
     found: dict[int, _Paired] = {}
-    at = 0
-    while at < len(results):
-        alike = []
-        for part in parts.values():
-            some = results[at : at + len(part)]
-            places = [place for _, place in part]
-            if _have_names([call.traced.results[n] for n in some], [path for path, _ in part]) and [
-                str(variables[n].aval) for n in some
-            ] == [str(call.inputs[place].aval) for place in places]:
-                alike.append((some, places))
-        most = max((len(some) for some, _ in alike), default=1)
-        alike = [(some, places) for some, places in alike if len(some) == most]
+    for at in results:
+        if at in found:
+            continue
+        alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
+        most = max(map(len, alike), default=0)
+        alike = [pairs for pairs in alike if len(pairs) == most]
         taken = {to.place for to in found.values()}
-        changed = [
-            (some, places)
-            for some, places in alike
-            if places[0] not in taken
-            and any(p in _made_of(call, n)[1] for n, p in zip(some, places, strict=True))
+        new = [
+            pairs
+            for pairs in alike
+            if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
         ]
-        kind, pairs = UPDATE, changed[:1]
-        if not changed and len(alike) == 1:
-            kind, pairs = GRADIENT, [a for a in alike if all(map(_backward(call), a[0]))]
-        for some, places in pairs:
-            found.update((n, _Paired(kind, p)) for n, p in zip(some, places, strict=True))
-        at += most if pairs else 1
+        if new:
+            found.update((n, _Paired(UPDATE, to)) for n, to in new[0])
+        elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
+            found.update((n, _Paired(GRADIENT, to)) for n, to in alike[0])
     return found
 
 
-def _have_names(names: Sequence[str], paths: Sequence[str]) -> bool:
-    """True if names are one beginning, with these paths after it."""
-    names = ["" if name == "result" else name for name in names]
-    if len(names) != len(paths) or not names[0].endswith(paths[0]):
-        return False
-    start = names[0].removesuffix(paths[0])
-    return names == [start + path for path in paths]
+def _alike(
+    call: MeasuredCall, results: Sequence[int], first: int, part: Sequence[tuple[str, int]]
+) -> list[tuple[int, int]]:
+    """The results, from one on, of the structure of an argument, with its inputs; [] if none are.
 
-
-def _backward(call: MeasuredCall) -> Callable[[int], bool]:
-    """A test that a result comes out of the backward pass."""
-    return lambda at: _made_of(call, at)[0]
+    Their names are one beginning with the argument's paths after it.
+    """
+    start = results.index(first)
+    some = results[start : start + len(part)]
+    names = ["" if (name := call.traced.results[n]) == "result" else name for n in some]
+    prefix = names[0].removesuffix(part[0][0])
+    variables = compat.opened(call.closed)[0].outvars
+    pairs = list(zip(some, (place for _, place in part), strict=False))
+    same = (str(variables[n].aval) == str(call.inputs[place].aval) for n, place in pairs)
+    fits = names == [prefix + path for path, _ in part] and all(same)
+    return pairs if fits else []
 
 
 def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:

@@ -7,7 +7,7 @@ and rematerialisation.
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -137,6 +137,31 @@ def traced(
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
+
+
+class CallTypes:
+    """Keys of calls: for calls of one key, one program will do."""
+
+    def __init__(self) -> None:
+        # Arguments that cannot be hashed, so that their ids stay theirs.
+        self._kept: dict[int, object] = {}
+
+    def key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
+        """The key of a call; None if an argument is traced."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return None
+        types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
+        return tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
+
+    def _kind(self, leaf: object) -> Hashable:
+        """A key for an argument that is no array: 1, 1.0, True, 0.0, -0.0 have different ones."""
+        try:
+            hash(leaf)
+        except TypeError:
+            self._kept[id(leaf)] = leaf
+            return type(leaf), id(leaf)
+        return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
 
 def parameters(fn: Callable[..., object]) -> list[str]:

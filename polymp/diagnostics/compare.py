@@ -53,6 +53,7 @@ from polymp.errors import escaped
 from polymp.rules.vocabulary import vocabulary
 
 _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
+_ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _COMMON = 0.5  # of the module paths; with fewer, calls are aligned by op and shape alone
 
 # How a pair of arrays compares.
@@ -167,9 +168,9 @@ class Comparison:
     @cached_property
     def parted(self) -> Compared | None:
         """The first call that only one run has, or that runs in another dtype."""
-        if self._across:  # frameworks split ops in their own ways, and name dtypes alike
-            return None
         calls = (row for row in self.rows if row.array.kind == RESULT)
+        if self._across:  # which split ops in their own ways, and have small ones in other dtypes
+            return next((row for row in calls if _other_policy(row.one, row.other)), None)
         return next((row for row in calls if row.parts), None)
 
     @property
@@ -576,14 +577,19 @@ class _Pairs:
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
         self.chance = factor(numbers)
         self.limit = _quantile(self.chance, one.probes + other.probes)
-        self.aligned = {} if across else _inputs(one, other) | _aligned(one, other)
+        paths = [{side.modules[i] for i in side.results} for side in (one, other)]
+        self.common = len(paths[0] & paths[1]) >= _COMMON * min(map(len, paths))
+        self.aligned = {} if across else _inputs(one, other) | _aligned(one, other, self.common)
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
+        self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):
             j = self.aligned.get(i)
             if j is None or self.excess(i, j) > 1:
                 j = self.search(i, alone=j is None)
             if j is not None:
                 self.twins[i] = j
+                if len(self.held(i, j)[0]) == VALUES:
+                    self.ordered.add(i)
         self.aligned |= self.twins  # where a call was aligned wrongly, the other one is left
         taken = {*self.twins.values(), *self.aligned.values()}
         # Of the other run: the arrays whose values the first one has.
@@ -616,7 +622,7 @@ class _Pairs:
 
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.numbers(i, j)
-        ordered = self._in_order(one, other)
+        ordered = self._in_order(i, j, allowed[RMS])
         if one.kind == UPDATE:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
             # rounding, an element jumps, which no probe may have shown: up to two are let pass.
@@ -633,9 +639,25 @@ class _Pairs:
             return math.inf
         return _worst(*self.held(i, j))[0]
 
-    def _in_order(self, one: RecordedArray, other: RecordedArray) -> bool:
-        """True if two arrays have their elements in the same order."""
-        return not self.across and one.shape == other.shape
+    def _in_order(self, i: int, j: int, allowed: float) -> bool:
+        """True if two arrays have their elements in the same order.
+
+        Between frameworks equal lengths may be other axes. Without any it is taken for granted
+        where the other numbers are `allowed` to be off by so much that they tell nothing; leading
+        axes may be one, if it is so in what the call reads.
+        """
+        mine, theirs = self.one.arrays[i].shape, self.other.arrays[j].shape
+        if not self.across:
+            return mine == theirs
+        if allowed <= _ROUGH * max(self.one.rms[i], self.other.rms[j]):
+            return False
+        shape = max(mine, theirs, key=len)
+        lengths = [n for n in shape if n > 1]
+        if len({*lengths}) < len(lengths):
+            return False
+        known = not self.ordered.isdisjoint(self.one.arrays[i].reads)
+        parts = _ends(mine) <= _ends(theirs) or _ends(theirs) <= _ends(mine)
+        return mine == theirs or (known and parts)
 
     def search(self, i: int, alone: bool) -> int | None:
         """The array of the other run that has the values of one of the first; None without.
@@ -668,14 +690,21 @@ class _Pairs:
         fits = (difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)
         ones, others = np.broadcast_arrays(i, j)
         pairs = zip(ones[fits].tolist(), others[fits].tolist(), strict=True)
-        return [pair for pair in pairs if self.excess(*pair) <= 1]
+        return [pair for pair in pairs if self._near(*pair) and self.excess(*pair) <= 1]
+
+    def _near(self, i: int, j: int) -> bool:
+        """True if two arrays may be of one call: in one module, if both runs name modules alike."""
+        if not self.common or RESULT not in (self.one.arrays[i].kind, self.other.arrays[j].kind):
+            return True
+        return self.one.modules[i] == self.other.modules[j]
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
         backed = {j: i for i, j in self.aligned.items()}
         shown = backed.keys() | self.twins.values()  # beside an array of the first run
-        healed = _healed(self.one, self.twins.keys() | self.aligned.keys(), {*self.twins})
-        healed_other = _healed(self.other, self.met | backed.keys(), self.met)
+        stays, whole = self.twins.keys() | self.aligned.keys(), self.across and self.common
+        healed = _healed(self.one, stays, {*self.twins}, whole)
+        healed_other = _healed(self.other, self.met | backed.keys(), self.met, whole)
         # Updates that the other run has for itself. Without any, what the first one has beside
         # them is the state of an optimizer, which one framework alone counts as an argument.
         lost = {_size(a) for j, a in enumerate(self.other.arrays) if j not in self.met}
@@ -708,7 +737,7 @@ class _Pairs:
         ratio, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
         off = float(difference[at]) / size
-        part = PROJECTIONS if self._in_order(one, other) else slice(RMS, RMS + 1)
+        part = PROJECTIONS if self._in_order(i, j, allowed[RMS]) else slice(RMS, RMS + 1)
         means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
         if bool(one.bad) != bool(other.bad):
             ratio = off = math.inf
@@ -744,10 +773,16 @@ class _Pairs:
         return row
 
 
-def _healed(side: _Side, stays: set[int] | Any, met: set[int]) -> set[int]:
+def _ends(shape: tuple[int, ...]) -> set[int]:
+    """The products of the leading lengths: of a shape whose axes are parts of another's, some."""
+    return {math.prod(shape[: at + 1]) for at in range(len(shape))}
+
+
+def _healed(side: _Side, stays: set[int] | Any, met: set[int], whole: bool) -> set[int]:
     """The arrays that are passed over: what reads them has a counterpart with the same values.
 
-    The backward pass counts for what it alone reads.
+    The backward pass counts for what it alone reads. Two frameworks with the same modules split
+    these into other calls, but have the same numbers `whole` where a module hands them on.
     """
     good = set(met)
     for i in range(len(side.arrays) - 1, -1, -1):
@@ -755,6 +790,9 @@ def _healed(side: _Side, stays: set[int] | Any, met: set[int]) -> set[int]:
             continue
         readers = side.readers[i]
         near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
+        handed = whole and side.arrays[i].direction != BACKWARD
+        if handed and any(side.modules[r] != side.modules[i] for r in near):
+            continue
         if not good.isdisjoint(near or readers):
             good.add(i)
     return good
@@ -812,10 +850,8 @@ def _inputs(one: _Side, other: _Side) -> dict[int, int]:
     return {i: theirs[key] for key, i in named(one) if key in theirs}
 
 
-def _aligned(one: _Side, other: _Side) -> dict[int, int]:
-    """Calls by module, direction, op and shape, in order."""
-    paths = [{side.modules[i] for i in side.results} for side in (one, other)]
-    common = len(paths[0] & paths[1]) >= _COMMON * min(map(len, paths))
+def _aligned(one: _Side, other: _Side, common: bool) -> dict[int, int]:
+    """Calls by module, if both runs have these in common, direction, op and shape, in order."""
 
     def keys(side: _Side, shapes: bool) -> list[tuple[Any, ...]]:
         return [
@@ -837,6 +873,15 @@ def _aligned(one: _Side, other: _Side) -> dict[int, int]:
 
 def _alike(one: RecordedArray, other: RecordedArray) -> bool:
     return one.kind == other.kind and (one.kind != RESULT or _canonical(one) == _canonical(other))
+
+
+def _other_policy(one: RecordedArray | None, other: RecordedArray | None) -> bool:
+    """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
+    if one is None or other is None or not _alike(one, other):
+        return False
+    op = vocabulary().ops.get(one.name)
+    large = ("matmul", "convolution", "softmax", "normalisation")
+    return op is not None and op.kind in large and one.run != other.run
 
 
 def _canonical(array: RecordedArray) -> str:

@@ -48,7 +48,7 @@ def explain(fn: Any = None, *args: object, **kwargs: Any) -> "Report":
             "polymp.explain(fn, *args) explains a call. For a block of torch code, write "
             "`with polymp.torch.explain() as report:`."
         )
-    name = _framework((fn, args, kwargs))
+    name = framework_in((fn, args, kwargs))
     if name is None:
         called = getattr(fn, "__name__", type(fn).__name__)
         raise TypeError(
@@ -68,7 +68,19 @@ def explain(fn: Any = None, *args: object, **kwargs: Any) -> "Report":
     return in_jax(fn, *args, **kwargs)
 
 
-def _framework(call: object) -> str | None:
+def framework_of(call: object, named: str | None, of: str) -> str:
+    """The backend that is named, or else that of a call; an error of `of` asks for a name."""
+    name = named if named is not None else framework_in(call)
+    if name is None:
+        raise TypeError(
+            f"{of}() finds no tensor, array or module that says which framework this is for. Write "
+            'framework="torch" or framework="jax".'
+        )
+    backends.get(name)
+    return name
+
+
+def framework_in(call: object) -> str | None:
     """The backend of the first leaf that belongs to one; None if no leaf does."""
     torch, nnx = sys.modules.get("torch"), sys.modules.get("flax.nnx")
     for leaf in _leaves(call):

@@ -138,6 +138,11 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
     return replace(scale, reasons=(*scale.reasons, *_drifted(audit)))
 
 
+def is_broken(audit: AuditRecord) -> bool:
+    """True if a step broke, or an op overflowed or lost most of its values, row or no row."""
+    return audit.fault is not None or bool(_bursts(audit) + _losses(audit))
+
+
 def _drifted(audit: AuditRecord) -> list[str]:
     """A sentence on the first op whose result is mostly rounding error, if that was measured."""
     for m in _forward(audit):

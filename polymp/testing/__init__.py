@@ -1,6 +1,8 @@
-"""Assertions for tests: torch against JAX, one function against another, the number of casts.
+"""Assertions for tests: torch against JAX, one function against another, dtypes, casts, ranges.
 
     assert_parity(torch_fn, jax_fn, inputs)      the same dtypes, and values equal up to rounding
+    assert_close(fn, reference, x)               two functions of one framework, likewise
+    assert_fits(model, x, dtype="float16")       nothing overflows or vanishes
     assert_same_dtypes(fn, other, x)             two functions, or reports, run in the same dtypes
     assert_casts(fn, 3, x, dtype="bfloat16")     a function casts three arrays
 
@@ -17,6 +19,8 @@ from polymp.backends import installed as installed
 from polymp.diagnostics.report import Report
 from polymp.rules.policy_files import Source
 from polymp.testing import parity
+from polymp.testing.close import assert_close as assert_close
+from polymp.testing.fits import assert_fits as assert_fits
 from polymp.testing.framework import Framework as Framework
 from polymp.testing.parity import Parity as Parity
 from polymp.testing.parity import ParityError as ParityError

@@ -132,8 +132,7 @@ def assert_parity(
         BackendMissingError: torch or JAX is not installed.
     """
     low = checked_dtype(dtype)
-    if probes < 2:
-        raise ValueError(f"assert_parity(): probes={probes!r} is too few. Write 2 or more.")
+    check_probes(probes)
     for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
         if not callable(fn):
             raise TypeError(f"assert_parity needs a {name} function, got {fn!r}.")
@@ -149,19 +148,20 @@ def assert_parity(
             first = compare(*wide, None).gaps
         except ParityError as error:
             last = f"{low} was not compared. float32_first=False compares in {low} alone."
-            raise error._found_in("float32", "in float32, without a region: ", last) from None
+            start = "in float32, without a region: "
+            raise found_in(error, "float32", start, last) from None
     try:
         found = compare(args, kwargs, low)
     except ParityError as error:
         start = f"in {low}, though not in float32: " if first else ""
-        raise error._found_in(low or "float32", start) from None
-    if grads and all(x.dtype.kind in "iub" for x in rounding.arrays((args, kwargs)).values()):
-        warnings.warn(_NO_GRADIENTS, stacklevel=2)
+        raise found_in(error, low or "float32", start) from None
+    if grads and without_floats((args, kwargs)):
+        warnings.warn(NO_GRADIENTS.format("assert_parity"), stacklevel=2)
     return found._replace(float32=first)
 
 
-_NO_GRADIENTS = (
-    "assert_parity compared no gradients: no input has floats. Give the "
+NO_GRADIENTS = (
+    "{} compared no gradients: no input has floats. Give the "
     "parameters as an input, a dict of arrays by name, as for torch.func.functional_call(model, "
     "params, ids); or write grads=False."
 )
@@ -191,10 +191,11 @@ class ParityError(AssertionError):
         # The arrays that were compared, with errors and tolerances; () where dtypes differ.
         self.gaps: tuple[Gap, ...] = tuple(gaps)
 
-    def _found_in(self, dtype: str, start: str, last: str = "") -> "ParityError":
-        """The same error with the dtype in which it was found."""
-        text = f"{start}{self}" + (f"\n\n{last}" if last else "")
-        return ParityError(text, self.op, self.side_by_side, self.gaps, dtype)
+
+def found_in(error: ParityError, dtype: str, start: str, last: str = "") -> ParityError:
+    """The same error with the dtype in which it was found."""
+    text = f"{start}{error}" + (f"\n\n{last}" if last else "")
+    return ParityError(text, error.op, error.side_by_side, error.gaps, dtype)
 
 
 def _compare(
@@ -212,15 +213,47 @@ def _compare(
     from polymp.backends.torch.diagnostics import perturb as in_torch
 
     given = args, kwargs, dtype, policy, cotangent if grads else None
-    torch = in_torch.Program(torch_fn, *given)
-    with torch.watch:
-        jax = in_jax.Program(jax_fn, *given)
-        one, other = torch.run(), jax.run()
-    calls = tuple([s.call for s in run.steps] for run in (one, other))
-    _same_structure(one, other)
+    programs = in_torch.Program(torch_fn, *given), in_jax.Program(jax_fn, *given)
+    return compare_programs(programs, _NAMES, probes, same_dtypes=True)
+
+
+def compare_programs(
+    programs: tuple[Any, Any], names: tuple[str, str], probes: int, same_dtypes: bool
+) -> Parity:
+    """Compare two programs of a backend's `perturb`, also the dtypes of their calls if asked."""
+    first, second = programs
+    with first.watch:
+        one = first.run()
+    with second.watch:
+        other = second.run()
+    _same_structure(one, other, names)
+    forward = [compared([s.call for s in run.steps]) for run in (one, other)]
+    if same_dtypes:
+        _same_dtypes(one, other, names)
+    gaps = tuple(_gaps(one, other, first.probes(probes), second.probes(probes)))
+    if not any(found.part for found in gaps):
+        return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
+    with first.watch:
+        kept, moved = first.kept(), first.kept_moved(4)
+    with second.watch:
+        theirs = second.kept()
+    at = first_off(kept, moved, theirs)
+    worst = next(place for place, found in enumerate(gaps) if found.part)
+    if at is None:  # each step's own values are as in the other: the step that made the array
+        arrays = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
+        at = kept.makers.get(arrays[worst])
+    if at is None:
+        raise _error(f"do not return the same: {gaps[worst]}", None, names, gaps)
+    off = Parted(kept.steps[at].call, partner(at, kept, moved, theirs), "")
+    raise _error("compute other values", off, names, gaps)
+
+
+def _same_dtypes(one: Run, other: Run, names: tuple[str, str]) -> None:
+    """Raise an error if calls or results of two runs have other dtypes."""
+    calls = [[s.call for s in run.steps] for run in (one, other)]
     parted = first_parted(*calls)
     if parted is not None:
-        raise _error(f"run {parted.why}", parted)
+        raise _error(f"run {parted.why}", parted, names)
     forward = [compared(side) for side in calls]
     for path, ours in one.dtypes.items():
         if ours != other.dtypes[path]:  # and no call has other dtypes
@@ -228,29 +261,18 @@ def _compare(
                 next((c for c in reversed(side) if dtype in c.outputs), None)
                 for side, dtype in zip(forward, (ours, other.dtypes[path]), strict=True)
             ]
-            said = f"{_named('result', path)} is {ours} in torch and {other.dtypes[path]} in JAX"
-            raise _error(said, Parted(last[0], last[1], ""))
-    torch_moved = [torch.probe(seed) for seed in range(1, probes + 1)]
-    gaps = tuple(_gaps(one, other, torch_moved, jax.probes(probes)))
-    if not any(found.part for found in gaps):
-        return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
-    with torch.watch:
-        kept = torch.run(keep=True)
-        moved = [torch.run(seed, keep=True) for seed in range(1, 5)]
-    theirs = jax.kept()
-    at = first_off(kept, moved, theirs)
-    worst = next(place for place, found in enumerate(gaps) if found.part)
-    if at is None:  # each step's own values are as in JAX: the step that made the array
-        names = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
-        at = kept.makers.get(names[worst])
-    if at is None:
-        raise _error(f"do not return the same: {gaps[worst]}", None, gaps)
-    off = Parted(kept.steps[at].call, partner(at, kept, moved, theirs), "")
-    raise _error("compute other values", off, gaps)
+            said = f"{_named('result', path)} is {_both(ours, other.dtypes[path], names)}"
+            raise _error(said, Parted(last[0], last[1], ""), names)
+
+
+def _both(one: object, other: object, names: tuple[str, str], joint: str = " and ") -> str:
+    """The values of two sides: "float32 in torch and bfloat16 in JAX"."""
+    here, there = (name.replace("jax", "JAX") for name in names)
+    return f"{one} in {here}{joint}{other} in {there}"
 
 
 def _gaps(
-    one: Run, other: Run, torch_moved: Sequence[Run], jax_moved: Sequence[Run]
+    one: Run, other: Run, one_moved: Sequence[Run], other_moved: Sequence[Run]
 ) -> Iterator[Gap]:
     import numpy as np
 
@@ -261,7 +283,7 @@ def _gaps(
             name = _named(what, path)
             sides = [
                 (base, [getattr(run, kind)[path] for run in moved])
-                for base, moved in ((ours, torch_moved), (theirs, jax_moved))
+                for base, moved in ((ours, one_moved), (theirs, other_moved))
             ]
             if ours.dtype.kind == "f":
                 yield gap(name, ours, theirs, np.hypot(*(spread(*side) for side in sides)))
@@ -271,25 +293,21 @@ def _gaps(
                 yield Gap(name, float(np.count_nonzero(wrong)), 0.0, 1.0)
 
 
-def _same_structure(one: Run, other: Run) -> None:
+def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
     if [*one.results] != [*other.results] and {*one.results} != {*other.results}:
         raise ParityError(
             "the functions return other structures: "
-            f"{_listed(one.results)} in torch, {_listed(other.results)} in JAX."
+            f"{_both(_listed(one.results), _listed(other.results), names, ', ')}."
         )
     for path, x in one.results.items():
         shape = other.results[path].shape
         if x.shape != shape:
-            raise ParityError(
-                f"{_named('result', path)} has shape {x.shape} in torch and {shape} in JAX."
-            )
+            raise ParityError(f"{_named('result', path)} has shape {_both(x.shape, shape, names)}.")
     kinds = [{p: f if f in FORMATS else "" for p, f in run.dtypes.items()} for run in (one, other)]
     for path in one.dtypes:
         both = one.dtypes[path], other.dtypes[path]
         if (not kinds[0][path]) != (not kinds[1][path]) or ("bool" in both and both[0] != both[1]):
-            raise ParityError(
-                f"{_named('result', path)} is {both[0]} in torch and {both[1]} in JAX."
-            )
+            raise ParityError(f"{_named('result', path)} is {_both(*both, names)}.")
     for run in (one, other):  # integers have 64 bits in torch and 32 in JAX
         run.dtypes.update({p: "int" for p, f in run.dtypes.items() if "int" in f})
 
@@ -316,12 +334,14 @@ class Parted(NamedTuple):
         return "" if call is None else call.op
 
 
-def _error(what: str, parted: Parted | None, gaps: Sequence[Gap] = ()) -> ParityError:
+def _error(
+    what: str, parted: Parted | None, names: tuple[str, str], gaps: Sequence[Gap] = ()
+) -> ParityError:
     """The error: the first op that differs, then the arrays that were compared."""
     if parted is None:
         lines = [f"the two functions {what}", *map(str, gaps)]
         return ParityError("\n".join(lines), gaps=gaps)
-    table = side_by_side(parted, ("torch", "jax"))
+    table = side_by_side(parted, names)
     start = f"the two functions {what}" if "result" not in what[:6] else what
     lines = [f"{start}. The first op that differs is {parted.op}:", "", table]
     if gaps:
@@ -335,12 +355,23 @@ def _error(what: str, parted: Parted | None, gaps: Sequence[Gap] = ()) -> Parity
 _LOW = ("bfloat16", "float16")
 
 
-def checked_dtype(dtype: object) -> str | None:
+def checked_dtype(dtype: object, of: str = "assert_parity") -> str | None:
     """Return the full name of a region's low dtype, None for no region."""
     if dtype is None:
         return None
-    name = dtype_name(dtype, (*_LOW, "float32"), "assert_parity(): dtype")
+    name = dtype_name(dtype, (*_LOW, "float32"), f"{of}(): dtype")
     return None if name == "float32" else name
+
+
+def check_probes(probes: int, of: str = "assert_parity") -> None:
+    """Raise an error if these are too few."""
+    if probes < 2:
+        raise ValueError(f"{of}(): probes={probes!r} is too few. Write 2 or more.")
+
+
+def without_floats(tree: object) -> bool:
+    """True if no array of prepared inputs has floats."""
+    return all(x.dtype.kind in "iub" for x in rounding.arrays(tree).values())
 
 
 def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:

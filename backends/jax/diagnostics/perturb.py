@@ -5,6 +5,7 @@ included, is evaluated equation by equation under one `jax.jit`, with a seed for
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any, Generic, TypeVar
@@ -62,6 +63,7 @@ class Program:
         policy: PolicyLike,
         cotangent: Callable[[str, tuple[int, ...]], jax.typing.ArrayLike] | None,
     ) -> None:
+        self.watch = nullcontext()  # a torch program's tracer follows it; this one is traced
         tree = tuple(args), dict(kwargs)
         self._given = {path: jnp.asarray(x) for path, x in rounding.arrays(tree).items()}
         floats = [p for p, x in self._given.items() if is_float(x)]
@@ -119,24 +121,39 @@ class Program:
 
     def kept(self) -> Run:
         """The results, and the calls with their values, those in loops aside."""
+        return self._kept([None])[0]
+
+    def kept_moved(self, count: int) -> list[Run]:
+        """Likewise, moved, so many times."""
+        return self._kept([np.uint32(i + 1) for i in range(count)])
+
+    def _kept(self, seeds: Sequence[np.uint32 | None]) -> list[Run]:
         wanted = [[s.key for s in sites] for _, sites in self._sites]
-        walk = _Keeping()
-
-        def keeping(*flat: jax.Array) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-            outs = walk.program(self.closed, flat)
-            return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
-
-        outs, values = jax.jit(keeping, compiler_options=self._options)(*self._flat)
         place = {address: at for at, group in enumerate(wanted) for address in group}
         reads: dict[Key, frozenset[int]] = {}  # of an equation that is in no call, its own
-        for address, sources in walk.reads.items():
-            known = [{place[s]} if s in place else reads[s] for s in sources]
-            reads[address] = frozenset().union(*known)
-        steps = (
-            Step(call, tuple(map(_array, v)), frozenset().union(*(reads.get(a, ()) for a in group)))
-            for (call, _), v, group in zip(self._sites, values, wanted, strict=True)
-        )
-        return self._run(outs, tuple(steps))
+
+        def keeping(
+            seed: jax.Array | None, *flat: jax.Array
+        ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+            walk = _Keeping(seed)
+            outs = walk.program(self.closed, flat)
+            for address, sources in walk.reads.items():
+                known = [{place[s]} if s in place else reads[s] for s in sources]
+                reads[address] = frozenset().union(*known)
+            return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
+
+        run = jax.jit(keeping, compiler_options=self._options)
+        runs = []
+        for seed in seeds:
+            outs, values = run(seed, *self._flat)
+            steps = (
+                Step(
+                    c, tuple(map(_array, v)), frozenset().union(*(reads.get(a, ()) for a in group))
+                )
+                for (c, _), v, group in zip(self._sites, values, wanted, strict=True)
+            )
+            runs.append(self._run(outs, tuple(steps)))
+        return runs
 
     def _run(self, outs: Sequence[jax.Array], steps: tuple[Step, ...]) -> Run:
         results = dict(zip(self._paths, outs, strict=False))
@@ -187,35 +204,12 @@ def is_followed(eqn: Equation) -> bool:
     return bool(inside(eqn)) and eqn.primitive.name not in ("scan", "while", "cond", "shard_map")
 
 
-class _Keeping(Evaluation[jax.Array]):
-    """Keeps the results of all equations, and whose results each reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[Key, list[jax.Array]] = {}
-        self.reads: dict[Key, list[Key]] = {}
-        self._makers: dict[int, tuple[Key, jax.Array]] = {}  # alive, so that ids stay theirs
-
-    def number(self, value: Any) -> Any:
-        return value
-
-    def leaf(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[jax.Array]
-    ) -> Sequence[jax.Array]:
-        outs = list(compat.put(eqn.primitive, values, eqn.params))
-        address = parent, id(eqn)
-        self.made[address] = [x for x in outs if is_float(x)]
-        self.reads[address] = [self._makers[id(v)][0] for v in values if id(v) in self._makers]
-        self._makers.update((id(x), (address, x)) for x in outs)
-        return outs
-
-
 class _Moving(Evaluation[jax.Array]):
     """Moves every result by its rounding."""
 
-    def __init__(self, seed: jax.Array) -> None:
+    def __init__(self, seed: jax.Array | None) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed: Any = seed
 
     def number(self, value: Any) -> Any:
         return value
@@ -244,6 +238,29 @@ class _Moving(Evaluation[jax.Array]):
 
         self.moves += 1
         outs, _ = scanned(eqn, turn, values, jnp.uint32(self.moves * 104729))
+        return outs
+
+
+class _Keeping(_Moving):
+    """Keeps the results of all equations, and whose results each reads; moved if it has a seed."""
+
+    def __init__(self, seed: jax.Array | None) -> None:
+        super().__init__(seed)
+        self.made: dict[Key, list[jax.Array]] = {}
+        self.reads: dict[Key, list[Key]] = {}
+        self._makers: dict[int, tuple[Key, jax.Array]] = {}  # alive, so that ids stay theirs
+
+    def leaf(
+        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[jax.Array]
+    ) -> Sequence[jax.Array]:
+        if self._seed is None:
+            outs: Sequence[jax.Array] = list(compat.put(eqn.primitive, values, eqn.params))
+        else:
+            outs = super().leaf(parent, at, eqn, values)
+        address = parent, id(eqn)
+        self.made[address] = [x for x in outs if is_float(x)]
+        self.reads[address] = [self._makers[id(v)][0] for v in values if id(v) in self._makers]
+        self._makers.update((id(x), (address, x)) for x in outs)
         return outs
 
 

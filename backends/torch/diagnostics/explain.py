@@ -166,11 +166,8 @@ def explain(
                 fn, args, kwargs = _on_fakes(device, (fn, args, kwargs), stack)
                 model = fn if isinstance(fn, nn.Module) else None
             if dtype is not None or policy is not None:
-                kind = device or _device(fn, (args, kwargs))
-                if policy is not None:
-                    policy = _asked_for(policy, _models((fn, args, kwargs)), stack)
                 low = None if dtype is None else dtype_names.of(dtype, "explain(): dtype", LOW)
-                stack.enter_context(autocast(kind, low, policy=policy))
+                open_region((fn, args, kwargs), low, policy, stack, device)
             report: Report = stack.enter_context(explaining(model, title))
             fn(*args, **kwargs)
     except (AssertionError, RuntimeError) as error:
@@ -189,6 +186,19 @@ def explain(
             "with its modules and tensors as arguments."
         ) from error
     return report
+
+
+def open_region(
+    call: tuple[Any, Any, Any],
+    low: torch.dtype | None,
+    policy: PolicyLike | None,
+    stack: ExitStack,
+    device: str | None = None,
+) -> None:
+    """Open a region around a call, with the policy's rules by path for its modules."""
+    if policy is not None:
+        policy = _asked_for(policy, _models(call), stack)
+    stack.enter_context(autocast(device or _device(call), low, policy=policy))
 
 
 def _asked_for(policy: PolicyLike, models: list[nn.Module], stack: ExitStack) -> Policy:
@@ -216,10 +226,9 @@ _NOT_THERE = (
 )
 
 
-def _device(fn: Any, given: Any) -> str:
+def _device(call: Any) -> str:
     """Return the device type of the tensors in a call; "cpu" if there are none."""
-    own = list(fn.parameters()) if isinstance(fn, nn.Module) else []
-    for t in (*_tensors(given), *own):
+    for t in _tensors(call):
         if t.device.type != "cpu":
             return t.device.type
     return "cpu"

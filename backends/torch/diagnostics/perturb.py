@@ -195,6 +195,18 @@ class Program:
         with _Probe(Chance(seed)) as probe:
             return self._ran(probe)
 
+    def probes(self, count: int) -> list[Run]:
+        """So many runs in which every op is moved."""
+        return [self.probe(seed) for seed in range(1, count + 1)]
+
+    def kept(self) -> Run:
+        """Run it while the tracer follows and keeps the values of its calls."""
+        return self.run(keep=True)
+
+    def kept_moved(self, count: int) -> list[Run]:
+        """Likewise, moved, so many times."""
+        return [self.run(seed, keep=True) for seed in range(1, count + 1)]
+
     def run(self, seed: int | None = None, keep: bool = False) -> Run:
         """Run the function, and differentiate it, while the tracer follows; see `Moved.start`."""
         self._moved.start(seed, keep)

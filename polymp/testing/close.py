@@ -1,0 +1,118 @@
+"""`assert_close`: two functions of one framework compared at the same inputs.
+
+fn in a region, reference in float32 -> `parity.compare_programs` -> the first op that differs
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from polymp._api import framework_of
+from polymp.diagnostics import rounding
+from polymp.rules.policy_files import Source, load
+from polymp.testing import parity
+from polymp.testing.parity import Parity, ParityError
+
+_NAMES = ("fn", "reference")
+
+
+def assert_close(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: object,
+    dtype: object = None,
+    policy: Source = "amp",
+    grads: bool = True,
+    probes: int = 16,
+    framework: str | None = None,
+) -> Parity:
+    """Assert that two functions of one framework compute the same, up to rounding.
+
+        assert_close(fused_softmax, torch.softmax, x, -1)
+        assert_close(mlp, mlp, params, x, dtype="bfloat16")
+
+    `fn` runs in a region of the dtype, `reference` in float32 and outside of any; both get the same
+    inputs. The values, and the gradients of `sum(result * c)` with respect to the float inputs, for
+    a fixed `c` from about a normal distribution, may be off by the tolerance that `assert_parity`
+    derives from the roundings of both. Their dtypes are not compared.
+
+    Both functions have to be deterministic. torch runs on the CPU, eagerly; a JAX function is
+    traced and compiled for the default device.
+
+    Args:
+        fn: takes and returns arrays, in any nesting of tuples, lists and dicts.
+        reference: the same.
+        args: the positional arguments of both: torch tensors, JAX arrays, numpy arrays, numbers,
+            and nestings of them. float64 becomes float32; `reference` gets low arrays in float32.
+        dtype: the low dtype of the region that `fn` runs in, bfloat16 or float16, by name, alias
+            or as a dtype object; None or float32 for no region.
+        policy: of that region.
+        grads: False to compare no gradients.
+        probes: runs of each function that measure the tolerance; 2 or more.
+        framework: "torch" or "jax"; None to find it from the functions and the arguments.
+
+    Returns:
+        The arrays that were compared, with errors and tolerances.
+
+    Warns:
+        UserWarning: there are no gradients to compare, because no input has floats.
+
+    Raises:
+        ParityError: they differ; its text has the first op that differs, if one can be named.
+        TypeError: `fn` or `reference` is not callable, an argument or a result is something else,
+            or nothing says which framework this is for.
+        ValueError: `dtype` is another dtype, an input is empty or not finite, `probes` is too
+            small, or there is no such framework.
+        BackendMissingError: the framework is not installed.
+    """
+    low = parity.checked_dtype(dtype, "assert_close")
+    parity.check_probes(probes, "assert_close")
+    for name, function in zip(_NAMES, (fn, reference), strict=True):
+        if not callable(function):
+            raise TypeError(f"assert_close: {name} is no function: {function!r}.")
+    backend = framework_of((fn, reference, args), framework, "assert_close")
+    load(policy)  # a policy that cannot be read fails before anything runs
+    given, kwargs = parity.arguments(_in_numpy(args))
+    if backend == "torch":
+        from polymp.backends.torch.diagnostics.perturb import Program
+    else:
+        from polymp.backends.jax.diagnostics.perturb import Program
+    cotangent = _cotangent if grads else None
+    programs = (
+        Program(fn, given, kwargs, low, policy, cotangent),
+        Program(reference, parity.widened(given), kwargs, None, policy, cotangent),
+    )
+    try:
+        found = parity.compare_programs(programs, _NAMES, probes, same_dtypes=False)
+    except ParityError as error:
+        start = f"in {low}: " if low else ""
+        raise parity.found_in(error, low or "float32", start) from None
+    if grads and parity.without_floats(given):
+        warnings.warn(parity.NO_GRADIENTS.format("assert_close"), stacklevel=2)
+    return found
+
+
+def _cotangent(path: str, shape: tuple[int, ...]) -> Any:
+    """Those of `assert_parity` in 8 bits, which every dtype holds: the results may have two."""
+    import numpy as np
+
+    return np.clip(np.round(32 * parity.cotangent(path, shape)) / 32, -4.0, 4.0)
+
+
+def _in_numpy(tree: Any) -> Any:
+    """A tree with numpy arrays in place of torch's and JAX's."""
+    import numpy as np
+
+    def converted(x: Any) -> Any:
+        if isinstance(x, (np.ndarray, np.generic)):
+            return x
+        if hasattr(x, "detach"):
+            x = x.detach().cpu()
+            if str(x.dtype) == "torch.bfloat16":  # numpy has none of its own
+                import ml_dtypes
+
+                return x.float().numpy().astype(ml_dtypes.bfloat16)
+            return x.numpy()
+        return np.asarray(x)
+
+    return rounding.rebuilt(tree, map(converted, rounding.arrays(tree).values()))

@@ -1,0 +1,90 @@
+"""`assert_fits`: a call in a low dtype, audited: nothing overflows, becomes NaN or vanishes."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from polymp._api import framework_of
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.suggest import is_broken
+from polymp.dtypes import name as dtype_name
+from polymp.rules.policy_files import Source
+from polymp.rules.row import LOW
+
+_ROWS = 20  # of the audit in the text of an error
+
+
+def assert_fits(
+    fn: Callable[..., Any],
+    *args: object,
+    dtype: object = "bfloat16",
+    policy: Source = "amp",
+    framework: str | None = None,
+    **kwargs: object,
+) -> Audit:
+    """Assert that a call fits a low dtype: nothing overflows or vanishes.
+
+        assert_fits(model, x, dtype="float16")
+        assert_fits(jax.grad(loss), params, x, dtype="float16")
+
+    The call runs once in a region, and `audit` measures it. It does not fit if a value that is not
+    Inf or NaN before becomes so, if an op or a constant loses most of its values, or if the audit
+    suggests a change: a row, another dtype or a loss scale. Gradients are measured if the function
+    takes them.
+
+    Args:
+        fn: a module or a function.
+        args: positional arguments of the call, with values as in real use.
+        dtype: the low dtype of the region, bfloat16 or float16, by name, alias or as a dtype
+            object.
+        policy: of the region.
+        framework: "torch" or "jax"; None to find it from the function and the arguments.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        The audit.
+
+    Raises:
+        AssertionError: it does not fit; its text has the rows that the audit suggests, and those of
+            its table of which the dtype loses most.
+        TypeError: `fn` is not callable, nothing says which framework this is for, or `dtype` is
+            neither a string nor a dtype.
+        ValueError: `dtype` is another dtype, or there is no such framework.
+        BackendMissingError: the framework is not installed.
+    """
+    low = dtype_name(dtype, LOW, "assert_fits(): dtype")
+    if not callable(fn):
+        raise TypeError(f"assert_fits needs a function or a module, got {fn!r}.")
+    if framework_of((fn, args, kwargs), framework, "assert_fits") == "torch":
+        audit = _in_torch(fn, args, kwargs, low, policy)
+    else:
+        audit = _in_jax(fn, args, kwargs, low, policy)
+    suggestion = audit.suggest(policy)
+    if suggestion or is_broken(audit):
+        called = getattr(fn, "__name__", type(fn).__name__)
+        table = audit.table(sort="cost", limit=_ROWS)
+        raise AssertionError(f"{called} does not fit {low}:\n\n{suggestion}\n\n{table}")
+    return audit
+
+
+def _in_torch(fn: Callable[..., Any], args: Any, kwargs: Any, low: str, policy: Source) -> Audit:
+    import torch
+
+    from polymp.backends.torch.diagnostics.explain import open_region
+    from polymp.torch import audit
+
+    model = fn if isinstance(fn, torch.nn.Module) else None
+    with audit(model) as measured, ExitStack() as region:
+        open_region((fn, args, kwargs), getattr(torch, low), policy, region)
+        fn(*args, **kwargs)
+    return measured
+
+
+def _in_jax(fn: Callable[..., Any], args: Any, kwargs: Any, low: str, policy: Source) -> Audit:
+    from polymp.backends.jax.modules import nnx
+    from polymp.jax import audit, autocast
+
+    fn, args = nnx.owned(fn, args)
+    audited = audit(autocast(fn, dtype=low, policy=policy))
+    audited(*args, **kwargs)
+    return audited.audit

@@ -1,0 +1,241 @@
+"""`assert_close` and `assert_fits`: what they notice, in each framework, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polymp
+from polymp.testing import ParityError, assert_close, assert_fits
+from polymp.testing import fw as fw
+from tests.conftest import need
+
+X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32)
+
+
+def gelu(fw: Any, exact: bool = True) -> Any:
+    if fw.name == "torch":
+        import torch
+
+        how = "none" if exact else "tanh"
+        return lambda x: torch.nn.functional.gelu(x, approximate=how)
+    import jax
+
+    return lambda x: jax.nn.gelu(x, approximate=not exact)
+
+
+# --- assert_close ---------------------------------------------------------------------------------
+
+
+def test_a_function_is_close_to_itself_in_a_low_dtype_and_the_tolerance_is_wider(fw: Any) -> None:
+    inputs = [fw.array(X), fw.array(W)]
+
+    def fn(x: Any, w: Any) -> Any:
+        return fw.np.tanh(x @ w) @ w
+
+    wide = assert_close(fn, fn, *inputs)
+    assert [gap.error for gap in wide.gaps] == [0.0] * 3
+    low = assert_close(fn, fn, *inputs, dtype="bf16")
+    assert [gap.what for gap in low.gaps] == [
+        "result",
+        "gradient of input[0]",
+        "gradient of input[1]",
+    ]
+    for one, other in zip(wide.gaps, low.gaps, strict=True):
+        assert other.error > one.tolerance, "bfloat16 shows"
+        assert 1000 * one.tolerance < other.tolerance < 0.2
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_error_of_three_times_the_tolerance_fails(fw: Any, dtype: str | None) -> None:
+    inputs = [fw.array(X), fw.array(W)]
+
+    def fn(x: Any, w: Any) -> Any:
+        return fw.np.tanh(x @ w)
+
+    tolerance = assert_close(fn, fn, *inputs, dtype=dtype, grads=False).gaps[0].tolerance
+    for share, fails in ((0.3, False), (3.0, True)):
+
+        def off(x: Any, w: Any, share: float = share) -> Any:
+            return fn(x, w) + share * tolerance
+
+        if not fails:
+            assert_close(off, fn, *inputs, dtype=dtype, grads=False)
+            continue
+        with pytest.raises(ParityError, match="result: off by") as caught:
+            assert_close(off, fn, *inputs, dtype=dtype, grads=False)
+        assert caught.value.dtype == (dtype or "float32")
+        assert str(caught.value).startswith(f"in {dtype}: " if dtype else "the two functions")
+
+
+def test_the_first_op_that_differs_is_named(fw: Any) -> None:
+    def with_gelu(exact: bool) -> Any:
+        def fn(x: Any, w: Any) -> Any:
+            return fw.np.tanh(gelu(fw, exact)(fw.np.exp(x) @ w))
+
+        return fn
+
+    with pytest.raises(ParityError) as caught:
+        assert_close(with_gelu(False), with_gelu(True), fw.array(X), fw.array(W))
+    error = caught.value
+    assert error.op == {"torch": "gelu", "jax": "pow"}[fw.name], "in JAX, of the gelu by tanh"
+    heads = error.side_by_side.splitlines()[0].split()
+    assert heads == ["fn", "reference"]
+    assert error.gaps[0].part
+
+
+def test_a_wrong_gradient_fails_though_the_result_is_right(fw: Any) -> None:
+    def stopped(x: Any, w: Any) -> Any:
+        if fw.name == "torch":
+            return x @ w.detach()
+        import jax
+
+        return x @ jax.lax.stop_gradient(w)
+
+    inputs = [fw.array(X), fw.array(W)]
+    with pytest.raises(ParityError, match=r"gradient of input\[1\]: off by"):
+        assert_close(stopped, lambda x, w: x @ w, *inputs)
+    assert_close(stopped, lambda x, w: x @ w, *inputs, grads=False)
+
+
+def test_arrays_of_every_kind_are_inputs(fw: Any) -> None:
+    low = fw.array(X, "bfloat16")
+
+    def fn(tree: Any, at: Any, scale: float) -> Any:
+        return {"rows": tree["x"][at] * scale, "at": at + 1}
+
+    found = assert_close(fn, fn, {"x": low}, np.array([2, 0]), 2.0, framework=fw.name)
+    assert found.dtypes == {"['at']": "int", "['rows']": "bfloat16"}
+    assert assert_close(fn, fn, {"x": X}, fw.array([2, 0], "int32"), 2.0).gaps
+    with pytest.raises(ParityError, match=r"result\['at'\]: off by"):
+        assert_close(lambda *a: {**fn(*a), "at": a[1]}, fn, {"x": low}, np.array([2, 0]), 2.0)
+    with pytest.raises(ParityError, match=r"other structures: result in fn, result\[0\]"):
+        assert_close(lambda x: x, lambda x: (x, x), low)
+    with pytest.warns(UserWarning, match="assert_close compared no gradients"):
+        assert_close(lambda x: x + 1, lambda x: x + 1, fw.array([2, 0], "int32"))
+
+
+def test_the_reference_is_in_float32_and_the_function_in_a_region(fw: Any) -> None:
+    seen: dict[str, set[tuple[str, str]]] = {"fn": set(), "reference": set()}
+
+    def noted(name: str) -> Any:
+        def fn(x: Any, w: Any) -> Any:
+            y = x @ w
+            seen[name].add((fw.dtype(x), fw.dtype(y)))
+            return y
+
+        return fn
+
+    x, w = fw.array(X, "float16"), fw.array(W)
+    found = assert_close(noted("fn"), noted("reference"), x, w, dtype="float16")
+    assert seen["reference"] == {("float32", "float32")}
+    if fw.name == "torch":  # a function in JAX is traced as without a region
+        assert seen["fn"] == {("float16", "float16")}
+        assert found.dtypes == {"": "float16"}
+    assert found.gaps[0].tolerance > 1e-4
+
+
+def test_bad_arguments_of_assert_close() -> None:
+    need("torch")
+    import torch
+
+    with pytest.raises(TypeError, match=r"^assert_close\(\) finds no tensor.*framework=\"torch\""):
+        assert_close(np.exp, np.exp, X)
+    with pytest.raises(ValueError, match="no backend 'tf'"):
+        assert_close(torch.exp, torch.exp, X, framework="tf")
+    with pytest.raises(TypeError, match=r"^assert_close: reference is no function: 3\."):
+        assert_close(torch.exp, 3, torch.ones(2))
+    with pytest.raises(ValueError, match=r"^assert_close\(\): probes=1 is too few"):
+        assert_close(torch.exp, torch.exp, torch.ones(2), probes=1)
+    with pytest.raises(ValueError, match=r"^assert_close\(\): dtype 'fp17'"):
+        assert_close(torch.exp, torch.exp, torch.ones(2), dtype="fp17")
+    with pytest.raises(polymp.PolicyError, match="nonsense"):
+        assert_close(torch.exp, torch.exp, torch.ones(2), policy="nonsense")
+
+
+# --- assert_fits ----------------------------------------------------------------------------------
+
+
+def large(x: Any) -> Any:
+    return (x * 300) @ (x * 300).T
+
+
+def small(x: Any) -> Any:
+    return (x * 1e-5) @ (x * 1e-5).T + 1
+
+
+def audited(fw: Any, fn: Any, x: Any, dtype: str) -> Any:
+    if fw.name == "torch":
+        with polymp.torch.audit() as audit:
+            fw.autocast(fn, dtype)(x)
+        return audit
+    measured = polymp.jax.audit(fw.autocast(fn, dtype))
+    measured(x)
+    return measured.audit
+
+
+@pytest.mark.parametrize(("fn", "words"), [(large, "are Inf in float16"), (small, "are zero in")])
+def test_what_overflows_or_vanishes_does_not_fit_and_the_error_is_that_of_the_audit(
+    fw: Any, fn: Any, words: str
+) -> None:
+    x = fw.array(X)
+    with pytest.raises(AssertionError, match=words) as caught:
+        assert_fits(fn, x, dtype="float16")
+    text, audit = str(caught.value), audited(fw, fn, x, "float16")
+    assert text.startswith(f"{fn.__name__} does not fit float16:\n")
+    assert str(audit.suggest()) in text
+    assert "audit of 1 step" in text
+    assert assert_fits(fn, x, dtype="bfloat16").steps == 1
+    mine = audit.suggest().apply("amp")
+    assert assert_fits(fn, x, dtype="float16", policy=mine).fault is None
+
+
+def test_the_infinities_of_a_mask_fit_and_those_of_the_data_do_not(fw: Any) -> None:
+    def masked(x: Any) -> Any:
+        return fw.np.exp(fw.np.where(x > 0, x, -float("inf")))
+
+    assert_fits(masked, fw.array(X), dtype="float16")
+    with pytest.raises(AssertionError, match="does not fit bfloat16"):
+        assert_fits(lambda x: x @ x.T, fw.array([[1.0, float("inf")]]))
+
+
+def test_a_gradient_that_vanishes_does_not_fit(fw: Any) -> None:
+    def step(x: Any) -> Any:
+        return fw.grad(lambda x: fw.np.exp(fw.np.tanh(x @ x.T)).mean() * 1e-7)(x)[1]
+
+    with pytest.raises(AssertionError, match="Start with a loss scale of"):
+        assert_fits(step, fw.array(X), dtype="float16")
+    assert_fits(step, fw.array(X), dtype="bfloat16")
+
+
+def test_a_module_is_called_by_its_paths_and_a_policy_may_have_rows_for_them() -> None:
+    need("torch")
+    from torch import nn, tensor
+
+    class Large(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return large(x)
+
+    model = nn.Sequential(nn.Identity(), Large())
+    with pytest.raises(AssertionError, match=r"\[scopes\.\"1\"\]") as caught:
+        assert_fits(model, tensor(X), dtype="float16")
+    assert str(caught.value).startswith("Sequential does not fit")
+    assert_fits(
+        model,
+        tensor(X),
+        dtype="float16",
+        policy={"extends": "amp", "scopes": {"1": {"matmul": "fp32"}}},
+    )
+
+
+def test_bad_arguments_of_assert_fits() -> None:
+    need("torch")
+    with pytest.raises(TypeError, match=r"^assert_fits needs a function or a module, got 3\."):
+        assert_fits(3, X)
+    with pytest.raises(TypeError, match=r"^assert_fits\(\) finds no tensor"):
+        assert_fits(large, X)
+    with pytest.raises(ValueError, match=r"^assert_fits\(\): dtype 'float32'"):
+        assert_fits(large, X, dtype="float32", framework="torch")

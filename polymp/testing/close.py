@@ -3,6 +3,7 @@
 fn in a region, reference in float32 -> `parity.compare_programs` -> the first op that differs
 """
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -73,14 +74,11 @@ def assert_close(
     backend = framework_of((fn, reference, args), framework, "assert_close")
     load(policy)  # a policy that cannot be read fails before anything runs
     given, kwargs = parity.arguments(_in_numpy(args))
-    if backend == "torch":
-        from polymp.backends.torch.diagnostics.perturb import Program
-    else:
-        from polymp.backends.jax.diagnostics.perturb import Program
+    made: Any = importlib.import_module(f"polymp.backends.{backend}.diagnostics.perturb").Program
     cotangent = _cotangent if grads else None
     programs = (
-        Program(fn, given, kwargs, low, policy, cotangent),
-        Program(reference, parity.widened(given), kwargs, None, policy, cotangent),
+        made(fn, given, kwargs, low, policy, cotangent),
+        made(reference, parity.widened(given), kwargs, None, policy, cotangent),
     )
     try:
         found = parity.compare_programs(programs, _NAMES, probes, same_dtypes=False)

@@ -222,39 +222,37 @@ def compare_programs(
 ) -> Parity:
     """Compare two programs of a backend's `perturb`, also the dtypes of their calls if asked."""
     first, second = programs
-    with first.watch:
-        one = first.run()
-    with second.watch:
-        other = second.run()
+    (one, written), (other, theirs) = first.ran(), second.ran()
     _same_structure(one, other, names)
-    forward = [compared([s.call for s in run.steps]) for run in (one, other)]
+    forward = [compared([s.call for s in run.steps]) for run in (written, theirs)]
     if same_dtypes:
-        _same_dtypes(one, other, names)
-    gaps = tuple(_gaps(one, other, first.probes(probes), second.probes(probes)))
+        _same_dtypes(one, other, forward, names)
+    moved = (written, first.probes(probes)), (theirs, second.probes(probes))
+    gaps = tuple(_gaps(one, other, *moved))
     if not any(found.part for found in gaps):
         return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
     with first.watch:
-        kept, moved = first.kept(), first.kept_moved(4)
+        kept, around = first.kept(), first.kept_moved(4)
     with second.watch:
         theirs = second.kept()
-    at = first_off(kept, moved, theirs)
+    at = first_off(kept, around, theirs)
     worst = next(place for place, found in enumerate(gaps) if found.part)
     if at is None:  # each step's own values are as in the other: the step that made the array
         arrays = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
         at = kept.makers.get(arrays[worst])
     if at is None:
         raise _error(f"do not return the same: {gaps[worst]}", None, names, gaps)
-    off = Parted(kept.steps[at].call, partner(at, kept, moved, theirs), "")
+    off = Parted(kept.steps[at].call, partner(at, kept, around, theirs), "")
     raise _error("compute other values", off, names, gaps)
 
 
-def _same_dtypes(one: Run, other: Run, names: tuple[str, str]) -> None:
-    """Raise an error if calls or results of two runs have other dtypes."""
-    calls = [[s.call for s in run.steps] for run in (one, other)]
-    parted = first_parted(*calls)
+def _same_dtypes(
+    one: Run, other: Run, forward: Sequence[Sequence[Call]], names: tuple[str, str]
+) -> None:
+    """Raise an error if forward calls or results of two runs have other dtypes."""
+    parted = first_parted(*forward)
     if parted is not None:
         raise _error(f"run {parted.why}", parted, names)
-    forward = [compared(side) for side in calls]
     for path, ours in one.dtypes.items():
         if ours != other.dtypes[path]:  # and no call has other dtypes
             last = [
@@ -271,9 +269,8 @@ def _both(one: object, other: object, names: tuple[str, str], joint: str = " and
     return f"{one} in {here}{joint}{other} in {there}"
 
 
-def _gaps(
-    one: Run, other: Run, one_moved: Sequence[Run], other_moved: Sequence[Run]
-) -> Iterator[Gap]:
+def _gaps(one: Run, other: Run, *moved: tuple[Run, Sequence[Run]]) -> Iterator[Gap]:
+    """Compare the arrays of two runs; each is `moved` from a run, which may not be the same."""
     import numpy as np
 
     for kind in _KINDS:
@@ -282,8 +279,8 @@ def _gaps(
             theirs = getattr(other, kind)[path]
             name = _named(what, path)
             sides = [
-                (base, [getattr(run, kind)[path] for run in moved])
-                for base, moved in ((ours, one_moved), (theirs, other_moved))
+                (getattr(base, kind)[path], [getattr(run, kind)[path] for run in runs])
+                for base, runs in moved
             ]
             if ours.dtype.kind == "f":
                 yield gap(name, ours, theirs, np.hypot(*(spread(*side) for side in sides)))

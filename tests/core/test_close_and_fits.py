@@ -101,6 +101,20 @@ def test_a_wrong_gradient_fails_though_the_result_is_right(fw: Any) -> None:
     assert_close(stopped, lambda x, w: x @ w, *inputs, grads=False)
 
 
+def test_compiled_code_is_compared_as_it_is_compiled() -> None:
+    """And not as it is written, as it runs while a tracer follows."""
+    need("torch")
+    import torch
+
+    def fn(x: Any) -> Any:
+        return x.exp() * (1.001 if torch.compiler.is_compiling() else 1)
+
+    compiled = torch.compile(fn, backend="aot_eager")
+    with pytest.raises(ParityError, match=r"result: off by 0\.000999"):
+        assert_close(compiled, fn, torch.tensor(X))
+    assert_close(compiled, compiled, torch.tensor(X))
+
+
 def test_arrays_of_every_kind_are_inputs(fw: Any) -> None:
     low = fw.array(X, "bfloat16")
 

@@ -52,4 +52,4 @@ class Repeated:
             one = ours.run()
         other = theirs._run(theirs._plain(*theirs._flat), ())
         moved = [ours.probe(seed) for seed in range(1, self._probes + 1)]
-        return list(parity._gaps(one, other, moved, theirs.probes(self._probes)))
+        return list(parity._gaps(one, other, (one, moved), (other, theirs.probes(self._probes))))

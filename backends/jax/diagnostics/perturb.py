@@ -103,10 +103,11 @@ class Program:
         self._plain = jax.jit(core.jaxpr_as_fun(self.closed))
         self._moved: Callable[..., list[jax.Array]] | None = None
 
-    def run(self) -> Run:
-        """The results, and the calls without their values."""
+    def ran(self) -> tuple[Run, Run]:
+        """The results, and the calls without their values; twice, as a torch program has two."""
         outs = self._plain(*self._flat)
-        return self._run(outs, tuple(Step(call) for call, _ in self._sites))
+        run = self._run(outs, tuple(Step(call) for call, _ in self._sites))
+        return run, run
 
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""

@@ -199,6 +199,12 @@ class Program:
         """So many runs in which every op is moved."""
         return [self.probe(seed) for seed in range(1, count + 1)]
 
+    def ran(self) -> tuple[Run, Run]:
+        """Run it as it is, and then as it is written, even if it is compiled, with its calls."""
+        plain = self._ran(_Probe(Chance(0)))  # that is not entered
+        with self.watch:  # later: torch compiles no code that it has met while a mode follows
+            return plain, self.run()
+
     def kept(self) -> Run:
         """Run it while the tracer follows and keeps the values of its calls."""
         return self.run(keep=True)

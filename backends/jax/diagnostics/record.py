@@ -543,9 +543,7 @@ _ONE_BY_ONE = frozenset({"conv_general_dilated"})
 @jax.jit
 def _sliced(pairs: list[_Pair], turn: Any) -> list[_Pair]:
     """What a turn of a scan reads of arrays."""
-    return [
-        (x[turn], None if moved is None else jnp.take(moved, turn, 1)) for x, moved in pairs
-    ]
+    return [(x[turn], None if moved is None else jnp.take(moved, turn, 1)) for x, moved in pairs]
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -91,7 +91,7 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def is_dispatched(op: torch._ops.OpOverload) -> bool:
-    """Return whether the dispatcher has the op: `add_.t` is TorchScript's alone. Since torch 1.8."""
+    """Return whether the dispatcher has the op: `add_.t` is TorchScript alone. Since 1.8."""
     return bool(torch._C._dispatch_has_kernel(op.name()))
 
 

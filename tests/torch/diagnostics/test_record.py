@@ -324,7 +324,7 @@ def test_spreads_are_those_of_runs_with_other_rounding(low: torch.dtype | None) 
     moved = [a.kind != INPUT for a in base]
     ratio = found[moved] / want[moved]
     assert 0.8 < np.median(ratio) < 1.25
-    ratio = ratio[[a.count > 1 for a in base if a.kind != INPUT]]  # 8 probes of one number are few
+    ratio = ratio[[a.size > 1 for a in base if a.kind != INPUT]]  # 8 probes of one number are few
     assert 0.5 < ratio.min() < ratio.max() < 2
 
 

@@ -11,7 +11,7 @@ Nothing of the run is written: not its tensors, and not the state of its random 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,32 +176,32 @@ class Probes:
 
     def _run(self, ran: Ran) -> list[list[torch.Tensor]]:
         """Run an op in each probe; return the float tensors in its results."""
-        own = {id(t): self.of(t) for t in float_tensors(ran.args, ran.kwargs)}
-        rows = {key: t.unbind() for key, t in own.items() if t is not None}
-
-        def other(tree: Any, at: int) -> Any:
-            if isinstance(tree, torch.Tensor):
-                if (copy := self._copies.get(id(tree))) is not None:
-                    return copy.clone()
-                return rows[id(tree)][at] if id(tree) in rows else tree
-            if isinstance(tree, (list, tuple)):
-                return type(tree)(other(item, at) for item in tree)
-            if isinstance(tree, dict):
-                return {key: other(value, at) for key, value in tree.items()}
-            return tree
-
         runs, before = [], self._random
         generator = None if before is None else _generator(ran)
         state = None if generator is None else generator.get_state()
         try:
-            for at in range(self.count):
+            for args, kwargs in zip(self._each(ran.args), self._each(ran.kwargs), strict=True):
                 if generator is not None and before is not None:
                     generator.set_state(before)
-                runs.append(float_tensors(ran.func(*other(ran.args, at), **other(ran.kwargs, at))))
+                runs.append(float_tensors(ran.func(*args, **kwargs)))
         finally:
             if generator is not None and state is not None:
                 generator.set_state(state)
         return runs
+
+    def _each(self, tree: Any) -> Sequence[Any]:
+        """Return what each probe has in place of an op's arguments."""
+        if isinstance(tree, torch.Tensor):
+            if (copy := self._copies.get(id(tree))) is not None:
+                return [copy.clone() for _ in range(self.count)]
+            own = self.of(tree) if tree.is_floating_point() else None
+            return [tree] * self.count if own is None else own.unbind()
+        if isinstance(tree, (list, tuple)) and tree:
+            return [type(tree)(items) for items in zip(*map(self._each, tree), strict=True)]
+        if isinstance(tree, dict) and tree:
+            each = self._each([*tree.values()])
+            return [dict(zip(tree, values, strict=True)) for values in each]
+        return [tree] * self.count
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Cast a tensor in all probes, and move it by the rounding of the cast."""

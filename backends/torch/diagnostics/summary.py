@@ -89,7 +89,7 @@ def _projected(x: torch.Tensor) -> torch.Tensor:
     found = (x[:, end:] @ inner[: count - end]) * outer[blocks]
     if blocks:
         whole, signs = x[:, :end].reshape(rows, blocks, BLOCK), outer[:blocks]
-        if blocks > 16:  # the product is less narrow
+        if blocks > 8:  # the product is less narrow
             found += (signs.T @ whole).mul_(inner.T).sum(2)
         else:
             found += (whole @ inner).mul_(signs).sum(1)

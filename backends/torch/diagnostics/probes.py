@@ -44,7 +44,7 @@ class _Memory(NamedTuple):
 
 
 class Probes:
-    """The numbers that some probes have in place of the tensors of a run."""
+    """The numbers that some probes, if any, have in place of the tensors of a run."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -101,18 +101,17 @@ class Probes:
         for t in found:
             self._memory.pop(modes.storage_key(t), None)
 
-    def unmoved(self, found: Iterable[torch.Tensor]) -> None:
-        """Note tensors whose numbers are made of no others."""
-        for t in found:
-            if (own := self.of(t)) is not None:
-                own.copy_(t.detach())
+    def unmoved(self, t: torch.Tensor) -> None:
+        """Note a tensor whose numbers are made of no others."""
+        if (own := self.of(t)) is not None:
+            own.copy_(t.detach())
 
     # What runs
 
     def before(self, ran: Ran) -> None:
         """Keep what an op is about to change."""
         self._copies, self._random = {}, None
-        if _talks(ran):
+        if not self.count or _talks(ran):
             return
         for t in written(ran):
             if not t.is_floating_point() or not self._fits(t):
@@ -131,6 +130,8 @@ class Probes:
 
         Returns the norm of how far the first may be from the exact one; None if it is exact.
         """
+        if not self.count:
+            return None
         into = [t for t in written(ran) if t.is_floating_point()]
         results = [*made, *(t for t in into if not any(t is m for m in made))]
         if _talks(ran) or any(not has_values(t) for t in self._copies.values()):
@@ -205,7 +206,7 @@ class Probes:
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Cast a tensor in all probes, and move it by the rounding of the cast."""
-        if not self._fits(result):
+        if not self.count or not self._fits(result):
             return
         own, by = self.of(source), None
         if result.element_size() < source.element_size():

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -246,7 +247,7 @@ class _Step(Subscriber):
         self._number = number
         self._modules = modules
         self._selected: dict[str, bool] = {}
-        self._probes = Probes(probes) if probes else None
+        self._probes = Probes(probes)
         self._left_out = Counter[str]()
         self._arrays: dict[object, _Array] = {}  # by op call, in the order of the record
         self._ends: dict[tuple[str, str], _Array] = {}  # gradients and updates
@@ -260,12 +261,14 @@ class _Step(Subscriber):
         if model is not None:
             self._parameters = dict(model.named_parameters())
             for name, t in (*model.named_parameters(), *model.named_buffers()):
+                if is_lazy(t):  # it has no memory yet
+                    continue
                 own = distributed.local(t.detach())
                 self._named.setdefault(modes.storage_key(own), (name, own))
         # Of parameters that an optimizer steps: their numbers before, and those in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._settings: dict[str, dict[str, Any]] = {}
-        self._stepped: dict[int, int] = {}  # optimizers by identity, that have stepped
+        self._stepped: set[int] = set()  # identities of the optimizers that have stepped
 
     # What runs
 
@@ -275,14 +278,13 @@ class _Step(Subscriber):
             if last is not None and (last[0].op_call is not ran.op_call or ran.facts.writes):
                 self._sum_up()
             self._reads = {}
-            out = {id(t) for t in ran.kwargs.values() if isinstance(t, torch.Tensor)}
             into = {id(t) for t in written(ran)}
-            places = tensors(ran.args, ran.kwargs)
-            copied_to = 0 if ran.func is torch.ops.aten.copy_.default else -1
-            for at, t in enumerate(places):
-                if at != copied_to and not (id(t) in into and id(t) in out):
+            copies = ran.func is torch.ops.aten.copy_.default  # what it writes it does not read
+            unread = {id(ran.args[0])} if copies else into & {*map(id, ran.kwargs.values())}
+            for at, t in enumerate(tensors(ran.args, ran.kwargs)):
+                if id(t) not in unread:
                     self._reads |= dict.fromkeys(self._made_of(t, ran.op_call, at))
-            if self._probes is not None and not ran.op_call.place.compiled:
+            if not ran.op_call.place.compiled:
                 self._probes.before(ran)
 
     def _made_of(self, t: torch.Tensor, op_call: OpCall, at: int) -> _Makers:
@@ -322,9 +324,11 @@ class _Step(Subscriber):
         op_call, into = ran.op_call, written(ran)
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._left_out["compiled"] += 1
-            self._forget((*tensors(result), *into))
+            for t in tensors(result, into):
+                self._makers.pop(modes.storage_key(t), None)
+                self._probes.forget([t])
             return
-        norm = None if self._probes is None else self._probes.after(ran, made)
+        norm = self._probes.after(ran, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
         if results and not (lists or ran.facts.copies_as) and self._records(op_call):
@@ -332,9 +336,9 @@ class _Step(Subscriber):
             makers: _Makers = (array,)
         else:
             makers = tuple(self._reads)
-            if any(t.is_complex() for t in tensors(result)) and self._records(op_call):
+            if any(t.is_complex() for t in tensors(result)):
                 self._left_out["complex results"] += 1
-            elif results and not has_values(results[0]):
+            elif made and not results:
                 self._left_out["results that are sparse or wrapped"] += 1
         for t in tensors(result, into):
             changed = any(t is other for other in into)
@@ -355,13 +359,10 @@ class _Step(Subscriber):
             array = array or _Array(
                 RESULT, op_call.op, place.module, place.source, op_call.direction, op_call=op_call
             )
-            array.dtype, array.shape = dtype_names.NAMES[t.dtype], tuple(t.shape)
-            if self._probes is not None:
-                array.own = norm
-            else:
-                array.own = movement_norm(
-                    ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
-                )
+            array.dtype, array.shape, array.own = _dtype(t), tuple(t.shape), norm
+            if not self._probes.count and t.itemsize > 1:
+                own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
+                array.own = movement_norm(*own)
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads
@@ -375,21 +376,12 @@ class _Step(Subscriber):
 
     def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         self._made(result, self._made_of(source, op_call, 0))
-        if self._probes is not None:
-            self._probes.cast(source, result)
-
-    def _forget(self, found: Iterable[torch.Tensor]) -> None:
-        for t in found:
-            self._makers.pop(modes.storage_key(t), None)
-            if self._probes is not None:
-                self._probes.forget([t])
+        self._probes.cast(source, result)
 
     def unwatched(self, result: object) -> None:
-        found = tensors(result)
-        for t in found:
+        for t in tensors(result):
             self._makers.pop(modes.storage_key(t), None)
-        if self._probes is not None:
-            self._probes.unmoved(t for t in found if t.is_floating_point())
+            self._probes.unmoved(t)
 
     # Numbers
 
@@ -405,21 +397,18 @@ class _Step(Subscriber):
     ) -> _Array:
         """Sum up an array; without a module, one of a parameter or buffer."""
         module = name.rpartition(".")[0] if module is None else module
-        dtype = dtype_names.NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
-        array = _Array(kind, name, module, source, direction, dtype, tuple(t.shape))
-        if probes is None and self._probes is not None:
-            probes = self._probes.of(t)
-        self._sum(array, t.detach(), probes)
+        array = _Array(kind, name, module, source, direction, _dtype(t), tuple(t.shape))
+        self._sum(array, t.detach(), self._probes.of(t) if probes is None else probes)
         return array
 
     def _sum_up(self) -> None:
         """Sum up the last array."""
         if self._last is not None:
             (array, t), self._last = self._last, None
-            self._sum(array, t, None if self._probes is None else self._probes.of(t))
+            self._sum(array, t, self._probes.of(t))
 
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
-        if t.is_floating_point() and t.itemsize == 1:
+        if t.is_floating_point() and t.itemsize == 1:  # it has no ops
             t = t.to(torch.float32)
         array.sums = summary.sums(t)
         array.changes = None if moved is None else summary.changes(t, array.sums, moved)
@@ -440,10 +429,14 @@ class _Step(Subscriber):
             return
         with Own(), torch.no_grad():
             if id(optimizer) not in self._stepped:
-                self._note_settings(optimizer)
+                self._stepped.add(id(optimizer))
+                for group in optimizer.param_groups:
+                    kind = type(optimizer).__name__
+                    count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
+                    self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
             for name, p in self._own(optimizer):
                 if name not in self._old:
-                    moved = None if self._probes is None else self._probes.of(p)
+                    moved = self._probes.of(p)
                     copy = None if moved is None else moved.clone()
                     self._old[name] = p.detach().clone(), copy
 
@@ -456,19 +449,11 @@ class _Step(Subscriber):
             if id(p) in ours and has_values(distributed.local(p.detach()))
         ]
 
-    def _note_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        self._stepped[id(optimizer)] = 1
-        kind = type(optimizer).__name__
-        for group in optimizer.param_groups:
-            count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
-            self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
-
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self.stream.is_here():
             with Own(), torch.no_grad():
                 self._sum_up()
-                ours = {name for name, _ in self._own(optimizer)}
-                self._gradients(ours)  # the program may clear them
+                self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
 
     def _gradients(self, names: Iterable[str]) -> None:
         """Sum up the gradients of parameters."""
@@ -490,10 +475,10 @@ class _Step(Subscriber):
             new = distributed.local(self._parameters[name]).detach()
             dtype = wide(new)
             change, probes = new.to(dtype) - old.to(dtype), None
-            if self._probes is not None:
+            if self._probes.count:
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
-            array.dtype = dtype_names.NAMES[new.dtype]
+            array.dtype = _dtype(new)
             norm = torch.linalg.vector_norm(new, dtype=dtype)
             array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
@@ -517,8 +502,7 @@ class _Step(Subscriber):
             reads = sorted(places[r] for r in array.reads if places.get(r, at) < at)
             sums, changes, own = numbers[3 * at : 3 * at + 3]
             found.append(self._finished(array, tuple(reads), sums, changes, own))
-        if self._probes is not None:
-            self._left_out += self._probes.left_out
+        self._left_out += self._probes.left_out
         return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
 
     def _finished(
@@ -530,7 +514,7 @@ class _Step(Subscriber):
         spread: tuple[float, ...] = ()
         if changes is not None:
             spread = summary.spread(sums, changes.reshape(-1, summary.CHANGES), count)
-        elif self._probes is not None and not self._left_out["compiled"]:  # else not known
+        elif self._probes.count and not self._left_out["compiled"]:  # else not known
             spread = (0.0,) * len(values)
         call = None if array.op_call is None else call_of(array.op_call)
         rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)
@@ -539,6 +523,10 @@ class _Step(Subscriber):
             array.dtype, array.shape, zeros, bad,
             float(own[0] / norm) if own is not None and norm else 0.0, reads, values, spread,
         )  # fmt: skip
+
+
+def _dtype(t: torch.Tensor) -> str:
+    return dtype_names.NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
 
 
 def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]:

@@ -34,6 +34,7 @@ from polymp.diagnostics.report_diff import matched
 from polymp.diagnostics.rounding import factor, unit_roundoff
 from polymp.diagnostics.run_record import (
     AMAX,
+    COMPILED,
     ELEMENTS,
     GRADIENT,
     INPUT,
@@ -263,8 +264,16 @@ class Comparison:
             return f"THE RUNS BEGIN WITH OTHER NUMBERS: {what} differs by {off}"
         return (
             f"ROUNDING DOES NOT EXPLAIN {what}: off by {off}; rounding explains "
-            f"{_number(row.allowed)}. All that it reads agrees, as far as it was compared"
+            f"{_number(row.allowed)}. {self._before(row)}"
         )
+
+    def _before(self, row: Compared) -> str:
+        if any(r.array.name == COMPILED for r in self.rows):
+            return (
+                "The calls before it ran in compiled code, where it may begin: compile block by "
+                "block, `block.compile()`, to see the result of each"
+            )
+        return "All that it reads agrees, as far as it was compared"
 
     def _sides(self, row: Compared) -> list[tuple[str, ...]]:
         def cells(a: RecordedArray | None) -> tuple[str, ...]:
@@ -512,6 +521,7 @@ class _Side:
         import numpy as np
 
         self.arrays = step.arrays
+        self.compiled = COMPILED in step.left_out
         self.modules = [names.get(a.module, a.module) for a in step.arrays]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
@@ -718,7 +728,8 @@ class _Pairs:
             j = self.twins.get(i, j)
             if j is None:
                 state = self.across and array.kind == UPDATE and _size(array) not in lost
-                healthy = i in healed or array.kind == INPUT or state
+                hidden = _is_hidden(array, self.other)
+                healthy = i in healed or array.kind == INPUT or state or hidden
                 rows.append(Compared(array, None, PASSED if healthy else ALONE))
             else:
                 rows.append(self._pair(i, j))
@@ -746,7 +757,7 @@ class _Pairs:
 
     def _alone(self, j: int, healed: set[int]) -> Compared:
         array = self.other.arrays[j]
-        healthy = j in self.met or j in healed or array.kind == INPUT
+        healthy = j in self.met or j in healed or array.kind == INPUT or _is_hidden(array, self.one)
         return Compared(None, array, PASSED if healthy else ALONE)
 
     def _with_partner(self, row: Compared) -> Compared:
@@ -771,6 +782,11 @@ class _Pairs:
         if self.one.arrays[pair[0]].size == self.other.arrays[pair[1]].size:
             return self._pair(*pair)._replace(verdict=UNEXPLAINED)
         return row
+
+
+def _is_hidden(array: RecordedArray, other: _Side) -> bool:
+    """True for a call that the other run may have made in compiled code."""
+    return other.compiled and array.kind == RESULT and array.name != COMPILED
 
 
 def _ends(shape: tuple[int, ...]) -> set[int]:
@@ -936,9 +952,10 @@ def _notes(
             notes.append(f"{name} ends in a step that is not whole, which was left out")
     passed = [row for row in rows if row.verdict == PASSED and row.array.kind == RESULT]
     if passed:
+        hidden = "the other run is compiled there, or " * any(COMPILED in s.left_out for s in steps)
         notes.append(
             f"not compared: {text_table.plural(len(passed), 'call')} that only one run makes; "
-            "what reads them has the same values in both"
+            f"{hidden}what reads them has the same values in both"
         )
     inputs = [row for row in rows if row.verdict == PASSED and row.array.kind == INPUT]
     if inputs:

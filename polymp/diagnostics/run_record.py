@@ -43,6 +43,10 @@ BLOCK = 4096  # elements in a block; a sign is one of its block times one of the
 # Kinds of arrays.
 INPUT, RESULT, GRADIENT, UPDATE = "input", "result", "gradient", "update"
 
+# Of compiled code only the results of a whole graph are recorded, as those of an op of this name;
+# it is the reason for the other calls that are left out, too.
+COMPILED = "compiled"
+
 
 class RecordError(PolympError, ValueError):
     """A file that is no record, or no whole one; or records that cannot be compared."""

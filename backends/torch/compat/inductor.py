@@ -1,5 +1,7 @@
-"""Inductor: a pass over its graphs, for `torch.compile(..., options=...)`."""
+"""Inductor: a pass over its graphs, for `torch.compile(..., options=...)`; the graphs that run."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,3 +42,26 @@ def _is_number(node: Any) -> bool:
 
 
 OPTIONS: dict[str, Any] = {"post_grad_custom_post_pass": ScalarsFirst()}
+
+
+@contextmanager
+def graphs_watched(tell: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Call a function with the results of every compiled graph that runs meanwhile.
+
+    A graph's own results come first; then, of a forward pass, what its backward pass needs.
+    `CompiledFxGraph.__call__` since torch 2.7. No mode and no hook sees the results.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    run = CompiledFxGraph.__call__
+
+    def watched(graph: Any, inputs: Sequence[Any]) -> Any:
+        results = run(graph, inputs)
+        tell(results)
+        return results
+
+    CompiledFxGraph.__call__ = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CompiledFxGraph.__call__ = run  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ how far rounding moves them.
 """
 
 import reprlib
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from torch.optim.optimizer import (
 )
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import distributed, modes
+from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import OpCall, Own, Ran, call_of, tensors
@@ -36,6 +37,7 @@ from polymp.backends.torch.diagnostics.perturb import movement_norm, wide
 from polymp.backends.torch.diagnostics.probes import Probes, has_values
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
+    COMPILED,
     GRADIENT,
     INPUT,
     RESULT,
@@ -77,8 +79,8 @@ def record(
     same step with every result moved by a share of its rounding; probes run op by op beside the
     step, and each takes its time and its memory again.
 
-    Of code that torch.compile has compiled, no ops are recorded; what it returns is recorded as an
-    input of the ops that read it.
+    Of code that torch.compile has compiled, the first result of each forward graph is recorded, and
+    no ops: to find the block that differs, compile block by block, `block.compile()`.
 
     Args:
         path: of the file; of several ranks each writes its own, "run.rank3.rec" for "run.rec". None
@@ -323,10 +325,7 @@ class _Step(Subscriber):
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         op_call, into = ran.op_call, written(ran)
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
-            self._left_out["compiled"] += 1
-            for t in tensors(result, into):
-                self._makers.pop(modes.storage_key(t), None)
-                self._probes.forget([t])
+            self._forget(tensors(result, into))
             return
         norm = self._probes.after(ran, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
@@ -421,6 +420,34 @@ class _Step(Subscriber):
             register_optimizer_step_post_hook(self._after_step),
         ):
             self.stream.callback(hook.remove)
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+            from polymp.backends.torch.compat import inductor
+
+            self.stream.enter_context(inductor.graphs_watched(self._graph_ran))
+
+    def _forget(self, found: Iterable[torch.Tensor]) -> None:
+        """Note tensors that compiled code has written."""
+        for t in found:
+            self._makers.pop(modes.storage_key(t), None)
+            self._probes.forget([t])
+
+    def _graph_ran(self, results: Sequence[Any]) -> None:
+        """Record the first result of a compiled forward graph, which other calls may read."""
+        if not self.stream.is_here():
+            return
+        with Own(), torch.no_grad():
+            self._left_out[COMPILED] += 1
+            found = [t for t in tensors(results) if has_values(t)]
+            self._forget(found)
+            first = next((t for t in found if t.is_floating_point()), None)
+            if first is None or dispatcher.backward_node() is not None:
+                return
+            self._sum_up()
+            place, direction, _ = self.stream.where(sys._getframe(1))
+            at = place.module, place.source, direction
+            array = self._summed(RESULT, "compiled", first, *at)
+            self._arrays[array] = array
+            self._made(first, (array,))
 
     def _stepping(
         self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
@@ -514,7 +541,7 @@ class _Step(Subscriber):
         spread: tuple[float, ...] = ()
         if changes is not None:
             spread = summary.spread(sums, changes.reshape(-1, summary.CHANGES), count)
-        elif self._probes.count and not self._left_out["compiled"]:  # else not known
+        elif self._probes.count and not self._left_out[COMPILED]:  # else not known
             spread = (0.0,) * len(values)
         call = None if array.op_call is None else call_of(array.op_call)
         rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)

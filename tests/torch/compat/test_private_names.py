@@ -922,3 +922,14 @@ def test_inductor_computes_numbers_before_the_loop_over_an_array():
 
     assert pow_is_first(options=inductor.OPTIONS)
     assert not pow_is_first(), "inductor does it by itself: remove the pass"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_the_results_of_compiled_graphs_are_told():
+    compiled, told = torch.compile(lambda x: x.sin() * 2), []
+    x = torch.randn(8)
+    with inductor.graphs_watched(told.extend):
+        made = compiled(x)
+    assert compiled(x).equal(made), "and no longer told"
+    (seen,) = told
+    assert seen.equal(made)

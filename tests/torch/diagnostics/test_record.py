@@ -417,7 +417,7 @@ def test_what_cannot_be_in_probes_is_counted() -> None:
 
 @pytest.mark.long  # it compiles C++ for most of its time
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-def test_compiled_code_runs_compiled_and_is_an_input_of_what_reads_it() -> None:
+def test_compiled_code_runs_compiled_and_its_result_is_recorded() -> None:
     def run(recorder: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
@@ -431,9 +431,38 @@ def test_compiled_code_runs_compiled_and_is_an_input_of_what_reads_it() -> None:
     assert all(map(torch.equal, run(nullcontext()), run(recorder)))
     step = recorder.record.steps[0]
     forward = [(a.kind, a.name) for a in step.arrays if a.direction == "forward"]
-    assert forward == [(INPUT, "operand 1 of sin"), (RESULT, "sin"), (RESULT, "sum")]
+    assert forward == [(RESULT, "compiled"), (RESULT, "sin"), (RESULT, "sum")]
+    assert step.arrays[1].reads == (0,)
     assert step.left_out["compiled"] > 0
     assert step.arrays[0].spread == (), "how far it is moved is not known"
+
+
+@pytest.mark.long  # likewise
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_of_blocks_that_are_compiled_the_one_that_differs_is_named() -> None:
+    class Block(nn.Module):
+        def __init__(self, approximate: str) -> None:
+            super().__init__()
+            self.linear, self.gelu = nn.Linear(32, 32), nn.GELU(approximate)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.gelu(self.linear(x))
+
+    def run(fault: int | None, compiled: bool) -> run_record.RunRecord:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Block("tanh" if at == fault else "none") for at in range(4)))
+        for block in net if compiled else ():
+            block.compile()
+        recorder, x = record(None, net), torch.randn(8, 32)
+        with recorder:
+            net(x).square().sum().backward()
+        return recorder.record
+
+    eager = run(None, compiled=False)
+    assert polymp.compare(eager, run(None, compiled=True)).explained
+    found = polymp.compare(eager, run(2, compiled=True))
+    assert found.first is not None
+    assert (found.first.array.name, found.first.array.module) == ("compiled", "2")
 
 
 # --- steps, files, errors -------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 that the backward pass is that of the moved run, and is moved itself.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -360,9 +359,10 @@ def movement_norm(
 ) -> torch.Tensor:
     """Return about the norm of `result_movement`, for terms of a sum that are as they happen."""
     parts = _parts(func, args, kwargs, reads, result, t)
-    norm: torch.Tensor = torch.linalg.vector_norm(t, dtype=wide(t))
+    finite = t.to(wide(t)).nan_to_num(0.0, 0.0, 0.0)
+    norm: torch.Tensor = torch.linalg.vector_norm(finite)
     if parts.mixes and parts.terms > 1 and t.numel():
-        norm = torch.linalg.vector_norm(t, math.inf, dtype=wide(t)) * t.numel() ** 0.5
+        norm = finite.abs().max() * t.numel() ** 0.5
     # The square of a sum of independent terms is, in the mean, the sum of their squares.
     return (parts.own + parts.summed * (2**0.5 if parts.adds else 1)) * norm
 

@@ -125,7 +125,7 @@ class Probes:
         """Return whether some argument of an op is not the run's own in all probes."""
         return any(self.of(t) is not None for t in float_tensors(ran.args, ran.kwargs))
 
-    def after(self, ran: Ran, made: list[torch.Tensor]) -> torch.Tensor | None:
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> torch.Tensor | None:
         """Run an op in all probes, and move its results.
 
         Returns the norm of how far the first may be from the exact one; None if it is exact.
@@ -134,11 +134,12 @@ class Probes:
             return None
         into = [t for t in written(ran) if t.is_floating_point()]
         results = [*made, *(t for t in into if not any(t is m for m in made))]
-        if _talks(ran) or any(not has_values(t) for t in self._copies.values()):
+        if _talks(ran):
+            self.left_out["what comes from other ranks is not in probes"] += 1
             self.forget(results)
             return None
         try:
-            return self._follow(ran, made, into, results)
+            return self._follow(ran, result, made, into, results)
         except Exception:  # of an op that is like no other: the program goes on
             self.left_out["ops that fail in probes"] += 1
             self.forget(results)
@@ -147,10 +148,13 @@ class Probes:
     def _follow(
         self,
         ran: Ran,
+        result: object,
         made: list[torch.Tensor],
         into: list[torch.Tensor],
         results: list[torch.Tensor],
     ) -> torch.Tensor | None:
+        if not all(map(has_values, self._copies.values())):
+            raise TypeError("it writes a tensor that cannot be copied")
         runs = self._run(ran) if self._moved(ran) else []
         # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
         moves = not (is_exact(ran.func) or ran.op_call.place.updating)
@@ -163,7 +167,7 @@ class Probes:
                 continue  # an alias
             by = None
             if moves:
-                own = ran.func, ran.args, ran.kwargs, ran.reads, None, t.detach()
+                own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
                 by = result_movement(*own, wide(t))
             if key in changed:
                 if by is not None:

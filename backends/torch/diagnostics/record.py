@@ -80,7 +80,8 @@ def record(
     step, and each takes its time and its memory again.
 
     Of code that torch.compile has compiled, the first result of each forward graph is recorded, and
-    no ops: to find the block that differs, compile block by block, `block.compile()`.
+    no ops: to find the block that differs, compile block by block, `block.compile()`. How far
+    rounding moves such a result is not known.
 
     Args:
         path: of the file; of several ranks each writes its own, "run.rank3.rec" for "run.rec". None
@@ -327,7 +328,7 @@ class _Step(Subscriber):
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
-        norm = self._probes.after(ran, made)
+        norm = self._probes.after(ran, result, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
         if results and not (lists or ran.facts.copies_as) and self._records(op_call):
@@ -520,6 +521,7 @@ class _Step(Subscriber):
         done = {name for kind, name in self._ends if kind == GRADIENT}
         self._gradients(set(self._parameters) - done)
         self._updates()
+        self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
         arrays = [*self._arrays.values(), *ends]
         numbers = _read([t for a in arrays for t in (a.sums, a.changes, a.own)])
@@ -529,7 +531,6 @@ class _Step(Subscriber):
             reads = sorted(places[r] for r in array.reads if places.get(r, at) < at)
             sums, changes, own = numbers[3 * at : 3 * at + 3]
             found.append(self._finished(array, tuple(reads), sums, changes, own))
-        self._left_out += self._probes.left_out
         return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
 
     def _finished(
@@ -541,7 +542,7 @@ class _Step(Subscriber):
         spread: tuple[float, ...] = ()
         if changes is not None:
             spread = summary.spread(sums, changes.reshape(-1, summary.CHANGES), count)
-        elif self._probes.count and not self._left_out[COMPILED]:  # else not known
+        elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
         call = None if array.op_call is None else call_of(array.op_call)
         rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)

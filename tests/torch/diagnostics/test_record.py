@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp.backends.torch.diagnostics import summary
@@ -282,6 +283,73 @@ def test_the_run_computes_the_same_bits(kind: str) -> None:
 
     plain = run(None)
     for probes in (0, 2):
+        assert all(map(torch.equal, plain, run(probes)))
+
+
+def _convolutions() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout2d(0.2)
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    return nn.Sequential(*layers, nn.MaxPool2d(2)), lambda net: net(x).square().mean()
+
+
+def _recurrent() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    x = torch.randn(3, 6, 5)
+    return nn.LSTM(5, 7, 2, dropout=0.1), lambda net: net(x)[0].square().sum()
+
+
+def _recomputed() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.GELU()), torch.randn(4, 8)
+    return net, lambda net: checkpoint(net, x, use_reentrant=False).square().sum()
+
+
+def _written() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    x, mask = torch.randn(6, 6), nn.Transformer.generate_square_subsequent_mask(6)
+
+    def loss(net: nn.Module) -> torch.Tensor:
+        y, z = net(x), torch.zeros(6, 6)
+        y[1:3] *= 2
+        z[2:] = y[:4]
+        z.index_add_(0, torch.tensor([0, 1]), y[:2])
+        z.diagonal().add_(1.0)
+        return torch.cumsum((y + mask).softmax(-1) + z, dim=0).std() + torch.linalg.norm(z)
+
+    return nn.Linear(6, 6), loss
+
+
+def _drawn() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    x, generator = torch.randn(6, 6), torch.Generator().manual_seed(3)
+
+    def loss(net: nn.Module) -> torch.Tensor:
+        y = net(x)
+        kept = torch.bernoulli(torch.sigmoid(y.detach()), generator=generator)
+        return (y * kept + torch.normal(y, 1.0) + F.gumbel_softmax(y)).sum()
+
+    return nn.Linear(6, 6), loss
+
+
+PROGRAMS = _convolutions, _recurrent, _recomputed, _written, _drawn
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_other_programs_compute_the_same_bits(program: Callable[[], Any]) -> None:
+    def run(probes: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net, loss = program()
+        recorder = record(None, net, probes=probes or 0) if probes is not None else None
+        for _ in range(2):
+            with recorder or nullcontext():
+                loss(net).backward()
+        if recorder is not None:
+            for step in recorder.record.steps:
+                assert not step.left_out
+                assert all(np.isfinite([*a.values, *a.spread, a.own]).all() for a in step.arrays)
+                gradients = [a for a in step.arrays if a.kind == GRADIENT]
+                assert not probes or all(any(a.spread) for a in gradients)
+        grads = [p.grad for p in net.parameters()]
+        return [*net.state_dict().values(), *grads, torch.get_rng_state()]
+
+    plain = run(None)
+    for probes in (0, 3):
         assert all(map(torch.equal, plain, run(probes)))
 
 

@@ -17,6 +17,7 @@ import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from polymp import progress
 from polymp.backends.jax import compat
@@ -271,7 +273,7 @@ class _Program:
 
     def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
         """Runs with numbers of all arrays; of some probes each."""
-        with progress.line("record", unit="op") as line:
+        with progress.line("record", unit="op") as line, _mesh_of(arrays):
             groups: list[Any] = list(self._seeds) or [None]
             walks = [_Walk(self, seeds, line) for seeds in groups]
             for walk in walks:
@@ -301,6 +303,14 @@ class _Program:
 
 # Numbers of a program's inputs, times probes, up to which these run at once.
 _TOGETHER = 2**28
+
+
+def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
+    """A context with the mesh of some arrays, if they know how they are divided."""
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
+    known = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    return jax.set_mesh(known[0]) if len(known) == 1 else contextlib.nullcontext()
 
 
 class _Walk(Evaluation[_Value]):
@@ -481,16 +491,22 @@ class _Walk(Evaluation[_Value]):
         where: Any = ("", "", FORWARD, "", (), "")
         if call is not None:
             where = call.module, call.source, call.direction, call.rule, call.inputs, call.run
-        x = pair[0]
-        row = RecordedArray(
-            kind, name, *where, x.dtype.name, tuple(x.shape), 0, 0, 0.0, tuple(places), ()
-        )
-        numbers, changes = _summary(*pair)
+        of = pair[0].dtype.name, tuple(pair[0].shape), 0, 0, 0.0
+        row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
+        numbers, changes = _summary(*map(_whole, pair))
         self.summaries.append(_Summary(row, numbers, changes, 0.0 if own is None else own))
         return frozenset([len(self.summaries) - 1])
 
 
 _ABSENT = _Value(None)
+
+
+def _whole(x: Any) -> Any:
+    """An array on each device of its mesh: its blocks are others than those of the devices."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return x
+    return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _all(sources: _Sources) -> frozenset[int]:
@@ -528,12 +544,18 @@ def _evaluated(
 
 def _put(eqn: Equation, given: list[Any]) -> Sequence[Any]:
     """The results of an equation in a probe; one probe after the other if it has no batches."""
-    plain = lambda *given: tuple(compat.put(eqn.primitive, given, eqn.params))  # noqa: E731
+
+    def plain(*given: Any) -> tuple[Any, ...]:
+        return tuple(compat.put(eqn.primitive, given, eqn.params))
+
     if eqn.primitive.name not in _ONE_BY_ONE:
         with contextlib.suppress(NotImplementedError):
             return plain(*given)
-    results: Sequence[Any] = jax.custom_batching.sequential_vmap(plain)(*given)
+    results: Sequence[Any] = _sequential(plain)(*given)
     return results
+
+
+_sequential: Any = jax.custom_batching.sequential_vmap  # without types
 
 
 # Of whose batches XLA makes groups of channels, which are slow on CPUs.
@@ -585,7 +607,7 @@ def _numbers(x: Any) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _wide(x: Any) -> jax.Array:
+def _wide(x: Any) -> Any:
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, np.float32))
 
@@ -660,7 +682,8 @@ def _changes(x: jax.Array, moved: jax.Array, mask: jax.Array | None) -> jax.Arra
         numbers = jnp.concatenate([jnp.stack(ends), _projected(off), _few(off)])
         return (numbers / by).astype(np.float32)
 
-    return lax.map(change, moved)  # one after the other: less memory is touched
+    changes: jax.Array = lax.map(change, moved)  # one after the other: less memory is touched
+    return changes
 
 
 def _size(x: jax.Array) -> jax.Array:

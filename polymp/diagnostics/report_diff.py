@@ -4,6 +4,7 @@ Module paths that differ only by the way a container names its parts count as eq
 knows a framework.
 """
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import combinations
@@ -334,6 +335,7 @@ def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     would do.
 
         blocks.0.attn, Net.blocks.layers.0.attn -> blocks.0.attn
+        blocks.0.attn, Net.blocks_0.attn -> blocks.0.attn
     """
     theirs = list(theirs)
     free = {*ours} - {*theirs}
@@ -351,8 +353,11 @@ def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
 
 
 def _forms(path: str) -> list[str]:
-    """The path, and what is left without parts "layers" and a class name in front."""
-    parts = path.split(".")
+    """The path, and what is left without parts "layers" and a class name in front.
+
+    Modules of a list are "blocks_0" in flax linen: they are "blocks.0" here.
+    """
+    parts = re.sub(r"_(\d+)(?=\.|$)", r".\1", path).split(".")
     layers = [at for at, part in enumerate(parts) if part == "layers"][:_LAYERS]
     starts = [0, 1] if parts[0][:1].isupper() else [0]
     forms = {
@@ -361,4 +366,4 @@ def _forms(path: str) -> list[str]:
         for left_out in combinations(layers, count)
         for start in starts
     }
-    return sorted(forms, key=lambda form: -form.count("."))
+    return list(dict.fromkeys((path, *sorted(forms, key=lambda form: -form.count(".")))))

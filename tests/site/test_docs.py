@@ -42,7 +42,9 @@ IMPORTED = (
     *("polymp.torch", "polymp.jax", "polymp.testing"),
 )
 # The pages that take longest and whose every function has tests of its own: for `make test-long`.
-LONG = "compare fp8 jax keras low-weights recipes-jax scaling-jax scaling-torch seeing trainers".split()
+LONG = (
+    "compare fp8 jax keras low-weights recipes-jax scaling-jax scaling-torch seeing trainers"
+).split()
 RUN = [
     pytest.param(
         block,

@@ -130,7 +130,7 @@ def test_a_scan_has_the_rows_of_the_same_model_unrolled() -> None:
     other = [r for r in other if r.kind != "result" or r.shape not in summed]
     assert len(one) == len(other) > 40
     for a, b in zip(one, other, strict=True):
-        assert a[:3] == b[:3] and a[4:10] == b[4:10]
+        assert (a[:3], a[4:10]) == (b[:3], b[4:10])
         np.testing.assert_allclose(a.values, b.values, 1e-4, 1e-6)
         assert moved(a) == moved(b) == 0 or 0.4 < moved(a) / moved(b) < 2.5
     assert [r.module for r in one if r.name == "tanh"] == ["block"] * LAYERS

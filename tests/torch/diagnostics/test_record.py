@@ -507,6 +507,7 @@ def test_compiled_code_runs_compiled_and_its_result_is_recorded() -> None:
 
 @pytest.mark.long  # likewise
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 def test_of_blocks_that_are_compiled_the_one_that_differs_is_named() -> None:
     class Block(nn.Module):
         def __init__(self, approximate: str) -> None:

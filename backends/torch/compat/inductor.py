@@ -53,15 +53,16 @@ def graphs_watched(tell: Callable[[Sequence[Any]], None]) -> Iterator[None]:
     """
     from torch._inductor.output_code import CompiledFxGraph
 
-    run = CompiledFxGraph.__call__
+    graphs: Any = CompiledFxGraph
+    run = graphs.__call__
 
     def watched(graph: Any, inputs: Sequence[Any]) -> Any:
         results = run(graph, inputs)
         tell(results)
         return results
 
-    CompiledFxGraph.__call__ = watched  # type: ignore[method-assign]
+    graphs.__call__ = watched
     try:
         yield
     finally:
-        CompiledFxGraph.__call__ = run  # type: ignore[method-assign]
+        graphs.__call__ = run

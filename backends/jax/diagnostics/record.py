@@ -30,6 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array, is_float, is_typed
+from polymp.backends.jax.autocast.known_functions import LAYOUT
 from polymp.backends.jax.compat.programs import Equation
 from polymp.backends.jax.diagnostics.call_site import Key, Scope, source
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall, Origin
@@ -235,6 +236,7 @@ class _Value(NamedTuple):
     x: Any
     moved: Any = None  # in the probes: one axis more, the first; None if it is the same there
     sources: _Sources = _NOWHERE
+    fixed: bool = False  # made of random bits and constants by what every machine rounds alike
 
 
 class _Summary(NamedTuple):
@@ -354,7 +356,7 @@ class _Walk(Evaluation[_Value]):
         if name == "cond":
             taken = int(values[0].x)  # in the probes, too: no rounding takes another
             return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
-        rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
+        rows, is_fixed = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)], False
         call: Call | None
         if name == "while":
             call = self._left_out("in a while loop", place, eqn)
@@ -368,7 +370,8 @@ class _Walk(Evaluation[_Value]):
                 return []  # what it does is done by the function itself
             self._line.step()
             given = [(value.x, value.moved) for value in values]
-            pairs, own = self._kernel(eqn, rows if call else [])(given, self._seeds, self.move())
+            kernel = self._kernel(eqn, rows if call else [], is_fixed := _is_fixed(eqn, values))
+            pairs, own = kernel(given, self._seeds, self.move())
         reads = _NOWHERE.union(*(_all(value.sources) for value in values))
         sources = [reads] * len(pairs)
         if call is not None:
@@ -376,15 +379,18 @@ class _Walk(Evaluation[_Value]):
                 sources[n] = self._add(RESULT, call.op, pairs[n], reads, call, own.get(n))
             if len(rows) == 1:
                 sources = [sources[rows[0]]] * len(pairs)
-        return [_Value(x, moved, came) for (x, moved), came in zip(pairs, sources, strict=True)]
+        return [
+            _Value(x, moved, came, is_fixed)
+            for (x, moved), came in zip(pairs, sources, strict=True)
+        ]
 
-    def _kernel(self, eqn: Equation, rows: Sequence[int]) -> Callable[..., Any]:
+    def _kernel(self, eqn: Equation, rows: Sequence[int], still: bool) -> Callable[..., Any]:
         """`_evaluated` for an equation; one for all alike."""
-        kernels, own = self._program.kernels, (id(eqn), *rows)
+        kernels, own = self._program.kernels, (id(eqn), *rows, still)
         if own not in kernels:
             params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-            kind: Hashable = eqn.primitive, params, *(v.aval for v in eqn.invars), *rows
-            kernel = jax.jit(functools.partial(_evaluated, eqn, tuple(rows)))
+            kind: Hashable = eqn.primitive, params, *(v.aval for v in eqn.invars), *rows, still
+            kernel = jax.jit(functools.partial(_evaluated, eqn, tuple(rows), still))
             try:
                 kernels[own] = kernels.setdefault(kind, kernel)
             except TypeError:  # a parameter has no hash
@@ -403,7 +409,7 @@ class _Walk(Evaluation[_Value]):
         for turn in reversed(turns) if eqn.params["reverse"] else turns:
             slices = _sliced([(value.x, value.moved) for value in over], np.int32(turn))
             row = [
-                _Value(x, moved, v.sources[turn] if isinstance(v.sources, list) else v.sources)
+                _Value(x, moved, v.sources[turn] if type(v.sources) is list else v.sources)
                 for (x, moved), v in zip(slices, over, strict=True)
             ]
             outs = self.program(body.closed, [*fixed, *state, *row], (*place, 0))
@@ -501,6 +507,18 @@ class _Walk(Evaluation[_Value]):
 _ABSENT = _Value(None)
 
 
+def _is_fixed(eqn: Equation, values: Sequence[_Value]) -> bool:
+    """True for random numbers before a function is applied: a mask is the same in all runs."""
+    name = eqn.primitive.name
+    if name.startswith(("random_", "threefry")):
+        return True
+    same = name in _SAME or not any(is_float(v.aval) for v in eqn.outvars)
+    return same and all(value.fixed or not _all(value.sources) for value in values)
+
+
+_SAME = LAYOUT | frozenset("add sub mul max min bitcast_convert_type convert_element_type".split())
+
+
 def _whole(x: Any) -> Any:
     """An array on each device of its mesh: its blocks are others than those of the devices."""
     sharding = getattr(x, "sharding", None)
@@ -516,14 +534,14 @@ def _all(sources: _Sources) -> frozenset[int]:
 
 
 def _evaluated(
-    eqn: Equation, rows: tuple[int, ...], pairs: list[_Pair], seeds: Any, move: Any
+    eqn: Equation, rows: tuple[int, ...], still: bool, pairs: list[_Pair], seeds: Any, move: Any
 ) -> tuple[list[_Pair], dict[int, Any]]:
-    """The results of an equation, moved in the probes, and how far it moves some."""
+    """The results of an equation, moved in the probes if not `still`, and how far, of some."""
     own = [x for x, _ in pairs]
     outs = list(compat.put(eqn.primitive, own, eqn.params))
     wanted = rows if seeds is None else range(len(outs))
     moves = ((n, amount(eqn, own, outs[n], exact=seeds is not None)) for n in wanted)
-    by = {n: far for n, far in moves if far is not None}
+    by = {n: far for n, far in moves if far is not None and not still}
     sizes = {n: _size(by[n]) for n in rows if n in by}
     if seeds is None:
         return [(x, None) for x in outs], sizes

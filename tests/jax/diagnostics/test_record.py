@@ -263,6 +263,18 @@ def last(found: Any) -> dict[str, RecordedArray]:
     return {r.name: r for r in found if r.kind == "gradient" or r.name.startswith("result")}
 
 
+def test_a_mask_is_the_same_in_all_probes() -> None:
+    def fn(x: Any, key: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2, 0)
+
+    found = rows(fn, jnp.ones((512, 512)), jax.random.key(0), probes=16)
+    assert all(moved(r) == 0 for r in found if r.name not in ("mul", "where", "result"))
+    assert 0 < moved(found[-1]) < 1e-6
+    (drawn,) = (r for r in rows(lambda k: jax.random.normal(k, (64,)), jax.random.key(0), probes=2)
+                if r.kind == "result" and r.name == "result")  # fmt: skip
+    assert moved(drawn) > 0  # by the function that made them normal
+
+
 def test_spreads_of_other_probes_are_much_the_same() -> None:
     one, other = (rows(jax.grad(scanned), *parameters(), probes=n) for n in (16, 48))
     for a, b in zip(one, other, strict=True):

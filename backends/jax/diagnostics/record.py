@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp import progress
 from polymp.backends.jax import compat
@@ -311,7 +311,7 @@ def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
     """A context with the mesh of some arrays, if they know how they are divided."""
     shardings = (getattr(x, "sharding", None) for x in arrays)
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
-    known = [mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types]
+    known = [m for m in meshes if isinstance(m, Mesh) and AxisType.Explicit in m.axis_types]
     return jax.set_mesh(known[0]) if len(known) == 1 else contextlib.nullcontext()
 
 

@@ -31,12 +31,41 @@ from polymp.diagnostics.rounding import Run, Step, movement
 from polymp.rules.vocabulary import vocabulary
 
 
-class Chance:
-    """Moves numbers by a share of their rounding.
+def move(
+    rows: Sequence[torch.Tensor], t: torch.Tensor, by: torch.Tensor, op: int, seed: int = 0
+) -> None:
+    """Move a result in some runs, the rows, by shares of its rounding `by`, which is changed, too.
 
-    A share is a hash of the number, the op and the seed. So equal numbers in one result go the same
-    way, as they round the same way, and opposite numbers go opposite ways.
+    A share is a byte or more of a hash of the number, the op and the seed. So equal numbers in one
+    result go the same way, as they round the same way, and opposite numbers go opposite ways.
     """
+    real = t.to(by.dtype)
+    # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN. No number becomes one.
+    room = real.abs().neg_().add_(torch.finfo(t.dtype).max)
+    torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(real)
+    bits = real.abs().view(torch.int64 if by.itemsize == 8 else torch.int32)
+    if by.itemsize == 8:
+        bits = (bits ^ (bits >> 32)).to(torch.int32)
+    shares = bits
+    for at, row in enumerate(rows):
+        key = op * 0x9E3779B9 + (seed + at) * 0x85EBCA6B
+        shares = _hash(bits, key) if at % 4 == 0 else shares.bitwise_left_shift_(8)
+        moved = row.to(by.dtype).addcmul_(shares.to(by.dtype), by, value=2.0**-31)
+        if moved.dtype is not row.dtype:
+            row.copy_(moved)
+
+
+def _hash(bits: torch.Tensor, key: int) -> torch.Tensor:
+    """Return hashes of some numbers, by murmur3's finalizer."""
+    mixed = bits + key % 2**31
+    for factor in (-0x7A143595, -0x3D4D51CB):
+        mixed.bitwise_xor_(mixed >> 16).mul_(factor)
+    low = (mixed >> 16).bitwise_and_(0xFFFF)  # without the sign, else no hash were negative
+    return mixed.bitwise_xor_(low).bitwise_or_(1)  # odd: the last byte has no mean, either
+
+
+class Chance:
+    """Moves the results of one run."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -64,18 +93,7 @@ class Chance:
         self._moves += 1
         # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
         if t.numel() and t.itemsize > 1:
-            # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN.
-            exact = t.double()
-            t.copy_(torch.where(t.isfinite(), exact + self._shares(exact) * by, exact))
-
-    def _shares(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return an even share in [-1, 1) for each number: murmur3's finalizer of its bits."""
-        key = (self._seed << 40) + self._moves * 0x9E3779B97F
-        bits = numbers.abs().view(torch.int64) + key
-        for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
-            bits = (bits ^ (bits >> 33)) * factor
-        share = ((bits >> 32) & 0xFFFFFFFF).double() * 2.0**-31 - 1.0
-        return torch.where(numbers < 0, -share, share)
+            move([t], t, by, self._moves, self._seed)
 
 
 class _Probe(modes.OpMode):

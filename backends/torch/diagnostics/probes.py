@@ -19,7 +19,7 @@ import torch
 from polymp.backends.torch.compat import distributed, modes
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors, tensors
-from polymp.backends.torch.diagnostics.perturb import is_exact, result_movement, wide
+from polymp.backends.torch.diagnostics.perturb import is_exact, move, result_movement, wide
 
 _SWEEP = 64  # tensors after which those of freed ones are let go
 
@@ -232,36 +232,11 @@ class Probes:
     def _move(
         self, t: torch.Tensor, numbers: torch.Tensor, by: torch.Tensor | None
     ) -> torch.Tensor:
-        """Move the numbers of a tensor in all probes by a share of `by`, which is changed, too.
-
-        A share is a part of a hash of the number without its sign. So equal numbers in one result
-        go the same way, as they round the same way, and opposite ones go opposite ways.
-        """
-        if by is None:
-            return numbers
-        self._moves += 1
-        real = t.detach().to(by.dtype)
-        # An Inf, such as that of a mask, is not moved, and no number becomes one.
-        room = real.abs().neg_().add_(torch.finfo(t.dtype).max)
-        torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(real)
-        bits = real.abs().view(torch.int64 if by.itemsize == 8 else torch.int32)
-        if by.itemsize == 8:
-            bits = (bits ^ (bits >> 32)).to(torch.int32)
-        shares = bits
-        for at, row in enumerate(numbers.unbind()):
-            shares = self._hash(bits, at) if at % 4 == 0 else shares.bitwise_left_shift_(8)
-            moved = row.to(by.dtype).addcmul_(shares.to(by.dtype), by, value=2.0**-31)
-            if moved.dtype is not row.dtype:
-                row.copy_(moved)
+        """Move the numbers of a tensor in all probes by shares of `by`, which is changed, too."""
+        if by is not None:
+            self._moves += 1
+            move(numbers.unbind(), t.detach(), by, self._moves)
         return numbers
-
-    def _hash(self, bits: torch.Tensor, at: int) -> torch.Tensor:
-        """Return hashes of some numbers, by murmur3's finalizer."""
-        mixed = bits + (self._moves * 0x9E3779B9 + at * 0x85EBCA6B) % 2**31
-        for factor in (-0x7A143595, -0x3D4D51CB):
-            mixed.bitwise_xor_(mixed >> 16).mul_(factor)
-        low = (mixed >> 16).bitwise_and_(0xFFFF)  # without the sign, else no hash were negative
-        return mixed.bitwise_xor_(low).bitwise_or_(1)  # odd: the last byte has no mean, either
 
 
 def _talks(ran: Ran) -> bool:

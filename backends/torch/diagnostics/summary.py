@@ -46,7 +46,7 @@ def sums(t: torch.Tensor) -> torch.Tensor:
     if x.dtype is dtype:  # its squares may be beyond the range
         wide.div_(scale)
         scale = torch.ones_like(scale)
-    norm = torch.dot(wide, wide).sqrt()[None]
+    norm = torch.linalg.vector_norm(wide)[None]
     found = [norm, _projected(wide[None])[0], wide[_places(wide)], wide.abs_().sum()[None]]
     return torch.cat([torch.stack([top, zeros, bad]), torch.cat(found) / scale])
 

@@ -158,6 +158,17 @@ def test_reads_are_the_rows_that_made_the_operands() -> None:
     ]  # fmt: skip
 
 
+def test_inputs_are_integers_and_constants_too() -> None:
+    table = jnp.arange(12.0).reshape(4, 3)
+    found = rows(lambda at, x: x[at] * table[0], jnp.array([2, 0]), table)
+    inputs = kinds(found, "input")
+    assert inputs["at"].dtype == "int32"
+    assert inputs["at"].values[:2] == (2.0, 2**0.5)
+    assert inputs["constant 1"].shape == (4, 3)
+    (product,) = (r for r in found if r.name == "mul")
+    assert {found[at].name for at in product.reads} >= {"constant 1"}
+
+
 def test_an_update_has_the_name_of_its_argument() -> None:
     params, x = parameters()
     state = optax.adam(1e-2).init(params)

@@ -55,6 +55,7 @@ from polymp.rules.vocabulary import vocabulary
 
 _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
+_SAME = 0.85  # of the calls; two programs with fewer that are aligned are matched by values
 _COMMON = 0.5  # of the module paths; with fewer, calls are aligned by op and shape alone
 
 # How a pair of arrays compares.
@@ -536,11 +537,12 @@ class _Side:
         for part in (slice(AMAX, AMAX + 1), ELEMENTS):
             self.spread[:, part] = np.maximum(self.spread[:, part], whole)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
-        # Of inputs, which may be stored in other dtypes, and of calls that only pick their numbers.
-        stored = [a.dtype if a.kind == INPUT or not a.own else "" for a in step.arrays]
-        self.dtypes = np.array(stored)
-        low = [unit_roundoff(d) if d in FORMATS else 0.0 for d in stored]
-        self.units = np.array(low, np.float64)
+        # The unit roundoff of the inputs that an array is made of: what rounded these is no call.
+        units: list[float] = []
+        for a in step.arrays:
+            own = unit_roundoff(a.dtype) if a.kind == INPUT and a.dtype in FORMATS else 0.0
+            units.append(max((own, *(units[r] for r in a.reads))))
+        self.units = np.array(units, np.float64)
         self.bad = np.array([a.bad for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         self.by_size: dict[tuple[str, int], Any] = {}
@@ -583,13 +585,21 @@ class _Pairs:
     """The arrays of two runs, matched."""
 
     def __init__(self, one: _Side, other: _Side, across: bool) -> None:
-        self.one, self.other, self.across = one, other, across
+        self.one, self.other, self.ported = one, other, across
+        self.across = across  # True if the calls are matched by their values
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
         self.chance = factor(numbers)
         self.limit = _quantile(self.chance, one.probes + other.probes)
         paths = [{side.modules[i] for i in side.results} for side in (one, other)]
         self.common = len(paths[0] & paths[1]) >= _COMMON * min(map(len, paths))
-        self.aligned = {} if across else _inputs(one, other) | _aligned(one, other, self.common)
+        self.aligned: dict[int, int] = {}
+        if not across:
+            self.aligned = _inputs(one, other)
+            calls = _aligned(one, other, self.common)
+            if len(calls) >= _SAME * max(len(one.results), len(other.results)):
+                self.aligned |= calls
+            else:  # another program, such as a port, or what a region makes of it
+                self.across = True
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
         self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):
@@ -615,15 +625,13 @@ class _Pairs:
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
         floor[RMS : PROJECTIONS.stop] = _ERROR
-        projected = np.full(PROJECTIONS.stop - PROJECTIONS.start, 1 / math.sqrt(3))
         allowed = self.limit * spread + np.multiply.outer(size, floor)
         # Noise adds to a mean square: of a result that is mostly noise, a change of second order.
         noise = spread[..., PROJECTIONS.start] ** 2 / np.maximum(size, np.finfo(float).tiny)
         allowed[..., ORDERLESS] += noise[..., None]
-        low = np.where(a.dtypes[i] == b.dtypes[j], 0.0, np.maximum(a.units[i], b.units[j]))
-        allowed += np.multiply.outer(low * np.maximum(a.largest[i], b.largest[j]), np.ones(VALUES))
-        # Of the elements' own roundings a projection has the sum, over the root of their number.
-        allowed[..., PROJECTIONS] += self.chance * np.multiply.outer(low * size, projected)
+        low = np.where(a.units[i] == b.units[j], 0.0, np.maximum(a.units[i], b.units[j]))
+        stored = np.maximum(a.largest[i], b.largest[j]) + self.chance * size / math.sqrt(3)
+        allowed += np.multiply.outer(low * stored, np.ones(VALUES))
         return np.abs(a.values[i] - b.values[j]), allowed
 
     def held(self, i: int, j: int) -> tuple[Any, Any]:
@@ -712,7 +720,7 @@ class _Pairs:
         """All pairs in program order, and the first that rounding does not explain."""
         backed = {j: i for i, j in self.aligned.items()}
         shown = backed.keys() | self.twins.values()  # beside an array of the first run
-        stays, whole = self.twins.keys() | self.aligned.keys(), self.across and self.common
+        stays, whole = self.twins.keys() | self.aligned.keys(), self.ported and self.common
         healed = _healed(self.one, stays, {*self.twins}, whole)
         healed_other = _healed(self.other, self.met | backed.keys(), self.met, whole)
         # Updates that the other run has for itself. Without any, what the first one has beside
@@ -748,7 +756,7 @@ class _Pairs:
         ratio, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
         off = float(difference[at]) / size
-        part = PROJECTIONS if self._in_order(i, j, allowed[RMS]) else slice(RMS, RMS + 1)
+        part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
         means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
         if bool(one.bad) != bool(other.bad):
             ratio = off = math.inf

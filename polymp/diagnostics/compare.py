@@ -141,7 +141,17 @@ class Comparison:
         parted: the first call that only one run has, or that runs in another dtype; None if there
             is none.
         first: the first array that rounding cannot explain; None if it explains all.
+        headers: of the two records; see `RunRecord`.
         notes: what was not compared, and why, a sentence each.
+
+    Args:
+        names: see the attributes, as of all others.
+        step: likewise.
+        rank: likewise.
+        rows: likewise.
+        first: likewise.
+        headers: likewise.
+        notes: likewise.
     """
 
     def __init__(

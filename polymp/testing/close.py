@@ -84,7 +84,8 @@ def assert_close(
         found = parity.compare_programs(programs, _NAMES, probes, same_dtypes=False)
     except ParityError as error:
         start = f"in {low}: " if low else ""
-        raise parity.found_in(error, low or "float32", start) from None
+        named = parity.found_in(error, low or "float32", start)
+        raise named from None
     if grads and parity.without_floats(given):
         warnings.warn(parity.NO_GRADIENTS.format("assert_close"), stacklevel=2)
     return found

@@ -149,12 +149,14 @@ def assert_parity(
         except ParityError as error:
             last = f"{low} was not compared. float32_first=False compares in {low} alone."
             start = "in float32, without a region: "
-            raise found_in(error, "float32", start, last) from None
+            named = found_in(error, "float32", start, last)
+            raise named from None
     try:
         found = compare(args, kwargs, low)
     except ParityError as error:
         start = f"in {low}, though not in float32: " if first else ""
-        raise found_in(error, low or "float32", start) from None
+        named = found_in(error, low or "float32", start)
+        raise named from None
     if grads and without_floats((args, kwargs)):
         warnings.warn(NO_GRADIENTS.format("assert_parity"), stacklevel=2)
     return found._replace(float32=first)

@@ -28,8 +28,8 @@ LONGEST = tuple(
     site/test_examples.py torch/trainers/test_transformers.py shared/test_planted_faults.py
     shared/test_cases.py shared/test_shipped_policies.py shared/test_survival.py
     jax/autocast/test_contraction.py shared/test_parity_cases.py shared/test_scaler_histories.py
-    jax/autocast/test_solvers.py shared/test_custom_ops.py jax/autocast/test_libraries.py
-    jax/autocast/test_sharded_weights.py jax/autocast/test_loops.py
+    jax/autocast/test_solvers.py shared/test_record_faults.py shared/test_custom_ops.py
+    jax/autocast/test_libraries.py jax/autocast/test_sharded_weights.py jax/autocast/test_loops.py
     torch/weights/test_freeze_models.py torch/autocast/test_random_policies.py
     jax/autocast/test_hlo.py jax/autocast/test_known_functions.py
     torch/autocast/test_random_programs.py torch/diagnostics/test_locate.py

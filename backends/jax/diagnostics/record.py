@@ -304,7 +304,7 @@ class _Program:
                     zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
                 )
             )
-        return RecordedStep(number, tuple(arrays), {}, dict(walks[0].left_out))
+        return RecordedStep(number, _read(arrays, walks[0].ends), {}, dict(walks[0].left_out))
 
 
 # Numbers of a program's inputs, times probes, up to which these run at once.
@@ -329,6 +329,7 @@ class _Walk(Evaluation[_Value]):
         self._inputs: dict[int, int] = {}  # places of their rows
         self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
+        self.ends: frozenset[int] = _NOWHERE  # rows that the program returns, or what is made of
         self.left_out = Counter[str]()
 
     def run(self, arrays: Sequence[jax.Array]) -> None:
@@ -343,9 +344,12 @@ class _Walk(Evaluation[_Value]):
         count = len(arrays)
         equation = functools.partial(self._equation, ())
         outs = interpreted(closed, ends[:count], equation, self.number, ends[count:])
+        made = _NOWHERE.union(*(_all(out.sources) for out in outs))
+        first = len(self.summaries)
         for at, out in enumerate(outs):
             if is_float(out.x):
                 self._result(at, out)
+        self.ends = made | {*range(first, len(self.summaries))}
         del self._outside
 
     def number(self, value: Any) -> _Value:
@@ -529,6 +533,18 @@ def _whole(x: Any) -> Any:
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return x
     return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def _read(arrays: Sequence[RecordedArray], ends: frozenset[int]) -> tuple[RecordedArray, ...]:
+    """The arrays that the results are made of; derivatives leave some that XLA drops as well."""
+    read = {*ends}
+    for at in reversed(range(len(arrays))):
+        if at in read:
+            read.update(arrays[at].reads)
+    places = {at: place for place, at in enumerate(sorted(read & {*range(len(arrays))}))}
+    return tuple(
+        arrays[at]._replace(reads=tuple(places[r] for r in arrays[at].reads)) for at in places
+    )
 
 
 def _all(sources: _Sources) -> frozenset[int]:

@@ -1,0 +1,320 @@
+"""`compare` names a planted fault, and only that: in torch, in JAX, and between the two.
+
+The model is a decoder of twelve layers with one fault in the eighth; `make test` takes three layers
+and some of the cells. What rounding hides is listed: there `compare` has to say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import polymp
+from polymp.diagnostics.compare import EXPLAINED, Compared, Comparison
+from polymp.diagnostics.run_record import GRADIENT, INPUT, RESULT, UPDATE, RunRecord
+from tests.conftest import need
+from tests.support.decoder import FAULTS, IN_REGIONS, Config
+from tests.support.sizes import LONG, size
+
+CONFIG = Config() if LONG else Config(layers=3, layer=1)
+
+# The right program and the one with the fault. "torch" is a torch.nn.Module, "nnx" and "linen" are
+# flax's.
+WITHIN = (("torch", "torch"), ("nnx", "nnx"), ("linen", "linen"))
+ACROSS = (("nnx", "torch"), ("torch", "nnx"), ("linen", "torch"))
+
+# Faults of dtypes alone, which rounding explains: `parted` has them.
+OF_DTYPES = {"dtype", *IN_REGIONS}
+
+# What rounding to bfloat16 hides in a region. The other eps of Adam is in `notes`.
+HIDDEN = {"gelu", "eps", "adam"}
+
+
+class Cell(NamedTuple):
+    """A fault in one of two programs."""
+
+    good: str
+    bad: str
+    fault: str
+    low: str = ""  # dtype of the region; "" for float32
+
+    def __str__(self) -> str:
+        return f"{self.good}-{self.bad}-{self.fault}-{self.low or 'float32'}"
+
+    @property
+    def hidden(self) -> bool:
+        """True if rounding hides the fault."""
+        if not self.low:
+            return False
+        # The norm of linen is written out: between frameworks it is no op whose dtype may differ.
+        written_out = self.fault == "norm" and "linen" in self[:2] and self.good != self.bad
+        return self.fault in HIDDEN or written_out
+
+
+CELLS = [
+    Cell(good, bad, fault, low)
+    for low in ("", "bfloat16")
+    for good, bad in (*WITHIN, *ACROSS)
+    for fault in FAULTS
+    if low or fault not in IN_REGIONS
+]
+
+# For `make test`. JAX compiles what it records for the first time; a fault in torch takes a second.
+QUICK = (
+    *(Cell("torch", "torch", fault) for fault in ("gelu", "bias", "rope", "residual", "adam")),
+    *(Cell("torch", "torch", fault, "bfloat16") for fault in ("scale", "dropout", "softmax")),
+    *(Cell("nnx", "torch", fault) for fault in ("transposed", "eps", "mask", "dtype")),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Both frameworks are needed; torch takes one thread, as in a process of many."""
+    for name in ("torch", "jax"):
+        need(name)
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def training(kind: str, config: Config, seed: int = 0, **how: Any) -> Any:
+    """A training in one of the kinds."""
+    if kind == "torch":
+        from tests.support.torch import decoder as in_torch
+
+        return in_torch.Training(config, seed, **how)
+    from tests.support.jax import decoder as in_jax
+
+    return in_jax.Training(config, seed, linen=kind == "linen", **how)
+
+
+def recorded(kind: str, *seeds: int, config: Config, **how: Any) -> RunRecord:
+    """The record of a step for each seed."""
+    first = training(kind, config, seeds[0], **how)
+    if kind == "torch":
+        import polymp.torch
+
+        recorder = polymp.torch.record(None, first.model)
+        for seed in seeds:
+            first.start(seed)
+            with recorder:
+                first.step()
+        return recorder.record
+    import polymp.jax
+
+    step = polymp.jax.record(None, first.step)
+    for seed in seeds:
+        made = first if seed == seeds[0] else training(kind, config, seed, **how)
+        step(made.state, made.tokens)
+    return step.record
+
+
+@functools.lru_cache(8)
+def good(kind: str, low: str = "") -> RunRecord:
+    """The record of the program without a fault."""
+    return recorded(kind, 0, config=CONFIG._replace(low=low))
+
+
+def compared(cell: Cell) -> Comparison:
+    config = CONFIG._replace(low=cell.low, fault=cell.fault)
+    return polymp.compare(good(cell.good, cell.low), recorded(cell.bad, 0, config=config))
+
+
+def layer_of(row: Compared | None) -> str:
+    """The layer that an array is in, or a parameter; "" outside of layers."""
+    arrays = [] if row is None else [a for a in (row.one, row.other) if a is not None]
+    for text in (text for a in arrays for text in (a.module, a.name)):
+        layer = re.search(r"blocks(?:_|\.|'\]\[)(\d+)", text)
+        if layer is not None:
+            return layer[1]
+    return ""
+
+
+def misnamed(cell: Cell, comparison: Comparison) -> str:
+    """What is wrong with a comparison; "" if it names the fault."""
+    first, planted = comparison.first, str(CONFIG.layer)
+    if cell.hidden:
+        return "" if first is None else f"names {first.array}"
+    if cell.fault in OF_DTYPES:
+        if layer_of(comparison.parted) != planted:
+            return f"parts at {comparison.parted and comparison.parted.array}"
+        return "" if first is None or layer_of(first) == planted else f"names {first.array}"
+    if first is None:
+        return "names nothing"
+    right = first.array.kind == UPDATE if cell.fault == "adam" else layer_of(first) == planted
+    return "" if right else f"names {first.array}"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*QUICK, *(pytest.param(c, marks=pytest.mark.long) for c in CELLS if c not in QUICK)],
+    ids=str,
+)
+def test_the_planted_fault_is_named(cell: Cell) -> None:
+    comparison = compared(cell)
+    assert not misnamed(cell, comparison), str(comparison)
+
+
+def test_a_fault_in_another_layer_is_not_taken_for_it() -> None:
+    """The check of the tests above can fail."""
+    elsewhere = CONFIG._replace(fault="bias", layer=0)
+    comparison = polymp.compare(good("torch"), recorded("torch", 0, config=elsewhere))
+    assert "blocks.0" in misnamed(Cell("torch", "torch", "bias"), comparison)
+
+
+def test_the_settings_of_an_optimizer_are_noted() -> None:
+    comparison = compared(Cell("torch", "torch", "adam", "bfloat16"))
+    assert any("eps=1e-08 in one run and 1e-06" in note for note in comparison.notes)
+
+
+# --- no false alarms ------------------------------------------------------------------------------
+
+
+def shares(comparison: Comparison) -> list[float]:
+    """Of the arrays that calls made, how much of what is allowed the differences take."""
+    pairs = (r for r in comparison.rows if r.one is not None and r.other is not None)
+    return [row.share() for row in pairs if row.array.kind in (RESULT, GRADIENT)]
+
+
+def in_dtype(kind: str, name: str) -> Any:
+    """A dtype of a framework."""
+    need(kind if kind == "torch" else "jax")
+    module = "torch" if kind == "torch" else "jax.numpy"
+    return getattr(importlib.import_module(module), name)
+
+
+class Pair(NamedTuple):
+    """Two ways to run one step."""
+
+    one: str
+    other: str
+    low: tuple[str, str] = ("", "")  # the regions
+    dtype: str = ""  # of the weights of the other
+
+    def records(self, *seeds: int) -> Iterator[tuple[RunRecord, RunRecord]]:
+        """The records of some seeds."""
+        how = {"dtype": in_dtype(self.other, self.dtype)} if self.dtype else {}
+        ways: tuple[dict[str, Any], ...] = ({}, how)
+        runs = [
+            recorded(kind, *seeds, config=CONFIG._replace(low=low), **way)
+            for kind, low, way in zip(self[:2], self.low, ways, strict=True)
+        ]
+        for steps in zip(*(run.steps for run in runs), strict=True):
+            one, other = (run._replace(steps=(s,)) for run, s in zip(runs, steps, strict=True))
+            yield one, other
+
+
+IN_TORCH = {
+    "float64 and float32": Pair("torch", "torch", dtype="float64"),
+    "a region": Pair("torch", "torch", ("", "bfloat16")),
+    "bfloat16 weights": Pair("torch", "torch", dtype="bfloat16"),
+}
+PAIRS = {
+    **IN_TORCH,
+    "torch and nnx": Pair("torch", "nnx"),
+    "nnx and torch": Pair("nnx", "torch"),
+    "torch and linen": Pair("torch", "linen"),
+    "linen and nnx": Pair("linen", "nnx"),
+    "torch and nnx in a region": Pair("torch", "nnx", ("bfloat16", "bfloat16")),
+    "a region in nnx": Pair("nnx", "nnx", ("", "bfloat16")),
+    "bfloat16 weights in linen": Pair("linen", "linen", dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in (*IN_TORCH, "nnx and torch") else pytest.mark.long)
+        for name in PAIRS
+    ],
+)
+def test_no_false_alarm(name: str) -> None:
+    ((one, other),) = PAIRS[name].records(0)
+    comparison = polymp.compare(one, other)
+    assert comparison.explained, str(comparison)
+    assert max(shares(comparison)) > 0, "the two are one"
+
+
+@pytest.mark.sized
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_no_false_alarm_with_other_weights_and_data(name: str) -> None:
+    """The largest share of what is allowed tells how much the tolerance has to spare."""
+    worst = []
+    for one, other in PAIRS[name].records(*range(1, size(4, 201))):
+        comparison = polymp.compare(one, other)
+        assert comparison.explained, str(comparison)
+        worst.append(max(shares(comparison)))
+    assert np.median(worst) > 0.02, "the tolerance is too large to find anything"
+
+
+@pytest.mark.long
+def test_no_false_alarm_between_frameworks_with_other_weights_and_data() -> None:
+    for one, other in PAIRS["torch and nnx"].records(*range(1, 51)):
+        comparison = polymp.compare(one, other)
+        assert comparison.explained, str(comparison)
+
+
+def test_threads_raise_no_alarm() -> None:
+    import torch
+
+    config = CONFIG._replace(batch=16)
+    one = recorded("torch", 0, config=config)
+    torch.set_num_threads(2)
+    try:
+        other = recorded("torch", 0, config=config)
+    finally:
+        torch.set_num_threads(1)
+    assert polymp.compare(one, other).explained
+
+
+def test_another_order_of_the_batch_is_another_input_and_changes_no_gradient() -> None:
+    import polymp.torch
+
+    made = training("torch", CONFIG)
+    made.start(0, order=[*range(CONFIG.batch)][::-1])
+    recorder = polymp.torch.record(None, made.model)
+    with recorder:
+        made.step()
+    comparison = polymp.compare(good("torch"), recorder.record)
+    assert comparison.first is not None
+    assert comparison.first.array.kind == INPUT
+    sums = [row for row in comparison.rows if row.array.kind in (GRADIENT, UPDATE)]
+    assert sums
+    assert {row.verdict for row in sums} == {EXPLAINED}, str(comparison)
+
+
+@pytest.mark.long
+def test_a_compiled_model_raises_no_alarm() -> None:
+    config = CONFIG._replace(layers=2, layer=1)
+    comparison = polymp.compare(
+        recorded("torch", 0, config=config), recorded("torch", 0, config=config, compiled=True)
+    )
+    assert comparison.explained, str(comparison)
+
+
+# --- the models -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_the_models_are_one(kind: str, tied: bool) -> None:
+    """Without a fault, gradients agree to 1e-5 of the largest; that of a key's bias is zero."""
+    from tests.support.jax import decoder as in_jax
+
+    config = CONFIG._replace(tied=tied)
+    ours = training("torch", config)
+    ours.step()
+    theirs = in_jax.gradients(training(kind, config))
+    assert theirs.keys() == ours.gradients().keys()
+    for path, gradient in ours.gradients().items():
+        top = 1e-3 if path.endswith("key.bias") else np.abs(gradient).max()
+        np.testing.assert_allclose(theirs[path], gradient, rtol=0, atol=1e-5 * top, err_msg=path)

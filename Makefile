@@ -2,6 +2,7 @@
 # make test   lint, types and tests; tests/site/test_site.py among them builds the documentation.
 #             make pytest is the tests alone
 # make test-long  the full parameter sweeps, of which make test runs only a part, and longer randomised test sequences
+# make test-faults  planted faults in every pair of programs and 200 seeds without one: hours, on one core
 # make test-versions  what may differ between versions of torch and jax, on the oldest and on the newest
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make test-frameworks  the adapters of Lightning, accelerate and transformers, with the oldest of these that are
@@ -56,7 +57,7 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The tests that are part of lint.
 LINTED := tests/core/test_layers.py tests/core/test_docstrings.py
 
-.PHONY: demo test pytest test-long test-versions test-oldest test-newest test-frameworks lint types verifytypes docs dist bench gpu clean
+.PHONY: demo test pytest test-long test-faults test-versions test-oldest test-newest test-frameworks lint types verifytypes docs dist bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -72,6 +73,9 @@ pytest: $(READY)
 
 test-long: $(READY)
 	POLYMP_REQUIRE=jax,keras,$(ADAPTED) POLYMP_SIZE=long $(PY) $(PYTEST) -m "long or sized"
+
+test-faults: $(READY)
+	POLYMP_REQUIRE=torch,jax POLYMP_SIZE=full $(PY) -m pytest -m "" tests/shared/test_record_faults.py
 
 test-versions: test-oldest test-newest
 

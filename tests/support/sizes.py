@@ -2,6 +2,7 @@
 
     make test        a part that covers every kind, in minutes
     make test-long   with POLYMP_SIZE=long: the rest of the sweeps, and histories at full length
+    make test-faults with POLYMP_SIZE=full: planted faults in every pair of programs, hours
 
 A sweep is marked `one_in(n)`: `make test` runs one in n of its parameters, `make test-long` the
 others. A test of random programs or histories is marked `sized` and takes its count from `size`;
@@ -10,7 +11,8 @@ both runs have it, the second one with the larger count. So is every test of Hyp
 
 import os
 
-LONG = os.environ.get("POLYMP_SIZE") == "long"
+FULL = os.environ.get("POLYMP_SIZE") == "full"
+LONG = FULL or os.environ.get("POLYMP_SIZE") == "long"
 
 
 def size(few: int, many: int) -> int:

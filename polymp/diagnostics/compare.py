@@ -12,10 +12,11 @@ depend on the order of the elements; a matrix and its transpose have the same. I
 
 A number may be off by
 
-    t(1e-6 / numbers; probes of both) * sqrt(spread_one^2 + spread_other^2) + 5e-7 RMS
+    t(1e-6 / numbers; squares) * sqrt(spread_one^2 + spread_other^2) + 5e-7 RMS
 
-where t is Student's quantile: a spread that few probes have measured is less certain than one of
-many. The last part is the error of the numbers themselves. Without probes, `spread` is an estimate:
+where t is Student's quantile: a spread is a mean of squares, one for each probe of both records, of
+projections eight for each, and is less certain the fewer these are. The last part is the error of
+the numbers themselves. Without probes, `spread` is an estimate:
 each call's own rounding, and of what it reads, as far as the magnitudes tell.
 """
 
@@ -56,6 +57,7 @@ from polymp.rules.vocabulary import vocabulary
 _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls; two programs with fewer that are aligned are matched by values
+_POOLED = 64  # elements from which on projections are sums of many
 _COMMON = 0.5  # of the module paths; with fewer, calls are aligned by op and shape alone
 
 # How a pair of arrays compares.
@@ -554,6 +556,7 @@ class _Side:
             units.append(max((own, *(units[r] for r in a.reads))))
         self.units = np.array(units, np.float64)
         self.bad = np.array([a.bad for a in step.arrays], np.int64)
+        self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         self.by_size: dict[tuple[str, int], Any] = {}
         for i, a in enumerate(step.arrays):
@@ -599,7 +602,11 @@ class _Pairs:
         self.across = across  # True if the calls are matched by their values
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
         self.chance = factor(numbers)
-        self.limit = _quantile(self.chance, one.probes + other.probes)
+        # A spread is the root of a mean of so many squares: one of each probe; of the projections
+        # of an array, which are pooled, eight.
+        probes = one.probes + other.probes
+        pooled = PROJECTIONS.stop - PROJECTIONS.start
+        self.limit = _quantile(self.chance, probes), _quantile(self.chance, pooled * probes)
         paths = [{side.modules[i] for i in side.results} for side in (one, other)]
         self.common = len(paths[0] & paths[1]) >= _COMMON * min(map(len, paths))
         self.aligned: dict[int, int] = {}
@@ -635,7 +642,10 @@ class _Pairs:
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
         floor[RMS : PROJECTIONS.stop] = _ERROR
-        allowed = self.limit * spread + np.multiply.outer(size, floor)
+        many = (a.sizes[i] >= _POOLED) & (b.sizes[j] >= _POOLED)
+        limit = np.multiply.outer(np.where(many, self.limit[1], self.limit[0]), np.ones(VALUES))
+        limit[..., RMS : PROJECTIONS.start] = self.limit[0]
+        allowed = limit * spread + np.multiply.outer(size, floor)
         # Noise adds to a mean square: of a result that is mostly noise, a change of second order.
         noise = spread[..., PROJECTIONS.start] ** 2 / np.maximum(size, np.finfo(float).tiny)
         allowed[..., ORDERLESS] += noise[..., None]

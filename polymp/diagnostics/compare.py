@@ -7,8 +7,8 @@ Within one framework, calls are aligned by module path, direction, op and shape.
 one side has, as where a compiled program or another library fuses ops, is looked for by its values:
 it may be any array of that size on the other side, and where there is none it is passed over if
 what reads it has one. Between two frameworks all calls are matched so, by the numbers that do not
-depend on the order of the elements; a matrix and its transpose have the same. It is how
-`assert_parity` finds an op, with numbers in place of arrays.
+depend on the order of the elements; a matrix and its transpose have the same. So
+`assert_parity` finds the first op that differs.
 
 A number may be off by
 
@@ -607,8 +607,9 @@ class _Pairs:
         probes = one.probes + other.probes
         pooled = PROJECTIONS.stop - PROJECTIONS.start
         self.limit = _quantile(self.chance, probes), _quantile(self.chance, pooled * probes)
-        paths = [{side.modules[i] for i in side.results} for side in (one, other)]
-        self.common = len(paths[0] & paths[1]) >= _COMMON * min(map(len, paths))
+        paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
+        shared = paths[0] & paths[1]
+        self.common = bool(shared) and len(shared) >= _COMMON * min(map(len, paths))
         self.aligned: dict[int, int] = {}
         if not across:
             self.aligned = _inputs(one, other)
@@ -795,21 +796,22 @@ class _Pairs:
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
         back = {*twins.values()}
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
+        computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         readers = [
             k
-            for s in sorted(sources)
+            for s in sorted(computed or sources)
             for k in theirs.readers[s]
             if k not in back and theirs.arrays[k].direction == row.array.direction
         ]
         alike = [k for k in readers if _canonical(theirs.arrays[k]) == _canonical(row.array)]
         # Of one framework, a call of another op is no counterpart: the row's own is the one more.
-        k = next(iter(alike or (readers if self.across else [])), None)
+        fits = alike or (readers if self.across else [])
+        k = next((k for k in fits if theirs.arrays[k].size == row.array.size), None)
         if k is None:
             return row
-        pair = (at, k) if row.one is not None else (k, at)
-        if self.one.arrays[pair[0]].size == self.other.arrays[pair[1]].size:
-            return self._pair(*pair)._replace(verdict=UNEXPLAINED)
-        return row
+        return self._pair(*((at, k) if row.one is not None else (k, at)))._replace(
+            verdict=UNEXPLAINED
+        )
 
 
 def _is_hidden(array: RecordedArray, other: _Side) -> bool:

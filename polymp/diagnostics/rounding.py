@@ -44,7 +44,6 @@ a framework.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from polymp.diagnostics.call_record import Call
@@ -79,14 +78,6 @@ EXACT = frozenset(
 )
 
 
-class Step(NamedTuple):
-    """One call of a run."""
-
-    call: Call
-    values: tuple[Any, ...] = ()  # its float results in float64; () if they were not kept
-    reads: frozenset[int] = frozenset()  # places of the steps whose results it reads
-
-
 def results(tree: object, of: str) -> dict[str, Any]:
     """Return the arrays that a function returned, by their paths."""
     for path, x in flat(tree):
@@ -104,9 +95,7 @@ class Run(NamedTuple):
     results: dict[str, Any]  # by path; floats in float64
     gradients: dict[str, Any]  # of the float inputs, by path; float64
     dtypes: dict[str, str]  # of the results, by path
-    steps: tuple[Step, ...] = ()
-    # By kind and path of an array, such as "gradients[0]", the place of the step that made it.
-    makers: Mapping[str, int] = MappingProxyType({})
+    calls: tuple[Call, ...] = ()
 
 
 def unit_roundoff(dtype: str) -> float:

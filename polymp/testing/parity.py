@@ -5,20 +5,23 @@
                                                            -> or the first op that differs
 
 The backends' `perturb` runs the functions and returns numpy arrays; `rounding` has the tolerances.
+The first op that differs is that of `polymp.compare`, of records of both functions.
 """
 
-import math
+import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from functools import cache, partial
-from itertools import chain, permutations
+from functools import partial
+from math import isclose
 from typing import Any, NamedTuple
 
 from polymp import backends, text_table
 from polymp.diagnostics import rounding
 from polymp.diagnostics.call_record import FORWARD, Call
-from polymp.diagnostics.rounding import Gap, Run, factor, gap, spread
+from polymp.diagnostics.compare import ALONE, UNEXPLAINED, compare
+from polymp.diagnostics.rounding import Gap, Run, gap, spread
+from polymp.diagnostics.run_record import AMAX, RecordedArray, RecordError, RunRecord
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
@@ -226,26 +229,62 @@ def compare_programs(
     first, second = programs
     (one, written), (other, theirs) = first.ran(), second.ran()
     _same_structure(one, other, names)
-    forward = [compared([s.call for s in run.steps]) for run in (written, theirs)]
+    forward = [compared(run.calls) for run in (written, theirs)]
     if same_dtypes:
         _same_dtypes(one, other, forward, names)
     moved = (written, first.probes(probes)), (theirs, second.probes(probes))
     gaps = tuple(_gaps(one, other, *moved))
     if not any(found.part for found in gaps):
         return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
-    with first.watch:
-        kept, around = first.kept(), first.kept_moved(4)
-    with second.watch:
-        theirs = second.kept()
-    at = first_off(kept, around, theirs)
-    worst = next(place for place, found in enumerate(gaps) if found.part)
-    if at is None:  # each step's own values are as in the other: the step that made the array
-        arrays = [f"{kind}{p}" for kind in _KINDS for p in getattr(one, kind)]
-        at = kept.makers.get(arrays[worst])
-    if at is None:
+    records = [*map(_recorded, programs)]
+    worst = next(at for at, found in enumerate(gaps) if found.part)
+    kind, path = [(kind, path) for kind in _KINDS for path in getattr(one, kind)][worst]
+    arrays = [getattr(run, kind)[path] for run in (written, theirs)]
+    off = _first_off(records) or [*map(_maker, records, arrays)]
+    here, there = map(_call_of, off, (written, theirs))
+    if here is None and there is None:
         raise _error(f"do not return the same: {gaps[worst]}", None, names, gaps)
-    off = Parted(kept.steps[at].call, partner(at, kept, around, theirs), "")
-    raise _error("compute other values", off, names, gaps)
+    raise _error("compute other values", Parted(here, there, ""), names, gaps)
+
+
+_PROBES = 16  # of a record: few leave a spread uncertain
+
+
+def _recorded(program: Any) -> RunRecord:
+    recorders = importlib.import_module(f"polymp.backends.{program.backend}.diagnostics.record")
+    record: RunRecord = program.record(recorders.record, _PROBES)
+    return record
+
+
+def _first_off(records: Sequence[RunRecord]) -> tuple[RecordedArray | None, ...]:
+    """The arrays of the first calls whose values differ; () without any."""
+    try:
+        found = compare(*records)
+    except RecordError:  # one has no call at all
+        return ()
+    rows = [row for row in (found.first, *found.rows) if row is not None and row.array.run]
+    off = next((row for row in rows if row.verdict in (ALONE, UNEXPLAINED)), None)
+    return () if off is None else (off.one, off.other)
+
+
+def _maker(record: RunRecord, array: Any) -> RecordedArray | None:
+    """The last call that made an array like a result or gradient."""
+    top = float(abs(array).max(initial=0))
+    for made in reversed(record.steps[0].arrays):
+        if made.run and made.size == array.size and isclose(made.values[AMAX], top, rel_tol=0.01):
+            return made
+    return None
+
+
+def _call_of(array: RecordedArray | None, run: Run) -> Call | None:
+    """The call of a run that made an array."""
+    if array is None:
+        return None
+    fields = ("module", "source", "direction", "inputs", "run")
+    for call in run.calls:
+        if call.op == array.name and all(getattr(call, f) == getattr(array, f) for f in fields):
+            return call
+    return None
 
 
 def _same_dtypes(
@@ -444,10 +483,9 @@ def cotangent(path: str, shape: tuple[int, ...]) -> Any:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# The calls of two runs aligned, and the first that differs in its dtypes or its values.
+# The calls of two runs aligned, and the first that differs in its dtypes.
 #
 #     calls of one, calls of the other -> by name, in order -> the first pair in other dtypes
-#     values of one, values of the other -> the first step whose values the other does not have
 #
 # The two frameworks split an op in different ways: a linear layer's bias is an addition of its
 # own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a
@@ -558,57 +596,6 @@ def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None
     return None
 
 
-def partner(at: int, kept: Run, moved: Sequence[Run], theirs: Run) -> Call | None:
-    """The JAX call at the place of a torch step: one that reads the same values."""
-    # Of several, those of the same op, in the order of torch's; or else the first, as where torch
-    # has one call for a gelu and JAX has many. Of a loop, whose values are not known, by the names.
-    steps, call = kept.steps, kept.steps[at].call
-
-    @cache
-    def twins(source: int) -> frozenset[int]:
-        if not steps[source].values:
-            return frozenset()
-        value, limit = _with_limit(source, kept, moved)
-        return frozenset(
-            i
-            for i, s in enumerate(theirs.steps)
-            if any(x.size == value.size and _near(value, x, limit) for x in s.values)
-        )
-
-    @cache
-    def sources(reader: int) -> frozenset[int]:
-        return frozenset().union(*(twins(r) or sources(r) for r in steps[reader].reads))
-
-    def alike(one: Call, other: Call) -> bool:
-        return one.direction == other.direction and name_of(one) == name_of(other)
-
-    mine = sources(at)
-    readers = [
-        step.call
-        for i, step in enumerate(theirs.steps)
-        if step.call.direction == call.direction
-        and i not in mine
-        and (step.reads & mine if mine else step.values and not step.reads)
-        and not _silent(step.call)
-    ]
-    same = [c for c in readers if alike(c, call)]
-    if same:
-        rank = sum(alike(steps[i].call, call) and sources(i) == mine for i in range(at))
-        return same[min(rank, len(same) - 1)]
-    return readers[0] if readers else _by_names(call, kept, theirs)
-
-
-def _by_names(call: Call, kept: Run, theirs: Run) -> Call | None:
-    left, right = ([s.call for s in run.steps] for run in (kept, theirs))
-    ours, others = ([(c.direction, name_of(c)) for c in side] for side in (left, right))
-    at = next(i for i, c in enumerate(left) if c is call)
-    matcher = SequenceMatcher(None, ours, others, autojunk=False)
-    for i, j, count in matcher.get_matching_blocks():
-        if i <= at < i + count:
-            return right[j + at - i]
-    return None
-
-
 def side_by_side(parted: Parted, names: tuple[str, str]) -> str:
     """Two calls as a table: op, module, dtypes, rule and source of each."""
 
@@ -624,49 +611,3 @@ def side_by_side(parted: Parted, names: tuple[str, str]) -> str:
     both = cells(parted.one), cells(parted.other)
     rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
     return "\n".join(text_table.columns(("", *names), rows))
-
-
-def first_off(kept: Run, moved: Sequence[Run], theirs: Run) -> int | None:
-    """Find the first step of a torch run whose values no step of the JAX run has."""
-    # A forward step is passed over if a later step that reads it has the same values in JAX, which
-    # may split an op into others.
-    values = chain.from_iterable(step.values for step in theirs.steps)
-    pool: dict[int, list[Any]] = {}
-    for x in chain(values, theirs.results.values(), theirs.gradients.values()):
-        pool.setdefault(x.size, []).append(x)
-    steps = kept.steps
-    met: list[bool | None] = []
-    for at, step in enumerate(steps):
-        if not step.values:
-            met.append(None)  # its values are not known
-            continue
-        value, limit = _with_limit(at, kept, moved)
-        met.append(any(_near(value, x, limit) for x in pool.get(value.size, ())))
-    healed = [bool(found) for found in met]
-    for at in reversed(range(len(steps))):
-        if healed[at]:
-            for source in steps[at].reads:
-                healed[source] |= steps[at].call.direction == steps[source].call.direction
-    return next((at for at, fine in enumerate(healed) if not fine and met[at] is False), None)
-
-
-def _with_limit(at: int, kept: Run, moved: Sequence[Run]) -> tuple[Any, float]:
-    """The value of a step, and how far from it the same value in JAX may be."""
-    value = kept.steps[at].values[0]
-    around = spread(value, [run.steps[at].values[0] for run in moved])
-    return value, math.sqrt(2) * factor(value.size) * float(around.max(initial=0.0))
-
-
-def _near(one: Any, other: Any, limit: float) -> bool:
-    """True if an array is the other one, its axes in some order, within a limit."""
-    import numpy as np
-
-    orders = permutations(range(other.ndim)) if other.ndim <= 4 else [tuple(range(other.ndim))]
-    flat = one.reshape(-1)
-    with np.errstate(invalid="ignore"):
-        for order in orders:
-            x = other.transpose(order).reshape(-1)
-            same = (flat == x) | (np.isnan(flat) & np.isnan(x)) | (np.abs(flat - x) <= limit)
-            if bool(np.all(same)):
-                return True
-    return False

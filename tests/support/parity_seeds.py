@@ -37,8 +37,7 @@ class Repeated:
     ) -> None:
         given = *arguments(inputs), dtype, "amp", parity.cotangent
         self._torch = in_torch.Program(torch_fn, *given)
-        with self._torch.watch:
-            self._jax = in_jax.Program(jax_fn, *given)
+        self._jax = in_jax.Program(jax_fn, *given)
         self._probes = probes
 
     def gaps(self, inputs: Sequence[object]) -> list[Gap]:
@@ -48,8 +47,6 @@ class Repeated:
         theirs._flat = jax.tree.leaves(
             {p: jnp.asarray(x) for p, x in rounding.arrays(tree).items()}
         )
-        with ours.watch:
-            one = ours.run()
-        other = theirs._run(theirs._plain(*theirs._flat), ())
-        moved = [ours.probe(seed) for seed in range(1, self._probes + 1)]
+        one, other = ours.run(), theirs._run(theirs._plain(*theirs._flat))
+        moved = ours.probes(self._probes)
         return list(parity._gaps(one, other, (one, moved), (other, theirs.probes(self._probes))))

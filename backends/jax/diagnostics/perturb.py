@@ -5,7 +5,6 @@ included, is evaluated equation by equation under one `jax.jit`, with a seed for
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any, Generic, TypeVar
@@ -22,13 +21,13 @@ from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.diagnostics.call_site import Key
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
 from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.backends.jax.jaxprs import inside, interpreted, scanned
 from polymp.diagnostics import rounding
-from polymp.diagnostics.rounding import EXACT, Run, Step, movement
+from polymp.diagnostics.rounding import EXACT, Run, movement
+from polymp.diagnostics.run_record import RunRecord
 from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
@@ -54,6 +53,8 @@ _Arrays = dict[str, jax.Array]
 class Program:
     """A function at arguments, traced once."""
 
+    backend = "jax"
+
     def __init__(
         self,
         fn: Callable[..., object],
@@ -63,7 +64,6 @@ class Program:
         policy: PolicyLike,
         cotangent: Callable[[str, tuple[int, ...]], jax.typing.ArrayLike] | None,
     ) -> None:
-        self.watch = nullcontext()  # a torch program's tracer follows it; this one is traced
         tree = tuple(args), dict(kwargs)
         self._given = {path: jnp.asarray(x) for path, x in rounding.arrays(tree).items()}
         floats = [p for p, x in self._given.items() if is_float(x)]
@@ -98,15 +98,15 @@ class Program:
             return list(found.values()), [gradients[p] for p in self._graded]
 
         self.closed, record, self._flat, *_ = traced(program, (self._given,), {})
-        self._sites = list(with_sites(self.closed, record))
+        self._calls = tuple(call for call, _ in with_sites(self.closed, record))
+        self._program = program
         self._options = quick_options(self._flat)  # a probe runs a few times: most is compiling
         self._plain = jax.jit(core.jaxpr_as_fun(self.closed))
         self._moved: Callable[..., list[jax.Array]] | None = None
 
     def ran(self) -> tuple[Run, Run]:
-        """The results, and the calls without their values; twice, as a torch program has two."""
-        outs = self._plain(*self._flat)
-        run = self._run(outs, tuple(Step(call) for call, _ in self._sites))
+        """The results, and the calls; twice, as a torch program has two."""
+        run = self._run(self._plain(*self._flat))._replace(calls=self._calls)
         return run, run
 
     def probes(self, count: int) -> list[Run]:
@@ -118,52 +118,22 @@ class Program:
 
             self._moved = jax.jit(moved, compiler_options=self._options)
         runs = (self._moved(np.uint32(i + 1), *self._flat) for i in range(count))
-        return [self._run(outs, ()) for outs in runs]
+        return list(map(self._run, runs))
 
-    def kept(self) -> Run:
-        """The results, and the calls with their values, those in loops aside."""
-        return self._kept([None])[0]
+    def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
+        """A record of it, in memory, by `record` of this backend, whose file imports this one."""
+        recorder = record(None, jax.jit(self._program), probes=probes)
+        recorder(self._given)
+        made: RunRecord = recorder.record
+        return made
 
-    def kept_moved(self, count: int) -> list[Run]:
-        """Likewise, moved, so many times."""
-        return self._kept([np.uint32(i + 1) for i in range(count)])
-
-    def _kept(self, seeds: Sequence[np.uint32 | None]) -> list[Run]:
-        wanted = [[s.key for s in sites] for _, sites in self._sites]
-        place = {address: at for at, group in enumerate(wanted) for address in group}
-        reads: dict[Key, frozenset[int]] = {}  # of an equation that is in no call, its own
-
-        def keeping(
-            seed: jax.Array | None, *flat: jax.Array
-        ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-            walk = _Keeping(seed)
-            outs = walk.program(self.closed, flat)
-            for address, sources in walk.reads.items():
-                known = [{place[s]} if s in place else reads[s] for s in sources]
-                reads[address] = frozenset().union(*known)
-            return outs, [[x for a in group for x in walk.made.get(a, ())] for group in wanted]
-
-        run = jax.jit(keeping, compiler_options=self._options)
-        runs = []
-        for seed in seeds:
-            outs, values = run(seed, *self._flat)
-            steps = (
-                Step(
-                    c, tuple(map(_array, v)), frozenset().union(*(reads.get(a, ()) for a in group))
-                )
-                for (c, _), v, group in zip(self._sites, values, wanted, strict=True)
-            )
-            runs.append(self._run(outs, tuple(steps)))
-        return runs
-
-    def _run(self, outs: Sequence[jax.Array], steps: tuple[Step, ...]) -> Run:
+    def _run(self, outs: Sequence[jax.Array]) -> Run:
         results = dict(zip(self._paths, outs, strict=False))
         gradients = dict(zip(self._graded, outs[len(self._paths) :], strict=True))
         return Run(
             {path: _array(x) for path, x in results.items()},
             {path: _array(x) for path, x in gradients.items()},
             {path: x.dtype.name for path, x in results.items()},
-            steps,
         )
 
 
@@ -239,29 +209,6 @@ class _Moving(Evaluation[jax.Array]):
 
         self.moves += 1
         outs, _ = scanned(eqn, turn, values, jnp.uint32(self.moves * 104729))
-        return outs
-
-
-class _Keeping(_Moving):
-    """Keeps the results of all equations, and whose results each reads; moved if it has a seed."""
-
-    def __init__(self, seed: jax.Array | None) -> None:
-        super().__init__(seed)
-        self.made: dict[Key, list[jax.Array]] = {}
-        self.reads: dict[Key, list[Key]] = {}
-        self._makers: dict[int, tuple[Key, jax.Array]] = {}  # alive, so that ids stay theirs
-
-    def leaf(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[jax.Array]
-    ) -> Sequence[jax.Array]:
-        if self._seed is None:
-            outs: Sequence[jax.Array] = list(compat.put(eqn.primitive, values, eqn.params))
-        else:
-            outs = super().leaf(parent, at, eqn, values)
-        address = parent, id(eqn)
-        self.made[address] = [x for x in outs if is_float(x)]
-        self.reads[address] = [self._makers[id(v)][0] for v in values if id(v) in self._makers]
-        self._makers.update((id(x), (address, x)) for x in outs)
         return outs
 
 

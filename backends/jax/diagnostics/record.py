@@ -34,7 +34,7 @@ from polymp.backends.jax.arrays import is_array, is_float, is_typed
 from polymp.backends.jax.autocast.known_functions import LAYOUT
 from polymp.backends.jax.compat.programs import Equation
 from polymp.backends.jax.diagnostics.call_site import Key, Scope, source
-from polymp.backends.jax.diagnostics.instrument import MeasuredCall, Origin
+from polymp.backends.jax.diagnostics.instrument import MeasuredCall, Origin, quick_options
 from polymp.backends.jax.diagnostics.perturb import Evaluation, amount, shifted
 from polymp.backends.jax.diagnostics.traced_call import CallTypes, called, traced
 from polymp.backends.jax.jaxprs import inside, interpreted
@@ -273,7 +273,10 @@ class _Program:
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels: dict[Hashable, Callable[..., Any]] = {}
         sizes = (math.prod(v.aval.shape) for v in self.call.inputs if hasattr(v.aval, "shape"))
-        most = max(1, _TOGETHER // max(sum(sizes), 1))
+        numbers = sum(sizes)
+        # Of small arrays nearly all of a call is compiling.
+        self.options = quick_options(self.call.traced.arrays) if numbers < _SMALL else None
+        most = max(1, _TOGETHER // max(numbers, 1))
         at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
         self._seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
 
@@ -307,8 +310,10 @@ class _Program:
         return RecordedStep(number, _read(arrays, walks[0].ends), {}, dict(walks[0].left_out))
 
 
-# Numbers of a program's inputs, times probes, up to which these run at once.
+# Numbers of a program's inputs, times probes, up to which these run at once; numbers, up to which
+# its kernels are not optimised.
 _TOGETHER = 2**28
+_SMALL = 2**16
 
 
 def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
@@ -398,7 +403,8 @@ class _Walk(Evaluation[_Value]):
         if own not in kernels:
             params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
             kind: Hashable = eqn.primitive, params, *(v.aval for v in eqn.invars), *rows, still
-            kernel = jax.jit(functools.partial(_evaluated, eqn, tuple(rows), still))
+            evaluated = functools.partial(_evaluated, eqn, tuple(rows), still)
+            kernel = jax.jit(evaluated, compiler_options=self._program.options)
             try:
                 kernels[own] = kernels.setdefault(kind, kernel)
             except TypeError:  # a parameter has no hash

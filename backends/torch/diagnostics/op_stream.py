@@ -261,11 +261,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         if node is not None and maker is not None:
             self._of_node[node] = maker
 
-    def forget(self) -> None:
-        """Forget the calls so far."""
-        self.calls.clear()
-        self._of_node.clear()
-
     # Entering and leaving
 
     def __enter__(self) -> Self:

@@ -5,29 +5,29 @@ that the backward pass is that of the moved run, and is moved itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import (
-    OpCall,
-    Ran,
+    Own,
     call_of,
     facts_of,
     float_tensors,
     is_cast,
     name_of,
+    running,
 )
-from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
+from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.diagnostics import rounding
-from polymp.diagnostics.rounding import Run, Step, movement
+from polymp.diagnostics.rounding import Run, movement
+from polymp.diagnostics.run_record import RunRecord
 from polymp.rules.vocabulary import vocabulary
 
 
@@ -102,12 +102,11 @@ class _Probe(modes.OpMode):
     def __init__(self, chance: Chance) -> None:
         super().__init__()
         self._chance = chance
-        self.looks_away = False
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         result: Any = func(*args, **kwargs)
         if (
-            self.looks_away
+            running()
             or not isinstance(func, torch._ops.OpOverload)
             or facts_of(func).kind != "computes"
         ):
@@ -119,74 +118,10 @@ class _Probe(modes.OpMode):
         return result
 
 
-class Moved(Subscriber):
-    """Moves the results of one run after the other by their rounding, and keeps them if asked."""
-
-    def start(self, seed: int | None = None, keep: bool = False) -> None:
-        """Forget the last run, and begin another."""
-        self.stream.looks_away = False
-        self.stream.forget()
-        self._chance = None if seed is None else Chance(seed)
-        self._keep = keep
-        self._values: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._reads: dict[int, set[int]] = {}
-        self._maker: dict[int, int] = {}  # storage: the call whose result it holds
-        self._alive: list[Any] = []
-
-    def before(self, ran: Ran) -> None:
-        if self._keep:
-            self._note_reads(ran.op_call, (ran.args, ran.kwargs))
-
-    def _note_reads(self, op_call: OpCall, tree: object) -> None:
-        reads = self._reads.setdefault(id(op_call), set())
-        for t in tree_leaves(tree):
-            if isinstance(t, torch.Tensor):
-                maker = self._maker.get(modes.storage_key(t))
-                if maker not in (None, id(op_call)):
-                    reads.add(maker)
-
-    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        if self._chance is not None:
-            self._chance.op(ran.func, ran.args, ran.kwargs, ran.reads, result, made)
-        if self._keep and made:
-            self._values[id(ran.op_call)] = tuple(t.detach().double().clone() for t in made)
-            for t in made:
-                self._made(t, id(ran.op_call))
-
-    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        if self._chance is not None:
-            self._chance.cast(source, result)
-        if self._keep:
-            self._note_reads(op_call, source)
-            maker = self._maker.get(modes.storage_key(source))
-            self._made(result, id(op_call) if maker is None else maker)
-
-    def _made(self, t: torch.Tensor, maker: int) -> None:
-        self._maker[modes.storage_key(t)] = maker
-        self._alive.append(modes.storage_reference(t))
-
-    def steps(self) -> tuple[Step, ...]:
-        """Return the calls of the run, in order."""
-        at = self._places()
-        return tuple(
-            Step(
-                call_of(op_call),
-                tuple(v.numpy() for v in self._values.get(id(op_call), ())),
-                frozenset(at[r] for r in self._reads.get(id(op_call), ()) if r in at),
-            )
-            for op_call in self.stream.calls
-        )
-
-    def maker(self, t: torch.Tensor) -> int | None:
-        """Return the place of the call that made a tensor; None if none did or nothing is kept."""
-        return self._places().get(self._maker.get(modes.storage_key(t), -1))
-
-    def _places(self) -> dict[int, int]:
-        return {id(op_call): number for number, op_call in enumerate(self.stream.calls)}
-
-
 class Program:
-    """A function and its arguments, to be run under its tracer: `with program.watch: ...`."""
+    """A function and its arguments."""
+
+    backend = "torch"
 
     def __init__(
         self,
@@ -197,66 +132,44 @@ class Program:
         policy: PolicyLike,
         cotangent: Callable[[str, tuple[int, ...]], Any] | None,
     ) -> None:
-        self._moved = Moved()
-        self.watch: OpStream = OpStream(None, self._moved)
-        self.watch.looks_away = True  # between runs
         self._fn = fn
         self._tree = tuple(args), dict(kwargs)
         self._dtype = dtype
         self._policy = policy
         self._cotangent = cotangent
-        self._made: dict[str, torch.Tensor] = {}  # by the last run
-
-    def probe(self, seed: int) -> Run:
-        """Run it moved, outside of the tracer; see `Chance`."""
-        with _Probe(Chance(seed)) as probe:
-            return self._ran(probe)
-
-    def probes(self, count: int) -> list[Run]:
-        """So many runs in which every op is moved."""
-        return [self.probe(seed) for seed in range(1, count + 1)]
 
     def ran(self) -> tuple[Run, Run]:
         """Run it as it is, and then as it is written, even if it is compiled, with its calls."""
-        plain = self._ran(_Probe(Chance(0)))  # that is not entered
-        with self.watch:  # later: torch compiles no code that it has met while a mode follows
-            return plain, self.run()
+        plain = self.run()
+        stream = OpStream(None)  # later: torch compiles no code that it has met while one follows
+        written = self.run(stream)
+        return plain, written._replace(calls=tuple(map(call_of, stream.calls)))
 
-    def kept(self) -> Run:
-        """Run it while the tracer follows and keeps the values of its calls."""
-        return self.run(keep=True)
+    def probes(self, count: int) -> list[Run]:
+        """So many runs in which every op is moved; see `Chance`."""
+        return [self.run(_Probe(Chance(seed))) for seed in range(1, count + 1)]
 
-    def kept_moved(self, count: int) -> list[Run]:
-        """Likewise, moved, so many times."""
-        return [self.run(seed, keep=True) for seed in range(1, count + 1)]
+    def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
+        """A record of it, in memory, by `record` of this backend, whose file imports this one."""
+        recorder = record(None, probes=probes)
+        self.run(recorder)
+        made: RunRecord = recorder.record
+        return made
 
-    def run(self, seed: int | None = None, keep: bool = False) -> Run:
-        """Run the function, and differentiate it, while the tracer follows; see `Moved.start`."""
-        self._moved.start(seed, keep)
-        found = self._ran(self.watch)
-        makers = {name: self._moved.maker(t) for name, t in self._made.items()}
-        self._made = {}
-        return found._replace(
-            steps=self._moved.steps(), makers={n: at for n, at in makers.items() if at is not None}
-        )
-
-    def _ran(self, follower: "OpStream | _Probe") -> Run:
-        follower.looks_away = True
+    def run(self, follower: AbstractContextManager[object] | None = None) -> Run:
+        """Run the function, and differentiate it, in a context that follows its ops."""
         made = {path: tensor(x) for path, x in rounding.arrays(self._tree).items()}
         inputs: dict[str, torch.Tensor] = {}
         if self._cotangent is not None:
             inputs = {p: t.requires_grad_() for p, t in made.items() if t.is_floating_point()}
         args, kwargs = rounding.rebuilt(self._tree, iter(made.values()))
-        follower.looks_away = False
-        with ExitStack() as region:
-            if self._dtype is not None:
-                dtype = dtype_names.DTYPES[self._dtype]
-                region.enter_context(autocast("cpu", dtype, policy=self._policy))
-            results = rounding.results(self._fn(*args, **kwargs), "torch")
-        gradients = self._gradients(results, inputs, follower) if inputs else {}
-        follower.looks_away = True
-        self._made = {f"results{path}": t for path, t in results.items()}
-        self._made |= {f"gradients{path}": t for path, t in gradients.items()}
+        region: AbstractContextManager[object] = nullcontext()
+        if self._dtype is not None:
+            region = autocast("cpu", dtype_names.DTYPES[self._dtype], policy=self._policy)
+        with follower or nullcontext():
+            with region:
+                results = rounding.results(self._fn(*args, **kwargs), "torch")
+            gradients = self._gradients(results, inputs) if inputs else {}
         return Run(
             {path: _array(t) for path, t in results.items()},
             {path: _array(g) for path, g in gradients.items()},
@@ -264,17 +177,13 @@ class Program:
         )
 
     def _gradients(
-        self,
-        results: Mapping[str, torch.Tensor],
-        inputs: Mapping[str, torch.Tensor],
-        follower: "OpStream | _Probe",
+        self, results: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         wanted = {path: t for path, t in results.items() if t.requires_grad}
         if not wanted or self._cotangent is None:
             return {path: torch.zeros_like(t) for path, t in inputs.items()}
-        follower.looks_away = True
-        seeds = [tensor(self._cotangent(p, tuple(t.shape)), t.dtype) for p, t in wanted.items()]
-        follower.looks_away = False
+        with Own():
+            seeds = [tensor(self._cotangent(p, tuple(t.shape)), t.dtype) for p, t in wanted.items()]
         found = torch.autograd.grad(
             [*wanted.values()], [*inputs.values()], seeds, allow_unused=True
         )

@@ -73,7 +73,12 @@ QUICK: tuple[Cell, ...] = (
 )
 
 # For `make test-long`: every fault within torch, within JAX and between the two.
-SOME = [c for c in CELLS if c[:2] in (("torch", "torch"), ("nnx", "nnx"), ("linen", "torch"))]
+SOME = [
+    cell
+    for cell in CELLS
+    if cell[:2] in (("torch", "torch"), ("linen", "torch"))
+    or (cell[:2] == ("nnx", "nnx") and not cell.low)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,8 +150,8 @@ def layer_of(row: Compared | None) -> str:
 def misnamed(cell: Cell, comparison: Comparison) -> str:
     """What is wrong with a comparison; "" if it names the fault."""
     first, planted = comparison.first, str(CONFIG.layer)
-    if cell.hidden:
-        return "" if first is None else f"names {first.array}"
+    if cell.hidden:  # but for what it computes on the way, as gelu by tanh does for its derivative
+        return "" if first is None or layer_of(first) == planted else f"names {first.array}"
     if cell.fault in OF_DTYPES:
         if layer_of(comparison.parted) != planted:
             return f"parts at {comparison.parted and comparison.parted.array}"
@@ -303,6 +308,8 @@ def test_another_order_of_the_batch_is_another_input_and_changes_no_gradient() -
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 def test_a_compiled_model_raises_no_alarm() -> None:
     config = CONFIG._replace(layers=2, layer=1)
     comparison = polymp.compare(

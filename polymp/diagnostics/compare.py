@@ -266,11 +266,13 @@ class Comparison:
                 f"rounding explains {_number(worst.allowed)}"
             )
         what = _called(row.array)
-        if row.one is None or row.other is None:
-            here, there = self.names if row.other is None else self.names[::-1]
+        if row.verdict == ALONE:
+            here, there = self.names if row.one is not None else self.names[::-1]
+            both = row.one is not None and row.other is not None
+            beside = ". Beside it stands the first call there that reads the same" if both else ""
             return (
                 f"ROUNDING DOES NOT EXPLAIN: {what} runs in {here}, and nothing in {there} has its "
-                "values"
+                f"values{beside}"
             )
         off = f"{_number(row.difference)} of its root mean square"
         if row.array.kind == INPUT:
@@ -397,7 +399,8 @@ def compare(
 
         print(polymp.compare("eager.rec", "compiled.rec"))
 
-    Steps with the same number are compared, and ranks with the same number, until one differs.
+    Steps with the same number are compared, and ranks with the same number, until one differs. A
+    step that begins with weights which rounding has moved apart in the step before is the end.
 
     Args:
         one: a record, or its path; of several ranks, the path without "rank0".
@@ -439,10 +442,24 @@ def compare(
                 for r in (ours, theirs)
             )
             raise RecordError(f"the records share no step: {have}.")
+        moved: set[str] = set()  # arrays that the steps before have left, apart by rounding
         for step in shared:
-            found = _compared(ours, theirs, step, numbered[step.number], modules)
+            last, found = found, _compared(ours, theirs, step, numbered[step.number], modules)
+            apart = [r for r in found.rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED]
+            news = [r for r in apart if r.array.name not in moved and r.array.direction != BACKWARD]
+            if moved and apart and not news and last is not None:
+                found = last
+                found.notes += (
+                    f"not compared: steps from {step.number} on. They begin with the weights that "
+                    "the step before has left, and rounding has moved these apart",
+                )
+                break
+            if moved and news:
+                found.first = news[0]
             if not found.explained:
                 return found
+            updates = (r for r in found.rows if r.array.kind == UPDATE and r.difference)
+            moved |= {row.array.name for row in updates}
     assert found is not None
     return found
 
@@ -456,6 +473,8 @@ def _records(given: "str | PathLike[str] | RunRecord") -> list[RunRecord]:
             f"compare() compares records and paths of records, got {type(given).__name__}."
         )
     path = Path(given)
+    if path.is_dir():
+        raise RecordError(f"{str(given)!r} is a folder. Write the path of a record in it.")
     first = run_record.for_rank(path, 0, 2)
     if path.exists() or not first.exists():
         return [run_record.read(path)]
@@ -516,6 +535,13 @@ def _renamed(
     if modules is None:
         return matched(mine, theirs)
     names = {}
+    for start in modules:
+        if start and not any(path == start or path.startswith(f"{start}.") for path in theirs):
+            some = ", ".join(path for path in list(theirs)[:4] if path)
+            raise RecordError(
+                f"compare(modules=): no module path of the other record begins with {start!r}. "
+                f"Its paths are {some}, ..."
+            )
     for path in theirs:
         fits = [p for p in modules if path == p or path.startswith(f"{p}.") or not p]
         longest = max(fits, key=len, default=None)
@@ -562,10 +588,15 @@ class _Side:
         for i, a in enumerate(step.arrays):
             self.by_size.setdefault(_size(a), []).append(i)
         self.by_size = {key: np.array(at) for key, at in self.by_size.items()}
+        # Of calls outside of the backward pass, those that read what it made.
+        self.looks: set[int] = set()
         self.readers: list[list[int]] = [[] for _ in step.arrays]
         for i, a in enumerate(step.arrays):
             for source in a.reads:
                 self.readers[source].append(i)
+                back = step.arrays[source].direction == BACKWARD or source in self.looks
+                if back and a.kind == RESULT and a.direction != BACKWARD:
+                    self.looks.add(i)
 
 
 def _size(a: RecordedArray) -> tuple[str, int]:
@@ -648,7 +679,8 @@ class _Pairs:
         limit[..., RMS : PROJECTIONS.start] = self.limit[0]
         allowed = limit * spread + np.multiply.outer(size, floor)
         # Noise adds to a mean square: of a result that is mostly noise, a change of second order.
-        noise = spread[..., PROJECTIONS.start] ** 2 / np.maximum(size, np.finfo(float).tiny)
+        whole = spread[..., PROJECTIONS.start]
+        noise = whole * np.minimum(whole / np.maximum(size, np.finfo(float).tiny), 1.0)
         allowed[..., ORDERLESS] += noise[..., None]
         low = np.where(a.units[i] == b.units[j], 0.0, np.maximum(a.units[i], b.units[j]))
         stored = np.maximum(a.largest[i], b.largest[j]) + self.chance * size / math.sqrt(3)
@@ -804,14 +836,15 @@ class _Pairs:
             if k not in back and theirs.arrays[k].direction == row.array.direction
         ]
         alike = [k for k in readers if _canonical(theirs.arrays[k]) == _canonical(row.array)]
-        # Of one framework, a call of another op is no counterpart: the row's own is the one more.
-        fits = alike or (readers if self.across else [])
-        k = next((k for k in fits if theirs.arrays[k].size == row.array.size), None)
-        if k is None:
-            return row
-        return self._pair(*((at, k) if row.one is not None else (k, at)))._replace(
-            verdict=UNEXPLAINED
-        )
+        if not self.across:  # a call of another op, or of another call, is no counterpart
+            other = {*(self.aligned if mine is self.other else self.aligned.values())}
+            alike, readers = [k for k in alike if k not in other], []
+        k = next((k for k in alike if theirs.arrays[k].size == row.array.size), None)
+        if k is not None:
+            pair = (at, k) if row.one is not None else (k, at)
+            return self._pair(*pair)._replace(verdict=UNEXPLAINED)
+        near = next((k for k in readers if theirs.arrays[k].size == row.array.size), None)
+        return row if near is None else row._replace(other=theirs.arrays[near])
 
 
 def _is_hidden(array: RecordedArray, other: _Side) -> bool:
@@ -835,6 +868,8 @@ def _healed(side: _Side, stays: set[int] | Any, met: set[int], whole: bool) -> s
         if i in stays or i in good:
             continue
         readers = side.readers[i]
+        if not readers and i in side.looks:  # as the norm of all gradients
+            good.add(i)
         near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
         handed = whole and side.arrays[i].direction != BACKWARD
         if handed and any(side.modules[r] != side.modules[i] for r in near):
@@ -985,7 +1020,7 @@ def _notes(
         hidden = "the other run is compiled there, or " * any(COMPILED in s.left_out for s in steps)
         notes.append(
             f"not compared: {text_table.plural(len(passed), 'call')} that only one run makes; "
-            f"{hidden}what reads them has the same values in both"
+            f"{hidden}a call that reads them has the same values in both"
         )
     inputs = [row for row in rows if row.verdict == PASSED and row.array.kind == INPUT]
     if inputs:

@@ -20,6 +20,7 @@ import base64
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from os import PathLike
@@ -158,6 +159,25 @@ def summary(array: Any) -> tuple[tuple[float, ...], int, int]:
 
 
 # --- files ---------------------------------------------------------------------------------------
+
+
+def checked(path: object) -> Path | None:
+    """The path that a record is to be written to; None to keep it in memory."""
+    if path is None:
+        return None
+    if not isinstance(path, (str, PathLike)):
+        raise TypeError(
+            f"record(path, ...): {reprlib.repr(path)} is no path. Write the path of the file "
+            "first, or None to keep the record in memory."
+        )
+    whole = Path(path)
+    if whole.is_dir():
+        raise RecordError(f"record({str(path)!r}): this is a folder. Write the path of a file.")
+    if not whole.resolve().parent.is_dir():
+        raise RecordError(
+            f"record({str(path)!r}): there is no folder {str(whole.parent)!r}. Make it first."
+        )
+    return whole
 
 
 def for_rank(path: str | PathLike[str], rank: int, ranks: int) -> Path:

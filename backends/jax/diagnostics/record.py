@@ -19,7 +19,6 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -196,7 +195,7 @@ def record(
         TypeError: `fn` is not callable, or an option is of the wrong type.
         ValueError: an option is out of its range.
         PolicyError: a pattern can match no path.
-        FileNotFoundError: the folder of the file does not exist.
+        RecordError: there is no folder for the file.
     """
     if not callable(fn):
         raise TypeError(f"record(path, fn) needs a function, got {reprlib.repr(fn)}.")
@@ -214,11 +213,7 @@ def record(
         if value < least or (name == "probes" and value == 1):
             word = "0, or at least 2" if name == "probes" else "at least 1"
             raise ValueError(f"record({name}={value}): give {word}.")
-    if path is not None and not Path(path).resolve().parent.is_dir():
-        raise FileNotFoundError(
-            f"record({str(path)!r}): there is no folder {str(Path(path).parent)!r}. Make it first."
-        )
-    return Recorded(path, fn, probes, tuple(modules), every, steps)
+    return Recorded(run_record.checked(path), fn, probes, tuple(modules), every, steps)
 
 
 # A call as it is recorded.

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,6 +47,7 @@ from polymp.diagnostics.run_record import (
     RecordError,
     RecordWriter,
     RunRecord,
+    checked,
     for_rank,
     read,
     selected,
@@ -122,11 +123,7 @@ def record(
                 f"record(modules=): {pattern!r} matches no module of {type(model).__name__}. "
                 f"{f'Did you mean {close}?' if close else 'It is a glob of module paths.'}"
             )
-    if path is not None and not Path(path).resolve().parent.is_dir():
-        raise RecordError(
-            f"record({fspath(path)!r}): there is no folder {str(Path(path).parent)!r}."
-        )
-    return Recorder(path, model, probes, tuple(modules), every, steps)
+    return Recorder(checked(path), model, probes, tuple(modules), every, steps)
 
 
 class Recorder:
@@ -241,6 +238,10 @@ class _Array:
 _Makers = tuple[_Array, ...]
 
 
+# Elements of a buffer up to which a step is looked at for a change of it; a table is larger.
+_LARGEST = 2**16
+
+
 class _Step(Subscriber):
     """Follows the ops of one step, and sums up their results."""
 
@@ -268,7 +269,14 @@ class _Step(Subscriber):
                     continue
                 own = distributed.local(t.detach())
                 self._named.setdefault(modes.storage_key(own), (name, own))
-        # Of parameters that an optimizer steps: their numbers before, and those in probes.
+        # Buffers that a step may change, as running means are.
+        self._statistics: dict[str, torch.Tensor] = {}
+        if model is not None:
+            for name, t in model.named_buffers():
+                b = distributed.local(t.detach())
+                if t.is_floating_point() and has_values(b) and t.numel() <= _LARGEST:
+                    self._statistics[name] = b
+        # Of these, and of parameters that an optimizer steps: their numbers before, and in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._settings: dict[str, dict[str, Any]] = {}
         self._stepped: set[int] = set()  # identities of the optimizers that have stepped
@@ -421,6 +429,8 @@ class _Step(Subscriber):
             register_optimizer_step_post_hook(self._after_step),
         ):
             self.stream.callback(hook.remove)
+        with Own(), torch.no_grad():
+            self._old = {name: (b.clone(), None) for name, b in self._statistics.items()}
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             from polymp.backends.torch.compat import inductor
 
@@ -498,9 +508,13 @@ class _Step(Subscriber):
             self._ends[GRADIENT, name] = array
 
     def _updates(self) -> None:
-        """Sum up how the optimizers changed parameters."""
+        """Sum up how the optimizers changed parameters, and the step running means."""
         for name, (old, moved) in self._old.items():
-            new = distributed.local(self._parameters[name]).detach()
+            new = self._statistics.get(name)
+            if new is None:
+                new = distributed.local(self._parameters[name]).detach()
+            elif torch.equal(new, old):
+                continue
             dtype = wide(new)
             change, probes = new.to(dtype) - old.to(dtype), None
             if self._probes.count:

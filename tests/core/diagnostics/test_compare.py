@@ -412,3 +412,14 @@ def test_settings_of_optimizers_are_compared() -> None:
     ]
     notes = " ".join(polymp.compare(*pair).notes)
     assert "the optimizers differ: AdamW 1 has eps=1e-08 in one run and 1e-06 in the other" in notes
+
+
+def test_a_folder_is_no_record(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="is a folder"):
+        polymp.compare(tmp_path, tmp_path)
+
+
+def test_module_paths_that_the_other_record_does_not_have() -> None:
+    one = record(arrays(calls(2)))
+    with pytest.raises(RecordError, match="begins with 'encoder'"):
+        polymp.compare(one, one, modules={"encoder": "blocks"})

@@ -17,7 +17,7 @@ from flax import linen, nnx
 from jax import lax
 
 from polymp.diagnostics import run_record
-from polymp.diagnostics.run_record import RecordedArray
+from polymp.diagnostics.run_record import RecordedArray, RecordError
 from polymp.errors import PolicyError
 from polymp.jax import GradScaler, autocast, record
 from tests.jax.diagnostics.test_audit import same
@@ -381,7 +381,8 @@ def test_an_error_of_the_function_passes() -> None:
         ({"steps": 0}, ValueError, "steps=0"),
         ({"modules": "a.b"}, TypeError, "list of patterns"),
         ({"modules": ["a..b"]}, PolicyError, r"a\.\.b"),
-        ({"path": "no/such/folder.rec"}, FileNotFoundError, "Make it first"),
+        ({"path": "no/such/folder.rec"}, RecordError, "Make it first"),
+        ({"path": "."}, RecordError, "this is a folder"),
         ({"fn": 3}, TypeError, "needs a function, got 3"),
     ],
 )

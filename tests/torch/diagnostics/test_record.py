@@ -534,6 +534,47 @@ def test_of_blocks_that_are_compiled_the_one_that_differs_is_named() -> None:
     assert (found.first.array.name, found.first.array.module) == ("compiled", "2")
 
 
+def layers(
+    steps: int, low: bool = False, clip: bool = False, momentum: float = 0.1
+) -> run_record.RunRecord:
+    """The record of a training of thirty layers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *(nn.Linear(16, 16, bias=False) for _ in range(30)), nn.BatchNorm1d(16, momentum=momentum)
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    recorder, x = record(None, net, probes=4), torch.randn(8, 16)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with recorder:
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                loss = net(x).float().square().mean()
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(net.parameters(), 1e6)
+            optimizer.step()
+    return recorder.record
+
+
+def test_a_step_that_begins_with_weights_which_rounding_has_moved_is_not_compared() -> None:
+    found = polymp.compare(layers(3), layers(3, low=True))
+    assert found.explained, str(found)
+    assert found.step == 0
+    assert any("steps from 1 on" in note for note in found.notes)
+    assert polymp.compare(layers(3), layers(3)).step == 2, "the same bits are"
+
+
+def test_calls_that_only_look_at_gradients_are_no_difference() -> None:
+    found = polymp.compare(layers(1), layers(1, clip=True))
+    assert found.explained, str(found)
+
+
+def test_another_momentum_of_running_means_is_named() -> None:
+    found = polymp.compare(layers(1), layers(1, momentum=0.01))
+    assert found.first is not None
+    assert (found.first.array.kind, found.first.array.name) == (UPDATE, "30.running_mean")
+
+
 # --- steps, files, errors -------------------------------------------------------------------------
 
 

@@ -208,9 +208,7 @@ def tolerated(
     program = perturb.Program(
         loss, arrays, {}, "bfloat16", "amp", lambda path, shape: np.ones(shape)
     )
-    with program.watch:
-        base = program.run()
-        runs = [program.probe(s) for s in range(1, 2 * probes + 1)]
+    base, runs = program.run(), program.probes(2 * probes)
 
     def moved(kind: str) -> dict[str, Any]:
         return {

@@ -797,7 +797,7 @@ class _Pairs:
         rest = range(todo, len(self.other.arrays))
         rows += [self._alone(k, healed_other) for k in rest if k not in shown]
         if self.across:  # what only the other run has says nothing: its ops are split otherwise
-            rows = [row for row in rows if row.one is not None]
+            rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
         if first is not None and (first.one is None or first.other is None):
             first = self._with_partner(first)

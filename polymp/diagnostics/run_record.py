@@ -57,7 +57,8 @@ class RecordedArray(NamedTuple):
     """One array of a run."""
 
     # INPUT: an array that no recorded call made, a parameter among them. RESULT: the first float
-    # result of a call. GRADIENT: of a parameter, after the step. UPDATE: the change of a parameter.
+    # result of a call. GRADIENT: of a parameter, after the step. UPDATE: the change of a parameter,
+    # or of a running mean.
     kind: str
     # The op in the vocabulary, or the framework's name of it; of others the name of the array: the
     # path of a parameter, or "operand 1 of linear".

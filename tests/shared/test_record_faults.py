@@ -148,7 +148,7 @@ def layer_of(row: Compared | None) -> str:
 
 
 def misnamed(cell: Cell, comparison: Comparison) -> str:
-    """What is wrong with a comparison; "" if it names the fault."""
+    """Return the mistake in a comparison; "" if it names the fault."""
     first, planted = comparison.first, str(CONFIG.layer)
     if cell.hidden:  # but for what it computes on the way, as gelu by tanh does for its derivative
         return "" if first is None or layer_of(first) == planted else f"names {first.array}"

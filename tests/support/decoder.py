@@ -45,7 +45,7 @@ class Config(NamedTuple):
         return self.fault if layer == self.layer else ""
 
     def policy(self, blocks: str) -> polymp.Policy:
-        """What the region runs by; `blocks` is the beginning of the layers' module paths."""
+        """Return the policy of the region; `blocks` is how the layers' module paths begin."""
         op = {"softmax": "softmax", "norm": "layer_norm"}.get(self.fault)
         if op is None:
             return polymp.policy("amp")

@@ -173,7 +173,7 @@ def record(
     optimizer of optax is followed, without rows of its own; so are `while` loops and `shard_map`,
     whose results are recorded. Callbacks that return a result are called once more.
 
-    A recorded call takes three to five times as long as `fn` without probes, and about 25 times
+    A recorded call takes four to seven times as long as `fn` without probes, and 20 to 30 times
     with eight, on CPUs; on a GPU more, as each equation is a launch of its own. See `every`.
 
     Args:

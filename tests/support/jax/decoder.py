@@ -230,7 +230,7 @@ class LinenDecoder(linen.Module):
 
 
 class State(NamedTuple):
-    """What a step changes."""
+    """The state that a step changes."""
 
     params: Any
     optimizer: Any

@@ -114,7 +114,7 @@ dist: $(DIST)
 # Every benchmark runs, also after one that misses a bar; docs/speed.md is made of the records.
 bench: $(BENCH)
 	@missed=0; \
-	for name in torch_overhead policies jax_overhead contraction scaler seeing low_weights low_weights_jax fp8 torch_speed jax_speed jax_corpus trainers trainers_jax speed_page feature_costs; do \
+	for name in torch_overhead policy_costs jax_overhead contraction scaler seeing low_weights low_weights_jax fp8 torch_speed jax_speed jax_corpus trainers trainers_jax speed_page feature_costs; do \
 	    .venv-bench/bin/python benchmarks/$$name.py || missed=1; \
 	done; \
 	exit $$missed

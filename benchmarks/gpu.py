@@ -219,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="for all steps; %(default)g")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu",
                         help="folder of the journal and the log; build/gpu")  # fmt: skip
-    parser.add_argument("--only", default="", metavar="TEXT", help="steps whose name holds this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT",
+                        help="steps whose name holds one of these, in their order")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--resume", action="store_true", help="go on with the journal in --out")
     what.add_argument("--fresh", action="store_true", help="drop the journal in --out")
@@ -252,9 +253,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fresh:
         path.unlink(missing_ok=True)
         journal = Journal(path)
-    steps = [step for step in to_do(journal) if args.only in step.name]
-    if not steps and args.only:
-        parser.error(f"--only {args.only!r}: no step that is left has it in its name; see --list.")
+    left = to_do(journal)
+    steps = list({s.name: s for text in args.only for s in left if text in s.name}.values())
+    if not steps and any(args.only):
+        texts = ", ".join(map(repr, args.only))
+        parser.error(f"--only {texts}: no step that is left has it in its name; see --list.")
     call = Call(args.device, args.minutes, journal)
     call.run(steps)
     failed = [e.step for e in journal.entries.values() if e.status == "failed"]

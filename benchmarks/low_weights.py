@@ -53,15 +53,18 @@ class Loss:
     bar: float | None
 
 
-def stepping(mode: str | None, compiled: bool, matrices: int, shape: tuple[int, int]) -> Any:
+def stepping(
+    mode: str | None, compiled: bool, matrices: int, shape: tuple[int, int], device: str = "cpu"
+) -> Any:
     """A program that takes one step on weights with gradients; None: float32 weights."""
-    made = torch.Generator().manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape, generator=made) / 32) for _ in range(matrices)]
+    made = torch.Generator(device).manual_seed(0)
+    numbers = partial(torch.randn, shape, generator=made, device=device)
+    params = [nn.Parameter(numbers() / 32) for _ in range(matrices)]
     optimizer: Any = torch.optim.AdamW(params, lr=1e-4)
     if mode is not None:
         optimizer = low_weights(optimizer, mode)
     for p in params:
-        p.grad = torch.randn(shape, generator=made).to(p.dtype)
+        p.grad = numbers().to(p.dtype)
     return torch.compile(optimizer.step) if compiled else optimizer.step
 
 
@@ -82,17 +85,24 @@ def without_rounding(step: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def costs(
-    compiled: bool, rounds: int, matrices: int = 12, shape: tuple[int, int] = (1024, 2048)
+    compiled: bool,
+    rounds: int,
+    matrices: int = 12,
+    shape: tuple[int, int] = (1024, 2048),
+    device: str = "cpu",
 ) -> list[Row]:
-    """The cost of a step in every mode against float32 weights."""
+    """The cost of a step in every mode against float32 weights: on a GPU, of its time."""
     rows = []
     how = "compiled" if compiled else "eager"
+    measured = partial(timed, clock=time.process_time)
+    if device == "cuda":
+        measured = partial(timed, finish=torch.cuda.synchronize)
     for mode in MODES:  # few programs at a time, so that memory stays small
         programs = {}
         for each in (None, mode, "floor") if compiled else (None, mode):
-            program = stepping(mode if each == "floor" else each, compiled, matrices, shape)
+            program = stepping(mode if each == "floor" else each, compiled, matrices, shape, device)
             program = without_rounding(program) if each == "floor" else program
-            programs[str(each)] = timed(program, clock=time.process_time)
+            programs[str(each)] = measured(program)
         times = measure(programs, rounds, warm=3)
         bar = BAR_COMPILED if compiled else None
         rows.append(row(f"torch, {how}: {mode} / float32", times["None"], times[mode], bar))

@@ -208,7 +208,7 @@ def _gpu() -> str:
         return str(torch.cuda.get_device_name())
     if jax is not None:
         return str(jax.devices()[0].device_kind)
-    command = ["nvidia-smi", "--query-gpu=name", "--dtype=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return said.partition("\n")[0]
 

@@ -91,16 +91,17 @@ def in_jax(layers: int) -> dict[str, Program]:
     }
 
 
-def in_torch(name: str) -> dict[str, Program]:
+def in_torch(name: str, device: str = "cpu") -> dict[str, Program]:
     """The example's training step, without an optimizer: alone, and explained."""
     args, dtype = arguments("torch", name), train_torch.DTYPES[name]
     torch.manual_seed(args.seed)
-    model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
-    tokens = torch.randint(ALPHABET, (args.batch, args.context + 1))
+    with torch.device(device):
+        model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
+        tokens = torch.randint(ALPHABET, (args.batch, args.context + 1))
 
     def step() -> None:
         model.zero_grad()
-        with polymp.torch.autocast("cpu", dtype):
+        with polymp.torch.autocast(device, dtype):
             loss = train_torch.loss_on(model, tokens)
         loss.backward()
 
@@ -115,18 +116,19 @@ def in_torch(name: str) -> dict[str, Program]:
 Training = tuple[torch.nn.Module, polymp.torch.GradScaler, Callable[[], torch.Tensor]]
 
 
-def training_in_torch(name: str) -> Training:
+def training_in_torch(name: str, device: str = "cpu") -> Training:
     """The example's model, its scaler, and its training step."""
     args = arguments("torch", name)
     torch.manual_seed(args.seed)
-    model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
+    with torch.device(device):
+        model = train_torch.Transformer(ALPHABET, args.context, args.width, args.layers, args.heads)
+        tokens = torch.randint(ALPHABET, (args.batch, args.context + 1))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    scaler = polymp.torch.GradScaler("cpu", enabled=name == "fp16")
-    tokens = torch.randint(ALPHABET, (args.batch, args.context + 1))
+    scaler = polymp.torch.GradScaler(device, enabled=name == "fp16")
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        with polymp.torch.autocast("cpu", train_torch.DTYPES[name], enabled=name != "fp32"):
+        with polymp.torch.autocast(device, train_torch.DTYPES[name], enabled=name != "fp32"):
             loss = train_torch.loss_on(model, tokens)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -171,7 +173,14 @@ class Nothing(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def seen_in_torch(training: Training) -> dict[str, Timed]:
+def clocked(run: Program, device: str = "cpu") -> Timed:
+    """The processor time of a program; on a GPU, the time until the device has ended, too."""
+    if device == "cuda":
+        return timed(run, finish=torch.cuda.synchronize)
+    return timed(run, clock=time.process_time)
+
+
+def seen_in_torch(training: Training, device: str = "cpu") -> dict[str, Timed]:
     """A training step: alone, with a mode that does nothing, and replayed by `locate`."""
     model, _, step = training
 
@@ -184,35 +193,36 @@ def seen_in_torch(training: Training) -> dict[str, Timed]:
         "nothing": watched,
         "locate": lambda: polymp.torch.locate(step, model=model),
     }
-    return {name: timed(run, clock=time.process_time) for name, run in programs.items()}
+    return {name: clocked(run, device) for name, run in programs.items()}
 
 
-def audited_in_torch(training: Training) -> dict[str, Timed]:
+def audited_in_torch(training: Training, device: str = "cpu") -> dict[str, Timed]:
     """A training step: alone, in an audit of several, and by the whole of it."""
     model, scaler, step = training
 
-    def steps() -> float:
-        start = time.process_time()
+    def several() -> None:
         for _ in range(STEPS):
             step()
-        return (time.process_time() - start) / STEPS
+
+    def steps() -> float:
+        return clocked(several, device)() / STEPS
 
     def inside() -> float:
         with polymp.torch.audit(model, scaler):
             return steps()
 
     def whole() -> float:
-        return timed(inside, clock=time.process_time)() / STEPS
+        return clocked(inside, device)() / STEPS
 
     return {"step": steps, "inside": inside, "whole": whole}
 
 
-def caught_in_torch(name: str) -> dict[str, Timed]:
+def caught_in_torch(name: str, device: str = "cpu") -> dict[str, Timed]:
     """A step, and a step of a training of its own with `catch`."""
-    (_, _, plain), (_, _, step) = training_in_torch(name), training_in_torch(name)
+    (_, _, plain), (_, _, step) = (training_in_torch(name, device) for _ in range(2))
     caught = polymp.torch.catch(step, every=EVERY)
     programs: dict[str, Program] = {"step": plain, "caught": caught}
-    return {name: timed(run, clock=time.process_time) for name, run in programs.items()}
+    return {name: clocked(run, device) for name, run in programs.items()}
 
 
 def training_in_jax(name: str) -> tuple[Any, tuple[Any, ...]]:

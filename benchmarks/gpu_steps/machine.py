@@ -59,7 +59,7 @@ def look(here: Here) -> dict[str, Any]:
 
 
 def _gpus() -> Any:
-    command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--dtype=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for line in said.strip().splitlines():
         for name, value in zip(ASKED.values(), line.split(", "), strict=True):

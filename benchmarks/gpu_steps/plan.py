@@ -82,6 +82,11 @@ def _ask(run: str, seconds: int, cuda: bool = True) -> Step:
     return Step(name, "gpu-questions", run, seconds, framework, (framework,), cuda)
 
 
+def _features(name: str, part: str, function: str, seconds: int, *needs: str) -> Step:
+    run = f"gpu_steps.torch_features:{function}"
+    return Step(name, part, run, seconds, "torch", (*TORCH, *needs))
+
+
 def _tests(framework: str, seconds: int) -> Step:
     needs = (framework, "pytest", "hypothesis")
     run = "gpu_steps.tests:run"
@@ -91,9 +96,16 @@ def _tests(framework: str, seconds: int) -> Step:
 
 def _steps() -> Iterator[Step]:
     yield Step("machine", "gpu-machine", "gpu_steps.machine:look", 40, "machine")
-    yield _tests("torch", 150)
-    yield _tests("jax", 120)
+    yield _tests("torch", 160)
+    yield _tests("jax", 160)
     yield Step("ops, torch", "exactness", "gpu_steps.exactness:compare", 90, "ops", TORCH)
+    yield _features("seeing, torch", "seeing", "seeing", 90, "jax", "flax", "optax", "rich")
+    yield _features("low weights, torch", "low-weights", "low_weights", 90)
+    yield _features("policies, torch", "policies", "policies", 90, "jax", "flax", "optax")
+    yield Step(
+        "fp8 layers, torch", "fp8-layers", "gpu_steps.torch_programs:fp8_layers", 150,
+        "torch speed", ("torch", "jax", "flax", "rich", "tqdm", "matplotlib"), cuda=True,
+    )  # fmt: skip
     yield _torch_speed("train", 60)
     yield _torch_speed("mlp 1", 40)
     yield _torch_speed("train deep", 60)
@@ -113,10 +125,6 @@ def _steps() -> Iterator[Step]:
     yield _ask("jax_questions:long_sums", 45, cuda=False)
     yield _jax_speed("decode", 60)
     yield _jax_speed("scaler 64", 60)
-    yield Step(
-        "fp8 layers, torch", "fp8-layers", "gpu_steps.torch_programs:fp8_layers", 150,
-        "torch speed", ("torch", "jax", "flax", "rich", "tqdm", "matplotlib"), cuda=True,
-    )  # fmt: skip
     yield _torch_speed("train", 120, "inductor")
     yield _torch_speed("train", 120, "reduce-overhead")
     yield _torch_speed("mlp 1", 60, "reduce-overhead")

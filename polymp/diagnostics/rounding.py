@@ -89,6 +89,11 @@ def results(tree: object, of: str) -> dict[str, Any]:
     return arrays(tree)
 
 
+# Unit roundoff of what GPUs round the float32 operands of a product to, where they are allowed to
+# take TF32. Other formats have the names of dtypes.
+TF32 = 2.0**-11
+
+
 class Run(NamedTuple):
     """The results and gradients of a function as numpy arrays, with its calls."""
 
@@ -99,8 +104,13 @@ class Run(NamedTuple):
 
 
 def unit_roundoff(dtype: str) -> float:
-    """Half the distance from 1 to the next number of the dtype."""
-    return FORMATS[dtype].eps / 2
+    """Half the distance from 1 to the next number of the dtype, or of TF32."""
+    return TF32 if dtype == "tf32" else FORMATS[dtype].eps / 2
+
+
+def of_operands(dtype: str) -> float:
+    """How far a product moves, relative to itself, if it rounds two operands to the format."""
+    return math.sqrt(2) * unit_roundoff(dtype) if dtype else 0.0
 
 
 def movement(op: str, kind: str, out: str, terms: float = 1) -> tuple[float, float]:

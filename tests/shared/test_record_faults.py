@@ -318,6 +318,63 @@ def test_a_compiled_model_raises_no_alarm() -> None:
     assert comparison.explained, str(comparison)
 
 
+# --- on a GPU -------------------------------------------------------------------------------------
+
+GPU_FAULTS = ("gelu", "bias", "rope", "mask", "dropout", "residual", "softmax")
+
+
+def on_gpu(config: Config) -> RunRecord:
+    """The record of a step in torch on a GPU; skips where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return recorded("torch", 0, config=config, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", ["", "bfloat16"])
+def test_a_gpu_and_a_cpu_raise_no_alarm(low: str) -> None:
+    comparison = polymp.compare(on_gpu(CONFIG._replace(low=low)), good("torch", low))
+    assert comparison.explained, str(comparison)
+    assert max(shares(comparison)) > 0, "the two are one"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fault", GPU_FAULTS)
+def test_the_planted_fault_is_named_on_a_gpu(fault: str) -> None:
+    low = "bfloat16" if fault in IN_REGIONS else ""
+    cell = Cell("torch", "torch", fault, low)
+    bad = on_gpu(CONFIG._replace(low=low, fault=fault))
+    comparison = polymp.compare(good("torch", low), bad)
+    assert not misnamed(cell, comparison), str(comparison)
+
+
+@pytest.mark.gpu
+def test_a_record_makes_no_step_wait_for_the_gpu_before_it_ends() -> None:
+    """The bits are those of a step without a record, too."""
+    import torch
+
+    import polymp.torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    plain, followed = (training("torch", CONFIG, device="cuda") for _ in range(2))
+    plain.step()
+    recorder = polymp.torch.record(None, followed.model, probes=2)
+    with recorder:  # the first step makes what is kept on the device
+        followed.step()
+    plain.step()
+    with recorder:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            followed.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(plain.model.parameters(), followed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 # --- the models -----------------------------------------------------------------------------------
 
 

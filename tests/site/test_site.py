@@ -157,9 +157,9 @@ def test_faults_of_a_site_are_found(tmp_path: Path) -> None:
 
 def test_links_out_of_the_folder_lead_to_pages_and_copies(site: Path) -> None:
     assert "tables/amp.html" in Html(site / "policies.html").links
-    assert "files/benchmarks/policies.py" in Html(site / "policies.html").links
+    assert "files/benchmarks/policy_costs.py" in Html(site / "policies.html").links
     assert not (site / "files" / "polymp" / "jax.py").exists()
-    copy, original = site / "files/benchmarks/policies.py", ROOT / "benchmarks/policies.py"
+    copy, original = site / "files/benchmarks/policy_costs.py", ROOT / "benchmarks/policy_costs.py"
     assert copy.read_bytes() == original.read_bytes()
     api = {"api/polymp.html", "api/torch.html", "api/jax.html"}
     assert api <= set(Html(site / "index.html").links)
@@ -179,14 +179,16 @@ def test_a_picture_has_a_form_for_each_palette(site: Path, written: Path) -> Non
 
 
 def test_links_lead_to_pages_and_copies(pages: ModuleType) -> None:
-    text = "[a](../policies/amp.toml) [b](../polymp/jax.py) [c](../benchmarks/policies.py#L3)\n\n"
+    text = (
+        "[a](../policies/amp.toml) [b](../polymp/jax.py) [c](../benchmarks/policy_costs.py#L3)\n\n"
+    )
     text += "```text\n[d](../benchmarks/none.py)\n```\n[e](jax.md#freeze) [f](../CHANGELOG.md)"
     files: set[str] = set()
     assert pages.linked("docs/index.md", text, files) == (
-        "[a](tables/amp.md) [b](api/jax.md) [c](files/benchmarks/policies.py#L3)\n\n"
+        "[a](tables/amp.md) [b](api/jax.md) [c](files/benchmarks/policy_costs.py#L3)\n\n"
         "```text\n[d](../benchmarks/none.py)\n```\n[e](jax.md#freeze) [f](changelog.md)"
     )
-    assert files == {"benchmarks/policies.py"}
+    assert files == {"benchmarks/policy_costs.py"}
     assert pages.linked("CHANGELOG.md", "[a](docs/jax.md)", files) == "[a](jax.md)"
 
 

@@ -112,9 +112,10 @@ class Program:
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
         if self._moved is None:
+            device = device_of(self._flat)
 
             def moved(seed: jax.Array, *flat: jax.Array) -> list[jax.Array]:
-                return _Moving(seed).program(self.closed, flat)
+                return _Moving(seed, device).program(self.closed, flat)
 
             self._moved = jax.jit(moved, compiler_options=self._options)
         runs = (self._moved(np.uint32(i + 1), *self._flat) for i in range(count))
@@ -176,11 +177,12 @@ def is_followed(eqn: Equation) -> bool:
 
 
 class _Moving(Evaluation[jax.Array]):
-    """Moves every result by its rounding."""
+    """Moves every result by its rounding, on a device."""
 
-    def __init__(self, seed: jax.Array | None) -> None:
+    def __init__(self, seed: jax.Array | None, device: jax.Device) -> None:
         super().__init__()
         self._seed: Any = seed
+        self._device = device
 
     def number(self, value: Any) -> Any:
         return value
@@ -190,7 +192,8 @@ class _Moving(Evaluation[jax.Array]):
     ) -> Sequence[jax.Array]:
         if eqn.primitive.name == "scan":
             return self._scan(eqn, values)
-        outs = list(compat.put(eqn.primitive, values, eqn.params))
+        given = rounded(values, rounds_operands(eqn, self._device), self._seed)
+        outs = list(compat.put(eqn.primitive, given, eqn.params))
         for n, x in enumerate(outs):
             by = amount(eqn, values, x)
             if by is not None:
@@ -204,12 +207,47 @@ class _Moving(Evaluation[jax.Array]):
         def turn(
             number: jax.Array, row: list[jax.Array]
         ) -> tuple[jax.Array, list[jax.Array], None]:
-            inner = _Moving(self._seed * np.uint32(7919) + number)
+            inner = _Moving(self._seed * np.uint32(7919) + number, self._device)
             return number + np.uint32(1), inner.program(body.closed, row), None
 
         self.moves += 1
         outs, _ = scanned(eqn, turn, values, jnp.uint32(self.moves * 104729))
         return outs
+
+
+def device_of(arrays: Sequence[object]) -> jax.Device:
+    """The device that a program of some arrays runs on, one of several."""
+    found = (d for x in arrays if isinstance(x, jax.Array) for d in x.devices())
+    return next(found, None) or jax.devices()[0]
+
+
+def rounds_operands(eqn: Equation, device: jax.Device) -> str:
+    """The format to which a product rounds its float32 operands; "" if it keeps them.
+
+    By default GPUs may take TF32, and TPUs bfloat16: see `jax.default_matmul_precision`.
+    """
+    if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return ""
+    if any(v.aval.dtype != np.float32 for v in (*eqn.invars, *eqn.outvars)):
+        return ""
+    precision = eqn.params["precision"]
+    if isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+        name = getattr(precision, "name", "")
+        return {"TF32_TF32_F32": "tf32", "BF16_BF16_F32": "bfloat16"}.get(name, "")
+    of_both = {*precision} if isinstance(precision, tuple) else {precision}
+    if device.platform == "gpu":
+        has_it = float(getattr(device, "compute_capability", 0)) >= 8
+        return "tf32" if has_it and of_both != {lax.Precision.HIGHEST} else ""
+    default = bool(of_both & {None, lax.Precision.DEFAULT})
+    return "bfloat16" if device.platform == "tpu" and default else ""
+
+
+def rounded(values: Sequence[Any], to: str, seed: Any) -> list[Any]:
+    """Operands, moved by their rounding to a format; equal numbers alike in every product."""
+    if not to:
+        return list(values)
+    by = rounding.unit_roundoff(to)
+    return [shifted(x, by * _magnitude(x), seed, np.uint32(0)) for x in values]
 
 
 def amount(

@@ -34,10 +34,17 @@ from polymp.backends.jax.autocast.known_functions import LAYOUT
 from polymp.backends.jax.compat.programs import Equation
 from polymp.backends.jax.diagnostics.call_site import Key, Scope, source
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall, Origin, quick_options
-from polymp.backends.jax.diagnostics.perturb import Evaluation, amount, shifted
+from polymp.backends.jax.diagnostics.perturb import (
+    Evaluation,
+    amount,
+    device_of,
+    rounded,
+    rounds_operands,
+    shifted,
+)
 from polymp.backends.jax.diagnostics.traced_call import CallTypes, called, traced
 from polymp.backends.jax.jaxprs import inside, interpreted
-from polymp.diagnostics import run_record
+from polymp.diagnostics import rounding, run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.run_record import (
     BLOCK,
@@ -267,6 +274,7 @@ class _Program:
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels: dict[Hashable, Callable[..., Any]] = {}
+        self.device = device_of(self.call.traced.arrays)
         sizes = (math.prod(v.aval.shape) for v in self.call.inputs if hasattr(v.aval, "shape"))
         numbers = sum(sizes)
         # Of small arrays nearly all of a call is compiling.
@@ -380,6 +388,8 @@ class _Walk(Evaluation[_Value]):
             given = [(value.x, value.moved) for value in values]
             kernel = self._kernel(eqn, rows if call else [], is_fixed := _is_fixed(eqn, values))
             pairs, own = kernel(given, self._seeds, self.move())
+            if call is not None and (narrow := rounds_operands(eqn, self._program.device)):
+                call = call._replace(run=narrow)
         reads = _NOWHERE.union(*(_all(value.sources) for value in values))
         sources = [reads] * len(pairs)
         if call is not None:
@@ -398,7 +408,8 @@ class _Walk(Evaluation[_Value]):
         if own not in kernels:
             params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
             kind: Hashable = eqn.primitive, params, *(v.aval for v in eqn.invars), *rows, still
-            evaluated = functools.partial(_evaluated, eqn, tuple(rows), still)
+            narrow = rounds_operands(eqn, self._program.device)
+            evaluated = functools.partial(_evaluated, eqn, tuple(rows), still, narrow)
             kernel = jax.jit(evaluated, compiler_options=self._program.options)
             try:
                 kernels[own] = kernels.setdefault(kind, kernel)
@@ -555,23 +566,30 @@ def _all(sources: _Sources) -> frozenset[int]:
 
 
 def _evaluated(
-    eqn: Equation, rows: tuple[int, ...], still: bool, pairs: list[_Pair], seeds: Any, move: Any
+    eqn: Equation,
+    rows: tuple[int, ...],
+    still: bool,
+    narrow: str,
+    pairs: list[_Pair],
+    seeds: Any,
+    move: Any,
 ) -> tuple[list[_Pair], dict[int, Any]]:
     """The results of an equation, moved in the probes if not `still`, and how far, of some."""
     own = [x for x, _ in pairs]
     outs = list(compat.put(eqn.primitive, own, eqn.params))
     wanted = rows if seeds is None else range(len(outs))
     moves = ((n, amount(eqn, own, outs[n], exact=seeds is not None)) for n in wanted)
-    by = {n: far for n, far in moves if far is not None and not still}
-    sizes = {n: _size(by[n]) for n in rows if n in by}
+    by = {n: x for n, x in moves if x is not None and not still}
+    far = rounding.of_operands(narrow)  # what becomes of the rounding of operands
+    sizes = {n: _size(by[n] + far * jnp.abs(outs[n]) if far else by[n]) for n in rows if n in by}
     if seeds is None:
         return [(x, None) for x in outs], sizes
 
     def probe(seed: Any, others: list[Any]) -> list[Any]:
         made: list[Any] = [None] * len(outs)
-        if any(other is not None for other in others) and not eqn.effects:
+        if (narrow or any(other is not None for other in others)) and not eqn.effects:
             given = [x if other is None else other for x, other in zip(own, others, strict=True)]
-            made = list(_put(eqn, given))
+            made = list(_put(eqn, rounded(given, narrow, seed)))
         for n, far in by.items():
             x = outs[n] if made[n] is None else made[n]
             made[n] = shifted(x, far, seed, move + np.uint32(n))

@@ -220,6 +220,25 @@ def is_exact(func: torch._ops.OpOverload) -> bool:
     return _op(func)[0] in rounding.EXACT
 
 
+def rounds_operands(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], result: object
+) -> str:
+    """Return the format to which a product may round its float32 operands; "" if it keeps them.
+
+    GPUs do so where torch's settings allow it, which they do by default for convolutions.
+    """
+    found = float_tensors(result)
+    if not found or found[0].device.type != "cuda" or found[0].dtype is not torch.float32:
+        return ""
+    if not modes.flops(func, args, kwargs, result):
+        return ""
+    of = torch.backends.cuda.matmul
+    if "convolution" in func.overloadpacket.__name__:
+        of = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    has_it = torch.cuda.get_device_capability(found[0].device) >= (8, 0)
+    return "tf32" if has_it and of.fp32_precision == "tf32" else ""
+
+
 class _Parts(NamedTuple):
     """How far a result of an op may be from the exact one, for a number and for the terms of it."""
 
@@ -284,14 +303,19 @@ def movement_norm(
     result: object,
     t: torch.Tensor,
 ) -> torch.Tensor:
-    """Return about the norm of `result_movement`, for terms of a sum that are as they happen."""
+    """Return about the norm of `result_movement`, for terms of a sum that are as they happen.
+
+    What becomes of operands that are rounded is in it.
+    """
     parts = _parts(func, args, kwargs, reads, result, t)
+    operands = rounding.of_operands(rounds_operands(func, args, kwargs, result))
     finite = t.to(wide(t)).nan_to_num(0.0, 0.0, 0.0)
     norm: torch.Tensor = torch.linalg.vector_norm(finite)
+    moved = operands * norm
     if parts.mixes and parts.terms > 1 and t.numel():
         norm = finite.abs().max() * t.numel() ** 0.5
     # The square of a sum of independent terms is, in the mean, the sum of their squares.
-    return (parts.own + parts.summed * (2**0.5 if parts.adds else 1)) * norm
+    return moved + (parts.own + parts.summed * (2**0.5 if parts.adds else 1)) * norm
 
 
 def wide(t: torch.Tensor) -> torch.dtype:

@@ -19,7 +19,14 @@ import torch
 from polymp.backends.torch.compat import distributed, modes
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors, tensors
-from polymp.backends.torch.diagnostics.perturb import is_exact, move, result_movement, wide
+from polymp.backends.torch.diagnostics.perturb import (
+    is_exact,
+    move,
+    result_movement,
+    rounds_operands,
+    wide,
+)
+from polymp.diagnostics import rounding
 
 _SWEEP = 64  # tensors after which those of freed ones are let go
 
@@ -155,7 +162,8 @@ class Probes:
     ) -> torch.Tensor | None:
         if not all(map(has_values, self._copies.values())):
             raise TypeError("it writes a tensor that cannot be copied")
-        runs = self._run(ran) if self._moved(ran) else []
+        narrow = rounds_operands(ran.func, ran.args, ran.kwargs, result)
+        runs = self._run(ran, narrow) if narrow or self._moved(ran) else []
         # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
         moves = not (is_exact(ran.func) or ran.op_call.place.updating)
         given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
@@ -177,15 +185,22 @@ class Probes:
                 self._put(t, self._move(t, numbers, by))
             if at == 0 and by is not None:
                 norm = torch.linalg.vector_norm(by)
+                if narrow:
+                    moved = torch.linalg.vector_norm(t.detach())
+                    norm = norm + rounding.of_operands(narrow) * moved
         return norm
 
-    def _run(self, ran: Ran) -> list[list[torch.Tensor]]:
-        """Run an op in each probe; return the float tensors in its results."""
+    def _run(self, ran: Ran, narrow: str) -> list[list[torch.Tensor]]:
+        """Run an op in each probe; return the float tensors in its results.
+
+        Float32 operands are moved by their rounding to the format `narrow`, if it has one.
+        """
         runs, before = [], self._random
         generator = None if before is None else _generator(ran)
         state = None if generator is None else generator.get_state()
         try:
-            for args, kwargs in zip(self._each(ran.args), self._each(ran.kwargs), strict=True):
+            given = self._each(ran.args, narrow), self._each(ran.kwargs, narrow)
+            for args, kwargs in zip(*given, strict=True):
                 if generator is not None and before is not None:
                     generator.set_state(before)
                 runs.append(float_tensors(ran.func(*args, **kwargs)))
@@ -194,18 +209,23 @@ class Probes:
                 generator.set_state(state)
         return runs
 
-    def _each(self, tree: Any) -> Sequence[Any]:
+    def _each(self, tree: Any, narrow: str = "") -> Sequence[Any]:
         """Return what each probe has in place of an op's arguments."""
         if isinstance(tree, torch.Tensor):
             if (copy := self._copies.get(id(tree))) is not None:
                 return [copy.clone() for _ in range(self.count)]
             own = self.of(tree) if tree.is_floating_point() else None
+            if narrow and tree.dtype is torch.float32:
+                by = tree.detach().abs().mul_(rounding.unit_roundoff(narrow))
+                own = self._same(tree) if own is None else own.clone()
+                move(own.unbind(), tree.detach(), by, 0)  # in every op that reads it alike
             return [tree] * self.count if own is None else own.unbind()
         if isinstance(tree, (list, tuple)) and tree:
-            return [type(tree)(items) for items in zip(*map(self._each, tree), strict=True)]
+            each = zip(*(self._each(x, narrow) for x in tree), strict=True)
+            return [type(tree)(items) for items in each]
         if isinstance(tree, dict) and tree:
-            each = self._each([*tree.values()])
-            return [dict(zip(tree, values, strict=True)) for values in each]
+            values = self._each([*tree.values()], narrow)
+            return [dict(zip(tree, found, strict=True)) for found in values]
         return [tree] * self.count
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:

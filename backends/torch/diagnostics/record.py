@@ -33,7 +33,7 @@ from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import OpCall, Own, Ran, call_of, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.perturb import movement_norm, wide
+from polymp.backends.torch.diagnostics.perturb import movement_norm, rounds_operands, wide
 from polymp.backends.torch.diagnostics.probes import Probes, has_values
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
@@ -232,6 +232,7 @@ class _Array:
     sums: torch.Tensor | None = None
     changes: torch.Tensor | None = None
     own: torch.Tensor | None = None  # norm of its rounding
+    narrow: str = ""  # the format to which it rounded its operands
     op_call: OpCall | None = None
 
 
@@ -369,6 +370,7 @@ class _Step(Subscriber):
                 RESULT, op_call.op, place.module, place.source, op_call.direction, op_call=op_call
             )
             array.dtype, array.shape, array.own = _dtype(t), tuple(t.shape), norm
+            array.narrow = rounds_operands(ran.func, ran.args, ran.kwargs, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
                 own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
                 array.own = movement_norm(*own)
@@ -561,6 +563,7 @@ class _Step(Subscriber):
             spread = (0.0,) * len(values)
         call = None if array.op_call is None else call_of(array.op_call)
         rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)
+        run = array.narrow or run
         return RecordedArray(
             array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
             array.dtype, array.shape, zeros, bad,

@@ -81,7 +81,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.wide:
-            with polymp.torch.autocast("cpu", enabled=False):
+            with polymp.torch.autocast(x.device.type, enabled=False):
                 return self._layer(x.float())
         return self._layer(x.bfloat16()).float() if self.fault == "dtype" else self._layer(x)
 
@@ -125,6 +125,7 @@ class Training:
         seed: of its weights and tokens.
         dtype: of all its weights.
         compiled: the model is; the loss is not.
+        device: of all that it has.
     """
 
     def __init__(
@@ -133,8 +134,11 @@ class Training:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
+        device: str = "cpu",
     ) -> None:
-        self.config, self.model = config, Decoder(config)
+        self.config, self.device = config, device
+        with torch.device(device):
+            self.model = Decoder(config)
         if dtype != torch.float32:
             self.model.to(dtype)
         self._forward: Any = torch.compile(self.model) if compiled else self.model
@@ -147,7 +151,7 @@ class Training:
         made = decoder.weights(self.config, seed)
         self.model.load_state_dict({p: torch.tensor(x) for p, x in made.items()}, strict=False)
         rows = decoder.tokens(self.config, seed)
-        self.tokens = torch.tensor(rows if order is None else rows[order])
+        self.tokens = torch.tensor(rows if order is None else rows[order], device=self.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), RATE, eps=self.config.adam_eps)
 
     def step(self) -> Tensor:
@@ -155,7 +159,7 @@ class Training:
         region: Any = contextlib.nullcontext()
         if self.config.low:
             low = getattr(torch, self.config.low)
-            region = polymp.torch.autocast("cpu", dtype=low, policy="amp")
+            region = polymp.torch.autocast(self.device, dtype=low, policy="amp")
         torch.manual_seed(1)
         self.optimizer.zero_grad()
         with region:
@@ -168,4 +172,4 @@ class Training:
     def gradients(self) -> dict[str, Any]:
         """The gradients of the last step, by path."""
         named = self.model.named_parameters()
-        return {path: p.grad.double().numpy() for path, p in named if p.grad is not None}
+        return {path: p.grad.double().cpu().numpy() for path, p in named if p.grad is not None}

@@ -59,22 +59,24 @@ class Eager:
 CHILD = """
 import statistics, sys, time, torch
 sys.path.insert(0, {here!r})
-from policies import calls, pass_on, rules
+from policy_costs import calls, pass_on, rules
 from polymp.torch import autocast
 
 torch.set_num_threads(1)
-program, policy = calls({what!r}, {ops}), {policy}
+program, policy = calls({what!r}, {ops}, {device!r}), {policy}
 if policy == {passes_on!r}:
-    pass_on()
+    pass_on({device!r})
     policy = None
 found = []
 for table in [policy, None]:
-    region, times = autocast("cpu", policy=table), []
+    region, times = autocast({device!r}, policy=table), []
     for _ in range({rounds}):
         with region:
             start = time.perf_counter()
             made = program()
             times.append((time.perf_counter() - start) / made * 1e6)
+            if {device!r} == "cuda":
+                torch.cuda.synchronize()
     found.append(statistics.quantiles(times, n=10)[0])
 print(*found)
 """
@@ -105,9 +107,9 @@ print((resident() - before) / {count})
 """
 
 
-def pass_on() -> None:
+def pass_on(device: str) -> None:
     """Put a kernel in Python on `abs` in regions, which does nothing but pass the call on."""
-    key, op = dispatcher.autocast_key("cpu"), torch.ops.aten.abs.default
+    key, op = dispatcher.autocast_key(device), torch.ops.aten.abs.default
     passed = dispatcher.passing_on(op, key)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
@@ -123,17 +125,17 @@ def functions(what: str, ops: int) -> list[Callable[[torch.Tensor], torch.Tensor
     return [getattr(torch, name) for name in UNLISTED[:ops]]
 
 
-def rules(what: str, ops: int) -> dict[str, Any]:
+def rules(what: str, ops: int, device: str = "cpu") -> dict[str, Any]:
     """torch's table, but for the ops: a rule that casts none of the inputs, which are float32."""
     names, rule = UNLISTED[:ops], what
     if what == "mm = fp32":
         names, rule = ["mm"], "fp32"
-    return {"extends": "torch-cpu", "rules": dict.fromkeys(names, rule)}
+    return {"extends": f"torch-{device}", "rules": dict.fromkeys(names, rule)}
 
 
-def calls(what: str, ops: int) -> Callable[[], int]:
+def calls(what: str, ops: int, device: str = "cpu") -> Callable[[], int]:
     """A program of 96 calls, spread evenly over the ops; returns how many."""
-    x, chosen = torch.full((8, 8), 0.5), functions(what, ops)
+    x, chosen = torch.full((8, 8), 0.5, device=device), functions(what, ops)
     times = range(96 // len(chosen))
 
     def program() -> int:
@@ -145,15 +147,18 @@ def calls(what: str, ops: int) -> Callable[[], int]:
     return program
 
 
-def eager(what: str, ops: int, rounds: int, pairs: int) -> Eager:
-    """Measure under torch's table and under the policy, in processes that take turns."""
-    policy = repr(PASSES_ON) if what == PASSES_ON else f"rules({what!r}, {ops})"
+def eager(what: str, ops: int, rounds: int, pairs: int, device: str = "cpu") -> Eager:
+    """Measure under torch's table and under the policy, in processes that take turns.
+
+    On a GPU, this is the time of the host, which is ahead of the device.
+    """
+    policy = repr(PASSES_ON) if what == PASSES_ON else f"rules({what!r}, {ops}, {device!r})"
     found: dict[str, list[list[float]]] = {"None": [], policy: []}
     for _ in range(pairs):
         for policy, times in found.items():
             code = CHILD.format(
                 here=str(Path(__file__).parent), what=what, ops=ops, policy=policy, rounds=rounds,
-                passes_on=PASSES_ON,
+                passes_on=PASSES_ON, device=device,
             )  # fmt: skip
             run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
             times.append([float(number) for number in run.stdout.split()])

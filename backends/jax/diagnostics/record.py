@@ -19,6 +19,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -404,17 +405,15 @@ class _Walk(Evaluation[_Value]):
 
     def _kernel(self, eqn: Equation, rows: Sequence[int], still: bool) -> Callable[..., Any]:
         """`_evaluated` for an equation; one for all alike."""
-        kernels, own = self._program.kernels, (id(eqn), *rows, still)
+        program = self._program
+        kernels, own = program.kernels, (id(eqn), *rows, still)
         if own not in kernels:
-            params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-            kind: Hashable = eqn.primitive, params, *(v.aval for v in eqn.invars), *rows, still
-            narrow = rounds_operands(eqn, self._program.device)
-            evaluated = functools.partial(_evaluated, eqn, tuple(rows), still, narrow)
-            kernel = jax.jit(evaluated, compiler_options=self._program.options)
+            narrow = rounds_operands(eqn, program.device)
+            kind = _Kind(eqn, tuple(rows), still, narrow, program.options)
             try:
-                kernels[own] = kernels.setdefault(kind, kernel)
+                kernels[own] = _compiled(kind)
             except TypeError:  # a parameter has no hash
-                kernels[own] = kernel
+                kernels[own] = _compiled.__wrapped__(kind)
         return kernels[own]
 
     # Control
@@ -563,6 +562,38 @@ def _all(sources: _Sources) -> frozenset[int]:
     if isinstance(sources, frozenset):
         return sources
     return _NOWHERE.union(*map(_all, sources))
+
+
+class _Kind:
+    """How an equation is evaluated; equal for all of one primitive and one kind of arguments."""
+
+    def __init__(
+        self,
+        eqn: Equation,
+        rows: tuple[int, ...],
+        still: bool,
+        narrow: str,
+        options: dict[str, bool | int] | None,
+    ) -> None:
+        self.how = eqn, rows, still, narrow
+        self.options = options
+        given = tuple(v.aval for v in eqn.invars), rows, still, narrow, bool(options)
+        self._key = eqn.primitive, tuple(sorted(eqn.params.items(), key=itemgetter(0))), given
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kind) and self._key == other._key
+
+
+# Nearly all of a first call is compiling: programs of one process share what is compiled.
+@functools.lru_cache(2**11)
+def _compiled(kind: _Kind) -> Callable[..., Any]:
+    """`_evaluated` for equations of a kind."""
+    evaluated = functools.partial(_evaluated, *kind.how)
+    compiled: Callable[..., Any] = jax.jit(evaluated, compiler_options=kind.options)
+    return compiled
 
 
 def _evaluated(

@@ -62,7 +62,8 @@ CELLS = [
     for low in ("", "bfloat16")
     for good, bad in (*WITHIN, *ACROSS)
     for fault in FAULTS
-    if low or fault not in IN_REGIONS
+    if (low or fault not in IN_REGIONS)
+    and (fault, bad) != ("norm", "linen")  # whose norm is written out: no row has it
 ]
 
 # For `make test`. JAX compiles what it records for the first time; a fault in torch takes a second.

@@ -89,21 +89,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return free and silent
 
 
-# For `__torch_function__` of a class of tensors: its functions are those of torch.Tensor, and only
-# ops come to the class. Since torch 1.5.
-NO_FUNCTIONS: Any = torch._C._disabled_torch_function_impl
-
-
-def wrapper(kind: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor without memory, of a class that keeps its numbers in other tensors.
-
-    `_make_wrapper_subclass` since torch 1.11.
-    """
-    made: torch.Tensor
-    made = torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
-    return made
-
-
 def unwrapped_first(types: Sequence[type]) -> bool:
     """Return whether a mode has to let the classes of an op's arguments run the op first.
 

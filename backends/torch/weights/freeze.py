@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polymp import code_origin
-from polymp.backends.torch.autocast import dtype_names, fp8_product, region_casts, regions
+from polymp.backends.torch.autocast import dtype_names, region_casts, regions
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.autocast.fp8_product import Forms, WeightInBits
 from polymp.backends.torch.compat import distributed, dynamo, modes
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.pin import Pinned
@@ -46,7 +45,6 @@ class Frozen(subclass.Handle):
 
     Attributes:
         stored: names of the parameters and buffers that are stored low, every name of a tied one.
-        stored_fp8: those of them that are stored in 8 bits, for products in 8 bits.
         kept: names of the other float ones, and why each stayed as it was.
         dtype: name of the low dtype.
         bytes_before: likewise.
@@ -64,9 +62,8 @@ class Frozen(subclass.Handle):
         originals: list[Original] | None,
     ) -> None:
         super().__init__(FrozenModule, [model])
-        low = {name: g for g in groups if not g.why for name in g.tensors}
+        low = {name for g in groups if not g.why for name in g.tensors}
         self.stored: tuple[str, ...] = tuple(name for name in names(model) if name in low)
-        self.stored_fp8: tuple[str, ...] = tuple(name for name in self.stored if low[name].forms)
         self.kept: dict[str, str] = _kept(groups)
         self.dtype: str = dtype_names.NAMES[region.fast_dtype]
         self.bytes_before = bytes_before
@@ -93,17 +90,13 @@ class Frozen(subclass.Handle):
         region_casts.drop()
         super().remove()
 
-    def _counts(self, tensors: str = "") -> str:
-        eight = len(self.stored_fp8)
-        counts = f"{len(self.stored) - eight}{tensors} stored in {self.dtype}"
-        return f"{counts}, {eight} in 8 bits" if eight else counts
-
     def __repr__(self) -> str:
-        return f"Frozen({self._model}, {self._counts()}, {len(self.kept)} kept)"
+        stored, kept = len(self.stored), len(self.kept)
+        return f"Frozen({self._model}, {stored} stored in {self.dtype}, {kept} kept)"
 
     def __str__(self) -> str:
         before, after = f"{self.bytes_before:,}", f"{self.bytes_after:,}"
-        lines = [f"{self._model}: {self._counts(' tensors')}."]
+        lines = [f"{self._model}: {len(self.stored)} tensors stored in {self.dtype}."]
         lines += [f"Bytes of the model: {before} before, {after} now."]
         kept = "The float32 originals are kept as well, for remove()."
         lines += ["The float32 originals are dropped." if self._dropped else kept]
@@ -133,10 +126,9 @@ def freeze(
     float32 parameter or buffer that does not require gradients, and that is cast to the low dtype
     at every use, is stored in that dtype. The others stay as they are: tensors that are trained,
     read in float32, written, not used or pinned, or whose dtype the Python program reads, because
-    it cannot be seen what depends on it. A weight that only products in 8 bits read is stored in 8
-    bits with its scale, as a new object in its place. Tied weights stay tied; tensors that share
-    memory are stored low together or not at all. Then outputs, gradients and the sequence of ops
-    are compared with those of the model before. They must be the same, bit for bit.
+    it cannot be seen what depends on it. Tied weights stay tied; tensors that share memory are
+    stored low together or not at all. Then outputs, gradients and the sequence of ops are compared
+    with those of the model before. They must be the same, bit for bit.
 
     A frozen model enters its region itself where it is called outside of regions, or in one with
     `enabled=False`. In its own region it runs as it is, so that adapters on a frozen model can be
@@ -154,8 +146,7 @@ def freeze(
     model that has all the modules that use its weights, before it is compiled.
 
     Args:
-        model: any module; it is changed in place, and its parameters stay the same objects, but for
-            those that are stored in 8 bits.
+        model: any module; it is changed in place, and its parameters stay the same objects.
         example_inputs: the arguments of one call, a tuple, or a list of such tuples.
         kwargs: keyword arguments of every call.
         device_type: the device type of the weights; None if all are on one.
@@ -201,8 +192,7 @@ def freeze(
     as_written: Any = contextlib.nullcontext()
     if "torch._dynamo" in sys.modules:  # compiled functions run as they were written
         as_written = torch.compiler.set_stance("force_eager")
-    one_by_one = _one_by_one(model, groups)
-    with torch.inference_mode(False), as_written, fp8_product.noting(one_by_one):
+    with torch.inference_mode(False), as_written:
         trial = Trial(model, examples, kwargs or {}, region, groups, grad)
         _refuse_trained(name, groups)
         trial.watch()
@@ -231,7 +221,7 @@ def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Ori
         aliased: dict[int, str] | None = None
         try:
             for group in chosen:
-                one = InBitsOriginal(model, group) if group.forms else Original(group.each())
+                one = Original(group.each())
                 originals.append(one)
                 one.store(frozen_for.region.fast_dtype)
                 group.saved = []
@@ -333,19 +323,6 @@ def _groups(model: nn.Module, device: str) -> list[Group]:
                 alone = all(other is t for other in group.tensors.values())
                 group.stays(why if alone else f"shares memory with {name!r}: {why}")
     return groups
-
-
-def _one_by_one(model: nn.Module, groups: Iterable[Group]) -> list[tuple[torch.Tensor, Forms]]:
-    """Return the tensors that could be stored in 8 bits, each with the forms of its group."""
-    # Tensors that share memory are stored together, and in 8 bits they would share none. A
-    # recurrent layer is one op in inference mode, which no weight in 8 bits can be given to.
-    recurrent = nn.RNNBase, nn.RNNCellBase
-    layers = [module for module in model.modules() if isinstance(module, recurrent)]
-    others = {id(t) for layer in layers for t in layer.parameters()}
-    free = [(group.each(), group.forms) for group in groups if not group.why]
-    return [
-        (each[0], forms) for each, forms in free if len(each) == 1 and id(each[0]) not in others
-    ]
 
 
 def _why(t: torch.Tensor, device: str) -> str:
@@ -467,55 +444,6 @@ def _spelled(device: str, dtype: str, policy: Any) -> str:
     return f"autocast({device!r}, torch.{dtype}{rules})"
 
 
-# `InBitsOriginal`: a weight of a model in whose place one is put that is stored in 8 bits.
-
-
-class InBitsOriginal(Original):
-    """A weight, and its places in a model. Unlike in 16 bits, another object takes these places."""
-
-    def __init__(self, model: nn.Module, group: Group) -> None:
-        super().__init__(group.each())
-        (weight,) = self.tensors
-        self._places: list[tuple[dict[str, Any], str]] = [
-            (table, name)
-            for module in model.modules()
-            for table in (module._parameters, module._buffers)
-            for name, t in table.items()
-            if t is weight
-        ]
-        made: torch.Tensor = WeightInBits(group.forms)
-        if isinstance(weight, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=False)
-        self._made = made
-
-    def store(self, dtype: torch.dtype) -> None:
-        """Put the weight in 8 bits in the places of the other."""
-        self._put(self._made)
-
-    def put_back(self) -> None:
-        """Put the old weight in its places."""
-        self._put(self.tensors[0])
-
-    def announce(self) -> None:
-        """Do nothing: the old weight was not written."""
-
-    def give_back(self, low: torch.dtype) -> None:
-        """Put the old weight in its places, with the values of the new one if it was written."""
-        (weight,), made, values = self.tensors, self._made, self.held[0]
-        assert isinstance(made, WeightInBits)
-        for how, form in made.forms.items():
-            if not all(map(freeze_usage.same_bits, form, how(self.held[0].to(made.device)))):
-                values = made.values()
-        weight.data = values.to(made.device)
-        self._put(weight)
-
-    def _put(self, t: torch.Tensor) -> None:
-        for table, name in self._places:
-            now = table.get(name)
-            if now is self._made or now is self.tensors[0]:  # not one that was assigned
-                table[name] = t
-
-
 # Trial calls of a model, after which its attributes, tensors and random state are put back.
 
 
@@ -564,9 +492,7 @@ class Trial:
                 "nothing can be compared. Give examples for which it returns one."
             )
         for group in self.groups:
-            if group.cast and group.forms:
-                group.stays(f"used in 8 bits and in {dtype_names.NAMES[self._region.fast_dtype]}")
-            elif not group.cast and not group.forms:
+            if not group.cast:
                 group.stays("not used in the examples")
 
     def verify(self, originals: Sequence[Original]) -> dict[int, str]:

@@ -14,8 +14,7 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import dtype_names, fp8_product
-from polymp.backends.torch.autocast.fp8_product import WeightInBits
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed, modes, optimizers
 from polymp.rules.row import LOW
 
@@ -27,7 +26,6 @@ class Group:
         self.tensors = tensors  # by name, every name of each
         self.why: str = why  # they stay as they are; "" without a reason
         self.cast = False  # True once a cast to the low dtype was seen
-        self.forms: fp8_product.Forms = {}  # of the weight in 8 bits, those that products have read
         self.saved: list[torch.Tensor] = []  # copies, if a call was about to write the tensors
 
     def each(self) -> list[torch.Tensor]:
@@ -48,7 +46,6 @@ class Group:
         for t, saved in zip(self.tensors.values(), self.saved, strict=False):
             if not same_bits(t.detach(), saved):
                 t.data.copy_(saved)
-                self.forms.clear()
 
 
 def sharing(named: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -104,7 +101,7 @@ class Uses(modes.OpMode):
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         # The ops of prim read a tensor's device or layout.
-        if func.namespace == "prim" or fp8_product.noted.quantising:
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         where = module_path(self.paths)
         if group := self._cast_of(func, args, kwargs):
@@ -263,10 +260,7 @@ def names(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def memory(model: nn.Module) -> int:
     """Return the bytes of the memory of parameters and buffers, each piece once."""
-    tensors: list[torch.Tensor] = []
-    for t in names(model).values():
-        tensors += t.parts() if isinstance(t, WeightInBits) else [t]
-    pieces = {modes.storage_key(t): t for t in tensors if modes.storage_key(t)}
+    pieces = {modes.storage_key(t): t for t in names(model).values() if modes.storage_key(t)}
     return sum(t.untyped_storage().nbytes() for t in pieces.values())
 
 

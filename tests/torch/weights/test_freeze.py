@@ -49,6 +49,18 @@ def test_what_is_only_cast_is_stored_low_and_each_other_says_why_it_stays(x: tor
     assert torch.equal(model.batch.running_mean, other.batch.running_mean), "written as before"
 
 
+def test_weights_of_products_in_8_bits_stay(x: torch.Tensor) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model, x = frozen_weights(net), torch.randn(32, 64)
+    other = copy.deepcopy(model)
+    handle = freeze(model, (x,), policy="fp8")
+    assert handle.stored == ("0.bias", "2.bias")
+    read = "read in float32 by aten.linalg_vector_norm.default in"
+    assert handle.kept == {"0.weight": f"{read} 0", "2.weight": f"{read} 2"}
+    with autocast("cpu", policy="fp8"):
+        assert torch.equal(model(x), other(x))
+
+
 def test_dropped_originals_are_gone(x: torch.Tensor) -> None:
     model = frozen_weights(nn.Linear(8, 8))
     originals = [modes.storage_reference(p) for p in model.parameters()]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,16 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import polymp
 from polymp import PolicyError
-from polymp.backends.torch.autocast.fp8_product import WeightInBits
 from polymp.backends.torch.weights import freeze_usage
-from polymp.fp8 import recipes
 from polymp.torch import autocast, freeze
 from tests.support.sizes import size
 from tests.support.torch.compiled import Count
-from tests.support.torch.fp8_models import RECIPES, LowRank
-from tests.support.torch.fp8_models import policy as in_8_bits
+from tests.support.torch.fp8_models import LowRank
 from tests.support.torch.models import ConvNet
 from tests.support.torch.version_changes import need_lstm
 
@@ -34,14 +30,6 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = (None, "amp", "lean", "matmul")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def any_size() -> Iterator[None]:
-    """Products in 8 bits may have any sizes here, so that those of small models have them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipes, "MULTIPLE", 1)
-        yield
 
 
 class RMSNorm(nn.Module):
@@ -159,14 +147,7 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor]:
     return make().requires_grad_(False), inputs
 
 
-def nbytes(t: torch.Tensor) -> int:
-    return sum(part.nbytes for part in (t.parts() if isinstance(t, WeightInBits) else [t]))
-
-
-WAYS_TO_RUN = [
-    (None, False), (None, True), ("amp", False), ("lean", True), ("matmul", False),
-    (in_8_bits("tensorwise"), False), (in_8_bits("rowwise"), False),
-]  # fmt: skip
+WAYS_TO_RUN = [(None, False), (None, True), ("amp", False), ("lean", True), ("matmul", False)]
 
 
 @pytest.mark.one_in(4)
@@ -180,7 +161,7 @@ def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train
     plain = copy.deepcopy(model)
     handle = freeze(model, (inputs,), policy=policy, drop=True)
     low = {id(t): t for n, t in freeze_usage.names(model).items() if n in handle.stored}.values()
-    saved = sum(4 * t.numel() - nbytes(t) for t in low)
+    saved = sum(4 * t.numel() - t.nbytes for t in low)
     assert handle.bytes_before - handle.bytes_after == saved > 0
 
     def region() -> Any:
@@ -256,7 +237,6 @@ TRAINED = [
     (None, "checkpoint"),
     ("lean", ""),
     ("lean", "checkpoint"),
-    *((in_8_bits(recipe), again) for recipe in RECIPES for again in ("", "checkpoint")),
 ]
 
 
@@ -267,7 +247,6 @@ def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: Any, again: str) ->
     handle = freeze(frozen, (IDS,), policy=policy)
     assert {"blocks.0.q.base.weight", "head.weight"} <= {*handle.stored}
     assert handle.kept["blocks.1.o.up.weight"] == "requires gradients"
-    assert ("blocks.0.q.base.weight" in handle.stored_fp8) is isinstance(policy, polymp.Policy)
 
     def region() -> Any:
         return autocast("cpu", policy=policy)
@@ -465,17 +444,3 @@ def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: 
     expected = outcome(other, region)
     assert freeze_usage.same(outcome(model, region), expected)
     assert not math.isnan(expected[0].float().sum().item())
-
-
-@settings(max_examples=size(2, 10))
-@given(several, st.sampled_from(RECIPES))
-def test_random_models_in_8_bits(ways: list[tuple[str, bool]], recipe: str) -> None:
-    model, other = Random(ways), Random(ways)
-    each = {"layer", "low by hand", "shared", "asked", "float", "moving"}
-    if each.intersection(way for way, grad in ways if not grad):
-        handle = freeze(model, (X,), dtype=BF16, policy=in_8_bits(recipe))
-        names = freeze_usage.names(model)
-        assert all(isinstance(names[name], WeightInBits) for name in handle.stored_fp8)
-        assert handle.stored_fp8 or ("layer", False) not in ways
-    region = autocast("cpu", BF16, policy=in_8_bits(recipe))
-    assert freeze_usage.same(outcome(model, region), outcome(other, region))

@@ -18,7 +18,6 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,7 +44,6 @@ BAR = 2.0  # explain in JAX, against make_jaxpr
 AUDIT_BAR = {"torch": 2.0, "JAX": 2.5}
 BERT_BAR = 3.0  # audit
 LOCATE_BAR = 8.0  # of the same BERT
-PICTURE_S = 3.0  # the most that the picture of its audit may take
 FIRST_BAR = 3.0  # audit and locate in JAX, against a first step
 CATCH_BAR = 1.03
 LAYERS = (2, 8)  # of the model explained in JAX
@@ -299,21 +297,14 @@ def audits(rounds: int) -> Iterator[Row]:
 
 
 def of_bert(rounds: int) -> Iterator[Row]:
-    """A 24-layer BERT in torch: audited, drawn, seen by a mode that does nothing, and located."""
-    model, _, step = training = bert()
+    """A 24-layer BERT in torch: audited, seen by a mode that does nothing, and located."""
+    training = bert()
     base, inside, whole = measure(audited_in_torch(training), rounds, warm=1).values()
     yield row("audit, torch, 24-layer BERT: step / plain step", base, inside, BERT_BAR)
     yield row(f"audit, torch, 24-layer BERT: {STEPS} steps, entered and read / plain", base, whole)
     base, nothing, located = measure(seen_in_torch(training), rounds, warm=1).values()
     yield row("a mode that does nothing, torch, 24-layer BERT: step / plain step", base, nothing)
     yield row("locate, torch, 24-layer BERT, nothing wrong / step", base, located, LOCATE_BAR)
-    with polymp.torch.audit(model) as audit:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        draw = timed(lambda: audit.plot(Path(folder) / "audit.png"), clock=time.process_time)
-        drawn = [1e3 * draw() for _ in range(rounds)]
-    yield row(f"picture of the audit, 24-layer BERT / {PICTURE_S:g} s", [1e3 * PICTURE_S] * rounds,
-              drawn, 1.0)  # fmt: skip
     wide = bert(WIDE)
     base, inside, _ = measure(audited_in_torch(wide), rounds, warm=1).values()
     yield row(f"audit, torch, 24-layer BERT of width {WIDE}: step / plain step",

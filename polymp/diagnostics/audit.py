@@ -1,17 +1,17 @@
-"""The audit of a run: its measurements as a table, a page, a picture and a suggestion.
+"""The audit of a run: its measurements as a table, a page and a suggestion.
 
-    Measured ... -> Audit -> table, page, picture, first fault, fitting scale, suggestion
+    Measured ... -> Audit -> table, page, first fault, fitting scale, suggestion
 
-`suggest` makes the suggestion, `audit_plot` the picture; the rows of the table are made here.
+`suggest` makes the suggestion; the rows of the table are made here.
 """
 
 import math
 from collections.abc import Hashable, Iterator
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import audit_plot, page, tables
+from polymp.diagnostics import page, tables
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, split, together
 from polymp.diagnostics.blame import lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
@@ -21,9 +21,6 @@ from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column
 from polymp.errors import escaped
 from polymp.rules.policy_files import Source
 from polymp.weights import lost_updates
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Audit(AuditRecord):
@@ -127,39 +124,6 @@ class Audit(AuditRecord):
             what="row",
         )
         return page.html(made, path)
-
-    def plot(
-        self,
-        path: str | PathLike[str] | None = None,
-        dtype: object = None,
-        dark: bool = False,
-        *,
-        fold: bool = True,
-    ) -> "Figure":
-        """Draw the magnitudes, layer by layer, against the ranges of the dtypes.
-
-        A row for every module, with its results in the panel at the left and its gradients at the
-        right: a band from the 5 % to the 95 % quantile of the values that are not zero, and a tick
-        at the largest. Gradients are drawn without the loss scale. Equal layers are one row, with
-        the values of all of them.
-
-        Args:
-            path: file to write it to as well: ".png", ".svg" or ".pdf".
-            dtype: the one whose range to show, by name or as a dtype object; None for float16,
-                bfloat16, float8_e4m3fn and float8_e5m2.
-            dark: True for light marks on a dark page.
-            fold: False to draw equal layers one by one.
-
-        Returns:
-            The figure.
-
-        Raises:
-            TypeError: `dtype` is neither a string nor a dtype.
-            ValueError: nothing was measured, `dtype` is another dtype than these four, or there is
-                no such suffix.
-            ImportError: matplotlib is not installed.
-        """
-        return audit_plot.audit_figure(self, path, dtype, dark, fold)
 
     def __str__(self) -> str:
         return self.table()

@@ -1,6 +1,6 @@
 """The magnitudes of a tensor's values, and the shares of them that a dtype cannot hold.
 
-    bins of |x| -> Magnitudes -> shares that overflow, vanish, become subnormal; quantiles
+    bins of |x| -> Magnitudes -> shares that overflow, vanish, become subnormal
 
 The bins are those of float32's own bits: the exponent and the first four digits after the point,
 which is where every dtype of `polymp.dtypes` ends but for the last 1/4096 of float16's range.
@@ -10,7 +10,6 @@ The backends count, on the device; here counts become shares.
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -116,15 +115,6 @@ class Magnitudes(NamedTuple):
     def _between(self, low: float, high: float) -> int:
         """How many finite values are in the bins that begin in [low, high)."""
         return sum(self.bins[bisect_left(_EDGES, low) : bisect_left(_EDGES, high)])
-
-    def quantile(self, share: float) -> float:
-        """The magnitude that this share of the non-zero finite values is not above; 0 if none.
-
-        Rounded down to a sixteenth of a power of two, as bins begin.
-        """
-        seen = list(accumulate(self.bins[1:INF]))
-        at = bisect_left(seen, max(share * seen[-1], 1))  # the bin that brings the count there
-        return _EDGES[at + 1] if at < len(seen) else 0.0
 
     def unmasked(self) -> "Magnitudes":
         """The same values without Inf, where that is a mask's."""

@@ -111,13 +111,6 @@ def layers() -> Audit:
     return reports.audit([measured("linear", f"m{i}", [1.0]) for i in range(3)], [])
 
 
-def test_a_picture(terminal: Stream) -> None:
-    pytest.importorskip("matplotlib")
-    layers().plot()
-    assert "plot" in terminal.getvalue()
-    assert "/6" in terminal.getvalue()
-
-
 def test_torch(terminal: Stream) -> None:
     torch = pytest.importorskip("torch")
     import polymp.torch

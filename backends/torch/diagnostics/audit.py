@@ -2,7 +2,7 @@
 
     with polymp.torch.audit(model) as a:
         for x, y in batches: step(x, y)
-    print(a); a.plot("audit.png"); print(a.suggest())
+    print(a); a.to_html("audit.html"); print(a.suggest())
 
 `AuditValues` measures; here its measurements become the records of an `Audit`.
 """
@@ -39,7 +39,7 @@ def audit(
             for x, y in batches:
                 train_step(x, y)
         print(a)                     # largest magnitudes, shares that a dtype would lose
-        a.plot("audit.png")          # a row for each layer, against the ranges of the dtypes
+        a.to_html("audit.html")      # the same rows, to sort and to filter
         policy = a.suggest().apply("amp")
 
     The steps compute the same bits as without. A step takes up to twice as long, more if its ops

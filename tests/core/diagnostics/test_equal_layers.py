@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.diagnostics import audit_plot
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.call_record import BACKWARD, Call, CallList
 from polymp.diagnostics.report import Report
@@ -183,20 +182,6 @@ def test_an_audit_folds_and_shows_a_broken_layer() -> None:
     assert [line for line in largest if line.startswith("h.")][:3] == [
         "h.23.up", "h.22.up", "h.21.up",
     ]  # fmt: skip
-
-
-def test_the_picture_folds() -> None:
-    pytest.importorskip("matplotlib")
-    rows = audit_plot.layers(layered(bad=5))
-    assert [(row.module, row.modules) for row in rows] == [
-        ("h.0-4.up", 5), ("h.5.up", 1), ("h.6-23.up", 18),
-    ]  # fmt: skip
-    assert sum(row.forward.values for row in rows if row.forward) == 48
-    assert len(audit_plot.layers(layered(), fold=False)) == 24
-    small, tall = layered().plot(), layered().plot(fold=False)
-    assert tall.get_figheight() - small.get_figheight() == pytest.approx(23 * 0.2)
-    names = [t.get_text() for axes in small.axes for t in axes.get_yticklabels()]
-    assert "h.*.up x24" in names
 
 
 def test_a_record_is_what_it_was() -> None:

@@ -133,9 +133,9 @@ def test_what_is_no_dtype_is_refused(value, error, said):
 
 def test_a_dtype_that_a_place_does_not_accept():
     with pytest.raises(ValueError, match="dtype") as raised:
-        dtypes.name("fp32", LOW, "Audit.plot(): dtype")
+        dtypes.name("fp32", LOW, "freeze(): dtype")
     assert str(raised.value) == (
-        "Audit.plot(): dtype 'fp32' is not accepted here. "
+        "freeze(): dtype 'fp32' is not accepted here. "
         "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."
     )
 

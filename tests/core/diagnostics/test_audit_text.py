@@ -1,0 +1,161 @@
+"""An audit as text: rows by direction and module, widths, and words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polymp.diagnostics import audit as audits
+from tests.support import reports
+from tests.support.reports import gradient, magnitudes, measured
+
+
+def small() -> Any:
+    """Two modules; one overflows, and its weight's gradient vanishes."""
+    up = [1.0] * 90 + [70_000.0] * 9 + [np.inf]
+    results = [
+        measured("linear", "net.up", up),
+        measured("exp", "net.up", [2.0**-20] * 3 + [0.0], run="bfloat16", source="model.py:2"),
+        measured("sum", "", [300.0], source="train.py:3", run="float32"),
+        measured("matmul", "net.up", [2.0**-30, 1.0], direction="backward", source="model.py:1"),
+        measured("linear", "net.up", [1.0], direction="recompute"),
+    ]
+    small = [2.0**-26] * 3 + [2.0**-16]
+    return reports.audit(results, [gradient("net.up.weight", small)], scale=1024.0)
+
+
+PRINTED = """\
+audit of 3 steps
+
+loss scale: 2**10 = 1024; the largest at which no float16 gradient overflows: 2**14 = 16384
+gradients that become zero in float16: 67 % unscaled, none at 1024, none at 16384
+rounding errors: not measured, audit(..., rounding=True) does
+
+over, under, sub: percent of values that float16 would make Inf, zero, subnormal; here: those that
+  float16 made so in this run
+
+op        source           largest |x|  over  under  sub  in bf16  in e4m3  in e5m2  here
+--------  ----------  ----------------  ----  -----  ---  -------  -------  -------  ----
+-- forward: results of ops -------------------------------------------------------------------------
+net.up
+  linear  model.py:1   2**16.1 = 7e+04    10              1.0/-/-   10/-/-   10/-/-  Inf
+  exp     model.py:2  2**-20 = 9.5e-07                75            -/75/-   -/75/-
+(top level)
+  sum     train.py:3    2**8.2 = 3e+02
+-- recompute: the forward again, for the backward --------------------------------------------------
+net.up
+  linear  model.py:1          2**0 = 1
+-- backward: gradients that ops made ---------------------------------------------------------------
+net.up
+  matmul  model.py:1          2**0 = 1           50                 -/50/-   -/50/-
+-- backward: gradients of parameters ---------------------------------------------------------------
+net.up
+  weight              2**-16 = 1.5e-05           75   25           -/100/-  -/75/25"""
+
+
+def test_printed_by_direction_and_module() -> None:
+    assert str(small()) == PRINTED
+
+
+def test_what_became_of_the_values_here_is_told() -> None:
+    base = magnitudes([1.0, 2.0])
+    rows = [
+        measured("exp", "m", base._replace(burst=0.25, inf=True, nan=True)),
+        measured("mul", "m", base._replace(vanished=0.5)),
+        measured("add", "m", base, numbers=(1e-12,)),
+    ]
+    text = " ".join(str(reports.audit(rows, [])).split())
+    for words in ("Inf, NaN, 25 % Inf", "50 % zero", "1e-12 is zero"):
+        assert words in text
+    assert "loss scale" not in text
+
+
+def test_the_fault_stands_first() -> None:
+    audit = reports.transformer(8)
+    text = str(audit)
+    said = text.index("first value that is not finite:\nmatmul (aten:matmul) in module 'blocks")
+    assert said < text.index("loss scale") < text.index("encoder.blocks.0")
+    assert max(map(len, text.splitlines())) == 100
+    assert "not finite" not in str(reports.transformer(8, faulty=False))
+
+
+def test_an_audit_of_nothing_and_of_zeros() -> None:
+    assert str(reports.audit([], [], steps=0)) == "audit of 0 steps"
+    assert "no finite gradient other than zero" in str(reports.audit([], [gradient("w", [0.0])]))
+
+
+def long_names() -> Any:
+    """Rows with all columns, and names as models have them."""
+    base = magnitudes([2.0**-30, 1e-5, 3e38, *[1.0] * 17])._replace(vanished=0.75, burst=0.01)
+    at = {"source": "modeling_llama_attention.py:1234"}
+    ops = ("scaled_dot_product_attention", "linear", "native_layer_norm")
+    rows = [measured(op, f"model.layers.{i}.self_attn", base, **at) for i, op in enumerate(ops)]
+    return reports.audit(rows, [gradient("model.layers.0.self_attn.q_proj.weight", [1e-9, 1.0])])
+
+
+@pytest.mark.parametrize("width", [80, 90, 100, 140])
+def test_no_cell_of_a_table_is_broken_over_many_lines(width: int) -> None:
+    text = long_names().table(width=width)
+    assert max(map(len, text.splitlines())) <= width
+    for words in ("scaled_dot_product_attention", "attention.py:1234", "1 % Inf, 75 % zero"):
+        assert text.count(words) == {"attention.py:1234": 3, "1 % Inf, 75 % zero": 3}.get(words, 1)
+    rows = text[text.index("-- forward") :].splitlines()
+    assert len(rows) == 2 + 4 + 4 * (2 if width < 140 else 1)  # sections, modules, rows
+    wider = re.search(r"no room for .*float8_e5m2: table\(width=(\d+)\) has them", text)
+    assert (wider is None) == ("in e5m2" in text) == (width in (90, 100))
+    if wider:
+        assert "no room for" not in long_names().table(width=int(wider[1]))
+
+
+def test_the_rows_of_which_float16_loses_most_are_listed_alone() -> None:
+    rows = [measured("exp", "m", [2.0**-30] * n + [1.0] * (9 - n)) for n in (1, 5, 3)]
+    text = reports.audit(rows, []).table(limit=2)
+    assert [line.split()[5] for line in text.splitlines() if line.startswith("  exp")] == [
+        "56",
+        "33",
+    ]
+    assert "1 row of which float16 loses less not listed" in text
+    assert "not listed" not in reports.audit(rows, []).table(limit=3)
+    with pytest.raises(ValueError, match="limit=0 lists no call"):
+        small().table(limit=0)
+
+
+def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> None:
+    audit = small()
+    page = audit.to_html(tmp_path / "audit.html")
+    assert (tmp_path / "audit.html").read_text(encoding="utf-8") == page
+    for words in ("gradients that become zero", "net.up", "exp", "model.py:2", "backward: grad"):
+        assert words in page
+    assert page.count("<tr") == 1 + len(audit.results) + len(audit.gradients)
+    named = reports.audit([measured("exp", "<script>", [1.0])], [])
+    assert "<script>" not in named.to_html().partition("<tbody>")[2].partition("</tbody>")[0]
+    assert len(repr(audit.results[0])) < 400
+    assert len(repr(audit)) < 100
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0, "0"), (1.0, "2**0 = 1"), (65536.0, "2**16 = 65536"), (1e-3, "2**-10.0 = 0.001")],
+)
+def test_powers(value: float, words: str) -> None:
+    assert audits.power(value) == words
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (0, ""),
+        (1e-7, "<.1"),
+        (0.0014, "0.1"),
+        (0.0999, "10"),
+        (0.53, "53"),
+        (0.9999, ">99"),
+        (1, "100"),
+    ],
+)
+def test_percents_are_all_or_nothing_only_if_they_are(part: float, words: str) -> None:
+    assert audits._percent(part) == words

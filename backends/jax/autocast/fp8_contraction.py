@@ -34,7 +34,6 @@ from polymp.backends.jax.autocast.fp8_operands import (
     Value,
     dequantised,
     flattened,
-    fp8_quantise_p,
     is_quantised,
     main,
     operands_of,
@@ -253,7 +252,7 @@ compat.remat_rules[fp8_contraction_p] = programs.remat_rule
 
 # Contractions under the transformations of jax.experimental that have rules of their own.
 #
-# `jet`, `sparsify`, `checkify` and `roofline` look a primitive up in a table. They are not
+# `jet`, `checkify` and `roofline` look a primitive up in a table. They are not
 # imported here: their tables get an entry once somebody has loaded them.
 
 
@@ -280,29 +279,6 @@ def _jet(
     return out, terms
 
 
-def _sparse(env: object, *values: object, **params: Any) -> object:
-    """A product of sparse arrays: what the contraction is made of."""
-    return compat.sparsified(partial(programs.float32_result, **params), env, values)
-
-
-def _sparse_in_8_bits(env: object, *values: object, how: In8Bits, **params: Any) -> object:
-    """A product of sparse arrays that would be in 8 bits: as by rule `lower`."""
-
-    def lower(*flat: jax.Array) -> jax.Array:
-        wide = [
-            dequantised(*x, params["run"]) if isinstance(x, Quantised) else main(x)
-            for x in operands_of(flat, how)
-        ]
-        return programs.float32_result(*wide, **params)
-
-    return compat.sparsified(lower, env, values)
-
-
-def _sparse_quantised(env: object, *values: object, **params: Any) -> object:
-    """A sparse operand that is saved in 8 bits for the backward pass: a dense one."""
-    return compat.densified(partial(fp8_quantise_p.bind, **params), env, values)
-
-
 def _cost(
     context: object, *values: object, of: core.Primitive, params: Params, **_: object
 ) -> object:
@@ -314,11 +290,6 @@ def _cost(
 
 _RULES: Mapping[str, Mapping[core.Primitive, Callable[..., object]]] = {
     "jet": {contraction_p: _jet},
-    "sparsify": {
-        contraction_p: _sparse,
-        fp8_contraction_p: _sparse_in_8_bits,
-        fp8_quantise_p: _sparse_quantised,
-    },
     # A NaN that a product made is reported as one of jax's own products.
     "checkify": {p: partial(compat.nan_checked, p) for p in (contraction_p, fp8_contraction_p)},
     "roofline": {contraction_p: _cost},

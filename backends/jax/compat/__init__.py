@@ -151,7 +151,6 @@ def device_type() -> tuple[str, tuple[int, int] | None]:
 # By transformation, the module and the name of its table of rules.
 _RULES = {
     "jet": ("jax.experimental.jet", "jet_rules"),
-    "sparsify": ("jax.experimental.sparse.transform", "sparse_rules_bcoo"),
     "checkify": ("jax._src.checkify", "error_checks"),
     "roofline": ("jax.experimental.roofline.roofline", "_rooflines"),
 }
@@ -161,29 +160,6 @@ def rules_of(name: str) -> dict[core.Primitive, Callable[..., object]] | None:
     """The rules of a transformation, by primitive; None if it is not loaded. Since jax 0.4."""
     module, table = _RULES[name]
     return getattr(sys.modules.get(module), table, None)
-
-
-def sparsified(fn: Callable[..., object], env: Any, values: Sequence[object]) -> Sequence[object]:
-    """A function of one result, as a rule of sparsify: its values in and out. Since jax 0.4."""
-    from jax.experimental import sparse
-    from jax.experimental.sparse import transform
-
-    arrays = transform.spvalues_to_arrays(env, tuple(values))
-    made: Sequence[object] = transform.arrays_to_spvalues(env, [sparse.sparsify(fn)(*arrays)])
-    return made
-
-
-def densified(
-    fn: Callable[..., Sequence[jax.Array]], env: Any, values: Sequence[object]
-) -> Sequence[object]:
-    """A function of dense arrays, as a rule of sparsify: its values in and out. Since jax 0.4."""
-    from jax.experimental import sparse
-    from jax.experimental.sparse import transform
-
-    given = transform.spvalues_to_arrays(env, tuple(values))
-    arrays = [x.todense() if isinstance(x, sparse.JAXSparse) else x for x in given]
-    made: Sequence[object] = transform.arrays_to_spvalues(env, list(fn(*arrays)))
-    return made
 
 
 def nan_checked(primitive: core.Primitive, *given: object, **params: object) -> object:

@@ -308,42 +308,6 @@ def test_a_product_of_sparse_arrays_has_no_row():
     assert np.array_equal(found, SPARSE.todense() @ W_FP8_FALLBACK)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_under_sparsify_a_product_runs_as_lower(name, jitted):
-    """A region sees a dense array: the rule of sparsify comes after it."""
-
-    def once(s, w):
-        return jnp.tanh(s @ w).astype(jnp.float32)
-
-    def twice(s, w):  # two products of one operand, which is quantised once for both
-        return (jnp.tanh(s @ w) + s @ (2 * w)).astype(jnp.float32)
-
-    for fn in (once, twice):
-        found, want = (
-            sparse.sparsify(autocast(fn, policy=each)) for each in (policy(name), "lean")
-        )
-        if jitted:
-            found, want = jax.jit(found), jax.jit(want)
-        assert np.array_equal(found(SPARSE, W_FP8_FALLBACK), want(SPARSE, W_FP8_FALLBACK))
-        of_w, expected = (
-            jax.grad(lambda w, f=f: f(SPARSE, w).sum())(W_FP8_FALLBACK) for f in (found, want)
-        )
-        assert np.array_equal(of_w, expected)
-
-
-def test_sparsify_of_a_gradient():
-    def loss(w, s):
-        return jnp.tanh(s @ w).sum().astype(jnp.float32)
-
-    grads = [
-        sparse.sparsify(jax.grad(autocast(loss, policy=each)))(W_FP8_FALLBACK, SPARSE)
-        for each in ("fp8", "lean")
-    ]
-    ours, theirs = (g.todense() if isinstance(g, sparse.JAXSparse) else g for g in grads)
-    assert np.abs(ours - theirs).max() <= 0.1 * np.abs(theirs).max()
-
-
 def test_checkify_reports_a_nan_of_a_product():
     fn = checkify.checkify(autocast(jnp.matmul, policy="fp8"), errors=checkify.nan_checks)
     assert fn(X_FP8_FALLBACK, W_FP8_FALLBACK)[0].get() is None

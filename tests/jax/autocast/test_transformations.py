@@ -80,8 +80,6 @@ ROWS = {
     "jet of a convolution": Row(lambda wrap: taylor(wrap(images))),
     "jet of two operands that move": Row(lambda wrap: taylor(wrap(lambda x: x @ (x @ W)))),
     "autocast of jet": Row(lambda wrap: wrap(lambda: taylor(net))()),
-    "sparsify": Row(lambda wrap: sparse.sparsify(wrap(sparse_net))(SPARSE)),
-    "sparsify, jitted": Row(lambda wrap: jax.jit(sparse.sparsify(wrap(sparse_net)))(SPARSE)),
     "autocast of sparsify": Row(lambda wrap: wrap(sparse.sparsify(sparse_net))(SPARSE)),
     "sparse arguments": Row(lambda wrap: wrap(sparse_net)(SPARSE)),
     "checkify": Row(lambda wrap: checkify.checkify(wrap(net))(X)[1]),
@@ -132,6 +130,12 @@ def test_a_transformation_of_jax(name):
         assert np.abs(a - b).max() <= 0.03 * np.abs(b).max()
     same = all(np.array_equal(np.float32(a), np.float32(b)) for a, b in pairs)
     assert same != row.low
+
+
+def test_sparsify_goes_inside():
+    """Outside it meets polymp's own primitive, and says so in jax's words."""
+    with pytest.raises(NotImplementedError, match="sparse rule for polymp_contraction"):
+        sparse.sparsify(autocast(sparse_net))(SPARSE)
 
 
 def test_what_is_checked_is_found_in_a_region():

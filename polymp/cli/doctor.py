@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import polymp
-from polymp import backends, integrations, progress, text_table, versions
+from polymp import backends, progress, text_table, versions
 from polymp.cli.user_model import error_line, example, failed, leave_memory
 from polymp.processor import FAST, processor
 
@@ -56,7 +55,6 @@ class Facts(NamedTuple):
     frameworks: Sequence[Framework]  # torch and jax, installed or not
     devices: Sequence[Device] = ()
     nvidia: bool = False  # True if an NVIDIA driver is loaded
-    libraries: Mapping[str, str] = MappingProxyType({})  # installed versions, of `integrations`
 
 
 def examined(args: argparse.Namespace) -> Data:
@@ -100,7 +98,7 @@ def advice(device: Device) -> tuple[str, str]:
 
 
 def diagnose(facts: Facts) -> dict[str, Any]:
-    """Versions, devices, advice, libraries, problems and notes; `ok` if there is no problem."""
+    """Versions, devices, advice, problems and notes; `ok` if there is no problem."""
     devices = [
         d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
     ]
@@ -112,7 +110,6 @@ def diagnose(facts: Facts) -> dict[str, Any]:
         "system": facts.system,
         "frameworks": frameworks,
         "devices": devices,
-        "libraries": [integrations.of(n).at(v) for n, v in facts.libraries.items()],
         "problems": problems,
         "notes": notes,
         "ok": not problems,
@@ -135,10 +132,6 @@ def _notes(facts: Facts) -> Iterator[str]:
         seen = any(d.framework == f.name and d.kind != "cpu" for d in facts.devices)
         if f.version and facts.nvidia and not seen:
             yield f"an NVIDIA driver is loaded, but {f.name} sees no GPU: is it a build for CPUs?"
-    for name, version in facts.libraries.items():
-        row = integrations.of(name)
-        if not row.is_supported(version):
-            yield f"polymp is not tested with {name} {version}, but with {name}{row.bounds}."
 
 
 def gather() -> Facts:
@@ -162,7 +155,6 @@ def gather() -> Facts:
         frameworks,
         devices,
         Path("/proc/driver/nvidia/version").exists(),
-        {row.name: version for row, version in integrations.installed()},
     )
 
 
@@ -379,10 +371,6 @@ def _draw_facts(data: Data) -> Iterator[str | list[str]]:
             for d in data["devices"]
         ]
         yield ["", *text_table.columns(("device", "fast dtypes", "use"), devices)]
-    if data["libraries"]:
-        heads = ("library", "version", "tested with", "the line")
-        libraries = [(x["name"], x["version"], x["tested"], x["line"]) for x in data["libraries"]]
-        yield ["", *text_table.columns(heads, libraries)]
 
 
 def _fast(device: Data) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 import polymp
 from polymp import versions
-from polymp.integrations import INTEGRATIONS
+from polymp.integrations import TESTED
 from tests.conftest import need
 from tests.core.test_layers import LEVELS
 from tests.support.blocks import ROOT, URLS
@@ -178,6 +178,4 @@ def test_make_bench_runs_every_benchmark_that_saves_a_record() -> None:
 def test_tests_of_a_framework_that_has_an_adapter_are_not_skipped(target: str) -> None:
     (adapted,) = re.findall(r"^ADAPTED +:= (.*)", MAKEFILE, re.MULTILINE)
     (names,) = re.findall(rf"^{target}:.*\n\tPOLYMP_REQUIRE=(\S+)", MAKEFILE, re.MULTILINE)
-    extras = PROJECT["optional-dependencies"]
-    adapters = {row.name for row in INTEGRATIONS if row.adapter and row.name in extras}
-    assert {*names.replace("$(ADAPTED)", adapted).split(",")} == {"torch", "jax", *adapters}
+    assert {*names.replace("$(ADAPTED)", adapted).split(",")} == {"torch", "jax", *TESTED}

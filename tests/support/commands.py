@@ -9,12 +9,11 @@ from tests.support.processes import ROOT
 
 TORCH, JAX = Framework("torch", "2.13.0+cpu", "", "cpu"), Framework("jax", "0.10.2", "", "cpu")
 XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
-NONE: dict[str, str] = {}
 
 
-def facts(*devices, frameworks=(TORCH, JAX), nvidia=False, libraries=NONE):
+def facts(*devices, frameworks=(TORCH, JAX), nvidia=False):
     """Return the facts of a machine with these devices."""
-    return Facts("Linux x86_64", "3.11.7", frameworks, devices, nvidia, libraries)
+    return Facts("Linux x86_64", "3.11.7", frameworks, devices, nvidia)
 
 
 def process(*argv, blocked=(), cwd=ROOT, **env):

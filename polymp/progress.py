@@ -42,9 +42,9 @@ class Line:
         elif time.monotonic() - self._since > AFTER:
             self._bar = _bar(self._what, self._total, self._unit, self._done)
 
-    def stage(self, name: str, long: bool = True) -> None:
+    def stage(self, name: str) -> None:
         """Say that a stage begins which makes no steps."""
-        if self._seen and (long or self._bar is not None):
+        if self._seen:
             self.close()
             self._bar = _bar(f"{self._what}: {name} ...", None, "", 0)
 

@@ -3,8 +3,8 @@
     rows and their RowKind -> arranged -> modules with their rows -> Table -> text_rows
                                                                           -> page.html
 
-A report, a difference of two, an audit and its picture arrange their rows here, and the first three
-make a `Table` of them: one that `print` shows in the columns of `text_table`, and `page` as HTML.
+A report, a difference of two and an audit arrange their rows here, and make a `Table` of them: one
+that `print` shows in the columns of `text_table`, and `page` as HTML.
 Nothing here knows what a row holds.
 """
 

@@ -6,22 +6,18 @@
     assert_same_dtypes(fn, other, x)             two functions, or reports, run in the same dtypes
     assert_casts(fn, 3, x, dtype="bfloat16")     a function casts three arrays
 
-`fw` is a pytest fixture with which one test runs in each framework that is installed; users write
-`pytest_plugins = ["polymp.testing"]`. No framework is imported before it is needed, nor is pytest.
+No framework is imported before it is needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from polymp import text_table
 from polymp._api import explain
-from polymp.backends import installed as installed
 from polymp.diagnostics.report import Report
 from polymp.rules.policy_files import Source
 from polymp.testing import parity
 from polymp.testing.close import assert_close as assert_close
 from polymp.testing.fits import assert_fits as assert_fits
-from polymp.testing.framework import Framework as Framework
 from polymp.testing.parity import Parity as Parity
 from polymp.testing.parity import ParityError as ParityError
 from polymp.testing.parity import assert_parity as assert_parity
@@ -147,25 +143,3 @@ def _casting(report: Report) -> str:
         return "Nothing is cast."
     heads = ("op", "module", "dtypes", "rule", "casts", "source")
     return "\n".join(text_table.columns(heads, rows, ("casts",)))
-
-
-# --- one test for both ----------------------------------------------------------------------------
-
-
-def __getattr__(name: str) -> Any:
-    """Make `fw`, the fixture, when it is first used, so that pytest is not imported before."""
-    if name != "fw":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest
-
-    @pytest.fixture(params=installed(), name="fw")
-    def fw(request: Any) -> Framework:
-        """Each installed framework in turn, as a `polymp.testing.Framework`."""
-        return Framework(request.param)
-
-    globals()["fw"] = fw
-    return fw
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), "fw"})

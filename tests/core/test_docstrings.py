@@ -47,7 +47,7 @@ def exported(door: ModuleType) -> Iterator[tuple[str, object]]:
     for name in getattr(door, "__all__", None) or vars(door):
         value = getattr(door, name)
         ours = (getattr(value, "__module__", "") or "").startswith("polymp")
-        if name.startswith("_") or name == "fw" or not callable(value) or not ours:  # a fixture
+        if name.startswith("_") or not callable(value) or not ours:
             continue
         yield name, value
         if inspect.isclass(value):

@@ -57,13 +57,10 @@ def test_shown_on_a_terminal_without_a_thread_and_gone_at_the_end(terminal: Stre
     assert not text.split("\r")[-2].strip()
 
 
-def test_a_stage_is_told_at_once_if_it_is_long(
-    terminal: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_is_told_at_once(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "AFTER", 1e9)
     with progress.line("audit") as line:
         line.step()
-        line.stage("writing", long=False)
         assert terminal.getvalue() == ""
         line.stage("compiling")
         assert "audit: compiling ..." in terminal.getvalue()

@@ -4,6 +4,7 @@
 when it is asked for, so that either works where the other is missing.
 
     name        "torch" or "jax"
+    xp          `torch` or `jax.numpy`, for the functions that both have
     array       (numbers, dtype) -> an array; "int" is the framework's own integer, "bool" its bool
     cast        (array, dtype) -> the same
     dtype      array -> "float32", "bfloat16", ...; "int" for integers of any width

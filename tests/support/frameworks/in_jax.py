@@ -15,10 +15,10 @@ from jax import lax
 from polymp.jax import GradScaler, autocast
 from tests.support.frameworks import named
 
-name = "jax"
+name, xp = "jax", jnp
 
 
-def array(values: Any, dtype: str) -> jax.Array:
+def array(values: Any, dtype: str = "float32") -> jax.Array:
     return jnp.asarray(values, "int32" if dtype == "int" else dtype)
 
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from polymp.torch import GradScaler, autocast
 from tests.support.frameworks import named
 
-name = "torch"
+name, xp = "torch", torch
 
 
-def array(values: Any, dtype: str) -> torch.Tensor:
+def array(values: Any, dtype: str = "float32") -> torch.Tensor:
     return cast(torch.tensor(np.asarray(values)), dtype)
 
 

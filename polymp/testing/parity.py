@@ -532,20 +532,13 @@ def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     # Calls of one name that are left over between aligned ones on both sides ran in other dtypes,
     # or by other recipes, if either side has a row for them. An op without a row, with nothing else
     # left over there, may be wider in JAX, which leaves out a rounding where only float32 reads it.
-    gaps = (_in_gap(*gap) for gap in _unaligned(one, other))
-    return next((parted for parted in gaps if parted is not None), None)
-
-
-def _unaligned(
-    one: Iterable[Call], other: Iterable[Call]
-) -> Iterator[tuple[Sequence[Call], Sequence[Call]]]:
-    """The calls left over between aligned ones, of both sides."""
     left, right = compared(one), compared(other)
     ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
     matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
     for what, i, to_i, j, to_j in matcher.get_opcodes():
-        if what != "equal":
-            yield left[i:to_i], right[j:to_j]
+        if what != "equal" and (parted := _in_gap(left[i:to_i], right[j:to_j])):
+            return parted
+    return None
 
 
 def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
@@ -584,16 +577,6 @@ def _narrows(call: Call) -> bool:
     if len(dtypes) != 2 or not {*dtypes} <= {*FORMATS}:
         return False
     return FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
-
-
-def strictly_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
-    """The first difference at all, for one framework: a call that only one side has is one."""
-    for left, right in _unaligned(one, other):
-        here, there = next(iter(left), None), next(iter(right), None)
-        if here is not None and there is not None and name_of(here) == name_of(there):
-            return Parted(here, there, _how(here, there))
-        return Parted(here, there, "not the same ops")
-    return None
 
 
 def side_by_side(parted: Parted, names: tuple[str, str]) -> str:

@@ -10,8 +10,9 @@ out nothing but measurements; they are read when somebody asks.
 
 import functools
 import math
+import re
 import reprlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -32,7 +33,6 @@ from polymp.backends.jax.diagnostics.traced_call import CallTypes, called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
-from polymp.diagnostics import parameter_names
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, largest_error, together
 from polymp.diagnostics.blame import blame, meant
@@ -250,7 +250,7 @@ def read(runs: Sequence[Run]) -> Audit:
         forward = {call.module for call in program.calls if call.direction == FORWARD}
         named = _handed(program)
         updates += _updates(program, facts, weights, named)
-        handed = parameter_names.short(named, forward)
+        handed = short_names(named, forward)
         nodes = nodes_of(program, facts, peaks)
         masks = meant(nodes)
         shares = effects[0] / len(runs) if effects else np.empty(0)  # their sum is the mean
@@ -378,3 +378,91 @@ def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[st
                 if words[at] not in named:
                     named.append(words[at])
     return found
+
+
+# Names of gradients as those of modules: `layers.0.attn.kernel`, however a program returns them.
+#
+#     "[0][1]['layers'][0]['attn']['kernel'].value"   of a result of value_and_grad
+#     "params['layers'][0]['attn']['kernel']"         of an argument
+#     "[1][0].mu['layers'][0]['attn']['kernel']"      of Adam's state: the same gradient went to it
+
+
+_TOKEN = re.compile(
+    r"""\[(?:'(?P<key>(?:[^'\\]|\\.)*)'|"(?P<other>[^"]*)"|(?P<at>[^\]]*))\]|\.?(?P<name>[^.\[\]]+)"""
+)
+
+
+def short_names(found: Mapping[int, Sequence[str]], modules: Iterable[str]) -> dict[int, list[str]]:
+    """Return short names for expressions.
+
+    A name begins where it, but for its last part, is the path of a module that ran. If no part of
+    an expression is one, the argument and the places in tuples are left out. Where two would have
+    one name, both keep more of what stands in front.
+    """
+    known = _known(modules)
+    made: dict[tuple[int, str], Sequence[str]] = {}
+    for value, expressions in found.items():
+        options = {text: _options(text, known) for text in dict.fromkeys(expressions)}
+        for text, names in options.items():
+            others = (other[0] for key, other in options.items() if key != text)
+            if not any(_ends(names[0], other) for other in others):
+                made[value, names[0]] = names
+    chosen = _apart(made)
+    return {value: [chosen[key] for key in made if key[0] == value] for value in found}
+
+
+def _known(modules: Iterable[str]) -> dict[str, str]:
+    """The paths of modules and of those around them; without a class in front, as linen has it."""
+    known: dict[str, str] = {}
+    for module in modules:
+        parts = module.split(".") if module else []
+        for end in range(1, len(parts) + 1):
+            known[".".join(parts[:end])] = ".".join(parts[:end])
+            if parts[0][:1].isupper() and end > 1:
+                known.setdefault(".".join(parts[1:end]), ".".join(parts[:end]))
+    return known
+
+
+def _options(text: str, known: Mapping[str, str]) -> list[str]:
+    """Names for an expression, the shortest first."""
+    parts = [part for match in _TOKEN.finditer(text) for part in _parts(match)]
+    starts = range(len(parts) - 1)
+    owned = (at for at in starts if ".".join(parts[at:-1]) in known)
+    plain = next((at for at in range(len(parts)) if not parts[at].isdigit()), 0)
+    if plain == 0 and text[:1] not in "[." and len(parts) > 1:  # an argument, by its name
+        plain = next((at for at in range(1, len(parts)) if not parts[at].isdigit()), 0)
+    first = next(owned, None)
+    names = [] if first is None else [f"{known['.'.join(parts[first:-1])]}.{parts[-1]}"]
+    start = plain if first is None else first - 1
+    if start == 0 and all(part.isdigit() for part in parts):
+        return [text]
+    return [*names, *(".".join(parts[at:]) for at in range(start, -1, -1)), text]
+
+
+def _parts(match: re.Match[str]) -> list[str]:
+    """The parts of a path in one step of an expression; haiku's names of modules have several."""
+    key = match["key"] or match["other"] or match["at"] or match["name"] or ""
+    if match["name"] == "value":  # of flax's variables
+        return []
+    return [part for part in key.split("/") if part not in ("", "~")]
+
+
+def _ends(name: str, other: str) -> bool:
+    """True if a name is another one with more in front of it."""
+    return name.endswith(f".{other}")
+
+
+def _apart(made: Mapping[tuple[int, str], Sequence[str]]) -> dict[tuple[int, str], str]:
+    """One of its names for each, no two alike."""
+    length = dict.fromkeys(made, 0)
+    while True:
+        chosen = {key: names[min(length[key], len(names) - 1)] for key, names in made.items()}
+        by_name: dict[str, list[tuple[int, str]]] = {}
+        for key, name in chosen.items():
+            by_name.setdefault(name, []).append(key)
+        alike = [key for keys in by_name.values() if len(keys) > 1 for key in keys]
+        longer = [key for key in alike if length[key] < len(made[key]) - 1]
+        if not longer:
+            return chosen
+        for key in longer:
+            length[key] += 1

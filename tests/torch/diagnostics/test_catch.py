@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from polymp.backends.torch.diagnostics.catch import bad_by_device
-from polymp.backends.torch.diagnostics.training_state import TrainingState
+from polymp.backends.torch.diagnostics.catch import TrainingState, bad_by_device
 from polymp.errors import BadStepError, CatchWarning
 from polymp.torch import autocast, catch
 from tests.support.sizes import size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polymp.diagnostics.parameter_names import short
+from polymp.backends.jax.diagnostics.audit import short_names
 
 
 @pytest.mark.parametrize(
@@ -24,17 +24,17 @@ from polymp.diagnostics.parameter_names import short
     ],
 )
 def test_one(text: str, modules: list[str], name: str) -> None:
-    assert short({7: [text]}, modules) == {7: [name]}
+    assert short_names({7: [text]}, modules) == {7: [name]}
 
 
 def test_of_a_gradient_that_went_to_a_weight_and_its_moments_the_weight_counts() -> None:
     texts = ["[0]['h']['w']", "[1][0].mu['h']['w']", "[1][0].nu['h']['w']"]
-    assert short({3: texts}, ["h"]) == {3: ["h.w"]}
-    assert short({3: texts}, []) == {3: ["h.w"]}
+    assert short_names({3: texts}, ["h"]) == {3: ["h.w"]}
+    assert short_names({3: texts}, []) == {3: ["h.w"]}
 
 
 def test_two_parameters_that_get_one_gradient_are_both_named() -> None:
-    assert short({3: ["[1]['a']", "[1]['b']"]}, []) == {3: ["a", "b"]}
+    assert short_names({3: ["[1]['a']", "[1]['b']"]}, []) == {3: ["a", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,5 @@ def test_two_parameters_that_get_one_gradient_are_both_named() -> None:
 def test_names_that_would_be_alike_keep_more(
     texts: list[str], modules: list[str], names: list[str]
 ) -> None:
-    found = short({at: [text] for at, text in enumerate(texts)}, modules)
+    found = short_names({at: [text] for at, text in enumerate(texts)}, modules)
     assert [name for (name,) in found.values()] == names

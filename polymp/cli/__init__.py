@@ -162,11 +162,6 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("policy", help=named)
     text = "check for this one; if left out, both"
     asked.add_argument("--backend", choices=backends.NAMES, help=text)
-    text = (
-        "also check that the rules by module path match modules of the model that the function "
-        "returns with example inputs"
-    )
-    asked.add_argument("--model", metavar="MODULE:FUNCTION", help=text)
 
     text = "report the versions, devices and fast dtypes of this machine, and the dtype to use"
     examine = command("doctor", text, doctor.examined, doctor.draw)

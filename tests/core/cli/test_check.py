@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 
 import pytest
 
@@ -180,97 +179,6 @@ def test_check_says_what_is_wrong(text, why, polymp, tmp_path):
 def test_check_takes_a_short_name_of_a_dtype(polymp, tmp_path):
     (tmp_path / "short.toml").write_text('rules.softmax = { fp16 = "fp32" }')
     assert polymp("check", "short.toml")[::2] == (0, "")
-
-
-HEADS = """
-def in_torch():
-    import torch
-    return torch.nn.ModuleDict({"head": torch.nn.Linear(2, 2)}), (torch.ones(1, 2),)
-
-def in_jax():
-    import jax
-    def f(x):
-        with jax.named_scope("head"):
-            return x @ x
-    return f, (jax.numpy.ones((2, 2)),)
-"""
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_check_of_a_model_names_paths_that_match_nothing(
-    framework, polymp, answer, tmp_path, monkeypatch
-):
-    need(framework)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / f"headed_{framework}.py").write_text(HEADS)
-    model = f"headed_{framework}:in_{framework}"
-    argv = ("check", "scoped.toml", "--backend", framework, "--model", model)
-    policy = 'extends = "amp"\nscopes."head".linear = "fp32"\n'
-    (tmp_path / "scoped.toml").write_text(policy)
-    code, out, err = polymp(*argv)
-    assert (code, err) == (0, "")
-    assert out.endswith(f"{model}: paths of rules: all match modules\n")
-    (tmp_path / "scoped.toml").write_text(policy + 'scopes."*.haed".linear = "fp32"\n')
-    code, out, err = polymp(*argv)
-    assert (code, err) == (1, f"polymp: '*.haed' matches no module of {model}: "
-                              "did you mean '*.head'?\n")  # fmt: skip
-    assert out.endswith(f"{model}: paths of rules: 1 of 2 match no module\n")
-    found = {each["scope"]: each["matches"] for each in answer(*argv, code=1)["scopes"]}
-    assert found == {"head": 1, "*.haed": 0}
-    assert polymp(*argv[:1], "amp", *argv[2:])[1].endswith(f"{model}: no rule by path\n")
-
-
-LEAVING = """
-import sys
-print("loaded")
-
-class Silent(Exception):
-    def __str__(self):
-        raise RuntimeError
-
-def leaves():
-    sys.exit(0)
-
-def fails():
-    raise Silent
-
-def works():
-    import torch
-    print("made")
-    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)
-"""
-
-
-@pytest.mark.parametrize("policy", ["amp", "scoped.toml"])
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        ("leaving:leaves", "leaves() failed: SystemExit: 0"),
-        ("leaving:fails", "fails() failed: Silent, whose text cannot be had: RuntimeError"),
-        ("nowhere:example", "there is no module 'nowhere'"),
-        ("exiting:example", "importing exiting failed: SystemExit: 0"),
-    ],
-)
-def test_a_model_that_cannot_be_had_is_no_success(
-    policy, function, why, polymp, tmp_path, monkeypatch
-):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "scoped.toml").write_text('extends = "amp"\nscopes."0".linear = "fp32"\n')
-    (tmp_path / "leaving.py").write_text(LEAVING)
-    (tmp_path / "exiting.py").write_text("raise SystemExit(0)")
-    code, out, err = polymp("check", policy, "--backend", "jax", "--model", function, "--json")
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith(f"polymp: --model {function}: {why}")
-    monkeypatch.delitem(sys.modules, "leaving", raising=False)
-
-
-def test_what_a_model_prints_is_no_part_of_the_answer(polymp, tmp_path, monkeypatch):
-    need("torch")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "printing.py").write_text(LEAVING)
-    argv = ("check", "amp", "--backend", "torch", "--model", "printing:works", "--json")
-    code, out, err = polymp(*argv)
-    assert (code, json.loads(out)["ok"], err) == (0, True, "loaded\nmade\n")
 
 
 def test_a_policy_that_is_not_there_is_no_wrong_policy(polymp):

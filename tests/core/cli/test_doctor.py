@@ -309,6 +309,55 @@ def test_a_model_that_cannot_be_timed(model, said, models):
     assert err.count("\n") == 1
 
 
+LEAVING = """
+import sys
+print("loaded")
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+def leaves():
+    sys.exit(0)
+
+def fails():
+    raise Silent
+
+def works():
+    import torch
+    print("made")
+    return torch.nn.Linear(2, 2), (torch.ones(1, 2),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("leaving:leaves", "leaves() failed: SystemExit: 0"),
+        ("leaving:fails", "fails() failed: Silent, whose text cannot be had: RuntimeError"),
+        ("nowhere:example", "there is no module 'nowhere'"),
+        ("exiting:example", "importing exiting failed: SystemExit: 0"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_no_success(function, why, polymp, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    (tmp_path / "exiting.py").write_text("raise SystemExit(0)")
+    code, out, err = polymp("doctor", "--model", function, "--json")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"polymp: --model {function}: {why}")
+    monkeypatch.delitem(sys.modules, "leaving", raising=False)
+
+
+def test_what_a_model_prints_is_no_part_of_the_answer(polymp, tmp_path, monkeypatch):
+    need("torch")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "printing.py").write_text(LEAVING)
+    monkeypatch.setattr(doctor, "BUDGET", 0.1)
+    code, out, err = polymp("doctor", "--model", "printing:works", "--json")
+    assert (code, json.loads(out)["ok"], err) == (0, True, "loaded\nmade\n")
+
+
 def test_doctor_draws_the_times(polymp, monkeypatch):
     step = {
         "framework": "torch",

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
@@ -25,7 +27,6 @@ from polymp.backends.torch.autocast import (
     torch_table,
 )
 from polymp.backends.torch.autocast.regions import enter, leave, stack
-from polymp.backends.torch.autocast.wrap_function import wrapped
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
@@ -198,7 +199,7 @@ class autocast:  # the name is torch's
                 f"    with torch.autocast(device_type=...):\n"
                 f"        output = model(input)"
             )
-        wrapper = wrapped(self, func)
+        wrapper = _wrapped(self, func)
         # torch.jit reads this name; as `wrapper.__script...` Python would mangle it.
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
@@ -282,3 +283,79 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
         )
         return False
     return True
+
+
+# Functions of all kinds that run in a region: plain ones, generators, coroutines.
+
+
+def _wrapped(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
+    """Wrap a function so that its body runs in a region; a generator's step by step."""
+
+    @functools.wraps(func)
+    def function(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if is_dynamo_compiling():
+            with region._again():
+                return func(*args, **kwargs)
+        with region:
+            return func(*args, **kwargs)
+
+    @functools.wraps(func)
+    def generator(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return (yield from _steps(region, func(*args, **kwargs)))
+
+    @functools.wraps(func)
+    async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return await _awaitable_steps(region, func(*args, **kwargs))
+
+    if inspect.isasyncgenfunction(func):
+        return _async_generator(region, func)
+    if inspect.iscoroutinefunction(func):
+        return coroutine
+    return generator if inspect.isgeneratorfunction(func) else function
+
+
+def _steps(region: autocast, inner: Any) -> Generator[Any, Any, Any]:
+    """Run a generator or coroutine to its end, each step in the region."""
+    step = functools.partial(inner.send, None)
+    while True:
+        try:
+            with region:
+                value = step()
+        except StopIteration as end:
+            return end.value
+        try:
+            sent = yield value
+        except GeneratorExit:
+            with region:
+                inner.close()
+            raise
+        except BaseException as error:
+            step = functools.partial(inner.throw, error)
+        else:
+            step = functools.partial(inner.send, sent)
+
+
+_awaitable_steps = types.coroutine(_steps)
+
+
+def _async_generator(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
+    @functools.wraps(func)
+    async def async_generator(*args: P.args, **kwargs: P.kwargs) -> Any:
+        inner = func(*args, **kwargs)
+        step = inner.asend(None)
+        while True:
+            try:
+                value = await _awaitable_steps(region, step)
+            except StopAsyncIteration:
+                return
+            try:
+                sent = yield value
+            except GeneratorExit:
+                await _awaitable_steps(region, inner.aclose())
+                raise
+            except BaseException as error:
+                step = inner.athrow(error)
+            else:
+                step = inner.asend(sent)
+
+    return async_generator

@@ -18,6 +18,8 @@ from polymp.rules.region import Region
 
 ROOT = Path(__file__).parents[3]
 OURS = tuple(str(ROOT / folder) for folder in ("polymp", "backends"))
+# Of functions that autocast decorates: a `with` of Python's own.
+WRAPPERS = "_wrapped", "_steps", "_async_generator"
 
 
 def interrupted(program: Callable[[], object], at: int) -> None:
@@ -29,7 +31,7 @@ def interrupted(program: Callable[[], object], at: int) -> None:
         name = frame.f_code.co_filename
         if not name.startswith(OURS):
             return None
-        if event == "line" and not name.endswith("wrap_function.py"):  # a `with` of Python's own
+        if event == "line" and not frame.f_code.co_qualname.startswith(WRAPPERS):
             lines += 1
             if lines == at:
                 sys.settrace(None)

@@ -21,7 +21,7 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from polymp.diagnostics.page import replacing
 from polymp.errors import PolympError
+from polymp.rules import scopes
 from polymp.versions import __version__
 
 FORMAT = 1  # of the file; a reader refuses files of another
@@ -162,8 +163,47 @@ def summary(array: Any) -> tuple[tuple[float, ...], int, int]:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def checked(path: object) -> Path | None:
-    """The path that a record is to be written to; None to keep it in memory."""
+class Options(NamedTuple):
+    """The options of `record`, checked."""
+
+    path: Path | None
+    probes: int
+    modules: tuple[str, ...]
+    every: int
+    steps: int | None
+
+    def take(self, number: int, recorded: int) -> bool:
+        """True if a step is to be recorded, after so many that were."""
+        return number % self.every == 0 and (self.steps is None or recorded < self.steps)
+
+
+def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Options:
+    """The options of `record`."""
+    if isinstance(probes, bool) or probes != 0:
+        _check_number("probes", probes, 2, ", or 0 for none")
+    _check_number("every", every, 1)
+    if steps is not None:
+        _check_number("steps", steps, 1, ", or None for all")
+    several = isinstance(modules, Collection) and not isinstance(modules, str)
+    if not several or not all(isinstance(pattern, str) for pattern in modules):
+        raise TypeError(
+            f"record(modules={reprlib.repr(modules)}): write a list of patterns of module paths, "
+            "such as ['blocks.*.attn']."
+        )
+    for pattern in modules:
+        scopes.check(pattern, "record(modules=)")
+    return Options(_checked_path(path), probes, tuple(modules), every, steps)
+
+
+def _check_number(option: str, number: Any, least: int, other: str = "") -> None:
+    said = f"record({option}={reprlib.repr(number)}): write a whole number from {least} on{other}."
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(said)
+    if number < least:
+        raise ValueError(said)
+
+
+def _checked_path(path: Any) -> Path | None:
     if path is None:
         return None
     if not isinstance(path, (str, PathLike)):
@@ -366,6 +406,4 @@ def _unpacked(text: str, dtype: str, count: int) -> Any:
 
 def selected(paths: Iterable[str], patterns: Sequence[str]) -> frozenset[str]:
     """The module paths that one of some patterns matches; all without patterns."""
-    from polymp.rules import scopes
-
     return frozenset(p for p in paths if not patterns or any(scopes.depth(s, p) for s in patterns))

@@ -55,12 +55,12 @@ from polymp.diagnostics.run_record import (
     RMS,
     UPDATE,
     VALUES,
+    Options,
     RecordedArray,
     RecordedStep,
     RecordWriter,
     RunRecord,
 )
-from polymp.rules import scopes
 
 
 class Recorded:
@@ -70,36 +70,24 @@ class Recorded:
         fn: the function.
 
     Args:
-        path: of the file; None to keep the steps.
         fn: the function.
-        probes: how many runs measure the spread.
-        modules: patterns of the modules whose calls are recorded.
-        every: record each call whose number is a multiple of this.
-        steps: how many calls are recorded at most.
+        options: of `record`.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None,
-        fn: Callable[..., object],
-        probes: int,
-        modules: Sequence[str],
-        every: int,
-        steps: int | None,
-    ) -> None:
+    def __init__(self, fn: Callable[..., object], options: Options) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
-        self._probes, self._modules, self._every, self._most = probes, modules, every, steps
+        self._options = options
         rank, ranks = jax.process_index(), jax.process_count()
-        self._path = None if path is None else run_record.for_rank(path, rank, ranks)
+        self._path = options.path and run_record.for_rank(options.path, rank, ranks)
         self._header = {
             "framework": "jax",
             "versions": {"jax": jax.__version__},
             "model": getattr(fn, "__name__", None) or type(fn).__name__,
             "device": jax.devices()[0].device_kind,
             "threads": os.cpu_count(),
-            "probes": probes,
-            "modules": list(modules),
+            "probes": options.probes,
+            "modules": list(options.modules),
             "rank": rank,
             "ranks": ranks,
         }
@@ -130,10 +118,11 @@ class Recorded:
                 "polymp.jax.record(path, jax.jit(step))."
             )
         number, self._number = self._number, self._number + 1
-        if number % self._every or (self._most is not None and self._written >= self._most):
+        options = self._options
+        if not options.take(number, self._written):
             return self.fn(*args, **kwargs)
         if key not in self._programs:
-            self._programs[key] = _Program(self.fn, args, kwargs, self._probes, self._modules)
+            self._programs[key] = _Program(self.fn, args, kwargs, options.probes, options.modules)
         program = self._programs[key]
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         walks = program.run(arrays)
@@ -207,21 +196,7 @@ def record(
     """
     if not callable(fn):
         raise TypeError(f"record(path, fn) needs a function, got {reprlib.repr(fn)}.")
-    if isinstance(modules, str) or not all(isinstance(p, str) for p in modules):
-        raise TypeError(
-            f"record(modules={modules!r}) needs a list of patterns, such as ['blocks.*.attn']."
-        )
-    for pattern in modules:
-        scopes.check(pattern, "record(modules=...)")
-    for name, value, least in (("probes", probes, 0), ("every", every, 1), ("steps", steps, 1)):
-        if value is None and name == "steps":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"record({name}={value!r}) needs an integer.")
-        if value < least or (name == "probes" and value == 1):
-            word = "0, or at least 2" if name == "probes" else "at least 1"
-            raise ValueError(f"record({name}={value}): give {word}.")
-    return Recorded(run_record.checked(path), fn, probes, tuple(modules), every, steps)
+    return Recorded(fn, run_record.checked(path, probes, modules, every, steps))
 
 
 # A call as it is recorded.

@@ -42,6 +42,7 @@ from polymp.diagnostics.run_record import (
     INPUT,
     RESULT,
     UPDATE,
+    Options,
     RecordedArray,
     RecordedStep,
     RecordError,
@@ -101,51 +102,33 @@ def record(
         The recorder; `recorder.record` is the record so far.
 
     Raises:
-        TypeError: `model` is no module, or `modules` no list of patterns.
+        TypeError: `model` is no module, or an option is of the wrong type.
         ValueError: a number is out of range.
-        RecordError: there is no folder for the file.
-        PolicyError: a pattern can match no module path, or matches none of the model.
+        PolicyError: a pattern can match no module path.
+        RecordError: there is no folder for the file, or a pattern matches no module of the model.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"record(path, model) needs a torch.nn.Module, got {reprlib.repr(model)}.")
-    if probes != 0 and probes < 2:
-        raise ValueError(f"record(probes={probes!r}): write a number from 2 on, or 0 for none.")
-    for name, number in (("every", every), ("steps", 1 if steps is None else steps)):
-        if number < 1:
-            raise ValueError(f"record({name}={number!r}): write a number from 1 on.")
-    if isinstance(modules, str):
-        raise TypeError(f"record(modules={modules!r}): write a list of patterns, [{modules!r}].")
+    options = checked(path, probes, modules, every, steps)
     paths = [name for name, _ in model.named_modules()] if model is not None else []
-    for pattern in modules:
-        scopes.check(pattern, "record(modules=)")
+    for pattern in options.modules:
         if paths and not selected(paths, [pattern]):
             close = " or ".join(map(repr, scopes.nearest(pattern, paths)))
             raise RecordError(
                 f"record(modules=): {pattern!r} matches no module of {type(model).__name__}. "
                 f"{f'Did you mean {close}?' if close else 'It is a glob of module paths.'}"
             )
-    return Recorder(checked(path), model, probes, tuple(modules), every, steps)
+    return Recorder(model, options)
 
 
 class Recorder:
     """Records the steps that run in its `with` blocks; see `record`."""
 
-    def __init__(
-        self,
-        path: str | PathLike[str] | None,
-        model: nn.Module | None,
-        probes: int,
-        modules: tuple[str, ...],
-        every: int,
-        steps: int | None,
-    ) -> None:
-        self._path = path
+    def __init__(self, model: nn.Module | None, options: Options) -> None:
         self._model = model
-        self._probes = probes
-        self._modules = modules
-        self._every = every
-        self._left = steps  # how many more are recorded; None for all
+        self._options = options
         self._number = 0  # of the next step
+        self._recorded = 0
         self._inside = False
         self._running: tuple[OpStream, _Step] | None = None
         self._header: dict[str, Any] = {}
@@ -165,8 +148,8 @@ class Recorder:
             raise RuntimeError("This recorder records a step already: leave its block first.")
         self._inside = True
         number, self._number = self._number, self._number + 1
-        if number % self._every == 0 and self._left != 0:
-            step = _Step(number, self._model, self._probes, self._modules)
+        if self._options.take(number, self._recorded):
+            step = _Step(number, self._model, self._options)
             stream = OpStream(self._model, step, title="record", compiled=True)
             try:
                 stream.__enter__()
@@ -186,17 +169,16 @@ class Recorder:
         if kind is None:
             with Own(), torch.no_grad():
                 self._keep(step.recorded())
-            if self._left is not None:
-                self._left -= 1
+            self._recorded += 1
 
     def _keep(self, step: RecordedStep) -> None:
         if not self._header:
             self._header = self._described()
-        if self._path is None:
+        if self._options.path is None:
             self._steps.append(step)
             return
         if self._writer is None:
-            self._file = for_rank(self._path, self._header["rank"], self._header["ranks"])
+            self._file = for_rank(self._options.path, self._header["rank"], self._header["ranks"])
             self._writer = RecordWriter(self._file, self._header)
         self._writer.write(step)
 
@@ -210,8 +192,8 @@ class Recorder:
             "model": type(self._model).__name__ if self._model is not None else "",
             "device": str(first.device) if first is not None else str(torch.get_default_device()),
             "threads": torch.get_num_threads(),
-            "probes": self._probes,
-            "modules": list(self._modules),
+            "probes": self._options.probes,
+            "modules": list(self._options.modules),
             "rank": dist.get_rank() if several else 0,
             "ranks": dist.get_world_size() if several else 1,
         }
@@ -247,13 +229,11 @@ _LARGEST = 2**16
 class _Step(Subscriber):
     """Follows the ops of one step, and sums up their results."""
 
-    def __init__(
-        self, number: int, model: nn.Module | None, probes: int, modules: tuple[str, ...]
-    ) -> None:
+    def __init__(self, number: int, model: nn.Module | None, options: Options) -> None:
         self._number = number
-        self._modules = modules
+        self._modules = options.modules
         self._selected: dict[str, bool] = {}
-        self._probes = Probes(probes)
+        self._probes = Probes(options.probes)
         self._left_out = Counter[str]()
         self._arrays: dict[object, _Array] = {}  # by op call, in the order of the record
         self._ends: dict[tuple[str, str], _Array] = {}  # gradients and updates

@@ -6,6 +6,7 @@ import re
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import pytest
 
 from polymp.diagnostics.run_record import RecordError
@@ -63,3 +64,52 @@ def test_other_options_are_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         recorded(backend, **options)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("blocks.0.atn", "Did you mean 'blocks.0.attn'"),
+        ("head", "Paths are, for example, 'blocks', 'blocks.0', 'blocks.0.attn'."),
+    ],
+)
+def test_patterns_match_modules_of_the_model(backend: Any, pattern: str, hint: str) -> None:
+    message = re.escape(f"record(modules=): {pattern!r} matches no module of Net. {hint}")
+    with pytest.raises(RecordError, match=message):
+        nested(backend, [pattern])
+    assert [row.module for row in nested(backend, ["*.attn"])] == ["blocks.0.attn"]
+
+
+def nested(backend: Any, modules: list[str]) -> Any:
+    """The rows of a call of a model with one module, blocks.0.attn."""
+    if backend.__name__ == "polymp.torch":
+        import torch
+
+        class Net(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = torch.nn.ModuleList([torch.nn.Module()])
+                self.blocks[0].attn = torch.nn.Tanh()
+
+            def forward(self, x: Any) -> Any:
+                return self.blocks[0].attn(x)
+
+        net = Net()
+        recorder = backend.record(None, net, probes=0, modules=modules)
+        with recorder:
+            net(torch.ones(3))
+    else:
+        import jax
+
+        def Net(x: Any) -> Any:
+            with jax.named_scope("blocks.0.attn"):
+                return jax.numpy.tanh(x)
+
+        recorder = backend.record(None, Net, probes=0, modules=modules)
+        recorder(jax.numpy.ones(3))
+    return [row for row in recorder.record.steps[0].arrays if row.name == "tanh"]
+
+
+def test_a_model_without_modules_says_so(backend: Any) -> None:
+    with pytest.raises(RecordError, match=r"'head' matches no module of .* has no modules with"):
+        recorded(backend, modules=["head"])(np.ones(3))

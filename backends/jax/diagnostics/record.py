@@ -80,7 +80,7 @@ class Recorded:
         self._options = options
         rank, ranks = jax.process_index(), jax.process_count()
         self._path = options.path and run_record.for_rank(options.path, rank, ranks)
-        self._header = {
+        self._header: dict[str, Any] = {
             "framework": "jax",
             "versions": {"jax": jax.__version__},
             "model": getattr(fn, "__name__", None) or type(fn).__name__,
@@ -109,6 +109,7 @@ class Recorded:
 
         Raises:
             TypeError: an argument is traced: a record is of values.
+            RecordError: a pattern matches no module of the first call.
         """
         key = self._types.key(args, kwargs)
         if key is None:
@@ -122,7 +123,11 @@ class Recorded:
         if not options.take(number, self._written):
             return self.fn(*args, **kwargs)
         if key not in self._programs:
-            self._programs[key] = _Program(self.fn, args, kwargs, options.probes, options.modules)
+            program = _Program(self.fn, args, kwargs, options.probes, options.modules)
+            if not self._programs:  # another call may leave modules out
+                paths = {site.scope.module for site in program.call.sites.values()}
+                run_record.check_matched(options.modules, paths, self._header["model"])
+            self._programs[key] = program
         program = self._programs[key]
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         walks = program.run(arrays)

@@ -45,15 +45,14 @@ from polymp.diagnostics.run_record import (
     Options,
     RecordedArray,
     RecordedStep,
-    RecordError,
     RecordWriter,
     RunRecord,
+    check_matched,
     checked,
     for_rank,
     read,
     selected,
 )
-from polymp.rules import scopes
 
 
 def record(
@@ -110,14 +109,9 @@ def record(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"record(path, model) needs a torch.nn.Module, got {reprlib.repr(model)}.")
     options = checked(path, probes, modules, every, steps)
-    paths = [name for name, _ in model.named_modules()] if model is not None else []
-    for pattern in options.modules:
-        if paths and not selected(paths, [pattern]):
-            close = " or ".join(map(repr, scopes.nearest(pattern, paths)))
-            raise RecordError(
-                f"record(modules=): {pattern!r} matches no module of {type(model).__name__}. "
-                f"{f'Did you mean {close}?' if close else 'It is a glob of module paths.'}"
-            )
+    if model is not None:
+        paths = [name for name, _ in model.named_modules()]
+        check_matched(options.modules, paths, type(model).__name__)
     return Recorder(model, options)
 
 

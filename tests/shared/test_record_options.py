@@ -113,3 +113,15 @@ def nested(backend: Any, modules: list[str]) -> Any:
 def test_a_model_without_modules_says_so(backend: Any) -> None:
     with pytest.raises(RecordError, match=r"'head' matches no module of .* has no modules with"):
         recorded(backend, modules=["head"])(np.ones(3))
+
+
+def test_the_other_framework_s_form_is_refused_in_words(backend: Any) -> None:
+    recorder = recorded(backend)
+    if backend.__name__ == "polymp.torch":
+        with pytest.raises(TypeError, match=r"with recorder:` around each step"):
+            recorder(np.ones(3))
+        return
+    for made, name in ((recorder, "record"), (backend.audit(np.tanh), "audit")):
+        said = f"polymp.jax.{name} is not a context manager. Write wrapped = polymp.jax.{name}("
+        with pytest.raises(TypeError, match=re.escape(said)), made:
+            pass

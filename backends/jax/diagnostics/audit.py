@@ -8,12 +8,11 @@ The function itself runs as it always does. Beside it runs a twin of its traced 
 out nothing but measurements; they are read when somebody asks.
 """
 
-import functools
 import math
 import re
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +28,7 @@ from polymp.backends.jax.diagnostics.instrument import (
 )
 from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
 from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
-from polymp.backends.jax.diagnostics.traced_call import CallTypes, called
+from polymp.backends.jax.diagnostics.traced_call import Wrapped, called
 from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
@@ -42,7 +41,7 @@ from polymp.weights import lost_updates
 from polymp.weights.lost_updates import LostUpdates
 
 
-class Audited:
+class Audited(Wrapped):
     """A function that is measured whenever it is called; see `audit`.
 
     Attributes:
@@ -53,12 +52,12 @@ class Audited:
         rounding: True to measure rounding errors.
     """
 
+    _form = "audit(jax.jit(step))"
+
     def __init__(self, fn: Callable[..., object], rounding: bool = False) -> None:
-        functools.update_wrapper(self, fn)
-        self.fn = fn
+        super().__init__(fn)
         self._rounding = rounding
         self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
-        self._types = CallTypes()
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
 
@@ -75,12 +74,7 @@ class Audited:
         Raises:
             TypeError: an argument is traced: an audit is of values.
         """
-        key = self._types.key(args, kwargs)
-        if key is None:
-            raise TypeError(
-                f"audit({self.fn!r}) was called by code that is traced, where there are no values "
-                "to measure. Audit the outermost function: polymp.jax.audit(jax.jit(step))."
-            )
+        key = self._key(args, kwargs)
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         if key not in self._programs:
             program = measured(self.fn, args, kwargs, rounding=self._rounding)
@@ -119,16 +113,6 @@ class Audited:
             found.rounding = self._rounding
             self._read = len(self._measured), found
         return self._read[1]
-
-    def __enter__(self) -> NoReturn:
-        """Say how it is used."""
-        raise TypeError(
-            "polymp.jax.audit is not a context manager. Call what it returns in place of the "
-            "function, audited = polymp.jax.audit(step), and read audited.audit."
-        )
-
-    def __exit__(self, *error: object) -> None:
-        """Never reached; `with` asks for it first."""
 
     def __repr__(self) -> str:
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"

@@ -43,7 +43,7 @@ from polymp.backends.jax.diagnostics.perturb import (
     rounds_operands,
     shifted,
 )
-from polymp.backends.jax.diagnostics.traced_call import CallTypes, called, traced
+from polymp.backends.jax.diagnostics.traced_call import Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside, interpreted
 from polymp.diagnostics import rounding, run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
@@ -63,7 +63,7 @@ from polymp.diagnostics.run_record import (
 )
 
 
-class Recorded:
+class Recorded(Wrapped):
     """A function whose calls are recorded; see `record`.
 
     Attributes:
@@ -74,9 +74,10 @@ class Recorded:
         options: of `record`.
     """
 
+    _form = "record(path, jax.jit(step))"
+
     def __init__(self, fn: Callable[..., object], options: Options) -> None:
-        functools.update_wrapper(self, fn)
-        self.fn = fn
+        super().__init__(fn)
         self._options = options
         rank, ranks = jax.process_index(), jax.process_count()
         self._path = options.path and run_record.for_rank(options.path, rank, ranks)
@@ -95,7 +96,6 @@ class Recorded:
         self._steps: list[RecordedStep] = []
         self._number = self._written = 0
         self._programs: dict[Hashable, _Program] = {}
-        self._types = CallTypes()
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Make a call, and record it if its turn has come.
@@ -111,13 +111,7 @@ class Recorded:
             TypeError: an argument is traced: a record is of values.
             RecordError: a pattern matches no module of the first call.
         """
-        key = self._types.key(args, kwargs)
-        if key is None:
-            raise TypeError(
-                f"record({self.fn!r}) was called by code that is traced, where there are no values "
-                "to record. Record the outermost function: "
-                "polymp.jax.record(path, jax.jit(step))."
-            )
+        key = self._key(args, kwargs)
         number, self._number = self._number, self._number + 1
         options = self._options
         if not options.take(number, self._written):

@@ -4,12 +4,13 @@ The record's number is a name scope on all equations that a step becomes, throug
 and rematerialisation.
 """
 
+import functools
 import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -162,6 +163,43 @@ class CallTypes:
             self._kept[id(leaf)] = leaf
             return type(leaf), id(leaf)
         return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
+
+
+class Wrapped:
+    """A function whose calls are looked at; `_form` is how it is made around a step.
+
+    Attributes:
+        fn: the function.
+    """
+
+    _form: str  # "audit(jax.jit(step))"
+
+    def __init__(self, fn: Callable[..., object]) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self._types = CallTypes()
+
+    def _key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
+        """The key of a call, whose arguments have values."""
+        key = self._types.key(args, kwargs)
+        if key is None:
+            name = self._form.partition("(")[0]
+            raise TypeError(
+                f"{name}({self.fn!r}) was called by code that is traced, where there are no "
+                f"values. {name.capitalize()} the outermost function: polymp.jax.{self._form}."
+            )
+        return key
+
+    def __enter__(self) -> NoReturn:
+        """Say how it is used."""
+        name = self._form.partition("(")[0]
+        raise TypeError(
+            f"polymp.jax.{name} is not a context manager. Write wrapped = polymp.jax.{self._form}, "
+            f"call wrapped in place of the step, and read wrapped.{name}."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached; `with` asks for it first."""
 
 
 def parameters(fn: Callable[..., object]) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -152,6 +152,13 @@ class Recorder:
                 raise
             self._running = stream, step
         return self
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Say how it is used."""
+        raise TypeError(
+            "polymp.torch.record makes a context manager, and no function. Write recorder = "
+            "polymp.torch.record(path, model), and `with recorder:` around each step."
+        )
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._inside = False

@@ -24,8 +24,17 @@ Kwargs = dict[str, Any]
 class OpMode(TorchDispatchMode):
     """A dispatch mode: `op` is called in place of every op of the thread, below autograd."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._compiled = compiled  # True to let code that torch.compile compiled run as it is
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Return whether compiled code runs under this mode; without it, torch runs the original.
+
+        torch asks the mode itself when it is entered, so it need not be a class method. Since
+        torch 2.9.
+        """
+        return self._compiled
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -104,7 +104,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._first_node = 0
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
-        self._mode = (_BesideCompiled if compiled else _Mode)(self)
+        self._mode = _Mode(self, compiled)
         self._paused, self._pauses = False, 0
         self.progress: progress.Line = progress.Line()
         self._subscribers = subscribers
@@ -318,8 +318,8 @@ class _Mode(modes.OpMode):
     supports_higher_order_operators = True
     looks_on = True  # it changes and records nothing: see `modes.is_recorded`
 
-    def __init__(self, stream: OpStream) -> None:
-        super().__init__()
+    def __init__(self, stream: OpStream, compiled: bool) -> None:
+        super().__init__(compiled)
         self.stream = stream
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
@@ -365,12 +365,3 @@ class _Mode(modes.OpMode):
                 stream.calls.pop()
         stream.tell(stream.after, ran, result, made)
         return result
-
-
-class _BesideCompiled(_Mode):
-    """Lets torch run compiled code: it does not under modes that may want to see its ops."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True; asked by torch since 2.9."""
-        return True

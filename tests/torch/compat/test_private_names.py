@@ -77,6 +77,21 @@ def test_a_mode_of_ours_is_not_wrapped_and_dynamo_compiles_nothing_under_it():
     assert graphs.graphs == 1, "it can tell"
 
 
+@pytest.mark.parametrize("runs", [False, True])
+def test_compiled_code_runs_under_a_mode_that_lets_it(runs):
+    class Seen(modes.OpMode):
+        def op(self, func, types, args, kwargs):
+            return func(*args, **kwargs)
+
+    torch._dynamo.reset()  # else the code that was left uncompiled stays so
+    graphs, x = Count(), torch.ones(2)
+    compiled = torch.compile(lambda x: x.cos() * 2, backend=graphs)
+    with Seen(compiled=runs):
+        compiled(x)
+    assert graphs.graphs == runs, "torch asks ignore_compile_internals no more, or another way"
+    assert TorchDispatchMode.ignore_compile_internals() is False
+
+
 def test_registered_names_are_overloads():
     for name in dispatcher.registered("AutocastCPU") | dispatcher.registered("AutocastCUDA"):
         op = dispatcher.overload(name)

@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from errno import ENOENT
 from functools import cache, lru_cache
 from html import escape
 from importlib import resources
@@ -194,6 +195,9 @@ def _cell(cell: Cell, breaks: str) -> _Markup:
 def replacing(path: "str | PathLike[str]") -> Iterator[Path]:
     """A path beside `path`, of the same suffix, for a file that replaces it once it is whole."""
     whole = Path(path).resolve()  # a link keeps pointing to its file
+    if not whole.parent.is_dir():
+        folder = str(Path(path).parent)
+        raise FileNotFoundError(ENOENT, f"there is no folder {folder!r}", str(path))
     beside = whole.with_name(
         f".{whole.stem[:64]}-{os.getpid()}-{threading.get_ident()}{whole.suffix}"
     )

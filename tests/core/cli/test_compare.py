@@ -43,7 +43,7 @@ def test_a_page_is_written(polymp, files):
     assert (files / "page.html").read_text().startswith("<!DOCTYPE html>")
     code, out, err = polymp("compare", "one.rec", "other.rec", "--html", "no/page.html")
     assert (code, out) == (2, "")
-    assert err == "polymp: --html: cannot write 'no/page.html': No such file or directory.\n"
+    assert err == "polymp: --html: cannot write 'no/page.html': there is no folder 'no'.\n"
 
 
 def test_modules_of_other_names(polymp, answer, files):

@@ -327,3 +327,9 @@ def test_the_search_for_markup_finds_it(tmp_path: Path) -> None:
     path = tmp_path / "some.py"
     path.write_text('x = f"<td class={1}>"\ny = "a < b, <frozen>"\n')
     assert [bool(MARKUP.search(text)) for text in strings(path)].count(True) == 1
+
+
+def test_a_page_in_no_folder_is_refused_by_the_path_that_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"there is no folder 'no/folder': 'no/folder/a.ht"):
+        reports.in_torch().to_html("no/folder/a.html")

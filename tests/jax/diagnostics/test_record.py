@@ -18,7 +18,7 @@ from jax import lax
 
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import RecordedArray
-from polymp.jax import GradScaler, autocast, record
+from polymp.jax import GradScaler, autocast, record, scoped
 from tests.jax.diagnostics.test_audit import same
 
 LAYERS, WIDTH = 3, 8
@@ -244,6 +244,11 @@ def test_module_paths_and_names_of_parameters() -> None:
     found = rows(lambda model, x: model(x), Nnx(), x, modules=["out"])
     assert [r.module for r in found if r.name == "linear"] == ["out"]
     assert {"model.out.kernel", "model.first.kernel"} <= set(kinds(found, "input"))
+
+    for model, paths in ((Nnx(), {""}), (scoped(Nnx()), {"first", "out"})):
+        graph, state = nnx.split(model)
+        found = rows(lambda state, x, graph=graph: nnx.merge(graph, state)(x), state, x)
+        assert {r.module for r in found if r.name == "linear"} == paths
 
     mlp = equinox.nn.MLP(8, 4, 8, 1, key=jax.random.key(0))
     found = rows(equinox.filter_jit(lambda mlp, x: mlp(x)), mlp, x[0])

@@ -175,7 +175,7 @@ class Wrapped:
     _form: str  # "audit(jax.jit(step))"
 
     def __init__(self, fn: Callable[..., object]) -> None:
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn)  # type: ignore[arg-type]  # subclasses are called
         self.fn = fn
         self._types = CallTypes()
 

@@ -1,6 +1,6 @@
 """A record of a run in a file: of each array that its calls make, a few numbers, not the array.
 
-    RecordWriter(path, header).write(step, arrays, settings)     one line of JSON for each step
+    RecordWriter(options, described).write(step)     one line of JSON for each step
     read(path) -> RunRecord
 
 An array is summed up by `VALUES` numbers in float64: four that do not depend on the order of its
@@ -21,7 +21,7 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
@@ -172,10 +172,6 @@ class Options(NamedTuple):
     every: int
     steps: int | None
 
-    def take(self, number: int, recorded: int) -> bool:
-        """True if a step is to be recorded, after so many that were."""
-        return number % self.every == 0 and (self.steps is None or recorded < self.steps)
-
 
 def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Options:
     """The options of `record`."""
@@ -231,27 +227,50 @@ class RecordWriter:
     """Writes a record, a line for each step; a kill leaves the steps that were written.
 
     Args:
-        path: of the file. One that is there is replaced when the first step is whole.
-        header: see `RunRecord`.
+        options: a file that is at the path is replaced when the first step is whole.
+        described: makes the header, see `RunRecord`, at that time; but for what is in the options.
     """
 
-    def __init__(self, path: str | PathLike[str], header: Mapping[str, Any]) -> None:
-        self._path = Path(path)
-        self._header = {"polymp record": FORMAT, "polymp": __version__, **header}
-        self._begun = False
+    def __init__(self, options: Options, described: Callable[[], dict[str, Any]]) -> None:
+        self._options, self._described = options, described
+        self._header: dict[str, Any] = {}
+        self._file: Path | None = None
+        self._steps: list[RecordedStep] = []  # without a path
+        self._begun = self.written = 0
+
+    def begin(self) -> int | None:
+        """The number of the step that begins; None if it is not to be recorded."""
+        number, self._begun = self._begun, self._begun + 1
+        every, most = self._options.every, self._options.steps
+        return None if number % every or (most is not None and self.written >= most) else number
 
     def write(self, step: RecordedStep) -> None:
-        """Add a step to the file."""
-        line = _line(step)
-        if self._begun:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            return
-        with replacing(self._path) as beside:
-            beside.write_text(json.dumps(self._header) + "\n" + line, encoding="utf-8")
-        self._begun = True
+        """Add a step."""
+        if not self._header:
+            own = {"probes": self._options.probes, "modules": list(self._options.modules)}
+            self._header = self._described() | own
+        if self._options.path is None:
+            self._steps.append(step)
+        elif self._file is None:
+            file = for_rank(self._options.path, self._header["rank"], self._header["ranks"])
+            header = {"polymp record": FORMAT, "polymp": __version__, **self._header}
+            with replacing(file) as beside:
+                beside.write_text(json.dumps(header) + "\n" + _line(step), encoding="utf-8")
+            self._file = file
+        else:
+            line = _line(step)
+            with self._file.open("a", encoding="utf-8") as opened:
+                opened.write(line)
+                opened.flush()
+                os.fsync(opened.fileno())
+        self.written += 1
+
+    @property
+    def record(self) -> RunRecord:
+        """The record so far; of a path, as it was written."""
+        if self._file is not None:
+            return read(self._file)
+        return RunRecord(self._header, tuple(self._steps))
 
 
 def _line(step: RecordedStep) -> str:

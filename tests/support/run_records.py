@@ -11,6 +11,7 @@ import numpy as np
 from polymp.diagnostics.run_record import (
     INPUT,
     RESULT,
+    Options,
     RecordedArray,
     RecordedStep,
     RecordWriter,
@@ -121,7 +122,9 @@ def record(
 
 def written(path: Path, made: RunRecord) -> Path:
     """The path of a file with the record."""
-    writer = RecordWriter(path, made.header)
+    header = dict(made.header)
+    options = Options(path, header.pop("probes"), tuple(header.pop("modules")), 1, None)
+    writer = RecordWriter(options, lambda: header)
     for step in made.steps:
         writer.write(step)
     return path

@@ -79,23 +79,21 @@ class Recorded(Wrapped):
     def __init__(self, fn: Callable[..., object], options: Options) -> None:
         super().__init__(fn)
         self._options = options
-        rank, ranks = jax.process_index(), jax.process_count()
-        self._path = options.path and run_record.for_rank(options.path, rank, ranks)
-        self._header: dict[str, Any] = {
+        self._name = getattr(fn, "__name__", None) or type(fn).__name__
+        self._writer = RecordWriter(options, self._described)
+        self._programs: dict[Hashable, _Program] = {}
+
+    def _described(self) -> dict[str, Any]:
+        """The fields of the header."""
+        return {
             "framework": "jax",
             "versions": {"jax": jax.__version__},
-            "model": getattr(fn, "__name__", None) or type(fn).__name__,
+            "model": self._name,
             "device": jax.devices()[0].device_kind,
             "threads": os.cpu_count(),
-            "probes": options.probes,
-            "modules": list(options.modules),
-            "rank": rank,
-            "ranks": ranks,
+            "rank": jax.process_index(),
+            "ranks": jax.process_count(),
         }
-        self._writer = None if self._path is None else RecordWriter(self._path, self._header)
-        self._steps: list[RecordedStep] = []
-        self._number = self._written = 0
-        self._programs: dict[Hashable, _Program] = {}
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Make a call, and record it if its turn has come.
@@ -112,37 +110,29 @@ class Recorded(Wrapped):
             RecordError: a pattern matches no module of the first call.
         """
         key = self._key(args, kwargs)
-        number, self._number = self._number, self._number + 1
-        options = self._options
-        if not options.take(number, self._written):
+        if (number := self._writer.begin()) is None:
             return self.fn(*args, **kwargs)
         if key not in self._programs:
+            options = self._options
             program = _Program(self.fn, args, kwargs, options.probes, options.modules)
             if not self._programs:  # another call may leave modules out
                 paths = {site.scope.module for site in program.call.sites.values()}
-                run_record.check_matched(options.modules, paths, self._header["model"])
+                run_record.check_matched(options.modules, paths, self._name)
             self._programs[key] = program
         program = self._programs[key]
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         walks = program.run(arrays)
         result = self.fn(*args, **kwargs)
-        step = program.step(number, walks)
-        if self._writer is None:
-            self._steps.append(step)
-        else:
-            self._writer.write(step)
-        self._written += 1
+        self._writer.write(program.step(number, walks))
         return result
 
     @property
     def record(self) -> RunRecord:
         """The record of all calls so far."""
-        if self._path is None or not self._written:
-            return RunRecord(self._header, tuple(self._steps))
-        return run_record.read(self._path)
+        return self._writer.record
 
     def __repr__(self) -> str:
-        return f"record({self.fn!r}), {self._written} calls recorded"
+        return f"record({self.fn!r}), {self._writer.written} calls recorded"
 
 
 def record(

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import jax
 
@@ -175,7 +175,7 @@ class Wrapped:
     _form: str  # "audit(jax.jit(step))"
 
     def __init__(self, fn: Callable[..., object]) -> None:
-        functools.update_wrapper(self, fn)  # type: ignore[arg-type]  # subclasses are called
+        functools.update_wrapper(cast(Any, self), fn)
         self.fn = fn
         self._types = CallTypes()
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
@@ -49,8 +48,6 @@ from polymp.diagnostics.run_record import (
     RunRecord,
     check_matched,
     checked,
-    for_rank,
-    read,
     selected,
 )
 
@@ -121,28 +118,20 @@ class Recorder:
     def __init__(self, model: nn.Module | None, options: Options) -> None:
         self._model = model
         self._options = options
-        self._number = 0  # of the next step
-        self._recorded = 0
         self._inside = False
         self._running: tuple[OpStream, _Step] | None = None
-        self._header: dict[str, Any] = {}
-        self._steps: list[RecordedStep] = []  # without a path
-        self._writer: RecordWriter | None = None
-        self._file: Path | None = None
+        self._writer = RecordWriter(options, self._described)
 
     @property
     def record(self) -> RunRecord:
         """The record so far; of a path, as it was written."""
-        if self._file is not None:
-            return read(self._file)
-        return RunRecord(self._header, tuple(self._steps))
+        return self._writer.record
 
     def __enter__(self) -> Self:
         if self._inside:
             raise RuntimeError("This recorder records a step already: leave its block first.")
         self._inside = True
-        number, self._number = self._number, self._number + 1
-        if self._options.take(number, self._recorded):
+        if (number := self._writer.begin()) is not None:
             step = _Step(number, self._model, self._options)
             stream = OpStream(self._model, step, title="record", compiled=True)
             try:
@@ -169,19 +158,7 @@ class Recorder:
         stream.__exit__(kind, *error)
         if kind is None:
             with Own(), torch.no_grad():
-                self._keep(step.recorded())
-            self._recorded += 1
-
-    def _keep(self, step: RecordedStep) -> None:
-        if not self._header:
-            self._header = self._described()
-        if self._options.path is None:
-            self._steps.append(step)
-            return
-        if self._writer is None:
-            self._file = for_rank(self._options.path, self._header["rank"], self._header["ranks"])
-            self._writer = RecordWriter(self._file, self._header)
-        self._writer.write(step)
+                self._writer.write(step.recorded())
 
     def _described(self) -> dict[str, Any]:
         """Return the fields of the header."""
@@ -193,8 +170,6 @@ class Recorder:
             "model": type(self._model).__name__ if self._model is not None else "",
             "device": str(first.device) if first is not None else str(torch.get_default_device()),
             "threads": torch.get_num_threads(),
-            "probes": self._options.probes,
-            "modules": list(self._options.modules),
             "rank": dist.get_rank() if several else 0,
             "ranks": dist.get_world_size() if several else 1,
         }

@@ -428,18 +428,9 @@ def selected(paths: Iterable[str], patterns: Sequence[str]) -> frozenset[str]:
     return frozenset(p for p in paths if not patterns or any(scopes.depth(s, p) for s in patterns))
 
 
-def check_matched(patterns: Sequence[str], paths: Iterable[str], model: str) -> None:
+def check_matched(patterns: Sequence[str], paths: Collection[str], model: str) -> None:
     """Refuse patterns of which one matches none of a model's module paths."""
-    names = [path.split(".") for path in paths if path]
-    known = {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
-    first = sorted(known, key=lambda path: (path.count("."), path))[:3]
     for pattern in patterns:
-        if selected(["", *known], [pattern]):
-            continue
-        hint = f"Paths are, for example, {', '.join(map(repr, first))}."
-        if close := " or ".join(map(repr, scopes.nearest(pattern, known))):
-            hint = f"Did you mean {close}?"
-        raise RecordError(
-            f"record(modules=): {pattern!r} matches no module of {model}. "
-            f"{hint if known else 'It has no modules with names.'}"
-        )
+        if not selected(["", *paths], [pattern]):
+            hint = scopes.hint(pattern, paths, "it has no modules with names.")
+            raise RecordError(f"record(modules=): {pattern!r} matches no module of {model}: {hint}")

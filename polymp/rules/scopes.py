@@ -62,6 +62,16 @@ def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(front + end for end in close)
 
 
+def hint(pattern: str, paths: Iterable[str], none: str = "it has none.") -> str:
+    """Say which module paths a pattern that matches none may mean; if none is near, which exist."""
+    names = [path.split(".") for path in paths if path]
+    known = {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
+    if close := nearest(pattern, known):
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    first = sorted(known, key=lambda path: (path.count("."), path))[:3]
+    return f"paths are, for example, {', '.join(map(repr, first))}." if first else none
+
+
 def check(pattern: str, where: str) -> None:
     """Refuse a pattern that can match no path."""
     names = pattern.split(".") if isinstance(pattern, str) else [""]

@@ -69,12 +69,12 @@ def test_other_options_are_refused(
 @pytest.mark.parametrize(
     ("pattern", "hint"),
     [
-        ("blocks.0.atn", "Did you mean 'blocks.0.attn'"),
-        ("head", "Paths are, for example, 'blocks', 'blocks.0', 'blocks.0.attn'."),
+        ("blocks.0.atn", "did you mean 'blocks.0.attn'"),
+        ("head", "paths are, for example, 'blocks', 'blocks.0', 'blocks.0.attn'."),
     ],
 )
 def test_patterns_match_modules_of_the_model(backend: Any, pattern: str, hint: str) -> None:
-    message = re.escape(f"record(modules=): {pattern!r} matches no module of Net. {hint}")
+    message = re.escape(f"record(modules=): {pattern!r} matches no module of Net: {hint}")
     with pytest.raises(RecordError, match=message):
         nested(backend, [pattern])
     assert [row.module for row in nested(backend, ["*.attn"])] == ["blocks.0.attn"]

@@ -408,15 +408,7 @@ def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None
 
 def _said_of(policy: Policy, unmatched: list[str], found: set[str], name: str) -> str:
     """A warning that names the patterns that match nothing, and what may have been meant."""
-    names = [path.split(".") for path in found if path]
-    paths = {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
-    first = sorted(paths, key=lambda path: (path.count("."), path))[:3]
-    some = f"paths are, for example, {', '.join(map(repr, first))}."
-    said = []
-    for pattern in unmatched:
-        close = [repr(one) for one in scopes.nearest(pattern, paths)]
-        hint = f"did you mean {' or '.join(close)}?" if close else some if paths else _NONE
-        said.append(f"{pattern!r}: {hint}")
+    said = [f"{pattern!r}: {scopes.hint(pattern, found, _NONE)}" for pattern in unmatched]
     return (
         f"autocast(): policy {policy.name!r} has rules for paths that no module of {name} has. "
         f"{' '.join(said)}"

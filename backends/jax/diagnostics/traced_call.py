@@ -166,13 +166,9 @@ class CallTypes:
 
 
 class Wrapped:
-    """A function whose calls are looked at; `_form` is how it is made around a step.
+    """A function, `fn`, whose calls are looked at."""
 
-    Attributes:
-        fn: the function.
-    """
-
-    _form: str  # "audit(jax.jit(step))"
+    _form: str  # how it is written: "audit(jax.jit(step))"
 
     def __init__(self, fn: Callable[..., object]) -> None:
         functools.update_wrapper(cast(Any, self), fn)

@@ -130,16 +130,12 @@ class Recorder:
     def __enter__(self) -> Self:
         if self._inside:
             raise RuntimeError("This recorder records a step already: leave its block first.")
-        self._inside = True
         if (number := self._writer.begin()) is not None:
             step = _Step(number, self._model, self._options)
             stream = OpStream(self._model, step, title="record", compiled=True)
-            try:
-                stream.__enter__()
-            except BaseException:
-                self._inside = False
-                raise
+            stream.__enter__()
             self._running = stream, step
+        self._inside = True
         return self
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:

@@ -20,10 +20,11 @@ the numbers themselves. Without probes, `spread` is an estimate:
 each call's own rounding, and of what it reads, as far as the magnitudes tell.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,7 +180,7 @@ class Comparison:
         """True if rounding explains all differences."""
         return self.first is None
 
-    @cached_property
+    @functools.cached_property
     def parted(self) -> Compared | None:
         """The first call that only one run has, or that runs in another dtype."""
         calls = (row for row in self.rows if row.array.kind == RESULT)
@@ -270,9 +271,10 @@ class Comparison:
             here, there = self.names if row.one is not None else self.names[::-1]
             both = row.one is not None and row.other is not None
             beside = ". Beside it stands the first call there that reads the same" if both else ""
+            verb = "runs" if row.array.kind == RESULT else "is"
             return (
-                f"ROUNDING DOES NOT EXPLAIN: {what} runs in {here}, and nothing in {there} has its "
-                f"values{beside}"
+                f"ROUNDING DOES NOT EXPLAIN: {what} {verb} in {here}, and nothing in {there} has "
+                f"its values{beside}"
             )
         off = f"{_number(row.difference)} of its root mean square"
         if row.array.kind == INPUT:
@@ -561,7 +563,7 @@ class _Side:
 
         self.arrays = step.arrays
         self.compiled = COMPILED in step.left_out
-        self.modules = [names.get(a.module, a.module) for a in step.arrays]
+        self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
         if probes:
@@ -584,6 +586,8 @@ class _Side:
         self.bad = np.array([a.bad for a in step.arrays], np.int64)
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
+        inputs = [i for i, a in enumerate(step.arrays) if a.kind == INPUT]
+        self.bits = {i: 1 << n for n, i in enumerate(inputs)}
         self.by_size: dict[tuple[str, int], Any] = {}
         for i, a in enumerate(step.arrays):
             self.by_size.setdefault(_size(a), []).append(i)
@@ -597,6 +601,18 @@ class _Side:
                 back = step.arrays[source].direction == BACKWARD or source in self.looks
                 if back and a.kind == RESULT and a.direction != BACKWARD:
                     self.looks.add(i)
+
+
+def _below(modules: list[str]) -> list[str]:
+    """Module paths; the module that all others are in is the top level, as flax linen's first is.
+
+    Calls outside of it, such as a loss, have no path.
+    """
+    first = min(filter(None, modules), key=len, default="")
+    inside = {path for path in modules if path and path != first}
+    if inside and all(path.startswith(f"{first}.") for path in inside):
+        return ["" if path == first else path for path in modules]
+    return modules
 
 
 def _size(a: RecordedArray) -> tuple[str, int]:
@@ -641,6 +657,7 @@ class _Pairs:
         paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
         shared = paths[0] & paths[1]
         self.common = bool(shared) and len(shared) >= _COMMON * min(map(len, paths))
+        self.shared = {"", *shared}  # module paths that both have
         self.aligned: dict[int, int] = {}
         if not across:
             self.aligned = _inputs(one, other)
@@ -764,21 +781,22 @@ class _Pairs:
         return [pair for pair in pairs if self._near(*pair) and self.excess(*pair) <= 1]
 
     def _near(self, i: int, j: int) -> bool:
-        """True if two arrays may be of one call: in one module, if both runs name modules alike."""
+        """True if two arrays may be of one call: not in other modules, of those that both have."""
         if not self.common or RESULT not in (self.one.arrays[i].kind, self.other.arrays[j].kind):
             return True
-        return self.one.modules[i] == self.other.modules[j]
+        modules = {self.one.modules[i], self.other.modules[j]}
+        return len(modules) == 1 or not modules <= self.shared
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
         backed = {j: i for i, j in self.aligned.items()}
         shown = backed.keys() | self.twins.values()  # beside an array of the first run
-        stays, whole = self.twins.keys() | self.aligned.keys(), self.ported and self.common
-        healed = _healed(self.one, stays, {*self.twins}, whole)
-        healed_other = _healed(self.other, self.met | backed.keys(), self.met, whole)
-        # Updates that the other run has for itself. Without any, what the first one has beside
-        # them is the state of an optimizer, which one framework alone counts as an argument.
-        lost = {_size(a) for j, a in enumerate(self.other.arrays) if j not in self.met}
+        stays = self.twins.keys() | self.aligned.keys()
+        whole = self.shared if self.ported and self.common else set()
+        left = self._left() if self.across else set()
+        healed = _healed(self.one, stays, self._evidence(), whole) | left
+        every = dict.fromkeys(self.met, -1)
+        healed_other = _healed(self.other, self.met | backed.keys(), every, whole)
         rows: list[Compared] = []
         todo = 0  # of the other run
         for i, array in enumerate(self.one.arrays):
@@ -788,9 +806,8 @@ class _Pairs:
                 todo = max(todo, j + 1)
             j = self.twins.get(i, j)
             if j is None:
-                state = self.across and array.kind == UPDATE and _size(array) not in lost
                 hidden = _is_hidden(array, self.other)
-                healthy = i in healed or array.kind == INPUT or state or hidden
+                healthy = i in healed or array.kind == INPUT or hidden
                 rows.append(Compared(array, None, PASSED if healthy else ALONE))
             else:
                 rows.append(self._pair(i, j))
@@ -802,6 +819,36 @@ class _Pairs:
         if first is not None and (first.one is None or first.other is None):
             first = self._with_partner(first)
         return rows, first
+
+    def _left(self) -> set[int]:
+        """Updates and gradients of inputs that only the first run has, and what these alone read.
+
+        Such inputs are the state of an optimizer, or weights that one framework packs into one.
+        Between frameworks they are not compared.
+        """
+        arrays, other = self.one.arrays, self.other.arrays
+        news = {a.name for i, a in enumerate(arrays) if a.kind == INPUT and i not in self.twins}
+        lost = {_size(a) for j, a in enumerate(other) if j not in self.met}
+        left: set[int] = set()
+        for i in reversed(range(len(arrays))):
+            a, readers = arrays[i], self.one.readers[i]
+            state = a.kind == UPDATE and _size(a) not in lost
+            end = state or (a.kind in (GRADIENT, UPDATE) and a.name in news)
+            if i not in self.twins and (end or (readers and left.issuperset(readers))):
+                left.add(i)
+        return left
+
+    def _evidence(self) -> dict[int, int]:
+        """Of arrays of the first run with a twin, the inputs that it is made of: a bit for each.
+
+        All of one that is made of none, as updates of running means are in torch.
+        """
+        bits: dict[int, int] = {}  # of the other run's inputs: ours with the same values
+        for i, j in self.twins.items():
+            if i in self.one.bits:
+                bits[j] = bits.get(j, 0) | self.one.bits[i]
+        made = _made_of(self.other, bits)
+        return {i: made[j] or -1 for i, j in self.twins.items()}
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
@@ -844,6 +891,7 @@ class _Pairs:
             pair = (at, k) if row.one is not None else (k, at)
             return self._pair(*pair)._replace(verdict=UNEXPLAINED)
         near = next((k for k in readers if theirs.arrays[k].size == row.array.size), None)
+        near = next(iter(alike), None) if near is None else near
         return row if near is None else row._replace(other=theirs.arrays[near])
 
 
@@ -857,26 +905,44 @@ def _ends(shape: tuple[int, ...]) -> set[int]:
     return {math.prod(shape[: at + 1]) for at in range(len(shape))}
 
 
-def _healed(side: _Side, stays: set[int] | Any, met: set[int], whole: bool) -> set[int]:
+def _made_of(side: _Side, bits: Mapping[int, int]) -> list[int]:
+    """The inputs that each array is made of, as the bits of these."""
+    made: list[int] = []
+    for i, a in enumerate(side.arrays):
+        made.append(functools.reduce(operator.or_, (made[r] for r in a.reads), bits.get(i, 0)))
+    return made
+
+
+def _healed(
+    side: _Side, stays: set[int] | Any, met: Mapping[int, int], whole: set[str]
+) -> set[int]:
     """The arrays that are passed over: what reads them has a counterpart with the same values.
 
-    The backward pass counts for what it alone reads. Two frameworks with the same modules split
-    these into other calls, but have the same numbers `whole` where a module hands them on.
+    The counterpart is made of an input that the array is made of, too: the gradient of a loss reads
+    the scores, for their shape, and is made of the targets alone; `met` has the inputs.
+    The backward pass counts for what it alone reads. Two frameworks split the modules that both
+    have into other calls, but have the same numbers where such a module, one of `whole`, hands them
+    on.
     """
-    good = set(met)
+    good = dict(met)
+    known = functools.reduce(operator.or_, met.values(), 0)
+    made = _made_of(side, {i: known & bit for i, bit in side.bits.items()})
     for i in range(len(side.arrays) - 1, -1, -1):
         if i in stays or i in good:
             continue
         readers = side.readers[i]
         if not readers and i in side.looks:  # as the norm of all gradients
-            good.add(i)
+            good[i] = made[i]
+        if made[i]:
+            readers = [r for r in readers if r not in good or good[r] & made[i]]
         near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
-        handed = whole and side.arrays[i].direction != BACKWARD
+        handed = side.modules[i] in whole and side.arrays[i].direction != BACKWARD
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
-        if not good.isdisjoint(near or readers):
-            good.add(i)
-    return good
+        told = [good[r] & made[i] for r in near or readers if r in good]
+        if told:
+            good[i] = functools.reduce(operator.or_, told)
+    return {*good}
 
 
 def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
@@ -966,9 +1032,9 @@ def _other_policy(one: RecordedArray | None, other: RecordedArray | None) -> boo
 
 
 def _canonical(array: RecordedArray) -> str:
-    """The name of an op in both frameworks; all matrix products have one."""
+    """The name of an op in both frameworks; all products of matrices have one, all convolutions."""
     op = vocabulary().ops.get(array.name)
-    return "matmul" if op is not None and op.kind == "matmul" else array.name
+    return op.kind if op is not None and op.kind in ("matmul", "convolution") else array.name
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -1022,12 +1088,17 @@ def _notes(
             f"not compared: {text_table.plural(len(passed), 'call')} that only one run makes; "
             f"{hidden}a call that reads them has the same values in both"
         )
-    inputs = [row for row in rows if row.verdict == PASSED and row.array.kind == INPUT]
+    # The state of an optimizer is read by its updates alone.
+    calls = ((a, step.arrays) for step in steps for a in step.arrays if a.kind == RESULT)
+    used = {id(arrays[r]) for a, arrays in calls for r in a.reads}
+    lone = [row.array for row in rows if row.verdict == PASSED and row.array.kind == INPUT]
+    inputs = [array.name for array in lone if id(array) in used]
     if inputs:
-        some = ", ".join(row.array.name for row in inputs[:3])
+        some = ", ".join(inputs[:3])
         notes.append(
             f"not compared: {text_table.plural(len(inputs), 'input')} without a counterpart of the "
-            f"same values in the other run ({some}{', ...' if len(inputs) > 3 else ''})"
+            f"same values in the other run ({some}{', ...' if len(inputs) > 3 else ''}), nor "
+            "gradients and updates of these"
         )
     notes += [f"the optimizers differ: {text}" for text in _settings(*(s.settings for s in steps))]
     return notes

@@ -121,6 +121,8 @@ def test_within_a_framework_the_operands_count_one_by_one() -> None:
         (["fc"], ["A.fc", "B.fc"], {"A.fc": "fc", "B.fc": "B.fc"}),
         # Two of ours would do: neither is taken.
         (["A.fc", "B.fc"], ["fc"], {"fc": "fc"}),
+        # Equinox's own names of its layers are left out.
+        (["mlp.up"], ["mlp.up.eqx.nn.Linear"], {"mlp.up.eqx.nn.Linear": "mlp.up"}),
         # Names in front that are no class names stay.
         (["fc"], ["mlp.fc"], {"mlp.fc": "mlp.fc"}),
         (["blocks.0"], ["stack.0"], {"stack.0": "stack.0"}),

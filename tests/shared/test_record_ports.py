@@ -1,0 +1,126 @@
+"""Records of a model in torch beside records of its port to JAX: BERT, a ResNet, and equinox.
+
+The port has its weights and images in the layout of its framework; no one says so to `compare`. A
+fault is named whichever record is the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import polymp
+from polymp.diagnostics.call_record import FORWARD
+from polymp.diagnostics.compare import Comparison
+from polymp.diagnostics.run_record import RESULT, UPDATE, RunRecord
+from tests.conftest import need
+from tests.support.ports import FAULTS, IN_JAX, Bert, Block, Config, ResNet
+
+SEEDS = range(3)
+RIGHT: dict[str, Config] = {
+    "bert": Bert(),
+    "resnet": ResNet(),
+    "block": Block(),
+    "scoped block": Block(scoped=True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """All that the models need is there; torch takes one thread, as in a process of many."""
+    for name in ("torch", "jax", "equinox"):
+        need(name)
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_torch(config: Config, seed: int = 0) -> RunRecord:
+    """The record of a step in torch."""
+    import polymp.torch
+    from tests.support.torch.ports import Training
+
+    training = Training(config, seed)
+    recorder = polymp.torch.record(None, training.model)
+    with recorder:
+        training.step()
+    return recorder.record
+
+
+@functools.cache
+def in_jax(config: Config) -> tuple[RunRecord, ...]:
+    """The records of a step for each seed, in JAX."""
+    import polymp.jax
+    from tests.support.jax.ports import Training
+    from tests.support.torch.ports import weights
+
+    trainings = [Training(config, weights(config, seed), seed) for seed in SEEDS]
+    step = polymp.jax.record(None, trainings[0].step)
+    for training in trainings:
+        step(training.state, training.batch)
+    return tuple(step.record._replace(steps=(s._replace(number=0),)) for s in step.record.steps)
+
+
+def both_ways(one: RunRecord, other: RunRecord) -> list[Comparison]:
+    """Either is the first."""
+    return [polymp.compare(one, other), polymp.compare(other, one)]
+
+
+def marked(key: str, config: Config) -> Any:
+    """A case; JAX compiles what it records for the first time, so one model alone is quick."""
+    quick = config == Block() or config in [c for c, _ in FAULTS.values() if c.name == "block"]
+    return pytest.param(key, marks=[] if quick else pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [marked(*item) for item in RIGHT.items()])
+def test_a_right_port_raises_no_alarm(name: str) -> None:
+    config = RIGHT[name]
+    for seed, record in zip(SEEDS, in_jax(config), strict=True):
+        for comparison in both_ways(in_torch(config, seed), record):
+            assert comparison.explained, str(comparison)
+            pairs = [r for r in comparison.rows if r.one is not None and r.other is not None]
+            assert {RESULT, UPDATE} <= {row.array.kind for row in pairs}
+            assert max(row.share() for row in pairs) > 0, "the two are one"
+
+
+def names(comparison: Comparison) -> str:
+    """The ops and modules that the verdict shows, the modules as torch writes them."""
+    first = comparison.first
+    arrays = [] if first is None else [a for a in (first.one, first.other) if a is not None]
+    return re.sub(r"_(\d+)", r".\1", " ".join(f"{a.name} {a.module}" for a in arrays))
+
+
+@pytest.mark.parametrize("fault", [marked(f, config) for f, (config, _) in FAULTS.items()])
+def test_a_fault_is_named(fault: str) -> None:
+    config, where = FAULTS[fault]
+    for comparison in both_ways(in_torch(config), in_jax(type(config)())[0]):
+        assert where in names(comparison), str(comparison)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", IN_JAX)
+def test_a_fault_of_the_port_is_named(fault: str) -> None:
+    config, where = IN_JAX[fault]
+    for comparison in both_ways(in_torch(type(config)()), in_jax(config)[0]):
+        assert where in names(comparison), str(comparison)
+
+
+def test_of_packed_weights_the_gradient_alone_is_not_compared() -> None:
+    """torch has the three weights of an attention in one matrix."""
+    comparison = polymp.compare(in_torch(Block()), in_jax(Block())[0])
+    alone = [r.array.name for r in comparison.rows if r.other is None and r.array.kind != RESULT]
+    assert alone.count("attention.in_proj_weight") == 3  # itself, its gradient and its update
+    (mixed,) = (
+        r
+        for r in comparison.rows
+        if r.array.name == "scaled_dot_product_attention" and r.array.direction == FORWARD
+    )
+    assert mixed.other is not None, "what is computed with it was not compared"
+    assert any("attention.in_proj_weight" in note for note in comparison.notes)

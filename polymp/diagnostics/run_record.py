@@ -175,7 +175,7 @@ class Options(NamedTuple):
 
 def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Options:
     """The options of `record`."""
-    if isinstance(probes, bool) or probes != 0:
+    if type(probes) is not int or probes:
         _check_number("probes", probes, 2, ", or 0 for none")
     _check_number("every", every, 1)
     if steps is not None:

@@ -43,6 +43,7 @@ NONE, ALL = ", or 0 for none", ", or None for all"
         ({"probes": 1}, ValueError, number("probes=1", NONE)),
         ({"probes": -1}, ValueError, number("probes=-1", NONE)),
         ({"probes": 2.5}, TypeError, number("probes=2.5", NONE)),
+        ({"probes": 0.0}, TypeError, number("probes=0.0", NONE)),
         ({"probes": True}, TypeError, number("probes=True", NONE)),
         ({"probes": None}, TypeError, number("probes=None", NONE)),
         ({"every": 0}, ValueError, number("every=0")),

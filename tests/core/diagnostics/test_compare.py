@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.diagnostics import run_record
 from polymp.diagnostics.compare import ALONE, EXPLAINED, PASSED, Comparison
 from polymp.diagnostics.run_record import RecordedArray, RecordError, RunRecord
 from tests.support import run_records
@@ -298,7 +297,7 @@ def ranks(folder: Path, name: str, *programs: list[Call]) -> Path:
     path = folder / name
     for rank, program in enumerate(programs):
         made = record(arrays(program, rank), rank=rank, ranks=len(programs))
-        run_records.written(run_record.for_rank(path, rank, len(programs)), made)
+        run_records.written(path, made)  # each writes its own file
     return path
 
 

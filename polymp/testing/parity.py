@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from polymp import backends, text_table
 from polymp.diagnostics import rounding
 from polymp.diagnostics.call_record import FORWARD, Call
-from polymp.diagnostics.compare import ALONE, UNEXPLAINED, compare
+from polymp.diagnostics.compare import compare
+from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
 from polymp.diagnostics.run_record import AMAX, RecordedArray, RecordError, RunRecord
 from polymp.dtypes import FORMATS

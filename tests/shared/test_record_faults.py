@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.diagnostics.compare import EXPLAINED, Compared, Comparison
+from polymp.diagnostics.compare import Comparison
+from polymp.diagnostics.record_pairs import EXPLAINED, Compared
 from polymp.diagnostics.run_record import GRADIENT, INPUT, RESULT, UPDATE, RunRecord
 from tests.conftest import need
 from tests.support.decoder import FAULTS, IN_REGIONS, Config

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.diagnostics.compare import ALONE, EXPLAINED, PASSED, Comparison
+from polymp.diagnostics.compare import Comparison
+from polymp.diagnostics.record_pairs import ALONE, EXPLAINED, PASSED
 from polymp.diagnostics.run_record import RecordedArray, RecordError, RunRecord
 from tests.support import run_records
 from tests.support.run_records import Call, arrays, calls, record

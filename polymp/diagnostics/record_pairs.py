@@ -1,0 +1,591 @@
+"""The arrays of two recorded steps, matched, and held to what rounding explains: see `compare`.
+
+A number may be off by
+
+    t(1e-6 / numbers; squares) * sqrt(spread_one^2 + spread_other^2) + 5e-7 RMS
+
+where t is Student's quantile: a spread is a mean of squares, one for each probe of both records, of
+projections eight for each, and is less certain the fewer these are. The last part is the error of
+the numbers themselves. Without probes, `spread` is an estimate: each call's own rounding, and of
+what it reads, as far as the magnitudes tell.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
+
+from polymp.diagnostics.call_record import BACKWARD
+from polymp.diagnostics.rounding import factor, unit_roundoff
+from polymp.diagnostics.run_record import (
+    AMAX,
+    COMPILED,
+    ELEMENTS,
+    GRADIENT,
+    INPUT,
+    ORDERLESS,
+    PROJECTIONS,
+    RESULT,
+    RMS,
+    UPDATE,
+    VALUES,
+    RecordedArray,
+    RecordedStep,
+)
+from polymp.dtypes import FORMATS
+from polymp.rules.vocabulary import vocabulary
+
+_ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
+_ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
+_SAME = 0.85  # of the calls; two programs with fewer that are aligned are matched by values
+_POOLED = 64  # elements from which on projections are sums of many
+_COMMON = 0.5  # of the module paths; with fewer, calls are aligned by op and shape alone
+
+# How a pair of arrays compares.
+EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
+
+
+class Compared(NamedTuple):
+    """An array of one run beside that of the other."""
+
+    one: RecordedArray | None  # None if only the other run has it
+    other: RecordedArray | None
+    verdict: str  # "explained", "not explained", "only one run" or "passed over"
+    # The largest difference of two numbers, beside what rounding explains, as a fraction of the
+    # root mean square; 0 where only one run has the array.
+    difference: float = 0.0
+    allowed: float = 0.0
+    # The same of the whole array: of the root mean square difference, or between two frameworks of
+    # the difference of the root mean squares.
+    mean_difference: float = 0.0
+    mean_allowed: float = 0.0
+
+    @property
+    def array(self) -> RecordedArray:
+        """The array of the first run, or else of the other."""
+        array = self.one or self.other
+        assert array is not None
+        return array
+
+    def share(self) -> float:
+        """Return how much of what rounding explains the difference takes: 1 for all."""
+        if not self.difference:
+            return 0.0
+        return self.difference / self.allowed if self.allowed else math.inf
+
+    @property
+    def dtypes_differ(self) -> bool:
+        """True if both runs have it in other dtypes."""
+        if self.one is None or self.other is None:
+            return False
+        return (self.one.run, self.one.dtype) != (self.other.run, self.other.dtype)
+
+    @property
+    def parts(self) -> str:
+        """How the programs differ here; "" if both make the same call in the same dtypes."""
+        if self.one is None or self.other is None:
+            return "only one run has it"
+        if not _alike(self.one, self.other):
+            return f"{self.other.name} in the other run"
+        return "in other dtypes" if self.dtypes_differ else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data, without the numbers of the arrays."""
+
+        def side(array: RecordedArray | None) -> dict[str, Any] | None:
+            if array is None:
+                return None
+            left_out = ("values", "spread", "reads", "own")
+            data = {k: v for k, v in array._asdict().items() if k not in left_out}
+            return data | {"rms": array.values[RMS], "amax": array.values[AMAX]}
+
+        finite = math.isfinite(self.difference)  # JSON has no Inf
+        return {
+            "one": side(self.one),
+            "other": side(self.other),
+            "verdict": self.verdict,
+            "difference": self.difference if finite else None,
+            "allowed": self.allowed,
+        }
+
+
+class Side:
+    """The arrays of one run as numpy arrays."""
+
+    def __init__(self, step: RecordedStep, probes: int, names: Mapping[str, str]) -> None:
+        import numpy as np
+
+        self.arrays = step.arrays
+        self.compiled = COMPILED in step.left_out
+        self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
+        self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
+        self.probes = probes
+        if probes:
+            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
+            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
+        else:
+            self.spread = _estimated(step.arrays)
+        # Of one element: in the mean over signs, the square of a projection is the mean square.
+        whole = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
+        self.spread[:, PROJECTIONS] = whole
+        for part in (slice(AMAX, AMAX + 1), ELEMENTS):
+            self.spread[:, part] = np.maximum(self.spread[:, part], whole)
+        self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
+        # The unit roundoff of the inputs that an array is made of: what rounded these is no call.
+        units: list[float] = []
+        for a in step.arrays:
+            own = unit_roundoff(a.dtype) if a.kind == INPUT and a.dtype in FORMATS else 0.0
+            units.append(max((own, *(units[r] for r in a.reads))))
+        self.units = np.array(units, np.float64)
+        self.bad = np.array([a.bad for a in step.arrays], np.int64)
+        self.sizes = np.array([a.size for a in step.arrays], np.int64)
+        self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
+        inputs = [i for i, a in enumerate(step.arrays) if a.kind == INPUT]
+        self.bits = {i: 1 << n for n, i in enumerate(inputs)}
+        self.by_size: dict[tuple[str, int], Any] = {}
+        for i, a in enumerate(step.arrays):
+            self.by_size.setdefault(_size(a), []).append(i)
+        self.by_size = {key: np.array(at) for key, at in self.by_size.items()}
+        # Of calls outside of the backward pass, those that read what it made.
+        self.looks: set[int] = set()
+        self.readers: list[list[int]] = [[] for _ in step.arrays]
+        for i, a in enumerate(step.arrays):
+            for source in a.reads:
+                self.readers[source].append(i)
+                back = step.arrays[source].direction == BACKWARD or source in self.looks
+                if back and a.kind == RESULT and a.direction != BACKWARD:
+                    self.looks.add(i)
+
+
+def _below(modules: list[str]) -> list[str]:
+    """Module paths; the module that all others are in is the top level, as flax linen's first is.
+
+    Calls outside of it, such as a loss, have no path.
+    """
+    first = min(filter(None, modules), key=len, default="")
+    inside = {path for path in modules if path and path != first}
+    if inside and all(path.startswith(f"{first}.") for path in inside):
+        return ["" if path == first else path for path in modules]
+    return modules
+
+
+def _size(a: RecordedArray) -> tuple[str, int]:
+    """Arrays of other sizes, or of another part of the step, are never the same."""
+    back = a.direction == BACKWARD or a.kind == GRADIENT
+    return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
+
+
+_ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_norm".split())
+
+
+def _estimated(arrays: Sequence[RecordedArray]) -> Any:
+    """The spread without probes: of relative errors that add up from call to call."""
+    import numpy as np
+
+    relative = [0.0] * len(arrays)
+    spread = np.zeros((len(arrays), VALUES))
+    for i, a in enumerate(arrays):
+        size = a.values[RMS] or 1.0
+        squares = a.own**2
+        for source in a.reads:
+            share = arrays[source].values[RMS] / size if a.name in _ADDS else 1.0
+            squares += (relative[source] * max(share, 1.0)) ** 2
+        relative[i] = min(math.sqrt(squares), 1.0)
+        spread[i] = relative[i] * size
+    return spread
+
+
+class Pairs:
+    """The arrays of two runs, matched."""
+
+    def __init__(self, one: Side, other: Side, across: bool) -> None:
+        self.one, self.other, self.ported = one, other, across
+        self.across = across  # True if the calls are matched by their values
+        numbers = VALUES * (len(one.arrays) + len(other.arrays))
+        self.chance = factor(numbers)
+        # A spread is the root of a mean of so many squares: one of each probe; of the projections
+        # of an array, which are pooled, eight.
+        probes = one.probes + other.probes
+        pooled = PROJECTIONS.stop - PROJECTIONS.start
+        self.limit = _quantile(self.chance, probes), _quantile(self.chance, pooled * probes)
+        paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
+        shared = paths[0] & paths[1]
+        self.common = bool(shared) and len(shared) >= _COMMON * min(map(len, paths))
+        self.shared = {"", *shared}  # module paths that both have
+        self.aligned: dict[int, int] = {}
+        if not across:
+            self.aligned = _inputs(one, other)
+            calls = _aligned(one, other, self.common)
+            if len(calls) >= _SAME * max(len(one.results), len(other.results)):
+                self.aligned |= calls
+            else:  # another program, such as a port, or what a region makes of it
+                self.across = True
+        self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
+        self.ordered: set[int] = set()  # of these, those that have the same order of elements
+        for i in range(len(one.arrays)):
+            j = self.aligned.get(i)
+            if j is None or self.excess(i, j) > 1:
+                j = self.search(i, alone=j is None)
+            if j is not None:
+                self.twins[i] = j
+                if len(self.held(i, j)[0]) == VALUES:
+                    self.ordered.add(i)
+        self.aligned |= self.twins  # where a call was aligned wrongly, the other one is left
+        taken = {*self.twins.values(), *self.aligned.values()}
+        # Of the other run: the arrays whose values the first one has.
+        self.met = {*self.twins.values()}
+        self.met |= {j for j in range(len(other.arrays)) if j not in taken and self.has_twin(j)}
+
+    def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
+        """The differences of the numbers of two arrays, and what rounding explains of each."""
+        import numpy as np
+
+        a, b = self.one, self.other
+        spread = np.sqrt(a.spread[i] ** 2 + b.spread[j] ** 2)
+        size = np.maximum(a.rms[i], b.rms[j])
+        floor = np.zeros(VALUES)
+        floor[RMS : PROJECTIONS.stop] = _ERROR
+        many = (a.sizes[i] >= _POOLED) & (b.sizes[j] >= _POOLED)
+        limit = np.multiply.outer(np.where(many, self.limit[1], self.limit[0]), np.ones(VALUES))
+        limit[..., RMS : PROJECTIONS.start] = self.limit[0]
+        allowed = limit * spread + np.multiply.outer(size, floor)
+        # Noise adds to a mean square: of a result that is mostly noise, a change of second order.
+        whole = spread[..., PROJECTIONS.start]
+        noise = whole * np.minimum(whole / np.maximum(size, np.finfo(float).tiny), 1.0)
+        allowed[..., ORDERLESS] += noise[..., None]
+        low = np.where(a.units[i] == b.units[j], 0.0, np.maximum(a.units[i], b.units[j]))
+        stored = np.maximum(a.largest[i], b.largest[j]) + self.chance * size / math.sqrt(3)
+        allowed += np.multiply.outer(low * stored, np.ones(VALUES))
+        return np.abs(a.values[i] - b.values[j]), allowed
+
+    def held(self, i: int, j: int) -> tuple[Any, Any]:
+        """The same of the numbers of two arrays that can be compared."""
+        import numpy as np
+
+        one, other = self.one.arrays[i], self.other.arrays[j]
+        difference, allowed = self.numbers(i, j)
+        ordered = self._in_order(i, j, allowed[RMS])
+        if one.kind == UPDATE:
+            # Adam's first steps have the sign of the gradient. Where that is as small as its
+            # rounding, an element jumps, which no probe may have shown: up to two are let pass.
+            if not ordered:
+                allowed[ORDERLESS] += 4 * max(one.values[AMAX], other.values[AMAX]) / one.size
+            elif _of_two_elements(difference[PROJECTIONS], float(allowed[PROJECTIONS].max())):
+                allowed = np.maximum(allowed, difference)
+        part = slice(0, VALUES) if ordered else ORDERLESS
+        return difference[part], allowed[part]
+
+    def excess(self, i: int, j: int) -> float:
+        """How many times larger the largest difference is than what rounding explains."""
+        if bool(self.one.bad[i]) != bool(self.other.bad[j]):
+            return math.inf
+        return _worst(*self.held(i, j))[0]
+
+    def _in_order(self, i: int, j: int, allowed: float) -> bool:
+        """True if two arrays have their elements in the same order.
+
+        Between frameworks equal lengths may be other axes. Without any it is taken for granted
+        where the other numbers are `allowed` to be off by so much that they tell nothing; leading
+        axes may be one, if it is so in what the call reads.
+        """
+        mine, theirs = self.one.arrays[i].shape, self.other.arrays[j].shape
+        if not self.across:
+            return mine == theirs
+        if allowed <= _ROUGH * max(self.one.rms[i], self.other.rms[j]):
+            return False
+        shape = max(mine, theirs, key=len)
+        lengths = [n for n in shape if n > 1]
+        if len({*lengths}) < len(lengths):
+            return False
+        known = not self.ordered.isdisjoint(self.one.arrays[i].reads)
+        parts = _ends(mine) <= _ends(theirs) or _ends(theirs) <= _ends(mine)
+        return mine == theirs or (known and parts)
+
+    def search(self, i: int, alone: bool) -> int | None:
+        """The array of the other run that has the values of one of the first; None without.
+
+        One that is aligned with another may have been aligned wrongly, with a call in its module.
+        """
+        array = self.one.arrays[i]
+        if not alone and array.kind not in (RESULT, INPUT):
+            return None
+        fits = self._with_values(i, self.other.by_size.get(_size(array)))
+        alike = [j for _, j in fits if _alike(self.other.arrays[j], array)]
+        if not alone:
+            module = self.one.modules[i]
+            alike = [j for j in alike if self.other.modules[j] == module]
+            return next(iter(alike), None) if self.one.rms[i] else None
+        return next((j for j in (*alike, *(j for _, j in fits))), None)
+
+    def has_twin(self, j: int) -> bool:
+        """True if some array of the first run has the values of one of the other."""
+        at = self.one.by_size.get(_size(self.other.arrays[j]))
+        return bool(self._with_values(at, j))
+
+    def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
+        """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
+        import numpy as np
+
+        if i is None or j is None:
+            return []
+        difference, allowed = self.numbers(i, j)
+        fits = (difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)
+        ones, others = np.broadcast_arrays(i, j)
+        pairs = zip(ones[fits].tolist(), others[fits].tolist(), strict=True)
+        return [pair for pair in pairs if self._near(*pair) and self.excess(*pair) <= 1]
+
+    def _near(self, i: int, j: int) -> bool:
+        """True if two arrays may be of one call: not in other modules, of those that both have."""
+        if not self.common or RESULT not in (self.one.arrays[i].kind, self.other.arrays[j].kind):
+            return True
+        modules = {self.one.modules[i], self.other.modules[j]}
+        return len(modules) == 1 or not modules <= self.shared
+
+    def rows(self) -> tuple[list[Compared], Compared | None]:
+        """All pairs in program order, and the first that rounding does not explain."""
+        backed = {j: i for i, j in self.aligned.items()}
+        shown = backed.keys() | self.twins.values()  # beside an array of the first run
+        stays = self.twins.keys() | self.aligned.keys()
+        whole = self.shared if self.ported and self.common else set()
+        left = self._left() if self.across else set()
+        healed = _healed(self.one, stays, self._evidence(), whole) | left
+        every = dict.fromkeys(self.met, -1)
+        healed_other = _healed(self.other, self.met | backed.keys(), every, whole)
+        rows: list[Compared] = []
+        todo = 0  # of the other run
+        for i, array in enumerate(self.one.arrays):
+            j = self.aligned.get(i)
+            if j is not None:
+                rows += [self._alone(k, healed_other) for k in range(todo, j) if k not in shown]
+                todo = max(todo, j + 1)
+            j = self.twins.get(i, j)
+            if j is None:
+                hidden = _is_hidden(array, self.other)
+                healthy = i in healed or array.kind == INPUT or hidden
+                rows.append(Compared(array, None, PASSED if healthy else ALONE))
+            else:
+                rows.append(self._pair(i, j))
+        rest = range(todo, len(self.other.arrays))
+        rows += [self._alone(k, healed_other) for k in rest if k not in shown]
+        if self.across:  # what only the other run has says nothing: its ops are split otherwise
+            rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
+        first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
+        if first is not None and (first.one is None or first.other is None):
+            first = self._with_partner(first)
+        return rows, first
+
+    def _left(self) -> set[int]:
+        """Updates and gradients of inputs that only the first run has, and what these alone read.
+
+        Such inputs are the state of an optimizer, or weights that one framework packs into one.
+        Between frameworks they are not compared.
+        """
+        arrays, other = self.one.arrays, self.other.arrays
+        news = {a.name for i, a in enumerate(arrays) if a.kind == INPUT and i not in self.twins}
+        lost = {_size(a) for j, a in enumerate(other) if j not in self.met}
+        left: set[int] = set()
+        for i in reversed(range(len(arrays))):
+            a, readers = arrays[i], self.one.readers[i]
+            state = a.kind == UPDATE and _size(a) not in lost
+            end = state or (a.kind in (GRADIENT, UPDATE) and a.name in news)
+            if i not in self.twins and (end or (readers and left.issuperset(readers))):
+                left.add(i)
+        return left
+
+    def _evidence(self) -> dict[int, int]:
+        """Of arrays of the first run with a twin, the inputs that it is made of: a bit for each.
+
+        All of one that is made of none, as updates of running means are in torch.
+        """
+        bits: dict[int, int] = {}  # of the other run's inputs: ours with the same values
+        for i, j in self.twins.items():
+            if i in self.one.bits:
+                bits[j] = bits.get(j, 0) | self.one.bits[i]
+        made = _made_of(self.other, bits)
+        return {i: made[j] or -1 for i, j in self.twins.items()}
+
+    def _pair(self, i: int, j: int) -> Compared:
+        one, other = self.one.arrays[i], self.other.arrays[j]
+        difference, allowed = self.held(i, j)
+        ratio, at = _worst(difference, allowed)
+        size = max(one.values[RMS], other.values[RMS]) or 1.0
+        off = float(difference[at]) / size
+        part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
+        means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
+        if bool(one.bad) != bool(other.bad):
+            ratio = off = math.inf
+        verdict = EXPLAINED if ratio <= 1 else UNEXPLAINED
+        return Compared(one, other, verdict, off, float(allowed[at]) / size, *means)
+
+    def _alone(self, j: int, healed: set[int]) -> Compared:
+        array = self.other.arrays[j]
+        healthy = j in self.met or j in healed or array.kind == INPUT or _is_hidden(array, self.one)
+        return Compared(None, array, PASSED if healthy else ALONE)
+
+    def _with_partner(self, row: Compared) -> Compared:
+        """A call that only one run has, beside the call of the other that reads the same values."""
+        mine, theirs = (self.one, self.other) if row.one is not None else (self.other, self.one)
+        twins = self.twins if row.one is not None else {j: i for i, j in self.twins.items()}
+        at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
+        back = {*twins.values()}
+        sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
+        computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
+        readers = [
+            k
+            for s in sorted(computed or sources)
+            for k in theirs.readers[s]
+            if k not in back and theirs.arrays[k].direction == row.array.direction
+        ]
+        alike = [k for k in readers if _canonical(theirs.arrays[k]) == _canonical(row.array)]
+        if not self.across:  # a call of another op, or of another call, is no counterpart
+            other = {*(self.aligned if mine is self.other else self.aligned.values())}
+            alike, readers = [k for k in alike if k not in other], []
+        k = next((k for k in alike if theirs.arrays[k].size == row.array.size), None)
+        if k is not None:
+            pair = (at, k) if row.one is not None else (k, at)
+            return self._pair(*pair)._replace(verdict=UNEXPLAINED)
+        near = next((k for k in readers if theirs.arrays[k].size == row.array.size), None)
+        near = next(iter(alike), None) if near is None else near
+        return row if near is None else row._replace(other=theirs.arrays[near])
+
+
+def _is_hidden(array: RecordedArray, other: Side) -> bool:
+    """True for a call that the other run may have made in compiled code."""
+    return other.compiled and array.kind == RESULT and array.name != COMPILED
+
+
+def _ends(shape: tuple[int, ...]) -> set[int]:
+    """The products of the leading lengths: of a shape whose axes are parts of another's, some."""
+    return {math.prod(shape[: at + 1]) for at in range(len(shape))}
+
+
+def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
+    """The inputs that each array is made of, as the bits of these."""
+    made: list[int] = []
+    for i, a in enumerate(side.arrays):
+        made.append(functools.reduce(operator.or_, (made[r] for r in a.reads), bits.get(i, 0)))
+    return made
+
+
+def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: set[str]) -> set[int]:
+    """The arrays that are passed over: what reads them has a counterpart with the same values.
+
+    The counterpart is made of an input that the array is made of, too: the gradient of a loss reads
+    the scores, for their shape, and is made of the targets alone; `met` has the inputs.
+    The backward pass counts for what it alone reads. Two frameworks split the modules that both
+    have into other calls, but have the same numbers where such a module, one of `whole`, hands them
+    on.
+    """
+    good = dict(met)
+    known = functools.reduce(operator.or_, met.values(), 0)
+    made = _made_of(side, {i: known & bit for i, bit in side.bits.items()})
+    for i in range(len(side.arrays) - 1, -1, -1):
+        if i in stays or i in good:
+            continue
+        readers = side.readers[i]
+        if not readers and i in side.looks:  # as the norm of all gradients
+            good[i] = made[i]
+        if made[i]:
+            readers = [r for r in readers if r not in good or good[r] & made[i]]
+        near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
+        handed = side.modules[i] in whole and side.arrays[i].direction != BACKWARD
+        if handed and any(side.modules[r] != side.modules[i] for r in near):
+            continue
+        told = [good[r] & made[i] for r in near or readers if r in good]
+        if told:
+            good[i] = functools.reduce(operator.or_, told)
+    return {*good}
+
+
+def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
+    """How many times larger a difference is than what is allowed, at most, and of which number."""
+    import numpy as np
+
+    ratios = np.divide(difference, allowed, out=np.full_like(difference, np.inf), where=allowed > 0)
+    ratios = np.where(difference == 0, 0.0, ratios)
+    at = int(ratios.argmax())
+    return float(ratios[at]), at
+
+
+def _of_two_elements(projections: Any, noise: float) -> bool:
+    """True if two elements at most make the difference: projections have their sum, or difference.
+
+    A projection has each element with a sign; of many elements, all sums differ.
+    """
+    import numpy as np
+
+    sizes = np.sort(projections)
+    return int((np.diff(sizes) > max(noise, 1e-3 * float(sizes[-1]))).sum()) <= 1
+
+
+def _quantile(normal: float, probes: int) -> float:
+    """Student's quantile where a normal distribution has the given one.
+
+    Source:
+        Wallace, "Bounds on normal approximations to Student's and the chi-square distributions",
+        Ann. Math. Statist. 30 (1959).
+    """
+    if not probes:
+        return normal
+    scaled = normal * (8 * probes + 3) / (8 * probes + 1)
+    return math.sqrt(probes * math.expm1(scaled**2 / probes))
+
+
+# --- alignment ------------------------------------------------------------------------------------
+
+
+def _inputs(one: Side, other: Side) -> dict[int, int]:
+    """Inputs, gradients and updates by name and size."""
+
+    def named(side: Side) -> Iterator[tuple[tuple[Any, ...], int]]:
+        counts: dict[tuple[Any, ...], int] = {}
+        for i, (a, module) in enumerate(zip(side.arrays, side.modules, strict=True)):
+            if a.kind != RESULT:
+                key = a.kind, a.name.rpartition(".")[2], module, a.shape
+                counts[key] = counts.get(key, 0) + 1
+                yield (*key, counts[key]), i
+
+    theirs = dict(named(other))
+    return {i: theirs[key] for key, i in named(one) if key in theirs}
+
+
+def _aligned(one: Side, other: Side, common: bool) -> dict[int, int]:
+    """Calls by module, if both runs have these in common, direction, op and shape, in order."""
+
+    def keys(side: Side, shapes: bool) -> list[tuple[Any, ...]]:
+        return [
+            (
+                side.modules[i] if common else "",
+                side.arrays[i].direction,
+                _canonical(side.arrays[i]),
+                side.arrays[i].shape if shapes else (),
+            )
+            for i in side.results
+        ]
+
+    ours, theirs = keys(one, True), keys(other, True)
+    pairs: dict[int, int] = {}
+    for i, j, count in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
+        pairs |= {one.results[i + k]: other.results[j + k] for k in range(count)}
+    return pairs
+
+
+def _alike(one: RecordedArray, other: RecordedArray) -> bool:
+    return one.kind == other.kind and (one.kind != RESULT or _canonical(one) == _canonical(other))
+
+
+def other_policy(one: RecordedArray | None, other: RecordedArray | None) -> bool:
+    """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
+    if one is None or other is None or not _alike(one, other):
+        return False
+    op = vocabulary().ops.get(one.name)
+    large = ("matmul", "convolution", "softmax", "normalisation")
+    return op is not None and op.kind in large and one.run != other.run
+
+
+def _canonical(array: RecordedArray) -> str:
+    """The name of an op in both frameworks; all products of matrices have one, all convolutions."""
+    op = vocabulary().ops.get(array.name)
+    return op.kind if op is not None and op.kind in ("matmul", "convolution") else array.name

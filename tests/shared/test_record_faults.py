@@ -343,6 +343,20 @@ def test_a_gpu_and_a_cpu_raise_no_alarm(low: str) -> None:
 
 
 @pytest.mark.gpu
+def test_tf32_raises_no_alarm() -> None:
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        comparison = polymp.compare(on_gpu(CONFIG), good("torch"))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert comparison.explained, str(comparison)
+    assert comparison.parted is not None
+    assert comparison.parted.array.run == "tf32"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fault", GPU_FAULTS)
 def test_the_planted_fault_is_named_on_a_gpu(fault: str) -> None:
     low = "bfloat16" if fault in IN_REGIONS else ""

@@ -16,6 +16,7 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
+from polymp.backends.jax.diagnostics.perturb import rounds_operands
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import RecordedArray
 from polymp.jax import GradScaler, autocast, record, scoped
@@ -276,6 +277,25 @@ def test_a_run_in_float64_differs_by_less_than_six_spreads(dtype: Any) -> None:
 
 def last(found: Any) -> dict[str, RecordedArray]:
     return {r.name: r for r in found if r.kind == "gradient" or r.name.startswith("result")}
+
+
+def test_a_product_that_rounds_its_operands_says_so() -> None:
+    """By its precision and the device; tests on a GPU show that rounding explains what it does."""
+
+    class Device:
+        def __init__(self, platform: str, capability: str = "") -> None:
+            self.platform, self.compute_capability = platform, capability
+
+    def to(device: Device, precision: Any = None, dtype: Any = jnp.float32) -> str:
+        x = jnp.ones((2, 2), dtype)
+        eqn = jax.make_jaxpr(lambda x: lax.dot(x, x, precision=precision))(x).eqns[0]
+        return rounds_operands(eqn, device)  # type: ignore[arg-type]
+
+    gpu, old, tpu = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
+    assert (to(gpu), to(gpu, "high"), to(gpu, "highest")) == ("tf32", "tf32", "")
+    assert (to(old), to(Device("cpu")), to(gpu, dtype=jnp.bfloat16)) == ("", "", "")
+    assert (to(tpu), to(tpu, ("default", "highest")), to(tpu, "highest")) == (*["bfloat16"] * 2, "")
+    assert to(old, lax.DotAlgorithmPreset.TF32_TF32_F32) == "tf32"
 
 
 def test_a_mask_is_the_same_in_all_probes() -> None:

@@ -17,16 +17,19 @@ pytestmark = [
 ]
 
 
-def on_gpu(low: str) -> RunRecord:
-    with jax.default_matmul_precision("highest"):
+def on_gpu(low: str, precision: str | None = "highest") -> RunRecord:
+    with jax.default_matmul_precision(precision):
         return recorded("nnx", 0, config=CONFIG._replace(low=low))
 
 
-@pytest.mark.parametrize("low", ["", "bfloat16"])
-def test_a_gpu_and_a_cpu_raise_no_alarm(low: str) -> None:
+@pytest.mark.parametrize(
+    ("low", "precision"), [("", "highest"), ("", None), ("bfloat16", "highest")]
+)
+def test_a_gpu_and_a_cpu_raise_no_alarm(low: str, precision: str | None) -> None:
+    """Also where the GPU may take TF32."""
     with jax.default_device(jax.devices("cpu")[0]):
         cpu = recorded("nnx", 0, config=CONFIG._replace(low=low))
-    comparison = polymp.compare(on_gpu(low), cpu)
+    comparison = polymp.compare(on_gpu(low, precision), cpu)
     assert comparison.explained, str(comparison)
     assert max(shares(comparison)) > 0, "the two are one"
 

@@ -29,6 +29,7 @@ from polymp.diagnostics.run_record import (
     UPDATE,
     RecordedArray,
     RecordedStep,
+    RunRecord,
 )
 from polymp.torch import GradScaler, audit, autocast, explain, record
 
@@ -416,6 +417,43 @@ def test_a_bug_is_further_than_its_spread() -> None:
         if np.abs(np.subtract(a.values, b.values)).max() > 6 * max(a.spread)
     ]
     assert far[0] == "blocks.1.norm1"
+
+
+def test_a_product_that_rounds_its_operands_differs_by_its_spread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a GPU's does where it may take TF32; here another run rounds them before."""
+    products = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+    class Rounding(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            if op in products and args[0].dtype is torch.float32:
+                args = [(x.view(torch.int32) + 0xFFF & ~0x1FFF).view(x.dtype) for x in args]
+            return op(*args, **(kwargs or {}))
+
+    def step(probes: int, mode: Any) -> RecordedStep:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(8, 64)
+        recorder = record(None, net, probes=probes)
+        with mode, recorder:  # the recorder sees what is asked for
+            net(x).square().sum().backward()
+        return recorder.record.steps[0]
+
+    def compared(probes: int) -> Any:
+        one, other = step(probes, nullcontext()), step(probes, Rounding())
+        header = {"framework": "torch", "probes": probes}
+        runs = (RunRecord(header, (s,), name) for s, name in ((one, "one"), (other, "other")))
+        return polymp.compare(*runs)
+
+    assert not compared(8).explained
+    for module in ("probes", "perturb", "record"):
+        where = f"polymp.backends.torch.diagnostics.{module}.rounds_operands"
+        monkeypatch.setattr(where, lambda func, *_: "tf32" if "mm" in str(func) else "")
+    for probes in (0, 8):
+        found = compared(probes)
+        assert found.explained, str(found)
+        results = (r.array for r in found.rows if r.array.kind == RESULT)
+        assert {a.run for a in results if "mm" in a.name or a.name == "linear"} == {"tf32"}
 
 
 def test_own_rounding_is_about_the_same_without_probes() -> None:

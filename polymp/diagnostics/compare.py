@@ -16,7 +16,6 @@ depend on the order of the elements; a matrix and its transpose have the same. S
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -366,7 +365,8 @@ def compare(
                 for r in (ours, theirs)
             )
             raise RecordError(f"the records share no step: {have}.")
-        moved: set[str] = set()  # arrays that the steps before have left, apart by rounding
+        # By how much rounding may have moved the arrays that the steps before have left.
+        moved: dict[str, float] = {}
         for step in shared:
             now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
             if now is None:
@@ -379,8 +379,10 @@ def compare(
             found = now
             if not found.explained:
                 return found
-            updates = (r for r in found.rows if r.array.kind == UPDATE and r.difference)
-            moved |= {row.array.name for row in updates}
+            for row in found.rows:
+                if row.array.kind == UPDATE:
+                    most = math.inf if row.difference else row.allowed * row.array.values[RMS]
+                    moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
     assert found is not None
     return found
 
@@ -420,7 +422,7 @@ def _compared(
     one: RecordedStep,
     other: RecordedStep,
     modules: Mapping[str, str] | None,
-    moved: AbstractSet[str],
+    moved: Mapping[str, float],
 ) -> Comparison | None:
     """A step; None if it begins with nothing but arrays that were `moved` apart before it."""
     headers = ours.header, theirs.header
@@ -442,7 +444,12 @@ def _compared(
     rows, first = pairs.rows()
     if moved:
         apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED]
-        news = [r for r in apart if r.array.name not in moved and r.array.direction != BACKWARD]
+        news = [
+            r
+            for r in apart
+            if r.difference * r.array.values[RMS] > moved.get(r.array.name, -1.0)
+            and r.array.direction != BACKWARD
+        ]
         if apart and not news:
             return None
         first = next(iter(news), first)

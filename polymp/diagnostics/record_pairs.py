@@ -39,8 +39,9 @@ from polymp.rules.vocabulary import vocabulary
 
 _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
-_SAME = 0.85  # of the calls; two programs with fewer that are aligned are matched by values
+_SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
+_NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
 _COMMON = 0.5  # of the module paths; with fewer, calls are aligned by op and shape alone
 
 # How a pair of arrays compares.
@@ -158,6 +159,10 @@ class Side:
                 if back and a.kind == RESULT and a.direction != BACKWARD:
                     self.looks.add(i)
 
+    def tells(self, i: int) -> bool:
+        """True if an array is more than rounding, which the gradient of a key's bias is."""
+        return not self.spread[i][RMS] > _NOISE * self.rms[i]
+
 
 def _below(modules: list[str]) -> list[str]:
     """Module paths; the module that all others are in is the top level, as flax linen's first is.
@@ -218,7 +223,7 @@ class Pairs:
         if not across:
             self.aligned = _inputs(one, other)
             calls = _aligned(one, other, self.common)
-            if len(calls) >= _SAME * max(len(one.results), len(other.results)):
+            if len(calls) >= _SAME * min(len(one.results), len(other.results)):
                 self.aligned |= calls
             else:  # another program, such as a port, or what a region makes of it
                 self.across = True
@@ -351,7 +356,7 @@ class Pairs:
         whole = self.shared if self.ported and self.common else set()
         left = self._left() if self.across else set()
         healed = _healed(self.one, stays, self._evidence(), whole) | left
-        every = dict.fromkeys(self.met, -1)
+        every = dict.fromkeys((j for j in self.met if self.other.tells(j)), -1)
         healed_other = _healed(self.other, self.met | backed.keys(), every, whole)
         rows: list[Compared] = []
         todo = 0  # of the other run
@@ -404,7 +409,8 @@ class Pairs:
             if i in self.one.bits:
                 bits[j] = bits.get(j, 0) | self.one.bits[i]
         made = _made_of(self.other, bits)
-        return {i: made[j] or -1 for i, j in self.twins.items()}
+        told = ((i, j) for i, j in self.twins.items() if self.one.tells(i))
+        return {i: made[j] or -1 for i, j in told}
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]

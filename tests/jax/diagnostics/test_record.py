@@ -16,6 +16,7 @@ import pytest
 from flax import linen, nnx
 from jax import lax
 
+import polymp
 from polymp.backends.jax.diagnostics.perturb import rounds_operands
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import RecordedArray
@@ -403,3 +404,36 @@ def test_only_functions_are_recorded() -> None:
 def test_traced_code_is_refused() -> None:
     with pytest.raises(TypeError, match="Record the outermost function"):
         jax.jit(record(None, jnp.sin))(jnp.ones(3))
+
+
+def _two_steps(jitted: bool, edit: float = 0.0) -> run_record.RunRecord:
+    """Two steps of a training; between them a weight is changed by `edit`."""
+    adam = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss = lambda p: jnp.mean((jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] - 1) ** 2)  # noqa: E731
+        updates, state = adam.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"w": (16, 32), "v": (32, 4)}
+    params: Any = {
+        n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=False)
+    }
+    params["b"] = jnp.zeros(32)
+    state, x = adam.init(params), jax.random.normal(keys[2], (8, 16))
+    recorded = record(None, jax.jit(step) if jitted else step)
+    for _ in range(2):
+        params, state = recorded(params, state, x)
+        params = {**params, "w": params["w"] + edit}
+    made: run_record.RunRecord = recorded.record
+    return made
+
+
+def test_a_second_step_begins_with_weights_that_jit_has_rounded_in_another_way() -> None:
+    """The function itself makes them, and not the program that is recorded."""
+    found = polymp.compare(_two_steps(True), _two_steps(False))
+    assert found.explained, str(found)
+    found = polymp.compare(_two_steps(True), _two_steps(True, edit=1e-3))
+    assert found.first is not None
+    assert (found.step, found.first.array.name) == (1, "params['w']"), str(found)

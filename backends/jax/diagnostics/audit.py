@@ -118,7 +118,7 @@ class Audited(Wrapped):
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"
 
 
-def audit(fn: Callable[..., object], *, rounding: bool = False) -> Audited:
+def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> Audited:
     """Wrap a function so that its numbers are measured at every call.
 
         audited = polymp.jax.audit(train_step)          # jitted or not; with its jax.grad inside
@@ -144,6 +144,7 @@ def audit(fn: Callable[..., object], *, rounding: bool = False) -> Audited:
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
             jax.grad may be inside of, and not around.
+        args: none; the function that is returned takes them.
         rounding: True to measure rounding errors.
 
     Returns:
@@ -154,6 +155,10 @@ def audit(fn: Callable[..., object], *, rounding: bool = False) -> Audited:
     """
     if not callable(fn):
         raise TypeError(f"audit(fn) needs a function, got {reprlib.repr(fn)}.")
+    if args:
+        raise TypeError(
+            "audit(fn) takes no arguments of fn. Write audited = audit(fn), audited(x)."
+        )
     return Audited(fn, rounding)
 
 

@@ -74,12 +74,17 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         TypeError: `fn` is not callable, or an argument is traced.
     """
     if not callable(fn):
-        raise TypeError(f"locate(fn, *args) needs a function, got {reprlib.repr(fn)}.")
+        raise TypeError(
+            f"locate(fn, *args) needs a function, got {reprlib.repr(fn)}. Give the function and "
+            "its arguments, not what it returned."
+        )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
     program = measured(fn, args, kwargs, once=True)
     fault = located(program)
-    if fault is None:
+    if fault is None and not program.calls:
+        progress.tell("locate: the call ran no op of JAX, so that there was nothing to look at")
+    elif fault is None:
         progress.tell("locate: no op made an Inf or NaN of finite numbers")
     return fault
 

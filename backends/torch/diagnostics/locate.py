@@ -91,7 +91,9 @@ def locate(
                 raise
             return fault
         fault = values.fault()
-    if fault is None:
+    if fault is None and not values.events:
+        progress.tell("locate: the step ran no op of torch, so that there was nothing to look at")
+    elif fault is None:
         progress.tell("locate: no op made an Inf or NaN of finite numbers")
     return fault
 

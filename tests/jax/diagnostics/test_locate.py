@@ -585,3 +585,11 @@ def test_an_infinite_loss_is_put_down_to_the_constant_that_it_is_made_of() -> No
     audited(jnp.ones((4, 4)))
     assert audited.audit.fault is None
     assert locate(rows, jnp.ones((4, 4))) is None
+
+
+def test_functions_of_another_framework_are_not_called_healthy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    numpys = np.zeros(3)
+    assert locate(lambda: np.add(numpys, 1.0)) is None
+    assert capsys.readouterr().err.startswith("locate: the call ran no op of JAX")

@@ -185,3 +185,10 @@ def test_what_was_not_measured_gets_no_suggestion() -> None:
     net: Any = "net"
     with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got 'net'."), audit(net):
         raise AssertionError("entered")
+
+
+def test_functions_of_another_framework_are_not_called_healthy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert locate(lambda x: x**0.5, 2.0) is None
+    assert capsys.readouterr().err.startswith("locate: the step ran no op of torch")

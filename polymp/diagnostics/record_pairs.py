@@ -134,10 +134,12 @@ class Side:
         for part in (slice(AMAX, AMAX + 1), ELEMENTS):
             self.spread[:, part] = np.maximum(self.spread[:, part], whole)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
-        # The unit roundoff of the inputs that an array is made of: what rounded these is no call.
+        # The unit roundoff of the inputs and constants that an array is made of: what rounded these
+        # is no call.
         units: list[float] = []
         for a in step.arrays:
-            own = unit_roundoff(a.dtype) if a.kind == INPUT and a.dtype in FORMATS else 0.0
+            given = a.dtype in FORMATS and (a.kind == INPUT or not a.reads)
+            own = unit_roundoff(a.dtype) if given else 0.0
             units.append(max((own, *(units[r] for r in a.reads))))
         self.units = np.array(units, np.float64)
         self.bad = np.array([a.bad for a in step.arrays], np.int64)

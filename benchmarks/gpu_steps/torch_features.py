@@ -56,7 +56,7 @@ def _held(make: Callable[..., Any], matrices: int, shape: Any, here: Here) -> It
 
 
 def policies(here: Here) -> dict[str, Any]:
-    """What a policy adds to a call: host time of ops that it gives other rules."""
+    """Time that a policy adds to calls of ops that it gives other rules: the host's."""
     import policy_costs as benchmark
 
     rounds = 20 if here.small else 1000

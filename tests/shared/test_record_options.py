@@ -21,7 +21,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 
 
 def recorded(backend: Any, path: Any = None, **options: Any) -> Any:
-    """What `record` makes of a function or a module that does nothing."""
+    """Return the recorder of a function or a module that does nothing."""
     made: Any = lambda x: x  # noqa: E731
     if backend.__name__ == "polymp.torch":
         import torch

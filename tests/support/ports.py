@@ -77,7 +77,7 @@ SIDE, CHANNELS = 8, 6  # of an image, and of the network behind it
 
 
 def batch(config: Config, seed: int = 0) -> tuple[Any, ...]:
-    """What a step reads: texts with their lengths, images or vectors, and the classes."""
+    """Return a batch: texts with their lengths, images or vectors, and the classes."""
     rng = np.random.default_rng(seed)
     classes = rng.integers(0, CLASSES, BATCH)
     if isinstance(config, Bert):

@@ -14,7 +14,7 @@ from polymp import text_table
 from polymp.diagnostics import page, tables
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, split, together
 from polymp.diagnostics.blame import lost_constants
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
 from polymp.diagnostics.suggest import Suggestion, suggest
 from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column
@@ -229,6 +229,8 @@ def _fitting(
 def _summary(audit: AuditRecord) -> Iterator[str]:
     """Lines on the whole run, above the table."""
     yield f"audit of {text_table.plural(audit.steps, 'step')}"
+    if not audit.results:
+        yield from ("", NOTHING_RAN)
     if audit.fault is not None:
         yield from ("", "first value that is not finite:", str(audit.fault))
     if audit.backward:

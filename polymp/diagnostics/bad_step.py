@@ -214,6 +214,16 @@ class CaughtStep:
             raise BadStepError(report, last_good)
         warn(str(report))
 
+    def __enter__(self) -> NoReturn:
+        """Say how it is used."""
+        raise TypeError(
+            "catch is not a context manager. Write step = catch(step), with the function that does "
+            "a training step, and call it for each batch."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached; `with` asks for it first."""
+
     @overload
     def __get__(self, it: None, owner: type) -> Self: ...
 

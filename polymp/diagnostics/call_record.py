@@ -79,6 +79,10 @@ class Call(NamedTuple):
         return data | {"inputs": list(self.inputs), "outputs": list(self.outputs)}
 
 
+# Said in place of rows.
+NOTHING_RAN = "no op on floats ran; polymp.torch sees torch's ops alone, polymp.jax those of JAX"
+
+
 class CallList:
     """Call sites, each once, in the order in which they were first reached, and their sums."""
 

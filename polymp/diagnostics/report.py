@@ -16,7 +16,16 @@ from typing import Any
 
 from polymp import text_table
 from polymp.diagnostics import page, tables
-from polymp.diagnostics.call_record import SECTIONS, Call, CallList, added, alike, cost, ruled
+from polymp.diagnostics.call_record import (
+    NOTHING_RAN,
+    SECTIONS,
+    Call,
+    CallList,
+    added,
+    alike,
+    cost,
+    ruled,
+)
 from polymp.diagnostics.report_diff import ReportDiff
 from polymp.diagnostics.tables import COST, Cell, Column
 from polymp.errors import escaped
@@ -80,6 +89,8 @@ class Report(CallList):
         if len(self):
             totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
             lines += ["", *totals, *text_table.folded(note, width)]
+        else:
+            lines += ["", NOTHING_RAN]
         lines += ["", *tables.text(_table(self, rows), width)]
         if hidden:
             lines += ["", f"{text_table.plural(hidden, 'row')} with lower costs not listed"]

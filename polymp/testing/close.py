@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from polymp._api import framework_of
+from polymp._api import framework_in, framework_of
 from polymp.diagnostics import rounding
 from polymp.rules.policy_files import Source, load
 from polymp.testing import parity
@@ -72,6 +72,11 @@ def assert_close(
         if not callable(function):
             raise TypeError(f"assert_close: {name} is no function: {function!r}.")
     backend = framework_of((fn, reference, args), framework, "assert_close")
+    if (other := framework_in((reference, fn))) not in (None, backend):
+        raise TypeError(
+            f"assert_close compares two functions of one framework, got one of {backend} and one "
+            f"of {other}. assert_parity compares torch and JAX."
+        )
     load(policy)  # a policy that cannot be read fails before anything runs
     given, kwargs = parity.arguments(_in_numpy(args))
     made: Any = importlib.import_module(f"polymp.backends.{backend}.diagnostics.perturb").Program

@@ -8,7 +8,7 @@ from polymp._api import framework_of
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.suggest import is_broken
 from polymp.dtypes import name as dtype_name
-from polymp.rules.policy_files import Source
+from polymp.rules.policy_files import Source, load
 from polymp.rules.row import LOW
 
 _ROWS = 20  # of the audit in the text of an error
@@ -63,7 +63,8 @@ def assert_fits(
     if suggestion or is_broken(audit):
         called = getattr(fn, "__name__", type(fn).__name__)
         table = audit.table(sort="cost", limit=_ROWS)
-        raise AssertionError(f"{called} does not fit {low}:\n\n{suggestion}\n\n{table}")
+        under = f"{low} under policy {load(policy).name}"
+        raise AssertionError(f"{called} does not fit {under}:\n\n{suggestion}\n\n{table}")
     return audit
 
 

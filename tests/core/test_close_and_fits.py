@@ -169,6 +169,18 @@ def test_bad_arguments_of_assert_close() -> None:
         assert_close(torch.exp, torch.exp, torch.ones(2), policy="nonsense")
 
 
+def test_functions_of_two_frameworks_are_for_assert_parity() -> None:
+    need("torch")
+    need("jax")
+    import jax
+    import torch
+
+    with pytest.raises(
+        TypeError, match=r"got one of torch and one of jax\. assert_parity compares"
+    ):
+        assert_close(torch.nn.GELU(), jax.jit(jax.nn.gelu), torch.ones(2))
+
+
 # --- assert_fits ----------------------------------------------------------------------------------
 
 
@@ -199,7 +211,7 @@ def test_what_overflows_or_vanishes_does_not_fit_and_the_error_is_that_of_the_au
     with pytest.raises(AssertionError, match=words) as caught:
         assert_fits(fn, x, dtype="float16")
     text, audit = str(caught.value), audited(fw, fn, x, "float16")
-    assert text.startswith(f"{fn.__name__} does not fit float16:\n")
+    assert text.startswith(f"{fn.__name__} does not fit float16 under policy amp:\n")
     assert str(audit.suggest()) in text
     assert "audit of 1 step" in text
     assert assert_fits(fn, x, dtype="bfloat16").steps == 1
@@ -236,7 +248,7 @@ def test_a_module_is_called_by_its_paths_and_a_policy_may_have_rows_for_them() -
     model = nn.Sequential(nn.Identity(), Large())
     with pytest.raises(AssertionError, match=r"\[scopes\.\"1\"\]") as caught:
         assert_fits(model, tensor(X), dtype="float16")
-    assert str(caught.value).startswith("Sequential does not fit")
+    assert str(caught.value).startswith("Sequential does not fit float16 under policy amp:")
     assert_fits(
         model,
         tensor(X),

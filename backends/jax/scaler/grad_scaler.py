@@ -101,6 +101,8 @@ class GradScaler:
     ) -> None:
         if dtype is not None:
             enabled = enabled and float_dtype(dtype) == jnp.float16
+        if isinstance(init_scale, str) and init_scale in ("cpu", "cuda", "gpu", "tpu"):
+            raise TypeError(f"GradScaler({init_scale!r}): in JAX it takes no device. Leave it out.")
         if enabled:
             rule = scale_rule.checked(
                 ScaleRule(

@@ -9,7 +9,7 @@
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,13 +26,12 @@ from polymp.diagnostics.magnitudes import followed
 from polymp.weights import lost_updates
 
 
-@contextmanager
 def audit(
     model: nn.Module | None = None,
     scaler: object = None,
     *,
     rounding: bool = False,
-) -> Iterator[Audit]:
+) -> AbstractContextManager[Audit]:
     """Measure the values of a few real steps: of every op's result, and of every gradient.
 
         with polymp.torch.audit(model, scaler) as a:
@@ -67,18 +66,29 @@ def audit(
             scale.
         rounding: True to measure rounding errors.
 
-    Yields:
-        The audit, which is filled when the block ends, with an error, too.
+    Returns:
+        A context manager; it yields the audit, which is filled when the block ends, with an error,
+        too.
 
     Raises:
         TypeError: `model` is no module, or `scaler` no loss scaler.
     """
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"audit(model) needs a torch.nn.Module, got {reprlib.repr(model)}.")
+        raise TypeError(
+            f"audit(model) needs a torch.nn.Module, got {reprlib.repr(model)}. It is a context "
+            "manager: write `with audit(model) as a:` around the step."
+        )
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(
-            f"audit(model, scaler) needs the loss scaler in use, a GradScaler, got {scaler!r}."
+            "audit(model, scaler) is a context manager around steps, and needs the loss scaler in "
+            f"use, a GradScaler, got {reprlib.repr(scaler)}."
         )
+    return _auditing(model, scaler, rounding)
+
+
+@contextmanager
+def _auditing(model: nn.Module | None, scaler: object, rounding: bool) -> Iterator[Audit]:
+    """Yield an audit of the block, filled when it ends."""
     found, seen = Audit(), AuditValues(model, scaler, rounding)
     found.rounding = rounding
     hear = [each for each in (seen, seen.rounding) if each is not None]

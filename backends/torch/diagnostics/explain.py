@@ -93,6 +93,7 @@ def explain(
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     device: str | None = None,
+    model: nn.Module | None = None,
     **kwargs: object,
 ) -> Report: ...
 
@@ -103,6 +104,7 @@ def explain(
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
     device: str | None = None,
+    model: nn.Module | None = None,
     **kwargs: Any,
 ) -> Report | AbstractContextManager[Report]:
     """Report which op runs in which dtype, and why: a row for each op call site.
@@ -117,8 +119,7 @@ def explain(
     compiled run as they are written.
 
     Args:
-        fn: a module or a function; None for a context manager. With `model=` as the only argument
-            by name, the context manager reports modules by their paths in that model.
+        fn: a module or a function; None for a context manager.
         args: of the call; modules and tensors among them in any nesting.
         dtype: the low dtype of a region that is opened around the call, bfloat16 or float16, as a
             name, an alias such as "bf16", or a dtype; None to open none, unless a policy is given.
@@ -128,26 +129,29 @@ def explain(
         device: a device type such as "cuda": the call runs on fake tensors of that device, which
             have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
             is built without that device, no backward pass can run.
+        model: its modules are called by their paths; by default `fn` itself if it is a module.
         kwargs: of the call.
 
     Returns:
         The report; without `fn` a context manager that yields it, and fills it when the block ends.
 
     Raises:
-        TypeError: `fn` is not callable, or `dtype` no dtype.
+        TypeError: `fn` is not callable, `model` no module, or `dtype` no dtype.
         ValueError: `dtype` is another dtype; or `device` is given for code that holds tensors where
             they cannot be found.
         AssertionError: raised by the call, as any other error.
         RuntimeError: likewise.
     """
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"explain(model=...) needs a torch.nn.Module, got {reprlib.repr(model)}.")
     if fn is None:
-        if args or {dtype, policy, device} != {None} or set(kwargs) - {"model"}:
+        if args or {dtype, policy, device} != {None} or kwargs:
             raise TypeError(
                 "explain() without a function is a context manager: open the region inside it. "
                 f"Got args={args!r}, dtype={dtype!r}, policy={policy!r}, device={device!r}, "
                 f"{kwargs!r}."
             )
-        return explaining(kwargs.get("model"))
+        return explaining(model)
     if not callable(fn):
         raise TypeError(
             f"explain(fn, *args) needs a module or a function, got {reprlib.repr(fn)}. Give the "
@@ -158,13 +162,13 @@ def explain(
             f"explain({type(fn).__name__}) calls the module, and has no arguments for it. For a "
             "block, write `with explain(model=...) as report:`."
         )
-    model = fn if isinstance(fn, nn.Module) else None
-    title = type(fn).__name__ if model is not None else getattr(fn, "__name__", str(fn))
+    title = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", str(fn))
     try:
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             if device is not None:
-                fn, args, kwargs = _on_fakes(device, (fn, args, kwargs), stack)
-                model = fn if isinstance(fn, nn.Module) else None
+                fn, args, kwargs, model = _on_fakes(device, (fn, args, kwargs, model), stack)
+            if model is None and isinstance(fn, nn.Module):
+                model = fn
             if dtype is not None or policy is not None:
                 low = None if dtype is None else dtype_names.of(dtype, "explain(): dtype", LOW)
                 open_region((fn, args, kwargs), low, policy, stack, device)
@@ -246,6 +250,7 @@ def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
     """Put a call on fake tensors of a device: its tensors, and copies of its modules."""
     mode = FakeTensorMode()
     known: dict[int, torch.Tensor] = {}
+    copies: dict[int, Any] = {}
     differentiable = stack.enter_context(accelerators.stand_in(device))
 
     def fake(t: torch.Tensor) -> torch.Tensor:
@@ -261,8 +266,8 @@ def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
         if isinstance(leaf, torch.Tensor):
             return fake(leaf)
         if isinstance(leaf, nn.Module):
-            own = {id(t): fake(t) for t in (*leaf.parameters(), *leaf.buffers())}
-            return copy.deepcopy(leaf, own)
+            copies.update((id(t), fake(t)) for t in (*leaf.parameters(), *leaf.buffers()))
+            return copy.deepcopy(leaf, copies)
         return leaf
 
     made = tree_map(moved, call)

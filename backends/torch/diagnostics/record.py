@@ -203,6 +203,7 @@ class _Step(Subscriber):
 
     def __init__(self, number: int, model: nn.Module | None, options: Options) -> None:
         self._number = number
+        self._model = model
         self._modules = options.modules
         self._selected: dict[str, bool] = {}
         self._probes = Probes(options.probes)
@@ -487,6 +488,8 @@ class _Step(Subscriber):
     def recorded(self) -> RecordedStep:
         """Read the numbers of the step from the device."""
         self._sum_up()
+        if self._model is None:
+            check_matched(self._modules, self._selected, "the step")
         done = {name for kind, name in self._ends if kind == GRADIENT}
         self._gradients(set(self._parameters) - done)
         self._updates()

@@ -191,9 +191,10 @@ def test_all_of_it_is_plain_data() -> None:
     assert linear["inputs"] == ["float32"] * 3
 
 
-def test_an_empty_report_is_one_line() -> None:
-    assert str(Report(title="nothing")) == "nothing: 0 call sites"
-    assert str(Report()) == "report: 0 call sites"
+def test_an_empty_report_says_whose_ops_it_sees() -> None:
+    sees = "no op on floats ran; polymp.torch sees torch's ops alone, polymp.jax those of JAX"
+    assert str(Report(title="nothing")) == f"nothing: 0 call sites\n\n{sees}"
+    assert str(Report()) == f"report: 0 call sites\n\n{sees}"
 
 
 def test_no_package_is_needed_to_print() -> None:

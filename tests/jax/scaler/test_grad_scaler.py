@@ -64,6 +64,8 @@ def test_it_is_a_no_op_for_a_region_that_needs_none(dtype, enabled):
 def test_a_dtype_that_is_none():
     with pytest.raises(TypeError, match="half"):
         GradScaler(dtype="half16")
+    with pytest.raises(TypeError, match=r"^GradScaler\('cpu'\): in JAX it takes no device."):
+        GradScaler("cpu")
 
 
 ODD = GradScaler(8.0, 3.0, 0.25, 7, min_scale=0.5, max_scale=64.0, hysteresis=1)

@@ -464,6 +464,12 @@ def test_a_method_of_a_trainer() -> None:
     assert trainer.schedule.get_last_lr() == before[1]
 
 
+def test_it_is_no_context_manager() -> None:
+    with pytest.raises(TypeError, match=r"^catch is not a context manager. Write step = catch"):
+        with catch(Net()):
+            raise AssertionError("entered")
+
+
 def test_what_is_not_found_is_named_by_hand() -> None:
     nets = [Net()]
 

@@ -414,6 +414,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "Got args=(), dtype='float16', policy=None, device=None, {}.",
     ),
     (
+        lambda: explain(nn.Linear(8, 8), torch.ones(8), model="net"),
+        TypeError,
+        "explain(model=...) needs a torch.nn.Module, got 'net'.",
+    ),
+    (
         lambda: polymp.explain(len, []),
         TypeError,
         "polymp.explain(len, ...) finds no tensor, array or module that says "
@@ -426,6 +431,14 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_what_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         call()
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_modules_of_a_step_have_their_paths_in_a_model(device: str | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    own = {} if device is None else {"device": device}
+    found = explain(lambda m, x: m(x).sum(), model, torch.ones(2, 4), model=model, **own)
+    assert [call.module for call in found.calls] == ["0", "1", ""]
 
 
 class Headed(nn.Module):

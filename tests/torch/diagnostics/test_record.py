@@ -29,6 +29,7 @@ from polymp.diagnostics.run_record import (
     UPDATE,
     RecordedArray,
     RecordedStep,
+    RecordError,
     RunRecord,
 )
 from polymp.torch import GradScaler, audit, autocast, explain, record
@@ -243,6 +244,18 @@ def test_only_calls_in_some_modules_are_recorded() -> None:
     full = [a for a in Training().recorded().arrays if a.kind == RESULT]
     same = [a for a in full if a.module.startswith("blocks.1")]
     assert [a.spread for a in results] == [a.spread for a in same], "probes follow all calls"
+
+
+def test_a_pattern_without_a_model_has_to_match_a_module_that_ran() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with record(None, probes=0, modules=["1"]) as recorder:
+        net(torch.ones(2))
+    assert [a.name for a in recorder.record.steps[0].arrays if a.kind == RESULT] == ["tanh"]
+    with (
+        pytest.raises(RecordError, match=r"'2' matches no module of the step: paths are, .*'1'\."),
+        record(None, probes=0, modules=["2"]),
+    ):
+        net(torch.ones(2))
 
 
 # --- the run is left alone ------------------------------------------------------------------------

@@ -51,7 +51,8 @@ print(statistics.median(times) * 1e6)
 """
 
 
-# Inference of a small convnet, one picture: its activation is in place, or its sum.
+# Inference of a convnet, one picture: its activation is in place, or its sum. `channels` and `side`
+# are 64 and 32 as in a ResNet of small pictures, or 8 and 8: there the ops take no time, but calls.
 CONVNET = """
 import statistics, time, torch
 from torch import nn
@@ -60,7 +61,8 @@ torch.set_num_threads(1)
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d({channels}, {channels}, 3, padding=1)
+        self.norm = nn.BatchNorm2d({channels})
         self.relu = nn.ReLU(inplace={relu})
     def forward(self, x):
         y = self.relu(self.norm(self.conv(x)))
@@ -68,7 +70,7 @@ class Block(nn.Module):
             y += x
         return y
 net = nn.Sequential(*(Block() for _ in range(16))).to("{device}").eval()
-x, times = torch.randn(1, 8, 8, 8, device="{device}"), []
+x, times = torch.randn(1, {channels}, {side}, {side}, device="{device}"), []
 for _ in range({times}):
     start = time.perf_counter()
     with torch.no_grad(), autocast("{device}"):
@@ -191,11 +193,17 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
 
     names = ("torch.amp", "polymp.torch")
     writes = [WRITES.format(package=package, device=device) for package in names]
-    passes = 20 if small else 300
-    relu, add = (
-        [CONVNET.format(package=package, device=device, times=passes, **where) for package in names]
-        for where in ({"relu": True, "add": False}, {"relu": False, "add": True})
-    )
+
+    def convnet(channels: int, side: int, what: str) -> Row:
+        times = 10 if small else 300 * 8 // channels
+        sides = [
+            CONVNET.format(package=package, device=device, times=times, channels=channels,
+                           side=side, relu=what == "relu_", add=what == "+=")
+            for package in names
+        ]  # fmt: skip
+        title = f"convnet, {channels} x {side} x {side}, one picture, {what} in each block"
+        return apart(title, *sides, max(1, rounds // 6), CONVNET_BAR)
+
     imports = [printed(IMPORT) for _ in range(max(1, rounds // 12))]
     found = [
         paired("region: enter and leave", entering(lambda: theirs_kept), entering(lambda: kept),
@@ -208,8 +216,7 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
         apart("100 small add_ in a region", *writes, max(1, rounds // 6), WRITE_BAR),
         apart("the same, torch.amp with a Python kernel that only passes on", writes[0],
               PASSES_ON.format(device=device) + writes[0], max(1, rounds // 12)),
-        apart("convnet, one picture, relu_ in place", *relu, max(1, rounds // 6), CONVNET_BAR),
-        apart("convnet, one picture, += of each block", *add, max(1, rounds // 6), CONVNET_BAR),
+        *(convnet(*size, what) for size in ((64, 32), (8, 8)) for what in ("relu_", "+=")),
         row("import of polymp.torch after torch / 40 ms", [IMPORT_MS] * len(imports), imports, 1.0),
     ]  # fmt: skip
     for dtype in (torch.bfloat16, torch.float16):

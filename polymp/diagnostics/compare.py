@@ -22,6 +22,7 @@ from typing import Any
 
 from polymp import text_table
 from polymp.diagnostics import page, run_record, tables
+from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE, SECTIONS
 from polymp.diagnostics.record_pairs import (
     ALONE,
@@ -32,7 +33,6 @@ from polymp.diagnostics.record_pairs import (
     Side,
     other_policy,
 )
-from polymp.diagnostics.report_diff import matched
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,

@@ -14,9 +14,9 @@ import functools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
+from polymp.diagnostics.alignment import aligned
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import factor, unit_roundoff
 from polymp.diagnostics.run_record import (
@@ -562,22 +562,12 @@ def _inputs(one: Side, other: Side) -> dict[int, int]:
 def _aligned(one: Side, other: Side, common: bool) -> dict[int, int]:
     """Calls by module, if both runs have these in common, direction, op and shape, in order."""
 
-    def keys(side: Side, shapes: bool) -> list[tuple[Any, ...]]:
-        return [
-            (
-                side.modules[i] if common else "",
-                side.arrays[i].direction,
-                _canonical(side.arrays[i]),
-                side.arrays[i].shape if shapes else (),
-            )
-            for i in side.results
-        ]
+    def keys(side: Side) -> list[tuple[Any, ...]]:
+        arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
+        return [(module, a.direction, _canonical(a), a.shape) for module, a in arrays]
 
-    ours, theirs = keys(one, True), keys(other, True)
-    pairs: dict[int, int] = {}
-    for i, j, count in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
-        pairs |= {one.results[i + k]: other.results[j + k] for k in range(count)}
-    return pairs
+    pairs = aligned(keys(one), keys(other))
+    return {one.results[i]: other.results[j] for i, j in pairs.items()}
 
 
 def _alike(one: RecordedArray, other: RecordedArray) -> bool:

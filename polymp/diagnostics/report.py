@@ -10,7 +10,7 @@ It is a list of calls (`call_record`) that is drawn here and can be compared wit
 terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from os import PathLike
 from typing import Any
 
@@ -139,23 +139,21 @@ class Report(CallList):
         )
         return page.html(made, path)
 
-    def diff(self, other: "Report", modules: Callable[[str], str] | None = None) -> ReportDiff:
+    def diff(self, other: "Report") -> ReportDiff:
         """Compare with another report: under another policy, or from the other framework.
 
             print(polymp.explain(model, x).diff(polymp.explain(model, x, policy="lean")))
 
-        Calls are compared by module, direction and op, in order.
+        Calls are compared by module, direction and op, in order. Module paths match if they are
+        equal, or are so without the parts "layers" of flax's containers and a class name in front.
 
         Args:
             other: of the same model.
-            modules: from a module path of `other` to the path here. By default paths are the same
-                in both; for a path that this report lacks, the parts "layers" of flax's containers
-                and a class name in front, as linen has it, are left out if the rest then matches.
 
         Returns:
             The differences; false if there are none.
         """
-        return ReportDiff(self, other, modules)
+        return ReportDiff(self, other)
 
     def __str__(self) -> str:
         return self.table()

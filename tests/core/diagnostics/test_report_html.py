@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from polymp.diagnostics import page as page_module
-from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from tests.support import reports
 
@@ -253,30 +252,6 @@ def test_a_file_is_replaced_once_the_page_is_whole(
     nasty().to_html(path)
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
     assert path.stat().st_ino != inode
-
-
-def test_a_page_of_differences() -> None:
-    diff = reports.in_torch().diff(reports.in_jax())
-    page = diff.to_html()
-    parsed = Parsed(page)
-    assert parsed.rows[0] == ["#", "module", "op", "direction", "what", "torch", "jax"]
-    assert parsed.column("what")[:4] == ["casts", "only in torch", "only in jax", "dtypes, rule"]
-    assert parsed.column("#") == [str(at) for at in range(1, len(diff) + 1)]
-    assert parsed.texts["p"][1].startswith("call sites: 9 and 5; FLOPs in bfloat16: 37.0 M and 15")
-    assert Parsed(diff._repr_html_()).of("iframe")[0]["srcdoc"] == page
-
-
-def test_differences_of_markup_are_only_text() -> None:
-    def torn(call: Call) -> Call:
-        return call._replace(op=NASTY + "2")
-
-    diff = nasty().diff(
-        Report([torn(call) for call in nasty()], title=NASTY * 2, policy=NASTY[::-1])
-    )
-    parsed = Parsed(diff.to_html())
-    assert len(parsed.of("script")) == 1
-    assert not parsed.of("b")
-    assert parsed.column("op").count(NASTY) == 2
 
 
 # --- the files it is made of ----------------------------------------------------------------------

@@ -195,7 +195,6 @@ def test_two_recipes_differ_and_so_do_bfloat16_and_8_bits():
     assert "fp8, rowwise" in str(diff)
     lean = explain(model, x, policy="lean", dtype="bf16").diff(other)
     assert ("rule", "fallback") in [row.changed for row in lean]
-    assert lean.totals()["bytes of 8 bits kept"] == (0, other.kept_fp8)
     assert other.kept_fp8 == 32 * 64
 
 

@@ -5,7 +5,6 @@ differentiation made are followed from the loss's own cotangent, 1, to the gradi
 multiplies in a name scope, which the transposed multiplication keeps.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -22,10 +21,6 @@ from polymp.backends.jax.jaxprs import Walk
 from polymp.backends.jax.scaler.gradient_stats import on_host
 from polymp.errors import ScalerWarning, UnscaledError
 
-# A loss multiplied by such a constant is scaled by hand. The least power of two
-# that has been found useful: Micikevicius et al., arXiv:1710.03740, section 3.2.
-_LEAST_CONSTANT = 8.0
-
 
 def expect_scaler(
     train_step: Callable[..., object],
@@ -40,11 +35,9 @@ def expect_scaler(
     The step is traced and not run, so it costs no more than compiling it; a jitted one may have
     run before. Steps without gradients, and gradients in bfloat16 or float32, are fine.
 
-    A gradient is scaled if it depends on a loss multiplied by an enabled `GradScaler`, or by hand:
-    the loss as one number, times a number that the step was given (flax's DynamicScale and jmp's
-    DynamicLossScale multiply by such a one) or times a constant power of two from 8 up. So a loss
-    that is weighted by an argument passes. Cotangents that the step is given, such as those of
-    `jax.vjp`, are not followed.
+    A gradient is scaled if it depends on a loss multiplied by an enabled `GradScaler`; the scalers
+    of other libraries are not known. Cotangents that the step is given, such as those of `jax.vjp`,
+    are not followed.
 
     Args:
         train_step: a function, jitted or not.
@@ -68,8 +61,8 @@ def expect_scaler(
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
     flow, closed = _Flow(), _traced(train_step, args, kwargs)
-    flow.program(closed, [_Value(given=True)] * len(compat.binders(closed)[1]), (False, False))
-    if flow.unscaled is None:
+    flow.program(closed, [_Value()] * len(compat.binders(closed)[1]), (False, False))
+    if not flow.unscaled:
         return True
     said = (
         f"gradients flow through float16 without a scaler, first in {flow.unscaled}: those below "
@@ -97,29 +90,23 @@ def _traced(
     return jax.make_jaxpr(flat)(*arrays)
 
 
+_UNSCALED, _LOW, _SCALED = 1, 2, 3  # cotangents; of several operands, the largest decides
+_SOME = 2.0  # for constants other than 0 and 1
+_SAME = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
+
+
 class _Value(NamedTuple):
     """Facts about a value of the step."""
 
-    constant: float | None = None  # its number, if it depends on no argument, or `_SOME`
-    given: bool = False  # it was given to the step, or is that in another dtype
-    cotangent: bool = False  # it depends, by equations of a transposition, on a constant cotangent
-    low: str | None = None  # the first such equation with a float16 result on the way
-    scaled: bool = False  # it depends on a multiplication by a scale, likewise
-
-
-_SOME = -1.0  # for a constant that is not 0 and that is not followed; all others are sizes
-# What leaves a number the same, whatever its shape and dtype.
-_SAME = frozenset({
-    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "neg", "pvary",
-    "reduce_precision", "reshape", "sharding_constraint", "squeeze", "transpose",
-})  # fmt: skip
+    constant: float | None = None  # 0, 1 or `_SOME`; None if it depends on an argument
+    cotangent: int = 0  # `_UNSCALED`, `_LOW` if float16 was on the way, `_SCALED`; 0 for no one
+    where: str = ""  # the first equation on the way with a float16 result
 
 
 class _Flow(Walk[_Value, tuple[bool, bool]]):
     """Follows values; a place is in the backward pass or not, and in `scale` or not."""
 
-    # The first float16 equation on the way of a gradient that was not scaled.
-    unscaled: str | None = None
+    unscaled = ""  # where the first gradient that is not scaled was in float16
 
     def program(
         self, closed: ClosedProgram, values: Sequence[_Value], around: tuple[bool, bool]
@@ -133,70 +120,47 @@ class _Flow(Walk[_Value, tuple[bool, bool]]):
         stack = eqn.source_info.name_stack
         back = around[0] or compat.in_backward(stack)
         scope = around[1] or regions.SCALED in compat.scope_names(stack)
-        return super().equation(
-            at, eqn, values if back else list(map(self.left, values)), (back, scope)
-        )
+        values = values if back else list(map(self.left, values))
+        return super().equation(at, eqn, values, (back, scope))
 
     def left(self, value: _Value) -> _Value:
         """A value that leaves the backward pass: a gradient, if it came from there."""
-        if value.low is not None and not value.scaled and self.unscaled is None:
-            self.unscaled = value.low
-        return _Value(value.constant, value.given)
+        if value.cotangent == _LOW:
+            self.unscaled = self.unscaled or value.where
+        return _Value(value.constant)
 
     def leaf(
         self, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
     ) -> Sequence[_Value]:
         name, numbers = eqn.primitive.name, [v.constant for v in values]
         constant: float | None = None
-        if (name == "mul" and 0 in numbers) or (numbers and not any(n != 0 for n in numbers)):
+        if (name == "mul" and 0 in numbers) or (numbers and all(n == 0 for n in numbers)):
             constant = 0.0
         elif None not in numbers:
             constant = numbers[0] if name in _SAME else _SOME
-        given = name in _SAME and bool(values) and all(v.given for v in values)
         if not around[0]:
-            return [_Value(constant, given)] * len(eqn.outvars)
-        cotangent = any(v.cotangent for v in values) or bool(constant)
-        if name in ("mul", "select_n"):  # the loss's own cotangent is 1
-            cotangent |= 1 in numbers
-        scaled = around[1] or any(v.scaled for v in values) or _by_hand(name, eqn, values)
-        low = next((v.low for v in values if v.low), None)
-        is_low = [getattr(var.aval, "dtype", None) == np.float16 for var in eqn.outvars]
-        here = f"{name} at {compat.where_written(eqn)}" if cotangent and any(is_low) else None
-        firsts = (low or (here if one else None) for one in is_low)
-        return [_Value(constant, given, cotangent, first, scaled) for first in firsts]
+            return [_Value(constant)] * len(eqn.outvars)
+        cotangent = max(values, key=lambda v: v.cotangent, default=_Value())
+        starts = constant or (name in ("mul", "select_n") and 1 in numbers)  # the loss's own is 1
+        if starts and not cotangent.cotangent:
+            cotangent = _Value(cotangent=_UNSCALED)
+        if around[1]:
+            cotangent = _Value(cotangent=_SCALED)
+        low = _Value(None, _LOW, f"{name} at {compat.where_written(eqn)}")
+        return [
+            (low if now else cotangent)._replace(constant=constant)
+            for var in eqn.outvars
+            for now in [cotangent.cotangent == _UNSCALED and var.aval.dtype == np.float16]
+        ]
 
     def number(self, value: jax.typing.ArrayLike) -> _Value:
         """The facts about a number; of larger arrays, and of keys, nothing is followed."""
-        dtype = getattr(value, "dtype", np.dtype(float))
-        if np.size(value) != 1 or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
+        if np.size(value) != 1 or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
             return _Value()
-        size = float(abs(on_host(value).reshape(()).astype(complex)))
-        return _Value(_SOME if math.isnan(size) else size)
+        number = on_host(value).reshape(()).item()
+        return _Value(float(number) if number in (0, 1) else _SOME)
 
     def join(self, one: _Value, other: _Value) -> _Value:
-        constant = one.constant
-        if constant != other.constant:
-            constant = _SOME if one.constant and other.constant else None
-        return _Value(
-            constant,
-            one.given and other.given,
-            one.cotangent or other.cotangent,
-            one.low or other.low,
-            one.scaled or other.scaled,
-        )
-
-
-def _by_hand(name: str, eqn: Equation, values: list[_Value]) -> bool:
-    """True if a loss, as one number, was multiplied by something that can only be a scale."""
-    if name != "mul" or math.prod(eqn.outvars[0].aval.shape) != 1:
-        return False
-    return any(
-        (ct.cotangent or ct.constant is not None)
-        and not ct.low
-        and (by.given or _is_scale(by.constant or 0.0))
-        for ct, by in (values, values[::-1])
-    )
-
-
-def _is_scale(constant: float) -> bool:
-    return constant >= _LEAST_CONSTANT and math.frexp(constant)[0] == 0.5
+        constants = {one.constant, other.constant}
+        constant = one.constant if len(constants) == 1 else None if None in constants else _SOME
+        return max(one, other, key=lambda v: v.cotangent)._replace(constant=constant)

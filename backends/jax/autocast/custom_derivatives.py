@@ -7,19 +7,17 @@ reverse rules have a part each.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.evaluate import bind, cast, run
+from polymp.backends.jax.autocast.evaluate import bind, run
 from polymp.backends.jax.autocast.frame import (
-    Change,
     Frame,
     Inside,
     Plan,
@@ -57,8 +55,6 @@ class Rules(Inside):
         self.name: str = compat.function_name(plan.jaxpr)
         # Not the plan's: two functions may share a body and differ in their rules.
         self.cache: dict[Hashable, Any] = {}
-        self.planned_as: tuple[Self, Change] | None = None
-        self.lows: list[str | None] = []  # by input, the low dtype that it is stored in
 
     @property
     def plan(self) -> Plan:
@@ -68,16 +64,6 @@ class Rules(Inside):
         if self.plan.as_written and not self.plan.region.enabled:
             return bind(step, values)
         return self.call(values)
-
-    def passed_on(self) -> Sequence[int]:
-        return ()  # the rule hands on what the function does, in the same dtypes
-
-    def lowered(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
-        """These rules where some inputs come low: planned as ever, then changed."""
-        rules = copy(self)
-        rules.plans, rules.lows, rules.cache = plans, list(lows), {}
-        rules.planned_as = self, change
-        return rules
 
     def original(self, *args: jax.Array) -> Sequence[jax.Array]:
         """The equation as a function, at its declared dtypes."""
@@ -108,8 +94,6 @@ class Half(NamedTuple):
     moves: tuple[bool, ...] = ()
     # Of the forward half, the structure of what is saved.
     tree: jax.tree_util.PyTreeDef | None = None
-    # Of the forward half, the dtypes in which its results come where inputs come low.
-    lows: Sequence[str | None] = ()
 
 
 def once(method: Callable[..., Half]) -> Callable[..., Half]:
@@ -179,11 +163,7 @@ class Forward(Rules):
     ) -> tuple[tuple[object, ...], tuple[object, ...]]:
         moving = moving_of(tangents, self.floats)
         half = self.planned(moving)
-        given = where(tangents, moving)
-        # The tangent of a parameter that is stored low comes low.
-        dtypes = [k.dtype for k in half.plan.known[len(primals) :]]
-        given = [cast(t, f) if f else t for t, f in zip(given, dtypes, strict=True)]
-        flat = run(half.plan, [*primals, *given])
+        flat = run(half.plan, [*primals, *where(tangents, moving)])
         count = len(self.plan.outs)
         left, moves = iter(flat[count:]), iter(half.moves)
         tangents = [
@@ -195,11 +175,6 @@ class Forward(Rules):
     @once
     def planned(self, moving: tuple[bool, ...]) -> Half:
         """The rule, when these arguments move."""
-        if self.planned_as is not None:
-            before, change = self.planned_as
-            half: Half = before.planned(moving)
-            plan, _ = change(half.plan, [*self.lows, *[None] * sum(moving)], (), self.name)
-            return half._replace(plan=plan)
         avals = [var.aval for var in self.eqn.invars]
         moves: list[bool] = []
 
@@ -258,12 +233,7 @@ class Reverse(Rules):
             half = self.backward(saved.moving, coming)
             grads = iter(run(half.plan, [*saved.values, *where(cotangents, coming)]))
             moves = iter(half.moves)
-            # The gradient of a parameter that is stored low leaves low.
-            dtypes = [k.dtype for k in self.plan.known[self.num_consts :]]
-            return tuple(
-                (cast(next(grads), f) if f else next(grads)) if moving and next(moves) else None
-                for moving, f in zip(saved.moving, dtypes, strict=True)
-            )
+            return tuple(next(grads) if moving and next(moves) else None for moving in saved.moving)
 
         function = jax.custom_vjp(named(primal, self.name, self.plan.jaxpr))
         function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
@@ -273,12 +243,6 @@ class Reverse(Rules):
     def forward(self, moving: tuple[bool, ...]) -> Half:
         """The forward half, when these arguments are differentiated."""
         count = len(self.plan.outs)
-        if self.planned_as is not None:
-            before, change = self.planned_as
-            half: Half = before.forward(moving)
-            saved = range(count, len(half.plan.outs))
-            plan, outs = change(half.plan, self.lows, saved, self.name)
-            return half._replace(plan=plan, lows=outs[count:])
         skip = self.num_consts
         trees: list[jax.tree_util.PyTreeDef] = []
 
@@ -306,11 +270,6 @@ class Reverse(Rules):
     def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> Half:
         """The backward half, when these arguments are differentiated and these cotangents come."""
         first = self.forward(moving)
-        if self.planned_as is not None:
-            before, change = self.planned_as
-            half: Half = before.backward(moving, coming)
-            dtypes = [*first.lows, *[None] * sum(coming)]
-            return half._replace(plan=change(half.plan, dtypes, (), self.name)[0])
         count = len(self.plan.outs)
         saved = [var.aval for var in compat.opened(first.plan.jaxpr)[0].outvars[count:]]
         avals = where([var.aval for var in self.eqn.invars[self.num_consts :]], moving)

@@ -172,14 +172,6 @@ class Plan:
         return drops[::-1]
 
 
-# Makes a plan one for inputs that come in low dtypes; see `freeze`. In: the plan, by input
-# the low dtype or None, the outputs that may come low, and the name of the function. Out: the
-# plan, and by output the low dtype or None.
-Change = Callable[
-    ["Plan", Sequence[str | None], Iterable[int], str], tuple["Plan", Sequence[str | None]]
-]
-
-
 @dataclass(eq=False)
 class Inside:
     """The programs inside an equation, as they are planned, and how it is put back around them."""
@@ -198,9 +190,7 @@ class Inside:
         """The outputs of the programs that the step casts, each with the dtype."""
         return {}
 
-    def lowered(
-        self, plans: "tuple[Plan, ...]", lows: Sequence[str | None], change: Change
-    ) -> Self:
+    def lowered(self, plans: "tuple[Plan, ...]", lows: Sequence[str | None]) -> Self:
         """The same where some operands come low."""
         return replace(self, plans=plans)
 

@@ -19,7 +19,6 @@ from polymp.backends.jax.autocast import known_functions
 from polymp.backends.jax.autocast.evaluate import cast, run
 from polymp.backends.jax.autocast.frame import (
     ELIGIBLE,
-    Change,
     Frame,
     Inside,
     Plan,
@@ -253,7 +252,7 @@ class _Inlined(Inside):
     def rounds(self) -> Mapping[int, str]:
         return {i: dtype for i, dtype in enumerate(self.returns or ()) if dtype is not None}
 
-    def lowered(self, plans: tuple[Plan, ...], lows: Sequence[str | None], change: Change) -> Self:
+    def lowered(self, plans: tuple[Plan, ...], lows: Sequence[str | None]) -> Self:
         reads = tuple(low or f for low, f in zip(lows, self.reads, strict=True))
         return replace(self, plans=plans, reads=reads)
 

@@ -43,7 +43,7 @@ from polymp.backends.jax.autocast.transform import (
     transformed,
 )
 from polymp.backends.jax.compat.programs import Atom, Equation
-from polymp.backends.jax.jaxprs import Inner, inside
+from polymp.backends.jax.jaxprs import RULED, Inner, inside
 from polymp.backends.jax.modules import nnx
 from polymp.errors import PolicyError
 from polymp.rules.policy import Why
@@ -62,10 +62,11 @@ def freeze(
         float32, read in float32 as well, or returned   as it is
         anything else                                   as it is
 
-    Reads are those of the planned program, also in the bodies of jit, scan, while, cond, remat,
-    shard_map and functions with derivative rules, through transposes, reshapes, slices, gathers
-    and other moves. The function sees float32 dtypes while it is traced, as before, so its results
-    are those of `fn` on the float32 parameters: the same bits, the same dtypes.
+    Reads are those of the planned program, also in the bodies of jit, scan, while, cond, remat and
+    shard_map, through transposes, reshapes, slices, gathers and other moves; a function with a
+    derivative rule of its own reads its arguments in float32. The function sees float32 dtypes
+    while it is traced, as before, so its results are those of `fn` on the float32 parameters: the
+    same bits, the same dtypes.
 
     Gradients with respect to other arguments are those of `fn`, too. A gradient with respect to a
     stored parameter comes in the dtype that it is stored in: to train it, use `fn`.
@@ -523,11 +524,15 @@ class _LowInputs:
     def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
         """The same of a step with programs inside; what a loop carries stays wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
-        programs = inside(eqn)
+        programs, where = inside(eqn), compat.where_written(eqn)
         if isinstance(eqn, FunctionCall):
             programs = [Inner(eqn, range(len(lows)))]
+        if name in RULED:
+            why = f"a function with a derivative rule takes it in float32 ({where})"
+            for low in lows:
+                self.reads(low, "float32", why)
+            return step, [None] * len(eqn.outvars)
         for at in dict.fromkeys(at for program in programs for at in program.carried):
-            where = compat.where_written(eqn)
             self.reads(lows[at], "float32", f"a {name} carries it in float32 ({where})")
             lows[at] = None
         allowed = self.allowed_outputs(step, whole, programs, lows)
@@ -547,7 +552,7 @@ class _LowInputs:
         for i, dtype in whole.rounds().items():  # the step casts what comes of the program inside
             self.reads(made[i], dtype, f"it is returned in {dtype}")
             made[i] = None
-        return moved._replace(inside=whole.lowered(tuple(plans), _dtypes(lows), self.of_rule)), made
+        return moved._replace(inside=whole.lowered(tuple(plans), _dtypes(lows))), made
 
     def allowed_outputs(
         self, step: Step, whole: Inside, programs: Sequence[Inner], lows: Held
@@ -563,19 +568,6 @@ class _LowInputs:
             alike = [len({*_dtypes(several)}) == 1 for several in zip(*outs, strict=True)]
             allowed = [i for i in allowed if alike[i]]
         return allowed
-
-    def of_rule(
-        self, plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int], name: str
-    ) -> tuple[Plan, list[str | None]]:
-        """The plan of a derivative rule, which is asked for when something is differentiated."""
-        lowered = plan_low(plan, dtypes, allowed)
-        for at, wide in lowered.wide.items():
-            raise PolicyError(
-                f"The derivative rule of {name!r} cannot take a parameter that is stored in "
-                f"{dtypes[at]}: {wide.why}. Freeze the function that computes the gradient, "
-                "polymp.jax.freeze(autocast(gradient), params, ...), which keeps it in float32."
-            )
-        return lowered.plan, _dtypes(lowered.outs)
 
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""

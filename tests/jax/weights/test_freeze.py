@@ -255,7 +255,7 @@ def turned(x, w):
 turned.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct))
 
 
-@case({"w": W, "v": V}, w=B16, v=B16)
+@case({"w": W, "v": V})
 def with_rules_of_their_own(p, x):
     return turned(halved(x, p["w"]), p["v"])
 
@@ -312,6 +312,7 @@ REASONS = {
         "w",
         "'dot_general' reads it in float32: linear in bfloat16: lower (runs in the region's dtype)",
     ),
+    "with_rules_of_their_own": ("v", "a function with a derivative rule takes it in float32 ("),
     "of_other_dtypes": ("i", "it is int32, not float32"),
     "around_a_known_function": ("g", "'mul' reads it in float32"),
 }

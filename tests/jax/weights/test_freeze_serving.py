@@ -20,7 +20,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import polymp.jax
-from polymp.errors import PolicyError
 from polymp.jax import Frozen, autocast, freeze, lower
 from tests.conftest import need
 from tests.jax.weights.test_freeze import QUICK, W, X, bits, faults, halved, parameter, turned
@@ -105,7 +104,7 @@ PARAMS = {"w": W, "v": V}
 def blocks() -> tuple[Any, Frozen, Any]:
     fn = autocast(block)
     serve, served = freeze(fn, PARAMS, X)
-    assert set(serve.stored) == {"['w']", "['v']"}
+    assert set(serve.stored) == {"['v']"}
     return fn, serve, served
 
 
@@ -154,7 +153,7 @@ def test_gradients_with_respect_to_stored_parameters_come_low(blocks):
     want = jax.grad(partial(cost, fn))(PARAMS)
     got = jax.grad(partial(cost, serve))(served)
     for name, grad in got.items():
-        assert grad.dtype == jnp.bfloat16
+        assert grad.dtype == served[name].dtype
         assert np.allclose(grad.astype(jnp.float32), want[name], rtol=2e-2, atol=2e-2)
 
 
@@ -166,30 +165,6 @@ def test_tangents_of_stored_parameters_come_low():
     assert same(got[0], want[0])
     assert np.allclose(
         got[1].astype(jnp.float32), want[1].astype(jnp.float32), rtol=0.05, atol=0.05
-    )
-
-
-@jax.custom_vjp
-def penalised(x, w):
-    return x @ w
-
-
-penalised.defvjp(
-    lambda x, w: (x @ w, (x, w)),
-    lambda saved, ct: (ct @ jnp.exp(saved[1]).T, saved[0].T @ ct),
-)
-
-
-def test_a_derivative_rule_that_reads_a_stored_parameter_wide():
-    serve, served = freeze(autocast(lambda w, x: penalised(x, w)), W, X)
-    assert serve.stored == {"": "bfloat16"}
-    assert serve(served, X).shape == X.shape
-    with pytest.raises(PolicyError) as caught:
-        jax.grad(lambda x: serve(served, x).astype(jnp.float32).sum())(X)
-    text = str(caught.value)
-    assert text.startswith(
-        "The derivative rule of 'penalised' cannot take a parameter that is stored in bfloat16: "
-        "'exp' reads it in float32: exp in bfloat16: fp32 (runs in float32), by the row exp = fp32"
     )
 
 
@@ -229,7 +204,7 @@ def test_freezing_where_everything_is_traced():
     @jax.jit
     def both(params, x):
         serve, served = freeze(fn, params, x)
-        assert {p.dtype.name for p in served.values()} == {"bfloat16"}
+        assert {n: p.dtype.name for n, p in served.items()} == {"v": "bfloat16", "w": "float32"}
         return serve(served, x)
 
     assert same(both(PARAMS, X), jax.jit(fn)(PARAMS, X))

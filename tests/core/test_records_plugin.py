@@ -46,11 +46,10 @@ def loss(w, x):
     return jnp.sum(jnp.tanh(h) / jnp.sqrt(h * h + EPSILON))
 
 
-@pytest.mark.parametrize("size", [4, 6])
-def test_step(polymp_record, size):
-    w = jnp.linspace(-1, 2, size * size).reshape(size, size)
-    x = jnp.ones((3, size))
-    assert polymp_record(jax.grad(loss))(w, x).shape == (size, size)
+@pytest.mark.parametrize("start", [-1, -2])  # of one shape: what is recorded is compiled once
+def test_step(polymp_record, start):
+    w = jnp.linspace(start, 2, 16).reshape(4, 4)
+    assert polymp_record(jax.grad(loss))(w, jnp.ones((3, 4))).shape == (4, 4)
 """
 
 

@@ -131,9 +131,9 @@ def test_a_mismatch_fails_and_names_the_op(mismatch: Mismatch) -> None:
     [
         (0, {"approximate": True}, "gelu", "jax.nn.gelu("),
         (1, {"approximate": True}, "gelu", "jax.nn.gelu("),
-        (1, {"eps": 1e-3}, "layer_norm", "x = x - x.mean("),
-        (1, {"axis": -2}, "softmax", "jax.nn.softmax("),
-        (0, {"power": -0.4}, "mul", "** power"),
+        pytest.param(1, {"eps": 1e-3}, "layer_norm", "x = x - x.mean(", marks=pytest.mark.long),
+        pytest.param(1, {"axis": -2}, "softmax", "jax.nn.softmax(", marks=pytest.mark.long),
+        pytest.param(0, {"power": -0.4}, "mul", "** power", marks=pytest.mark.long),
     ],
 )
 def test_the_columns_show_the_same_place(at: int, changed: Any, op: str, line: str) -> None:

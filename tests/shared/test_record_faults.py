@@ -283,7 +283,7 @@ def test_no_false_alarm_between_frameworks_with_other_weights_and_data() -> None
 def test_threads_raise_no_alarm() -> None:
     import torch
 
-    config = CONFIG._replace(batch=16)
+    config = CONFIG._replace(batch=16, layers=1, layer=0)
     one = recorded("torch", 0, config=config)
     torch.set_num_threads(2)
     try:

@@ -85,10 +85,10 @@ def record(device: str, enter: EnterIn, patterns: Sequence[str] = tuple(ops.PATT
         here = partial(enter, low)
         name = str(low).removeprefix("torch.")
         for index, op in enumerate(registered(device)):
-            some = part(patterns, 2 * index + turn)
+            some, ways = part(patterns, 2 * index + turn), part_of_ways(device, index + turn)
             for at, row in enumerate(rows(op)):
                 run = partial(_RUN[device], row)
-                for pattern, dtypes, way in variations(device, row, low, some):
+                for pattern, dtypes, way in variations(ways, row, low, some):
                     found[Case(op, at, pattern, name)] = run(dtypes, way, here)
         for listed in outcomes.listed(device):
             found[Case(listed.title, 0, "as listed", name)] = _LISTED[device](listed, here)
@@ -105,8 +105,15 @@ def part(patterns: Sequence[str], index: int) -> Sequence[str]:
     return [name for name in patterns if name in chosen]
 
 
+def part_of_ways(device: str, index: int) -> Sequence[tuple[int, str]]:
+    """The other ways: all in `make test-long`; in `make test` one in turn, or none."""
+    ways = [*enumerate(way for way in WAYS[device] if way)]
+    at = index % max(len(ways), 2)  # the only one of CUDA in one of the two region dtypes
+    return ways if LONG else ways[at : at + 1]
+
+
 def variations(
-    device: str, row: Row, low: torch.dtype, patterns: Sequence[str]
+    ways: Sequence[tuple[int, str]], row: Row, low: torch.dtype, patterns: Sequence[str]
 ) -> Iterator[tuple[str, list[torch.dtype], str]]:
     """Name, dtype pattern and way of every call of a row; patterns equal for the row come once."""
     seen = set()
@@ -118,7 +125,7 @@ def variations(
             seen.add(taken)
             yield name, pattern, ""
     both = "all float32", "low, then float32"
-    for at, way in enumerate(filter(None, WAYS[device])):
+    for at, way in ways:
         for name in both if LONG else both[at % 2 :][:1]:
             yield f"{name} ({way})", ops.dtypes(ops.PATTERNS[name], low), way
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,22 @@ from polymp.diagnostics.report import Report
 from polymp.rules.row import Row, Rule
 
 IN_AMP = Row("class:matmul", Rule.LOWER, source="policies/amp.toml")
+
+
+def operand(x: Any, name: str = "") -> Operand:
+    """The `Operand` that an array in CPU memory has to have; numpy counts its values."""
+    import numpy as np
+    import pytest
+
+    values = np.asarray(x).astype(np.float64)
+    sizes = np.abs(values)
+    finite = sizes[np.isfinite(sizes)]
+    kinds = sizes == 0, np.isinf(sizes), np.isnan(sizes), values < 0
+    zeros, inf, nan, negative = (pytest.approx(kind.mean()) for kind in kinds)
+    smallest, largest = finite[finite > 0].min(initial=math.inf), finite.max(initial=0.0)
+    smallest = smallest if math.isfinite(smallest) else 0.0
+    shape, dtype = sizes.shape, np.asarray(x).dtype.name
+    return Operand(dtype, shape, smallest, largest, zeros, inf, nan, name, negative)
 
 
 def magnitudes(values: Any, **given: Any) -> Magnitudes:

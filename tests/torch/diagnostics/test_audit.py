@@ -173,19 +173,6 @@ def test_the_numbers_are_those_that_hooks_see(model: str, dtype: str) -> None:
         assert (said.inf, said.nan) == (exact.inf, exact.nan)
 
 
-@pytest.mark.parametrize(
-    ("values", "inf", "nan"),
-    [([1.0, -3.0], False, False), ([1.0, math.inf], True, False), ([-math.inf, 2.0], True, False),
-     ([math.nan, 5.0], False, True), ([math.nan, math.inf, 7.0], True, True)],
-)  # fmt: skip
-def test_inf_and_nan_are_told_apart(values: list[float], inf: bool, nan: bool) -> None:
-    with audit() as found:
-        torch.tensor(values) * 1.0
-    (row,) = found.results
-    assert (row.magnitudes.inf, row.magnitudes.nan) == (inf, nan)
-    assert row.magnitudes.largest == max(abs(x) for x in values if math.isfinite(x))
-
-
 @pytest.mark.parametrize("kind", ["polymp", "torch"])
 def test_gradients_are_those_of_parameters_without_the_scale(kind: str) -> None:
     """Measured before they are unscaled; powers of two, so that both are exact."""
@@ -262,24 +249,6 @@ def test_several_models_and_gradient_passes_without_a_scaler_count_as_steps() ->
     assert weight.magnitudes.largest == 2.0, "accumulated in the second"
 
 
-def test_what_float16_loses_is_told_from_what_was_zero_or_infinite_anyway() -> None:
-    x = torch.tensor([0.0, 1e-3, 300.0, 1.0]).half()
-    with audit() as found:
-        x * x
-    (row,) = found.results
-    assert (row.magnitudes.burst, row.magnitudes.vanished) == (0.25, 0.0)
-    with audit() as found:
-        (x * 1e-2).mul(1e-3)
-    assert found.results[-1].magnitudes.vanished in (0.0, 0.25)
-    small = torch.tensor([0.0, 1e-6, 1e-6, 1.0]).half()
-    with audit() as found:
-        small * small
-    assert found.results[0].magnitudes.vanished == 0.5
-    with audit() as found:
-        x / torch.zeros(4).half()
-    assert found.results[0].magnitudes.burst == 0.0, "Inf in float32, too"
-
-
 # What it is given
 
 
@@ -331,12 +300,7 @@ def test_float8_is_measured(low: torch.dtype) -> None:
     assert found.fault is not None
 
 
-def test_float64_beyond_float32_is_finite() -> None:
-    with audit() as found:
-        torch.full((2,), 1e300, dtype=torch.float64) * 2
-    assert found.fault is None
-    (row,) = found.results
-    assert (row.run, row.magnitudes.largest, row.magnitudes.inf) == ("float64", 2e300, False)
+def test_a_model_in_float64_is_measured() -> None:
     model = Training(dtype="fp32").model.double()
     with audit(model) as found:
         model(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
@@ -373,17 +337,6 @@ def test_numbers_without_dimensions_and_without_gradients() -> None:
     with audit() as found, torch.no_grad():
         torch.ones(2, requires_grad=True) * 4
     assert found.results[0].magnitudes.largest == 4.0
-
-
-def test_of_large_tensors_extremes_are_of_all_values_and_shares_of_a_sample() -> None:
-    x = torch.ones(3 * measure.SAMPLE + 1)
-    x[1] = 1e5  # not in the sample
-    with audit() as found:
-        x * 1
-    said = found.results[0].magnitudes
-    assert (said.values, said.largest) == (x.numel(), 1e5)
-    assert measure.SAMPLE / 2 < said.counted <= measure.SAMPLE
-    assert said.shares("float16").overflow == 0
 
 
 def test_ends_that_are_stacked_meanwhile_stay_those_of_their_ops(

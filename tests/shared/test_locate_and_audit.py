@@ -1,0 +1,114 @@
+"""`locate` and `audit` in both frameworks: what they say of the same functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit_records import Fault
+from tests.support.reports import operand
+
+
+def backend(fw: ModuleType) -> Any:
+    return import_module(f"polymp.{fw.name}")
+
+
+def fault_of(fw: ModuleType, fn: Callable[..., Any], *args: Any) -> Fault:
+    fault: Fault | None = backend(fw).locate(fn, *args)
+    assert fault is not None
+    return fault
+
+
+def audited(fw: ModuleType, fn: Callable[..., Any], *args: Any) -> Audit:
+    """The audit of a call."""
+    audit = backend(fw).audit
+    if fw.name == "torch":
+        with audit() as found:
+            fn(*args)
+        return found  # type: ignore[no-any-return]
+    watched = audit(fn)
+    watched(*args)
+    return watched.audit  # type: ignore[no-any-return]
+
+
+# --- locate ---------------------------------------------------------------------------------------
+
+
+def test_a_healthy_call_has_no_fault(fw: ModuleType, capsys: Any) -> None:
+    x = fw.array(np.ones(3))
+    assert backend(fw).locate(lambda x: fw.xp.exp(x) * 2, x) is None
+    assert capsys.readouterr().err == "locate: no op made an Inf or NaN of finite numbers\n"
+
+
+def test_what_an_op_was_given_is_exact(fw: ModuleType) -> None:
+    def f(x: Any) -> Any:
+        return x * (x + 1)
+
+    x = fw.array([0.0, 300.0, -1e-3, 200.0], "float16")
+    y = fw.array([math.inf, 300.0, math.nan, 0.0], "float16")
+    fault = fault_of(fw, f, x)
+    line = f"test_locate_and_audit.py:{f.__code__.co_firstlineno + 1}"
+    assert (fault.op, fault.kind, fault.run, fault.source) == ("mul", "overflow", "float16", line)
+    names = ["a", "b"] if fw.name == "jax" else ["an argument (float16 4)"] * 2
+    first = "x" if fw.name == "jax" else names[0]
+    assert fault.inputs == (operand(x, first), operand(x + 1))
+    fault = fault_of(fw, lambda a, b: a * b, x, y)
+    assert fault.kind == "input"
+    assert f"{names[1]} is not finite" in fault.why
+    assert fault.inputs == (operand(x, names[0]), operand(y, names[1]))
+
+
+def test_what_is_no_function_is_refused(fw: ModuleType) -> None:
+    with pytest.raises(TypeError, match=r"^locate\(\w+, \*args\) needs a function, got 3\."):
+        backend(fw).locate(3)
+
+
+# --- audit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "inf", "nan"),
+    [([1.0, -3.0], False, False), ([1.0, math.inf], True, False), ([-math.inf, 2.0], True, False),
+     ([math.nan, 5.0], False, True), ([math.nan, math.inf, 7.0], True, True)],
+)  # fmt: skip
+def test_inf_and_nan_are_told_apart(
+    fw: ModuleType, values: list[float], inf: bool, nan: bool
+) -> None:
+    (row,) = audited(fw, lambda x: x * 1.5, fw.array(values)).results
+    assert (row.magnitudes.inf, row.magnitudes.nan) == (inf, nan)
+    top = 1.5 * max(abs(x) for x in values if math.isfinite(x))
+    assert row.magnitudes.largest == pytest.approx(top)
+
+
+def test_what_float16_loses_is_told_from_what_was_zero_or_infinite_anyway(fw: ModuleType) -> None:
+    x = fw.array([0.0, 1e-6, 300.0, 1.0], "float16")
+    (row,) = audited(fw, lambda x: x * x, x).results
+    assert (row.magnitudes.burst, row.magnitudes.vanished) == (0.25, 0.25)
+    found = audited(fw, lambda x, zeros: x / zeros, x, fw.array(np.zeros(4), "float16"))
+    assert found.results[0].magnitudes.burst == 0.0, "Inf in float32, too"
+
+
+def test_of_large_arrays_extremes_are_of_all_values_and_shares_of_a_sample(fw: ModuleType) -> None:
+    name = {"torch": "measure", "jax": "measures"}[fw.name]
+    sample = import_module(f"polymp.backends.{fw.name}.diagnostics.{name}").SAMPLE
+    x = np.ones(3 * sample + 1)
+    x[1] = 1e5  # not in the sample
+    said = audited(fw, lambda x: x * 1.5, fw.array(x)).results[0].magnitudes
+    assert (said.values, said.largest) == (x.size, 1.5e5)
+    assert sample / 2 < said.counted <= sample
+    assert said.shares("float16").overflow == 0
+
+
+def test_float64_beyond_float32_is_finite(fw: ModuleType) -> None:
+    with fw.wide():
+        found = audited(fw, lambda x: x * 2, fw.array([1e300] * 2, "float64"))
+        (row,) = found.results
+    assert found.fault is None
+    assert (row.run, row.magnitudes.largest, row.magnitudes.inf) == ("float64", 2e300, False)

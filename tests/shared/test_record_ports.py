@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from polymp.diagnostics.call_record import FORWARD
 from polymp.diagnostics.compare import Comparison
 from polymp.diagnostics.run_record import RESULT, UPDATE, RunRecord
 from tests.conftest import need
+from tests.shared.test_record_faults import _one_thread  # noqa: F401
 from tests.support.ports import FAULTS, IN_JAX, Bert, Block, Config, ResNet
 
 SEEDS = range(3)
@@ -27,19 +27,6 @@ RIGHT: dict[str, Config] = {
     "block": Block(),
     "scoped block": Block(scoped=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """All that the models need is there; torch takes one thread, as in a process of many."""
-    for name in ("torch", "jax", "equinox"):
-        need(name)
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_torch(config: Config, seed: int = 0) -> RunRecord:
@@ -57,6 +44,7 @@ def in_torch(config: Config, seed: int = 0) -> RunRecord:
 @functools.cache
 def in_jax(config: Config) -> tuple[RunRecord, ...]:
     """The records of a step for each seed, in JAX."""
+    need("equinox")
     import polymp.jax
     from tests.support.jax.ports import Training
     from tests.support.torch.ports import weights

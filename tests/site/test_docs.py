@@ -43,7 +43,8 @@ IMPORTED = (
 )
 # The pages that take longest and whose every function has tests of its own: for `make test-long`.
 LONG = (
-    "compare fp8 jax keras low-weights recipes-jax scaling-jax scaling-torch seeing trainers"
+    "compare fp8 jax keras low-weights recipes-jax recipes-torch scaling-jax scaling-torch seeing "
+    "testing trainers"
 ).split()
 RUN = [
     pytest.param(

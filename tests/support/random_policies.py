@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import polymp
 from polymp import Policy
 from polymp.dtypes import widest
-from polymp.errors import PolicyError
+from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.rules.policy import Decision
 from polymp.rules.region import Region
 from polymp.rules.row import LOW, Rule
@@ -216,6 +216,32 @@ def contradicts(policy: Policy, program: Module) -> bool:
 
 
 # --- a decider that is wrong, which must be noticed -----------------------------------------------
+
+
+def mistakes(
+    seed: int,
+    policy: Policy,
+    low: str,
+    found: Any,
+    verbs: Framework,
+    arguments: Callable[[int], list[Any]],
+    decide: Callable[..., Decision] = decide,
+) -> list[str]:
+    """The mistakes of a run of a program; `found` are its values, or the error that ended it."""
+    it = program(seed)
+    if contradicts(policy, it):
+        refused = isinstance(found, PolicyError)
+        return [] if refused else [f"{seed}: a contradiction was not refused"]
+    is_error = isinstance(found, Exception)
+    ran = judged(it, policy, low, arguments(seed) if is_error else found, verbs, decide)
+    said = [f"{seed} ({low}): {text}" for text in ran.mistakes]
+    if ran.ends == "forbid" and not isinstance(found, ForbiddenOpError):
+        said.append(f"{seed} ({low}): a forbidden op ran")
+    elif ran.ends not in ("", "forbid") and type(found) is not RuntimeError:
+        said.append(f"{seed} ({low}): no error, but {ran.ends}")
+    elif not ran.ends and is_error:
+        said.append(f"{seed} ({low}): {type(found).__name__}: {found}")
+    return said
 
 
 def no_scopes(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:

@@ -34,7 +34,7 @@ LONGEST = tuple(
     jax/autocast/test_libraries.py jax/autocast/test_sharded_weights.py jax/autocast/test_loops.py
     torch/weights/test_freeze_models.py torch/autocast/test_random_policies.py
     jax/autocast/test_hlo.py jax/autocast/test_known_functions.py
-    torch/autocast/test_random_programs.py torch/diagnostics/test_locate.py
+    torch/autocast/test_random_programs.py torch/diagnostics/test_ranks.py
     torch/diagnostics/test_catch.py jax/autocast/test_lean_policy.py jax/autocast/test_sharding.py
     jax/autocast/test_passes.py jax/autocast/test_export.py torch/autocast/test_lean_policy.py
     site/test_site.py jax/autocast/test_random_policies.py torch/modules/test_scoped.py

@@ -118,28 +118,9 @@ def ran(seed: int, policy: Policy, low: str, values: Any, wrap: Any = lambda cal
         return error
 
 
-def mistakes(
-    seed: int,
-    policy: Policy,
-    low: str,
-    found: Any,
-    verbs: Framework = EAGER,
-    decide: Any = given.decide,
-) -> list[str]:
-    program = given.program(seed)
-    if given.contradicts(policy, program):
-        refused = isinstance(found, PolicyError)
-        return [] if refused else [f"{seed}: a contradiction was not refused"]
-    values = found
-    if isinstance(found, Exception):
-        values = ["float32", "float32"] if verbs is NAMES else arguments(seed)
-    judged = given.judged(program, policy, low, values, verbs, decide)
-    said = [f"{seed} ({low}): {text}" for text in judged.mistakes]
-    if judged.ends and not isinstance(found, ForbiddenOpError):
-        said.append(f"{seed} ({low}): a forbidden op ran")
-    if not judged.ends and isinstance(found, Exception):
-        said.append(f"{seed} ({low}): {type(found).__name__}: {found}")
-    return said
+def mistakes(*run: Any, verbs: Framework = EAGER, decide: Any = given.decide) -> list[str]:
+    start = (lambda seed: ["float32"] * 2) if verbs is NAMES else arguments
+    return given.mistakes(*run, verbs, start, decide)
 
 
 def traced(call: Any) -> Any:
@@ -163,7 +144,7 @@ def jitted() -> list[tuple[int, Policy, str, Any, list[Any]]]:
 
 def test_what_runs_under_jit_is_what_the_policies_decide(jitted: Any) -> None:
     wrong = [text for seed, policy, low, found, _ in jitted
-             for text in mistakes(seed, policy, low, found, NAMES)]  # fmt: skip
+             for text in mistakes(seed, policy, low, found, verbs=NAMES)]  # fmt: skip
     kinds = Counter(type(found).__name__ for *_, found, _ in jitted)
     print(f"\n{dict(kinds)}")
     assert wrong == []
@@ -194,7 +175,7 @@ def test_a_decision_made_otherwise_is_noticed(jitted: Any, name: str) -> None:
     noticed = 0
     for seed, policy, low, found, _ in jitted[:200]:
         if isinstance(found, list):
-            noticed += bool(mistakes(seed, policy, low, found, NAMES, WRONG[name]))
+            noticed += bool(mistakes(seed, policy, low, found, verbs=NAMES, decide=WRONG[name]))
     print(f"\n{noticed} of 200")
     assert noticed > 5
 
@@ -205,7 +186,7 @@ def test_the_values_of_another_policy_are_noticed(jitted: Any) -> None:
     pairs = list(itertools.pairwise(jitted))[:200]
     for (seed, _, low, found, _), (_, other, *_) in pairs:
         if isinstance(found, list) and not given.contradicts(other, given.program(seed)):
-            noticed += bool(mistakes(seed, other, low, found, NAMES))
+            noticed += bool(mistakes(seed, other, low, found, verbs=NAMES))
     assert noticed > size(40, 80)
 
 
@@ -213,7 +194,7 @@ def test_jitted_programs_have_the_values() -> None:
     for seed in range(JITTED):
         policy, low = given.policy(seed), LOW[seed % 2]
         found = ran(seed, policy, low, arguments(seed), jax.jit)
-        assert mistakes(seed, policy, low, found, FUSED) == []
+        assert mistakes(seed, policy, low, found, verbs=FUSED) == []
 
 
 @pytest.mark.parametrize("jitted_inside", [False, True])
@@ -228,7 +209,7 @@ def test_a_program_traced_under_one_policy_is_not_used_under_another(jitted_insi
         if any(isinstance(found, Exception) for found in alone):
             continue
         pairs += 1
-        differ += bool(mistakes(seed, policies[1], low, alone[0], NAMES))
+        differ += bool(mistakes(seed, policies[1], low, alone[0], verbs=NAMES))
         for order in ([0, 1, 0], [1, 0, 1]):
             traces = []
             run = function(seed)

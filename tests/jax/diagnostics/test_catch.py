@@ -19,6 +19,7 @@ from jax import lax
 
 from polymp.errors import BadStepError, CatchWarning
 from polymp.jax import GradScaler, autocast, catch
+from tests.jax.diagnostics.test_audit import same
 from tests.support.sizes import size
 
 TX = optax.adam(1e-2)
@@ -63,15 +64,6 @@ def by_hand(dtype: str, factors: list[float]) -> Any:
     for factor in factors:
         *state, _ = train_step(dtype, False)(*state, X * np.float32(factor))
     return state
-
-
-def same(one: Any, other: Any) -> bool:
-    """True if all bits are; the trees may differ in tuples and lists."""
-    one, other = jax.tree.leaves(one), jax.tree.leaves(other)
-    return len(one) == len(other) and all(
-        a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def checked(step: Any, *args: Any) -> Any:

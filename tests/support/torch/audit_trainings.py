@@ -70,6 +70,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9, foreach=False),
 }
 
+# Some of all kinds.
+CASES = [
+    ("mlp", "fp16", "fused", 1), ("mlp", "fp16, torch's scaler", "foreach", 2),
+    ("convolution", "fp16", "plain", 1), ("convolution", "bf16", "fused", 1),
+    ("checkpointed", "fp32", "foreach", 1),
+]  # fmt: skip
+
 
 class Training:
     """A model, its optimizer and scaler, and the step that trains it."""

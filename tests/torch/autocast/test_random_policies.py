@@ -22,7 +22,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import polymp
 from polymp import Policy
-from polymp.errors import ForbiddenOpError, PolicyError
+from polymp.errors import PolicyError
 from polymp.rules.row import LOW
 from polymp.torch import autocast, scoped
 from tests.support import forks
@@ -114,24 +114,8 @@ def run_of(
             return error
 
 
-def mistakes(
-    seed: int, policy: Policy, low: str, found: Any, decide: Any = given.decide
-) -> list[str]:
-    program = given.program(seed)
-    if given.contradicts(policy, program):
-        return (
-            [] if isinstance(found, PolicyError) else [f"{seed}: a contradiction was not refused"]
-        )
-    values = arguments(seed) if isinstance(found, Exception) else found
-    judged = given.judged(program, policy, low, values, FRAMEWORK, decide)
-    said = [f"{seed} ({low}): {text}" for text in judged.mistakes]
-    if judged.ends == "forbid" and not isinstance(found, ForbiddenOpError):
-        said.append(f"{seed} ({low}): a forbidden op ran")
-    elif judged.ends not in ("", "forbid") and type(found) is not RuntimeError:
-        said.append(f"{seed} ({low}): no error, but {judged.ends}")
-    elif not judged.ends and isinstance(found, Exception):
-        said.append(f"{seed} ({low}): {type(found).__name__}: {found}")
-    return said
+def mistakes(*run: Any, decide: Any = given.decide) -> list[str]:
+    return given.mistakes(*run, FRAMEWORK, arguments, decide)
 
 
 def cases(count: int) -> Any:
@@ -151,7 +135,7 @@ def eager(count: int) -> dict[str, Any]:
         kept.append((seed, low, policy, found))
         if not given.contradicts(policy, given.program(seed)):
             for name, decide in WRONG.items():
-                noticed[name] += bool(mistakes(seed, policy, low, found, decide))
+                noticed[name] += bool(mistakes(seed, policy, low, found, decide=decide))
     with recording() as it:
         for seed, low, policy, model, by_scope in cases(count):
             start = len(it)

@@ -8,7 +8,6 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,53 +20,10 @@ from polymp.backends.torch.diagnostics.catch import TrainingState, bad_by_device
 from polymp.errors import BadStepError, CatchWarning
 from polymp.torch import autocast, catch
 from tests.support.sizes import size
-from tests.support.torch.audit_trainings import Training, same
-from tests.support.torch.ranks import bits, launch
-from tests.support.torch.sharded_models import CUTS, Cut, data
-
-
-def _state(cut: Cut) -> list[Any]:
-    return [bits(cut.full()[name]) for name in sorted(cut.full())]
-
-
-def caught(name: str, rank: int) -> dict[str, Any]:
-    """Two good steps, a bad one, and what was found."""
-    cut = CUTS[name]()
-    optimizer = torch.optim.Adam(cut.model.parameters(), lr=0.01)
-
-    def train(factor: float) -> torch.Tensor:
-        optimizer.zero_grad()
-        x, t = (part.chunk(cut.shares)[cut.share] for part in data(0))
-        loss = cut.model(x * factor, t)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()  # type: ignore[no-any-return]
-
-    step = catch(train, every=10)
-    step(1.0)
-    step(0.5)
-    before = _state(cut)
-    try:
-        step(float("nan") if rank == 0 else 1.0)
-        return {"step": None}
-    except BadStepError as error:
-        report: Any = error.report
-    notes = {"step": report.step, "found": report.found, "put back": _state(cut) == before}
-    step(1.0)
-    return {**notes, "goes on": _state(cut) != before}
-
-
-def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    return {name: caught(name, rank) for name in ("ddp", "fsdp2")}
-
+from tests.support.torch.audit_trainings import CASES, Training, same
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
-CASES = [
-    ("mlp", "fp16", "fused", 1), ("mlp", "fp16, torch's scaler", "foreach", 2),
-    ("convolution", "fp16", "plain", 1), ("convolution", "bf16", "fused", 1),
-    ("checkpointed", "fp32", "foreach", 1),
-]  # fmt: skip
 BAD = math.nan
 
 
@@ -498,21 +454,6 @@ def test_a_compiled_step() -> None:
         step(BAD)
     assert raised.value.report.step == 1
     assert same(training.state(), before)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return launch("tests.torch.diagnostics.test_catch", 2, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_ranks_stop_at_the_same_step(ranks: list[Any], name: str) -> None:
-    """One rank's batch is bad; all go back, and the training is that without the step."""
-    for notes in ranks:
-        assert notes[name]["step"] == 2
-        assert notes[name]["put back"]
-        assert notes[name]["goes on"]
-    assert ranks[0][name]["found"] == "the loss is NaN"
 
 
 @pytest.mark.gpu

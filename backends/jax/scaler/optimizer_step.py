@@ -49,7 +49,10 @@ def look(
         return finite, jnp.asarray(True)
     if not any(map(tree_math.is_scalable, jax.tree.leaves(loss))):
         raise TypeError(f"loss must be the loss as it was before scaling, got {loss!r}.")
-    return finite, tree_math.all_finite(loss, jnp.float32(1), axis_names)
+    loss_finite = tree_math.all_finite(loss, jnp.float32(1), axis_names)
+    # The same as `finite`, but it needs the loss. Otherwise XLA on CPU may take the step before it
+    # computes the loss, and copies the parameters first. It drops an optimization barrier too early.
+    return finite & (finite | loss_finite), loss_finite
 
 
 def step(

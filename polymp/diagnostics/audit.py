@@ -59,14 +59,7 @@ class Audit(AuditRecord):
             raise ValueError("nothing was measured: run a step in the audit's block first.")
         return suggest(self, base)
 
-    def table(
-        self,
-        width: int | None = None,
-        *,
-        sort: str = "program",
-        fold: bool = True,
-        limit: int | None = None,
-    ) -> str:
+    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the audit as the text that `print(audit)` shows.
 
         "layers.*.attn x24" are 24 modules with the same ops; the row has the largest magnitude of
@@ -76,31 +69,29 @@ class Audit(AuditRecord):
             width: of a line, in characters; by default the terminal's, and 100 without one.
             sort: "program" for the order in which modules and ops were first reached; "cost" to put
                 those first of which float16 would lose most: by the share of values that become
-                Inf, of these that become zero, of these that become subnormal; "largest" to put
-                those with the largest magnitudes first; "loss" those whose rounding changes the
-                loss most.
+                Inf, of these that become zero, of these that become subnormal; "loss" to put those
+                first whose rounding changes the loss most.
             fold: False to show equal layers one by one.
-            limit: how many rows to list: those that come first by `sort`, or by "cost".
 
         Returns:
             The text.
 
         Raises:
-            ValueError: `sort` is none of these four, or `limit` no positive number.
+            ValueError: `sort` is none of these three.
         """
         width = text_table.terminal_width() if width is None else width
-        table, notes = _arranged(self, sort, fold, limit)
-        rows = [row for row in tables.text_rows(table, width) if row]  # no empty lines
-        heads = [column.name for column in _COLUMNS]
-        whole = text_table.needed(heads, rows)
-        rows, left_out = _fitting(heads, rows, width)
-        if left_out:
-            notes.append(f"no room for {', '.join(left_out)}: table(width={whole}) has them")
+        table, notes = _arranged(self, sort, fold)
+        heads, rows, right = tables.text_parts(table, width)
+        rows = [row for row in rows if row]  # no empty lines
+        if text_table.needed(heads, rows) > width:  # ops above their numbers
+            laid = list[tables.TextRow]()
+            for row in rows:
+                whole = isinstance(row, str)
+                laid += [row] if whole else [" ".join(row[:2]).rstrip(), ("    ", "", *row[2:])]
+            rows = laid
         lines = [*_summary(self), *(["", *_legend(self), *notes, ""] if rows else [])]
         lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
-        if rows:
-            right = [column.name for column in _COLUMNS if column.numeric]
-            lines += text_table.columns(heads, rows, right, width)
+        lines += text_table.columns(heads, rows, right, width) if rows else []
         return escaped("\n".join(lines))
 
     def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
@@ -152,7 +143,7 @@ class Audit(AuditRecord):
 
 # The table: a row for every op and parameter, below lines on the whole run.
 
-_PARAMETERS, LARGEST, LOSS = "parameters", "largest", "loss"
+_PARAMETERS, LOSS = "parameters", "loss"
 
 _SECTIONS = {
     FORWARD: "forward: results of ops",
@@ -169,7 +160,7 @@ _COLUMNS = (
     Column("op"),
     Column("source"),
     *(Column(name, True) for name in _NUMBERS),
-    *(Column(f"in {text_table.short(name)}", True) for name in _OTHERS),
+    *(Column(f"in {text_table.short(name)}", True, on_page=True) for name in _OTHERS),
     Column("here"),
 )
 
@@ -187,43 +178,19 @@ _ERRORS = (
 _WORST = 8  # parameters named of those that lose updates
 
 
-def _arranged(
-    audit: AuditRecord, sort: str, fold: bool, limit: int | None = None
-) -> tuple[tables.Table, list[str]]:
-    """The rows of an audit in order, and notes on what is folded and what is left out."""
-    every = [*audit.results, *audit.gradients]
-    modules, hidden, note = tables.arranged(every, _MEASURED, sort, fold, limit)
+def _arranged(audit: AuditRecord, sort: str, fold: bool) -> tuple[tables.Table, list[str]]:
+    """The rows of an audit in order, and a note on what is folded."""
+    modules, note = tables.arranged([*audit.results, *audit.gradients], _MEASURED, sort, fold)
     lines = [
         tables.Line(_SECTIONS[one.section], one.label, _cells(m), (_SECTIONS[one.section], m.run))
         for one in modules
         for m in one.rows
     ]
-    notes = [note] if note else []
-    if hidden:
-        less = "that change the loss less" if sort == LOSS else "of which float16 loses less"
-        notes.append(f"{text_table.plural(hidden, 'row')} {less} not listed")
-    return tables.Table(_COLUMNS, ("section", "dtype"), lines), notes
+    return tables.Table(_COLUMNS, ("section", "dtype"), lines), [note] if note else []
 
 
 def _legend(audit: AuditRecord) -> list[str]:
     return [_LEGEND, *([_ERRORS] if audit.rounding else [])]
-
-
-def _fitting(
-    heads: list[str], rows: list[tables.TextRow], width: int
-) -> tuple[list[tables.TextRow], list[str]]:
-    """Rows that fit, without columns of `_OTHERS`, which are named; or with ops above numbers."""
-    for apart in (False, True):
-        laid = list[tables.TextRow]()
-        for row in rows:
-            alone = isinstance(row, str) or not apart
-            laid += [row] if alone else [f"{row[0]} {row[1]}".rstrip(), ("    ", "", *row[2:])]
-        for gone in range(len(_OTHERS) + 1):
-            first, empty = len(heads) - 1 - gone, [""] * gone
-            cut = [r if isinstance(r, str) else (*r[:first], *empty, r[-1]) for r in laid]
-            if text_table.needed(heads, cut) <= width:
-                return cut, _OTHERS[len(_OTHERS) - gone :]
-    return cut, _OTHERS
 
 
 def _summary(audit: AuditRecord) -> Iterator[str]:
@@ -382,7 +349,6 @@ _MEASURED: tables.RowKind[Measured] = tables.RowKind(
     together,
     {
         COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
-        LARGEST: lambda rows: (-max(m.magnitudes.largest for m in rows),),
         LOSS: lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),
     },
 )

@@ -56,14 +56,7 @@ class Report(CallList):
         self.policy = policy
         self.__dict__.pop("calls", None)
 
-    def table(
-        self,
-        width: int | None = None,
-        *,
-        sort: str = "program",
-        fold: bool = True,
-        limit: int | None = None,
-    ) -> str:
+    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the report as the text that `print(report)` shows.
 
         Calls are grouped by direction and module. "fp32 x2 -> bf16 (in fp32)" is an op with two
@@ -76,15 +69,14 @@ class Report(CallList):
                 put those first whose casts move the most bytes, and of these, or where nothing is
                 cast, those with the most FLOPs.
             fold: False to show equal layers one by one.
-            limit: how many rows to list, those with the highest costs.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: `limit` is not a positive number, or `sort` neither "program" nor "cost".
+            ValueError: `sort` is neither "program" nor "cost".
         """
-        rows, hidden, note = tables.arranged(self.calls, CALLS, sort, fold, limit)
+        rows, note = tables.arranged(self.calls, CALLS, sort, fold)
         lines = [_headline(self)]
         if len(self):
             totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
@@ -92,8 +84,6 @@ class Report(CallList):
         else:
             lines += ["", NOTHING_RAN]
         lines += ["", *tables.text(_table(self, rows), width)]
-        if hidden:
-            lines += ["", f"{text_table.plural(hidden, 'row')} with lower costs not listed"]
         return escaped("\n".join(lines).rstrip())
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +118,7 @@ class Report(CallList):
         Returns:
             The page as text.
         """
-        modules, _, note = tables.arranged(self.calls, CALLS, fold=fold)
+        modules, note = tables.arranged(self.calls, CALLS, fold=fold)
         made = page.Page(
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
@@ -272,7 +262,7 @@ def _totals(report: CallList) -> list[tuple[str, str]]:
 def widening(report: CallList) -> str:
     """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
     calls = report.widened()
-    modules, _, _ = tables.arranged(calls, CALLS)
+    modules, _ = tables.arranged(calls, CALLS)
     widened = [(call, one) for one in modules for call in one.rows]
     named = [
         ", ".join(filter(None, (f"{c.op} in {one.label}" if c.module else c.op, c.source)))

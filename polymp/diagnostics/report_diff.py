@@ -85,7 +85,7 @@ class ReportDiff:
                 one.label,
                 [tables.Cell(x) for x in (row.op, _side(row, row.one), _side(row, row.other))],
             )
-            for one in tables.arranged(self.rows, _FOLDED).modules
+            for one in tables.arranged(self.rows, _FOLDED)[0]
             for row in one.rows
         ]
         if lines:

@@ -11,14 +11,14 @@ Nothing here knows what a row holds.
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from polymp import text_table
 
 # The module of rows that are outside of all.
 OUTSIDE = "(top level)"
 
-# The orders that every kind of rows has; COST is that by which a limited table chooses.
+# The orders that rows have.
 PROGRAM, COST = "program", "cost"
 
 R = TypeVar("R")
@@ -47,14 +47,6 @@ class ModuleRows(NamedTuple, Generic[R]):
     def label(self) -> str:
         """The module in a table: "layers.*.attn x24"."""
         return (self.module or OUTSIDE) + (f" x{self.layers}" if self.layers > 1 else "")
-
-
-class Arranged(NamedTuple, Generic[R]):
-    """Rows as a table has them: modules in order, how many rows are left out, and a note."""
-
-    modules: list[ModuleRows[R]]
-    hidden: int
-    note: str
 
 
 class Column(NamedTuple):
@@ -107,27 +99,19 @@ class Table(NamedTuple):
 
 
 def arranged(
-    rows: Iterable[R],
-    kind: RowKind[R],
-    sort: str = PROGRAM,
-    fold: bool = True,
-    limit: int | None = None,
-) -> Arranged[R]:
-    """Return rows by section and module, equal layers as one."""
+    rows: Iterable[R], kind: RowKind[R], sort: str = PROGRAM, fold: bool = True
+) -> tuple[list[ModuleRows[R]], str]:
+    """Return rows by section and module, equal layers as one, and a note that says so."""
     # In another order than that of the program, modules are sorted in their section, and rows in
-    # their module. A limit keeps the rows that come first by that order, or by cost.
+    # their module.
     orders = (PROGRAM, *kind.orders)
     if sort not in orders:
         *others, last = (f'"{order}"' for order in orders)
         raise ValueError(
             f"sort={sort!r} is no order of these rows: write {', '.join(others)} or {last}."
         )
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit!r} lists no call: write 1 or more, or None for all.")
     sections = {section: at for at, section in enumerate(kind.sections)}
     modules = sorted(folded(rows, kind, fold), key=lambda one: sections[one.section])
-    note = _folding(modules)
-    every = [row for one in modules for row in one.rows]
     if sort != PROGRAM:
         key = kind.orders[sort]
         modules = [
@@ -135,31 +119,22 @@ def arranged(
             for one in modules
         ]
         modules.sort(key=lambda one: (sections[one.section], key(one.rows)))
-    if limit is None or limit >= len(every):
-        return Arranged(modules, 0, note)
-    first = kind.orders[COST if sort == PROGRAM else sort]
-    kept = {id(row) for row in sorted(every, key=lambda row: first([row]))[:limit]}
-    cut = (one._replace(rows=tuple(r for r in one.rows if id(r) in kept)) for one in modules)
-    return Arranged([one for one in cut if one.rows], len(every) - limit, note)
-
-
-def _folding(modules: Sequence[ModuleRows[Any]]) -> str:
-    """A line that says that equal layers are shown as one; "" if there are none."""
-    rows = sum(len(one.rows) for one in modules)
+    count = sum(len(one.rows) for one in modules)
     sites = sum(len(one.rows) * one.layers for one in modules)
-    if rows == sites:
-        return ""
-    return (
-        f"equal layers are one, with the counts of all of them: {sites:,} rows in {rows:,}; "
+    note = (
+        f"equal layers are one, with the counts of all of them: {sites:,} rows in {count:,}; "
         "fold=False lists each"
     )
+    return modules, "" if count == sites else note
 
 
 TextRow = str | tuple[str, ...]
 
 
-def text_rows(table: Table, width: int | None = None) -> list[TextRow]:
-    """The rows of a printed table: sections and modules are lines above their rows."""
+def text_parts(
+    table: Table, width: int | None = None
+) -> tuple[list[str], list[TextRow], list[str]]:
+    """Heads and rows of a printed table, and the heads of numbers; sections are lines in it."""
     shown = [at for at, column in enumerate(table.columns) if not column.on_page]
     rows, above = list[TextRow](), ("", "")
     for line in table.lines:
@@ -170,15 +145,14 @@ def text_rows(table: Table, width: int | None = None) -> list[TextRow]:
         above = line.section, line.module
         first, *others = (line.cells[at].text for at in shown)
         rows.append((f"  {first}", *others))
-    return rows
+    columns = [table.columns[at] for at in shown]
+    right = [column.name for column in columns if column.numeric and column.breaks != "spaces"]
+    return [column.name for column in columns], rows, right
 
 
 def text(table: Table, width: int | None = None) -> list[str]:
     """The lines of a printed table."""
-    columns = [column for column in table.columns if not column.on_page]
-    right = [column.name for column in columns if column.numeric and column.breaks != "spaces"]
-    heads = [column.name for column in columns]
-    return text_table.columns(heads, text_rows(table, width), right, width)
+    return text_table.columns(*text_parts(table, width), width)
 
 
 # Equal layers folded into one: 24 blocks of a model become `layers.*`, with the sums of all.

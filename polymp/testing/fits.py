@@ -11,7 +11,7 @@ from polymp.dtypes import name as dtype_name
 from polymp.rules.policy_files import Source, load
 from polymp.rules.row import LOW
 
-_ROWS = 20  # of the audit in the text of an error
+_LINES = 40  # of the audit in the text of an error
 
 
 def assert_fits(
@@ -62,7 +62,8 @@ def assert_fits(
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):
         called = getattr(fn, "__name__", type(fn).__name__)
-        table = audit.table(sort="cost", limit=_ROWS)
+        lines = audit.table(sort="cost").splitlines()
+        table = "\n".join([*lines[:_LINES], *(["..."] if lines[_LINES:] else [])])
         under = f"{low} under policy {load(policy).name}"
         raise AssertionError(f"{called} does not fit {under}:\n\n{suggestion}\n\n{table}")
     return audit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,12 @@ rounding errors: not measured, audit(..., rounding=True) does
 over, under, sub: percent of values that float16 would make Inf, zero, subnormal; here: those that
   float16 made so in this run
 
-op        source           largest |x|  over  under  sub  in bf16  in e4m3  in e5m2  here
---------  ----------  ----------------  ----  -----  ---  -------  -------  -------  ----
+op        source           largest |x|  over  under  sub  here
+--------  ----------  ----------------  ----  -----  ---  ----
 -- forward: results of ops -------------------------------------------------------------------------
 net.up
-  linear  model.py:1   2**16.1 = 7e+04    10              1.0/-/-   10/-/-   10/-/-  Inf
-  exp     model.py:2  2**-20 = 9.5e-07                75            -/75/-   -/75/-
+  linear  model.py:1   2**16.1 = 7e+04    10              Inf
+  exp     model.py:2  2**-20 = 9.5e-07                75
 (top level)
   sum     train.py:3    2**8.2 = 3e+02
 -- recompute: the forward again, for the backward --------------------------------------------------
@@ -51,10 +50,10 @@ net.up
   linear  model.py:1          2**0 = 1
 -- backward: gradients that ops made ---------------------------------------------------------------
 net.up
-  matmul  model.py:1          2**0 = 1           50                 -/50/-   -/50/-
+  matmul  model.py:1          2**0 = 1           50
 -- backward: gradients of parameters ---------------------------------------------------------------
 net.up
-  weight              2**-16 = 1.5e-05           75   25           -/100/-  -/75/25"""
+  weight              2**-16 = 1.5e-05           75   25"""
 
 
 def test_printed_by_direction_and_module() -> None:
@@ -99,38 +98,28 @@ def long_names() -> Any:
     return reports.audit(rows, [gradient("model.layers.0.self_attn.q_proj.weight", [1e-9, 1.0])])
 
 
-@pytest.mark.parametrize("width", [80, 90, 100, 140])
+@pytest.mark.parametrize("width", [80, 100, 140])
 def test_no_cell_of_a_table_is_broken_over_many_lines(width: int) -> None:
     text = long_names().table(width=width)
     assert max(map(len, text.splitlines())) <= width
     for words in ("scaled_dot_product_attention", "attention.py:1234", "1 % Inf, 75 % zero"):
         assert text.count(words) == {"attention.py:1234": 3, "1 % Inf, 75 % zero": 3}.get(words, 1)
     rows = text[text.index("-- forward") :].splitlines()
-    assert len(rows) == 2 + 4 + 4 * (2 if width < 140 else 1)  # sections, modules, rows
-    wider = re.search(r"no room for .*float8_e5m2: table\(width=(\d+)\) has them", text)
-    assert (wider is None) == ("in e5m2" in text) == (width in (90, 100))
-    if wider:
-        assert "no room for" not in long_names().table(width=int(wider[1]))
-
-
-def test_the_rows_of_which_float16_loses_most_are_listed_alone() -> None:
-    rows = [measured("exp", "m", [2.0**-30] * n + [1.0] * (9 - n)) for n in (1, 5, 3)]
-    text = reports.audit(rows, []).table(limit=2)
-    assert [line.split()[5] for line in text.splitlines() if line.startswith("  exp")] == [
-        "56",
-        "33",
-    ]
-    assert "1 row of which float16 loses less not listed" in text
-    assert "not listed" not in reports.audit(rows, []).table(limit=3)
-    with pytest.raises(ValueError, match="limit=0 lists no call"):
-        small().table(limit=0)
+    assert len(rows) == 2 + 4 + 4 * (2 if width < 120 else 1)  # sections, modules, rows
 
 
 def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> None:
     audit = small()
     page = audit.to_html(tmp_path / "audit.html")
     assert (tmp_path / "audit.html").read_text(encoding="utf-8") == page
-    for words in ("gradients that become zero", "net.up", "exp", "model.py:2", "backward: grad"):
+    for words in (
+        "gradients that become zero",
+        "net.up",
+        "exp",
+        "model.py:2",
+        "in e5m2",
+        "-/100/-",
+    ):
         assert words in page
     assert page.count("<tr") == 1 + len(audit.results) + len(audit.gradients)
     named = reports.audit([measured("exp", "<script>", [1.0])], [])

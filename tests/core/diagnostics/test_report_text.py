@@ -124,19 +124,6 @@ def test_names_that_do_not_fit_are_broken_and_nothing_is_lost() -> None:
     assert not Counter("12345") - letters
 
 
-def test_a_limit_keeps_the_widest_and_says_how_many_are_not_listed() -> None:
-    report = reports.in_torch()
-    text = report.table(limit=2)
-    assert ops(text) == ["linear", "softmax"]
-    assert "7 rows with lower costs not listed" in text
-    totals = text.splitlines()[:7]
-    assert totals == PRINTED.splitlines()[:7], "totals are of all"
-    assert "not listed" not in report.table(limit=9)
-    for limit in (0, -3):
-        with pytest.raises(ValueError, match=f"limit={limit} lists no call: write 1 or"):
-            report.table(limit=limit)
-
-
 def test_widened_calls_are_named_and_counted() -> None:
     def add(line: int) -> object:
         given = {"inputs": ("bfloat16", "float32"), "outputs": ("float32",), "run": "float32"}

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from polymp import code_origin
-from polymp.backends.torch.autocast import dtype_names, region_casts, regions
+from polymp.backends.torch.autocast import dtype_names, region_casts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import distributed, dynamo, modes
 from polymp.backends.torch.modules import subclass
@@ -130,12 +130,12 @@ def freeze(
     stored low together or not at all. Then outputs, gradients and the sequence of ops are compared
     with those of the model before. They must be the same, bit for bit.
 
-    A frozen model enters its region itself where it is called outside of regions, or in one with
-    `enabled=False`. In its own region it runs as it is, so that adapters on a frozen model can be
-    trained inside the region of the training loop. Calls that go around the model, such as
-    `model.encoder(x)`, `model.forward(x)` or a module that another model shares, need the region
-    around them. The model works with deepcopy, pickle and torch.compile. Its state_dict holds the
-    low tensors; loading a float32 checkpoint rounds it as the cast does.
+    Every call of a frozen model enters the region that it is frozen for, whatever region is around
+    it; adapters on a frozen model can be trained inside the region of the training loop. Calls that
+    go around the model, such as `model.encoder(x)`, `model.forward(x)` or a module that another
+    model shares, need the region around them. The model works with deepcopy, pickle and
+    torch.compile. Its state_dict holds the low tensors; loading a float32 checkpoint rounds it as
+    the cast does.
 
     The comparison holds for calls that take the same branches as an example; give one for each
     branch. Nothing is checked later: on another branch a weight may be read in the low dtype
@@ -180,13 +180,6 @@ def freeze(
         )
     name = type(model).__name__
     frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY), name)
-    enabled, low = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    scoped = frozen_for.scope is not None
-    if enabled and not _is_same(region._ticket, scoped, low, *regions.code_in_force()):
-        raise PolicyError(
-            f"freeze(): called in a region for {dtype_names.NAMES[low]}, and {name} is to be "
-            f"frozen for {region!r}. Call freeze() outside of regions."
-        )
     groups = _groups(model, kind)
     before, grad = memory(model), torch.is_grad_enabled()
     as_written: Any = contextlib.nullcontext()
@@ -387,14 +380,9 @@ class FrozenModule(subclass.Extension):
         if frozen_for is None:
             above: Any = super() if isinstance(self, FrozenModule) else self  # bound, then removed
             return above._call_impl(*args, **kwargs)
-        region, scope = frozen_for.region, self.__dict__.get(Scoped.KEY)
-        if scope is not frozen_for.scope:
+        if self.__dict__.get(Scoped.KEY) is not frozen_for.scope:
             _refuse_scope(frozen_for.name)
-        device = region.device
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        code = regions.code_in_force()
-        if _fits(region._ticket, frozen_for.name, scope is not None, enabled, dtype, *code):
-            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        region = frozen_for.region
         with region._again() if is_dynamo_compiling() else region:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -405,38 +393,6 @@ def _refuse_scope(name: str) -> NoReturn:
         f"{name} has other rules from scoped() than when it was frozen. Call remove() of the "
         "handle that freeze() returned, and freeze the model again."
     )
-
-
-@dynamo.at_trace_time
-def _fits(
-    ticket: str, name: str, scoped: bool, enabled: bool, dtype: torch.dtype, *code: torch.dtype
-) -> bool:
-    """Return whether the region in force is equal to the ticket's; False if there is none."""
-    if not enabled:
-        return False
-    if _is_same(ticket, scoped, dtype, *code):
-        return True
-    region = regions.prepared.by_ticket[ticket][0]
-    policy = regions.policy_at(region.device, *code)
-    here = _spelled(region.device, dtype_names.NAMES[dtype], policy)
-    frozen = _spelled(region.device, region.dtype, region.policy)
-    raise PolicyError(
-        f"{name} was frozen for {frozen}, and is called in {here}. Call it in the first region, or "
-        "outside of regions, where it enters that one by itself; or freeze it for the second."
-    )
-
-
-def _is_same(ticket: str, scoped: bool, dtype: torch.dtype, *code: torch.dtype) -> bool:
-    """Return whether a region of this dtype and these policies is equal to the ticket's."""
-    region = regions.prepared.by_ticket[ticket][0]
-    policy = regions.policy_at(region.device, *code)
-    same = scoped or policy is region.policy or policy == region.policy
-    return same and dtype is dtype_names.DTYPES[region.dtype]
-
-
-def _spelled(device: str, dtype: str, policy: Any) -> str:
-    rules = "" if policy is None else f", policy={policy.name!r}"
-    return f"autocast({device!r}, torch.{dtype}{rules})"
 
 
 # Trial calls of a model, after which its attributes, tensors and random state are put back.

@@ -522,7 +522,7 @@ class _LowInputs:
         return step._replace(writes=writes), outs
 
     def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
-        """The same of a step with programs inside; what a loop carries stays wide."""
+        """The same of a step with programs inside; what loops carry or branches give is wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
         programs, where = inside(eqn), compat.where_written(eqn)
         if isinstance(eqn, FunctionCall):
@@ -535,7 +535,8 @@ class _LowInputs:
         for at in dict.fromkeys(at for program in programs for at in program.carried):
             self.reads(lows[at], "float32", f"a {name} carries it in float32 ({where})")
             lows[at] = None
-        allowed = self.allowed_outputs(step, whole, programs, lows)
+        passed = {*whole.passed_on(), *whole.rounds()} if name != "cond" else set()
+        allowed = [i for i in sorted(passed) if i >= programs[0].carries]
         plans, results = [], []
         for program, plan in zip(programs, whole.plans, strict=True):
             mine = program.of(lows)
@@ -553,21 +554,6 @@ class _LowInputs:
             self.reads(made[i], dtype, f"it is returned in {dtype}")
             made[i] = None
         return moved._replace(inside=whole.lowered(tuple(plans), _dtypes(lows))), made
-
-    def allowed_outputs(
-        self, step: Step, whole: Inside, programs: Sequence[Inner], lows: Held
-    ) -> list[int]:
-        """The outputs of the programs inside that may come low: all branches agree in those."""
-        passed = {*whole.passed_on(), *whole.rounds()}
-        allowed = [i for i in sorted(passed) if i >= programs[0].carries]
-        if step.eqn.primitive.name == "cond":
-            pairs = zip(programs, whole.plans, strict=True)
-            outs = [
-                plan_low(plan, _dtypes(branch.of(lows)), allowed).outs for branch, plan in pairs
-            ]
-            alike = [len({*_dtypes(several)}) == 1 for several in zip(*outs, strict=True)]
-            allowed = [i for i in allowed if alike[i]]
-        return allowed
 
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""

@@ -162,9 +162,13 @@ def in_bodies(p, x):
 
 
 @case({"w": W, "v": V}, w=B16, v=B16)
-def in_branches_and_chosen_by_one(p, x):
-    w = lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"])
-    return lax.switch(1, [lambda x: x @ p["w"], lambda x: x @ p["v"].T], x) @ w
+def in_branches(p, x):
+    return lax.switch(1, [lambda x: x @ p["w"], lambda x: x @ p["v"].T], x)
+
+
+@case({"w": W, "v": V})
+def chosen_by_a_branch(p, x):
+    return x @ lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"])
 
 
 @case({"w": W, "v": V})
@@ -305,6 +309,7 @@ REASONS = {
     "returned": ("w", "it is handed on in float32, as a result"),
     "unread": ("unread", "nothing reads it"),
     "carried": ("w", "a scan carries it in float32 ("),
+    "chosen_by_a_branch": ("v", "it is handed on in float32, as a result"),
     "off": ("w", "'dot_general' reads it in float32: autocast is off there ("),
     "in_regions_of_two_dtypes": ("v", "'dot_general' reads it in float16: linear in float16"),
     "cast_by_the_user": ("v", "a cast to float16 reads it ("),

@@ -94,17 +94,16 @@ class Audit(AuditRecord):
         lines += text_table.columns(heads, rows, right, width) if rows else []
         return escaped("\n".join(lines))
 
-    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same rows, to sort and to filter; see `Report.to_html`.
 
         Args:
             path: file to write it to as well, in UTF-8.
-            fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
         """
-        table, notes = _arranged(self, PROGRAM, fold)
+        table, notes = _arranged(self, PROGRAM, True)
         first, *others = filter(None, _summary(self))
         made = page.Page(
             title=first,
@@ -230,11 +229,11 @@ def _summary(audit: AuditRecord) -> Iterator[str]:
 def _scales(audit: AuditRecord) -> Iterator[str]:
     """The loss scale of the run, and the one that fits."""
     used = "none, or not known" if audit.scale == 1 else power(audit.scale)
-    fitting = audit.fitting_scale(_FIRST)
+    fitting = audit.fitting_scale()
     if fitting is None:
         yield f"loss scale: {used}; no finite gradient other than zero to fit one to"
         return
-    shares = {s: audit.lost_gradients(_FIRST, s) for s in (1.0, audit.scale, fitting)}
+    shares = {s: audit.lost_gradients(s) for s in (1.0, audit.scale, fitting)}
     lost = [
         f"{text_table.share(share) or 'none'} {'unscaled' if s == 1 else f'at {s:g}'}"
         for s, share in shares.items()

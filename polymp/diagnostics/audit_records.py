@@ -12,12 +12,13 @@ from polymp import text_table
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
-from polymp.dtypes import name as dtype_name
 from polymp.rules.row import Row
 from polymp.weights.lost_updates import LostUpdates
 
 # The share of the values of an op, or of all gradients, that is too much to become zero.
 MANY = 0.5
+
+_LOW = "float16"  # the dtype that needs a loss scale
 
 
 class Measured(NamedTuple):
@@ -230,50 +231,36 @@ class AuditRecord:
             last = m if m.direction == "forward" else last
         return last
 
-    def fitting_scale(self, dtype: object = "float16") -> float | None:
-        """Return the largest loss scale at which no gradient overflows, with a factor 2 to spare.
+    def fitting_scale(self) -> float | None:
+        """Return the largest loss scale at which no gradient would overflow float16.
 
-        It is for the gradients that ops made in that dtype; where these are all zero, for those
-        made in bfloat16; where these are, too, for all gradients.
-
-        Args:
-            dtype: the one that gradients are to fit in, by name or as a dtype object.
+        There is a factor 2 to spare. It is for the gradients that ops made in float16; where these
+        are all zero, for those made in bfloat16; where these are, too, for all gradients.
 
         Returns:
             A power of two; None if there were no finite gradients other than zero.
-
-        Raises:
-            TypeError: `dtype` is neither a string nor a dtype.
-            ValueError: it is no float dtype that is known.
         """
-        low = dtype_name(dtype, what="fitting_scale(): dtype")
         largest = 0.0
-        for run in (low, "bfloat16", ""):  # what float32 holds need not fit, if others are there
+        for run in (_LOW, "bfloat16", ""):  # what float32 holds need not fit, if others are there
             made = (m.magnitudes for m in self.backward if run in (m.run, ""))
             largest = largest or max((max(m.largest, m.wide) for m in made), default=0.0)
         if largest == 0 or not math.isfinite(largest):
             return None
-        return float(2.0 ** math.floor(math.log2(FORMATS[low].max / 2 / largest)))
+        return float(2.0 ** math.floor(math.log2(FORMATS[_LOW].max / 2 / largest)))
 
-    def lost_gradients(self, dtype: object = "float16", scale: float = 1.0) -> float:
-        """Return the share of gradient values other than zero that a dtype makes zero.
+    def lost_gradients(self, scale: float = 1.0) -> float:
+        """Return the share of gradient values other than zero that float16 makes zero.
 
         Values that float16 made zero in the run, and about as many of those computed from them
         as are zero for that reason, count as other than zero; at a scale up to the run's, as made
-        zero by float16.
+        zero.
 
         Args:
-            dtype: by name or as a dtype object.
             scale: the loss scale, a power of two.
 
         Returns:
             From 0 to 1; 1 if all gradients are zero, at a loss scale of at most 1.
-
-        Raises:
-            TypeError: `dtype` is neither a string nor a dtype.
-            ValueError: it is no float dtype that is known.
         """
-        low = dtype_name(dtype, what="lost_gradients(): dtype")
         rows = self.backward
         if not rows:
             return 0.0
@@ -282,5 +269,5 @@ class AuditRecord:
         there = (every.counted - every.bins[0]) / max(every.counted, 1) + gone
         if there == 0:
             return 1.0 if scale <= 1 else 0.0
-        here = gone if low == "float16" and scale <= self.scale else 0.0
-        return (every.shares(low, scale).underflow + here) / there
+        here = gone if scale <= self.scale else 0.0
+        return (every.shares(_LOW, scale).underflow + here) / there

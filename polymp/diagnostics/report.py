@@ -12,7 +12,6 @@ terminal, in a pipe and in a log; nothing but the standard library is needed.
 
 from collections.abc import Iterable
 from os import PathLike
-from typing import Any
 
 from polymp import text_table
 from polymp.diagnostics import page, tables
@@ -86,26 +85,7 @@ class Report(CallList):
         lines += ["", *tables.text(_table(self, rows), width)]
         return escaped("\n".join(lines).rstrip())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data: "title", "low", "policy", "totals" and "calls"."""
-        return {
-            "title": self.title,
-            "low": self.low,
-            "policy": self.policy,
-            "totals": {
-                "flops": self.flops,
-                "casts": self.casts,
-                "cast_bytes": self.cast_bytes,
-                "saved": self.saved,
-                "kept": self.kept,
-                "kept_fp8": self.kept_fp8,
-                "fallbacks": self.fallbacks,
-                "widened": len(self.widened()),
-            },
-            "calls": [call.to_dict() for call in self.calls],
-        }
-
-    def to_html(self, path: str | PathLike[str] | None = None, *, fold: bool = True) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: totals, and a table to sort by any column and to filter.
 
         The page loads nothing, so it can be mailed or kept with a run. It begins with the rows
@@ -113,12 +93,11 @@ class Report(CallList):
 
         Args:
             path: file to write it to as well, in UTF-8.
-            fold: False to show equal layers one by one.
 
         Returns:
             The page as text.
         """
-        modules, note = tables.arranged(self.calls, CALLS, fold=fold)
+        modules, note = tables.arranged(self.calls, CALLS)
         made = page.Page(
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],

@@ -366,7 +366,7 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
         told = f"{lower:g} fits" if lower == fits else f"try {lower:g}"
         return Suggestion(init_scale=lower, reasons=(f"{why}; {told}.",))
-    lost = audit.lost_gradients("float16", scale)
+    lost = audit.lost_gradients(scale)
     if lost <= MANY:
         worst = max(audit.backward, key=_vanished, default=None)
         if worst is None or scale > 1 or _vanished(worst) <= PART or fits is None or fits <= scale:
@@ -384,7 +384,7 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         why = f"gradients: all are zero, at a loss scale of {scale:g}; start with {FIRST:g}."
         return Suggestion(init_scale=FIRST, reasons=(why,))
     fits = min(fits, LARGEST)
-    if fits <= scale or audit.lost_gradients("float16", fits) > MANY:
+    if fits <= scale or audit.lost_gradients(fits) > MANY:
         why = f"{why} at every loss scale at which none overflows: bfloat16 has the range."
         return Suggestion(dtype="bfloat16", reasons=(why,))
     why = f"{why} at a loss scale of {scale:g}; {fits:g} fits."

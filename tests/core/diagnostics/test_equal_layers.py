@@ -128,7 +128,6 @@ def test_a_page_folds_too() -> None:
     page = deep().to_html()
     assert page.count("<tr") == 1 + 5
     assert page.count("net.layers.*.attn x24") == 4, "in each row"
-    assert deep().to_html(fold=False).count("<tr") == 1 + 97
 
 
 def test_differences_fold() -> None:
@@ -166,5 +165,5 @@ def test_a_record_is_what_it_was() -> None:
     assert report.table()
     assert report.to_html()
     assert list(report.calls) == before
-    assert len(report) == len(report.to_dict()["calls"]) == 97
+    assert len(report) == 97
     assert CallList(before).casts == reports.Report(before).casts == 48 * 3

@@ -156,22 +156,8 @@ def test_widened_is_only_what_no_row_asked_for(given: dict, widened: bool) -> No
     assert Report([call]).widened() == [call][: int(widened)]
 
 
-def test_all_of_it_is_plain_data() -> None:
-    report = reports.in_torch()
-    data = json.loads(json.dumps(report.to_dict()))
-    assert (data["title"], data["low"], data["policy"]) == ("Net", "bfloat16", "amp")
-    assert data["totals"] == {
-        "flops": {"bfloat16": 37_000_000, "float32": 80_000},
-        "casts": 11,
-        "cast_bytes": 840 * 1024,
-        "saved": {"cached": 2},
-        "kept": 1536 * 1024,
-        "kept_fp8": 0,
-        "fallbacks": {},
-        "widened": 1,
-    }
-    assert len(data["calls"]) == 9
-    linear = data["calls"][1]
+def test_a_call_is_plain_data() -> None:
+    linear = json.loads(json.dumps(reports.in_torch().calls[1].to_dict()))
     assert (linear["times"], linear["casts"], linear["saved"]) == (3, 7, {"cached": 2})
     assert linear["row"] == "class:matmul = lower, policies/torch-cuda.toml"
     assert linear["rule"] == "lower"

@@ -70,13 +70,17 @@ def step(
             f"step(grads, update, *state) needs a function for update, got {type(new_state)}."
         )
     kept, together = apart(state, tree_math.is_carried)
+    fixed: dict[int, object] = {}  # Python numbers that come back as they are, such as a flag
 
     def take(grads: object) -> list[jax.Array]:
         # A copy of the containers: what `update` changes in place is its own.
         made = new_state(grads, *together(kept))
         new = (made,) if len(state) == 1 else made
         check_replaces(state, new)
-        return apart(new, tree_math.is_carried)[0]
+        leaves = apart(new, tree_math.is_carried)[0]
+        pairs = enumerate(zip(kept, leaves, strict=True))
+        fixed.update((at, x) for at, (o, x) in pairs if o is x and not hasattr(x, "dtype"))
+        return leaves
 
     def apply(grads: object) -> list[jax.Array]:
         # Divided again and not kept from the check: XLA fuses the quotients into their use.
@@ -92,7 +96,7 @@ def step(
         else:
             result = apply(grads) if finite else kept
         after = update(rule, scaling, finite, loss_finite)
-    whole = together(result)
+    whole = together([fixed.get(at, x) for at, x in enumerate(result)])
     nnx.write_back(state, whole)
     return whole[0] if len(state) == 1 else whole, after, finite
 
@@ -113,7 +117,9 @@ def _either(
     def select(finite: jax.Array, floats: list[jax.Array]) -> list[jax.Array]:
         floats = [jnp.where(finite, x, 0) for x in floats]
         pairs = zip(take(*floats), keep(), strict=True)
-        return [o if o.dtype == float0 else lax.select(finite, n, o) for n, o in pairs]
+        return [
+            o if getattr(o, "dtype", None) == float0 else jnp.where(finite, n, o) for n, o in pairs
+        ]
 
     if taken.effects:
         result = branch(finite, floats)

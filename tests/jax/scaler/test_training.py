@@ -76,6 +76,31 @@ def test_an_equinox_model_with_its_activation_inside():
     assert scaler.state.scale == 2.0**15
 
 
+def test_flags_and_rates_of_an_equinox_model_stay_python_numbers():
+    """`Dropout` branches on its flag: as an array it would be traced in the next step."""
+    keys = jax.random.split(jax.random.key(0))
+    model = eqx.nn.Sequential([eqx.nn.Linear(2, 1, key=keys[0]), eqx.nn.Dropout(0.25)])
+    state = SGD.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(scaler, model, state, count, x):
+        def loss(model):
+            return scaler.scale((jax.vmap(lambda x: model(x, key=keys[1]))(x) ** 2).mean())
+
+        def update(grads, model, state, count):
+            updates, state = SGD.update(grads, state)
+            return eqx.apply_updates(model, updates), state, count + 1
+
+        return scaler.step(eqx.filter_grad(loss)(model), update, model, state, count)
+
+    scaler, count = GradScaler(), 0
+    for x in (X, X * jnp.inf, X):
+        (model, state, count), scaler, _ = step(scaler, model, state, count, x)
+    assert (model[1].p, model[1].inference) == (0.25, False)
+    assert type(model[1].inference) is bool
+    assert count == 2
+
+
 # --- eight devices -------------------------------------------------------------------------------
 
 

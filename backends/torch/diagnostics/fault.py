@@ -36,6 +36,7 @@ from polymp.diagnostics.blame import (
     of_optimizer,
     rounded,
 )
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.dtypes import FORMATS
 
 # Dtype and shape of the float tensors that an op reads.
@@ -205,8 +206,9 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
         return None
     spoiled = provenance.spoiled()
     counts = iter(Lost.read([e.lost for e in events if e.lost is not None]))
+    used = {i for event in events if event.op_call.direction != BACKWARD for i in event.inputs}
     nodes = []
-    for event, was in zip(events, bad, strict=True):
+    for at, (event, was) in enumerate(zip(events, bad, strict=True)):
         finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
         ends, below = ranges.read(event.ranges), False
         if event.lost is not None:
@@ -222,13 +224,15 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
                 finite and bool(was),
                 vanished,
                 tuple(x for x, end in near if end is not None and min(ends) <= end <= max(ends)),
-                next((spoiled[at] for at in event.origins if at in spoiled), ""),
+                next((spoiled[by] for by in event.origins if by in spoiled), ""),
                 event.given or not event.reads,
                 bool(event.ranges),
                 cast=event.func is None,
                 op=event.op_call.op,
                 ones=below and max(ends) == 1 and not event.numbers,
                 single=event.single,
+                # A loss, which the backward of its own op may read.
+                returned=event.single and event.op_call.direction == FORWARD and at not in used,
             )
         )
     found = blame(nodes)

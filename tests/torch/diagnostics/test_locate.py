@@ -117,6 +117,20 @@ def test_the_fault_of_an_overflow_in_full() -> None:
     assert fault.inputs == (operand(x.half()), operand(net[0].weight.detach().half().t()))
 
 
+def test_a_loss_is_found_though_its_gradients_are_zero() -> None:
+    """The mean of no targets: its own backward alone reads it, and makes zeros of it."""
+    net, x = nn.Linear(8, 4), torch.randn(3, 8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(net(x), torch.full((3,), -100))
+        loss.backward()
+        return loss.detach()
+
+    found = locate(step, x, model=net)
+    assert found is not None
+    assert (found.op, found.kind) == ("nll_loss", "operation")
+
+
 def test_the_share_of_what_is_bad_in_an_input() -> None:
     x = torch.ones(10, 10)
     x[0, :3], x[1, :2] = math.nan, math.inf

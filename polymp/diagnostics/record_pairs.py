@@ -357,7 +357,7 @@ class Pairs:
         stays = self.twins.keys() | self.aligned.keys()
         whole = self.shared if self.ported and self.common else set()
         left = self._left() if self.across else set()
-        healed = _healed(self.one, stays, self._evidence(), whole) | left
+        healed = _healed(self.one, stays | left, self._evidence(), whole) | left
         every = dict.fromkeys((j for j in self.met if self.other.tells(j)), -1)
         healed_other = _healed(self.other, self.met | backed.keys(), every, whole)
         rows: list[Compared] = []
@@ -482,11 +482,18 @@ def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: se
 
     The counterpart is made of an input that the array is made of, too: the gradient of a loss reads
     the scores, for their shape, and is made of the targets alone; `met` has the inputs.
-    The backward pass counts for what it alone reads. Two frameworks split the modules that both
-    have into other calls, but have the same numbers where such a module, one of `whole`, hands them
-    on.
+    The backward pass counts for what it alone reads, if it is made of all these inputs. Two
+    frameworks split the modules that both have into other calls, but have the same numbers where
+    such a module, one of `whole`, hands them on. One number, as a loss is, may be the same by
+    chance: it does not count if another call that reads the array has no counterpart, though all
+    else that the call reads has.
     """
     good = dict(met)
+    lone = {i for i in met if side.arrays[i].size == 1}  # and what nothing else tells of
+    sound = {*met}  # and what the backward pass makes of these alone
+    for i, a in enumerate(side.arrays):
+        if a.direction == BACKWARD and a.reads and sound.issuperset(a.reads):
+            sound.add(i)
     known = functools.reduce(operator.or_, met.values(), 0)
     made = _made_of(side, {i: known & bit for i, bit in side.bits.items()})
     for i in range(len(side.arrays) - 1, -1, -1):
@@ -498,12 +505,19 @@ def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: se
         if made[i]:
             readers = [r for r in readers if r not in good or good[r] & made[i]]
         near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
+        if not near:  # the forward pass does not use it
+            readers = [r for r in readers if r not in good or not made[i] & ~good[r]]
         handed = side.modules[i] in whole and side.arrays[i].direction != BACKWARD
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
-        told = [good[r] & made[i] for r in near or readers if r in good]
+        told = [r for r in near or readers if r in good]
+        if told and lone.issuperset(told):
+            others = (r for r in side.readers[i] if r not in good and r not in stays)
+            if any(sound.issuperset({*side.arrays[r].reads} - {i}) for r in others):
+                continue
+            lone.add(i)
         if told:
-            good[i] = functools.reduce(operator.or_, told)
+            good[i] = functools.reduce(operator.or_, (good[r] & made[i] for r in told))
     return {*good}
 
 

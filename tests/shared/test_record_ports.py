@@ -112,3 +112,59 @@ def test_of_packed_weights_the_gradient_alone_is_not_compared() -> None:
     )
     assert mixed.other is not None, "what is computed with it was not compared"
     assert any("attention.in_proj_weight" in note for note in comparison.notes)
+
+
+# --- a port that is one function ------------------------------------------------------------------
+
+VOCABULARY, WIDTH, HEADS, BATCH, LENGTH = 31, 32, 4, 4, 12
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_a_fault_is_named_though_the_loss_or_its_gradient_agree(shifted: bool) -> None:
+    """In torch the gradient of the loss reads the scores, and has none of their values.
+
+    Where targets are not shifted, both losses are the same by chance, to five digits.
+    """
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    import torch
+    from torch import nn
+
+    import polymp.jax
+    import polymp.torch
+
+    torch.manual_seed(0)
+    parts = {"e": nn.Embedding(VOCABULARY, WIDTH)}
+    parts |= {name: nn.Linear(WIDTH, WIDTH) for name in "qkv"}
+    model = nn.ModuleDict({**parts, "h": nn.Linear(WIDTH, VOCABULARY)})
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
+    ends = (slice(-1), slice(1, None)) if shifted else (slice(None), slice(None))
+    split = BATCH, LENGTH, HEADS, WIDTH // HEADS
+
+    recorder = polymp.torch.record(None, model)
+    with recorder:
+        x = model["e"](tokens)
+        q, k, v = (model[name](x).view(split).transpose(1, 2) for name in "qkv")
+        weights = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-1)
+        scores = model["h"](x + (weights @ v).transpose(1, 2).reshape(x.shape))
+        targets = tokens[:, ends[1]].reshape(-1)
+        nn.functional.cross_entropy(scores[:, ends[0]].reshape(-1, VOCABULARY), targets).backward()
+
+    def loss(p: Any, tokens: Any) -> Any:
+        def linear(name: str, x: Any) -> Any:
+            return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+        x = p["e.weight"][tokens]
+        q, k, v = (linear(name, x).reshape(split).transpose(0, 2, 1, 3) for name in "qkv")
+        weights = jax.nn.softmax(q @ k.mT / WIDTH**0.5, -1)  # the fault
+        scores = linear("h", x + (weights @ v).transpose(0, 2, 1, 3).reshape(x.shape))
+        logs, targets = jax.nn.log_softmax(scores[:, ends[0]], -1), tokens[:, ends[1], None]
+        return -jnp.take_along_axis(logs, targets, -1).mean()
+
+    params = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
+    port = polymp.jax.record(None, jax.value_and_grad(loss), probes=4)
+    port(params, jnp.asarray(tokens.numpy()))
+    for found in both_ways(recorder.record, port.record):
+        assert found.first is not None
+        assert (found.first.array.name, found.first.array.direction) == ("div", FORWARD)

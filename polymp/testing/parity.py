@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import partial
-from math import isclose
 from typing import Any, NamedTuple
 
 from polymp import backends, text_table
@@ -22,7 +21,7 @@ from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.compare import compare
 from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
-from polymp.diagnostics.run_record import AMAX, RecordedArray, RecordError, RunRecord
+from polymp.diagnostics.run_record import RecordedArray, RecordError, RunRecord
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
@@ -237,14 +236,10 @@ def compare_programs(
     gaps = tuple(_gaps(one, other, *moved))
     if not any(found.part for found in gaps):
         return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
-    records = [*map(_recorded, programs)]
-    worst = next(at for at, found in enumerate(gaps) if found.part)
-    kind, path = [(kind, path) for kind in _KINDS for path in getattr(one, kind)][worst]
-    arrays = [getattr(run, kind)[path] for run in (written, theirs)]
-    off = _first_off(records) or [*map(_maker, records, arrays)]
-    here, there = map(_call_of, off, (written, theirs))
+    here, there = map(_call_of, _first_off(map(_recorded, programs)), (written, theirs))
     if here is None and there is None:
-        raise _error(f"do not return the same: {gaps[worst]}", None, names, gaps)
+        worst = next(found for found in gaps if found.part)
+        raise _error(f"do not return the same: {worst}", None, names, gaps)
     raise _error("compute other values", Parted(here, there, ""), names, gaps)
 
 
@@ -257,24 +252,17 @@ def _recorded(program: Any) -> RunRecord:
     return record
 
 
-def _first_off(records: Sequence[RunRecord]) -> tuple[RecordedArray | None, ...]:
-    """The arrays of the first calls whose values differ; () without any."""
+def _first_off(
+    records: Iterable[RunRecord],
+) -> tuple[RecordedArray | None, RecordedArray | None]:
+    """The arrays of the first calls whose values differ; None where there is none."""
     try:
         found = compare(*records)
     except RecordError:  # one has no call at all
-        return ()
+        return None, None
     rows = [row for row in (found.first, *found.rows) if row is not None and row.array.run]
     off = next((row for row in rows if row.verdict in (ALONE, UNEXPLAINED)), None)
-    return () if off is None else (off.one, off.other)
-
-
-def _maker(record: RunRecord, array: Any) -> RecordedArray | None:
-    """The last call that made an array like a result or gradient."""
-    top = float(abs(array).max(initial=0))
-    for made in reversed(record.steps[0].arrays):
-        if made.run and made.size == array.size and isclose(made.values[AMAX], top, rel_tol=0.01):
-            return made
-    return None
+    return (None, None) if off is None else (off.one, off.other)
 
 
 def _call_of(array: RecordedArray | None, run: Run) -> Call | None:

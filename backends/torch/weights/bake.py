@@ -47,7 +47,7 @@ def bake(
     Run the program outside of regions: inside one it would be cast again. Rules for ops that a
     compiled kernel calls inside itself, as relu calls clamp_min, are not written out. Where a
     module has a fast path that torch.export does not take, as torch's transformer layers have
-    without gradients, the program has the slow one.
+    without gradients and an LSTM on a CPU, the program has the slow one, whose bits may differ.
 
     Args:
         model: any module that torch.export can trace, non-strictly.
@@ -163,8 +163,6 @@ class Trace:
         self.in_region: bool = False  # True once a tensor's device had an enabled region
         self.mode: Any = None  # that records ops; None until the model is called
         self._keep = torch.is_autocast_cache_enabled()  # a parameter's cast serves all its uses
-        # torch.export turns mkldnn off while it traces.
-        self._mkldnn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
         self._casting = False  # in a kernel of autocast's
         self._apart = False  # in a kernel that takes an op apart
         self._casts: dict[Any, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -258,9 +256,7 @@ class Trace:
             return None
         if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*op.tags}:
             return None  # each try would make symbols for sizes that no op uses
-        mkldnn = self._mkldnn and _by_mkldnn(op, args)
-        kernel = _lstm_by_mkldnn if mkldnn else dispatcher.called_at(op, key)
-        return partial(kernel, *args, **kwargs)
+        return partial(dispatcher.called_at(op, key), *args, **kwargs)
 
 
 def _kernel(op: modes.Op, device: str) -> Function | None:
@@ -297,58 +293,3 @@ def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:
     found = {t.device.type for t in tensors}
     on = [d for d in found if dispatcher.autocast_key(d) and torch.is_autocast_enabled(d)]
     return sorted(on, key=lambda device: (device == "cpu", device))  # the CPU's key comes last
-
-
-# torch's LSTM on CPUs in parts, as mkldnn runs it.
-
-
-def _by_mkldnn(op: modes.Op, args: Sequence[Any]) -> bool:
-    """Return whether torch runs an op by mkldnn, layer by layer, which fake tensors do not show."""
-    # torch v2.13 aten/src/ATen/native/RNN.cpp, `use_mkldnn` and `lstm`
-    if op is not torch.ops.aten.lstm.input:
-        return False
-    x, (h, c), params = args[:3]
-    supported = {
-        torch.float32: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported() and not torch.is_grad_enabled(),
-    }
-    on_cpu = all(t.device.type == "cpu" for t in (x, h, c, *params))
-    return on_cpu and supported.get(x.dtype, False) and h.shape[2] == c.shape[2] and x.numel() != 0
-
-
-def _lstm_by_mkldnn(
-    x: torch.Tensor,
-    state: Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run an LSTM as torch does by mkldnn: torch v2.13 ATen/native/mkldnn/RNN.cpp, `mkldnn_rnn`."""
-    h, c = state[0].contiguous(), state[1].contiguous()
-    x = (x.transpose(0, 1) if batch_first else x).contiguous()
-    each = 4 if has_biases else 2
-    directions = 2 if bidirectional else 1
-    last_h, last_c = [], []
-    for layer in range(num_layers):
-        outputs = []
-        for reverse in range(directions):
-            at = layer * directions + reverse
-            weights = params[at * each : (at + 1) * each]
-            biases = weights[2:] or [torch.zeros_like(w) for w in weights]
-            y, hn, cn, _ = torch.ops.aten.mkldnn_rnn_layer(
-                x, *weights[:2], *biases, h[at], c[at], bool(reverse), [], 2, h.shape[2],
-                num_layers, has_biases, bidirectional, batch_first, train,
-            )  # fmt: skip
-            outputs.append(y)
-            last_h.append(hn)
-            last_c.append(cn)
-        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and train and layer < num_layers - 1:
-            x = torch.dropout(x, dropout, train=True)
-    x = x.transpose(0, 1) if batch_first else x
-    return x, torch.stack(last_h), torch.stack(last_c)

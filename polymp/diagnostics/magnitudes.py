@@ -8,7 +8,7 @@ The backends count, on the device; here counts become shares.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from operator import add
 from typing import NamedTuple
@@ -141,16 +141,9 @@ class Magnitudes(NamedTuple):
 
 
 def of_float(value: float) -> int:
-    """The bin of a number's magnitude."""
+    """The bin of a number's magnitude; that of Inf for what is beyond float32, and for NaN."""
     size = abs(value)
-    if math.isnan(size) or size > FORMATS["float32"].max:
-        return INF
-    if size < _EDGES[1]:
-        return 0
-    fraction, exponent = math.frexp(size)  # in [0.5, 1)
-    if exponent + 126 <= 0:
-        return int(math.ldexp(size, 126) * 16)
-    return (exponent + 126) * 16 + int((fraction * 2 - 1) * 16)
+    return bisect_right(_EDGES, size) - 1 if size <= FORMATS["float32"].max else INF
 
 
 def joined(many: Iterable[Magnitudes]) -> Magnitudes:

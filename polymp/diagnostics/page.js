@@ -3,7 +3,7 @@
   const table = document.querySelector("table"), body = table.tBodies[0];
   const heads = [...table.tHead.rows[0].cells], rows = [...body.rows];
   const names = heads.map((head) => head.textContent.trim());
-  const find = document.getElementById("find"), order = document.getElementById("order");
+  const find = document.getElementById("find");
   const selects = [...document.querySelectorAll("select[data-kind]")];
   const count = document.getElementById("count"), what = count.dataset.what;
   const words = new Intl.Collator(undefined, { numeric: true });
@@ -11,11 +11,6 @@
     .map((cell) => cell.textContent + " " + cell.title).join(" ").toLowerCase()]));
   const more = document.getElementById("more");
   let ordered = [...rows], wanted = [], most = 400;
-
-  const labels = document.createElement("style");
-  labels.textContent = "@media (max-width: 760px) {" + names.map((name, at) =>
-    `td:nth-child(${at + 1})::before { content: ${JSON.stringify(name)}; }`).join("") + "}";
-  document.head.append(labels);
 
   // A long path is broken after its parts.
   for (const cell of body.querySelectorAll("td.parts")) {
@@ -32,7 +27,6 @@
     ordered.sort((a, b) => sign * by(keys.get(a), keys.get(b)));
     heads.forEach((head) => head.removeAttribute("aria-sort"));
     heads[at].setAttribute("aria-sort", upwards ? "ascending" : "descending");
-    order.value = String(at);
     show();
     body.append(...ordered);
   }
@@ -65,7 +59,6 @@
     const now = head.getAttribute("aria-sort");
     sort(at, now ? now === "descending" : first(at));
   }));
-  order.addEventListener("change", () => sort(Number(order.value), first(Number(order.value))));
   find.addEventListener("input", filter);
   selects.forEach((select) => select.addEventListener("change", filter));
   more.addEventListener("click", () => { most = Infinity; show(); });

@@ -4,9 +4,8 @@
 
 All markup is in these two files, style and script in page.css and page.js; a text is escaped when
 it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
-only sorts and hides them, so that the page can be read, searched and printed without it. On a
-narrow screen each row becomes a card, whose cells the script labels with a rule of style for each
-column. Nothing is loaded from anywhere.
+only sorts and hides them, so that the page can be read, searched and printed without it. Nothing is
+loaded from anywhere.
 """
 
 import math
@@ -66,7 +65,6 @@ def html(page: Page, path: "str | PathLike[str] | None" = None) -> str:
         notes=_joined(_part("note", text=note) for note in page.notes),
         curve=_curve(page.curve) if page.curve else "",
         selects=_joined(_select(at, table) for at in range(len(table.selects))),
-        orders=_orders(columns, page.sorted),
         what=page.what,
         count=text_table.plural(len(lines), page.what),
         heads=_joined(_head(column, page.sorted) for column in columns),
@@ -150,19 +148,8 @@ def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
 def _select(at: int, table: Table) -> _Markup:
     """The values of the lines: those of the first select in order, of others by the alphabet."""
     values = list(dict.fromkeys(line.kinds[at] for line in table.lines))
-    options = _joined(_option(value, value) for value in (sorted(values) if at else values))
+    options = _joined(_part("option", text=value) for value in (sorted(values) if at else values))
     return _part("select", name=table.selects[at], at=at, options=options)
-
-
-def _option(value: object, text: str, selected: bool = False) -> _Markup:
-    chosen = _attributes({"selected": "selected" if selected else ""})
-    return _part("option", value=value, text=text, attributes=chosen)
-
-
-def _orders(columns: Sequence[Column], sorted: tuple[str, bool] | None) -> _Markup:
-    """The columns as options: on a narrow screen the table has no heads to press."""
-    now = sorted[0] if sorted else columns[0].name
-    return _joined(_option(at, c.name, c.name == now) for at, c in enumerate(columns))
 
 
 def _head(column: Column, sorted: tuple[str, bool] | None) -> _Markup:

@@ -16,6 +16,7 @@ depend on the order of the elements; a matrix and its transpose have the same. S
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from polymp.diagnostics.run_record import (
 from polymp.errors import escaped
 
 
+@dataclass(eq=False, repr=False)
 class Comparison:
     """The comparison of two records; true if there is a difference that rounding cannot explain.
 
@@ -67,34 +69,15 @@ class Comparison:
         first: the first array that rounding cannot explain; None if it explains all.
         headers: of the two records; see `RunRecord`.
         notes: what was not compared, and why, a sentence each.
-
-    Args:
-        names: see the attributes, as of all others.
-        step: likewise.
-        rank: likewise.
-        rows: likewise.
-        first: likewise.
-        headers: likewise.
-        notes: likewise.
     """
 
-    def __init__(
-        self,
-        names: tuple[str, str],
-        step: int,
-        rank: int,
-        rows: Sequence[Compared],
-        first: Compared | None,
-        headers: tuple[Mapping[str, Any], Mapping[str, Any]],
-        notes: Sequence[str],
-    ) -> None:
-        self.names: tuple[str, str] = names
-        self.step: int = step
-        self.rank: int = rank
-        self.rows: tuple[Compared, ...] = tuple(rows)
-        self.first: Compared | None = first
-        self.headers: tuple[Mapping[str, Any], Mapping[str, Any]] = headers
-        self.notes: tuple[str, ...] = tuple(notes)
+    names: tuple[str, str]
+    step: int
+    rank: int
+    rows: Sequence[Compared]
+    first: Compared | None
+    headers: tuple[Mapping[str, Any], Mapping[str, Any]]
+    notes: list[str]
 
     @property
     def explained(self) -> bool:
@@ -251,7 +234,7 @@ class Comparison:
             "parted": self.parted and self.parted.to_dict(),
             "first": self.first and self.first.to_dict(),
             "rows": [row.to_dict() for row in self.rows],
-            "notes": list(self.notes),
+            "notes": self.notes,
         }
 
     def to_html(self, path: "str | PathLike[str] | None" = None) -> str:
@@ -371,9 +354,9 @@ def compare(
             now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
             if now is None:
                 assert found is not None
-                found.notes += (
+                found.notes.append(
                     f"not compared: steps from {step.number} on. They begin with the weights that "
-                    "the step before has left, and rounding has moved these apart",
+                    "the step before has left, and rounding has moved these apart"
                 )
                 break
             found = now

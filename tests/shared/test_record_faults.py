@@ -129,9 +129,14 @@ def recorded(kind: str, *seeds: int, config: Config, **how: Any) -> RunRecord:
 
 
 @functools.lru_cache(8)
+def kept(kind: str, *seeds: int, config: Config, **how: Any) -> RunRecord:
+    """A record that several tests compare with others."""
+    return recorded(kind, *seeds, config=config, **how)
+
+
 def good(kind: str, low: str = "") -> RunRecord:
     """The record of the program without a fault."""
-    return recorded(kind, 0, config=CONFIG._replace(low=low))
+    return kept(kind, 0, config=CONFIG._replace(low=low))
 
 
 def compared(cell: Cell) -> Comparison:
@@ -222,7 +227,7 @@ class Pair(NamedTuple):
         how = {"dtype": in_dtype(self.other, self.dtype)} if self.dtype else {}
         ways: tuple[dict[str, Any], ...] = ({}, how)
         runs = [
-            recorded(kind, *seeds, config=CONFIG._replace(low=low), **way)
+            kept(kind, *seeds, config=CONFIG._replace(low=low), **way)
             for kind, low, way in zip(self[:2], self.low, ways, strict=True)
         ]
         for steps in zip(*(run.steps for run in runs), strict=True):

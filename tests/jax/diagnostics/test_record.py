@@ -432,8 +432,9 @@ def _two_steps(jitted: bool, edit: float = 0.0) -> run_record.RunRecord:
 
 def test_a_second_step_begins_with_weights_that_jit_has_rounded_in_another_way() -> None:
     """The function itself makes them, and not the program that is recorded."""
-    found = polymp.compare(_two_steps(True), _two_steps(False))
+    jitted = _two_steps(True)
+    found = polymp.compare(jitted, _two_steps(False))
     assert found.explained, str(found)
-    found = polymp.compare(_two_steps(True), _two_steps(True, edit=1e-3))
+    found = polymp.compare(jitted, _two_steps(True, edit=1e-3))
     assert found.first is not None
     assert (found.step, found.first.array.name) == (1, "params['w']"), str(found)

@@ -19,8 +19,9 @@ from polymp.diagnostics.run_record import RESULT, UPDATE, RunRecord
 from tests.conftest import need
 from tests.shared.test_record_faults import _one_thread  # noqa: F401
 from tests.support.ports import FAULTS, IN_JAX, Bert, Block, Config, ResNet
+from tests.support.sizes import size
 
-SEEDS = range(3)
+SEEDS = range(size(2, 3))
 RIGHT: dict[str, Config] = {
     "bert": Bert(),
     "resnet": ResNet(),
@@ -67,6 +68,7 @@ def marked(key: str, config: Config) -> Any:
     return pytest.param(key, marks=[] if quick else pytest.mark.long)
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("name", [marked(*item) for item in RIGHT.items()])
 def test_a_right_port_raises_no_alarm(name: str) -> None:
     config = RIGHT[name]

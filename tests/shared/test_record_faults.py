@@ -21,9 +21,11 @@ from polymp.diagnostics.record_pairs import EXPLAINED, Compared
 from polymp.diagnostics.run_record import GRADIENT, INPUT, RESULT, UPDATE, RunRecord
 from tests.conftest import need
 from tests.support.decoder import FAULTS, IN_REGIONS, Config
-from tests.support.sizes import FULL, size
+from tests.support.sizes import FULL, LONG, size
 
-CONFIG = Config() if FULL else Config(layers=3, layer=1)
+# In `make test` all is of one width: JAX has a third fewer programs to compile.
+WIDTHS = {} if LONG else {"hidden": 48, "words": 48}
+CONFIG = Config() if FULL else Config(layers=3, layer=1, **WIDTHS)
 
 # The right program and the one with the fault. "torch" is a torch.nn.Module, "nnx" and "linen" are
 # flax's.

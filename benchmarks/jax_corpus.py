@@ -7,7 +7,7 @@ changes from program to program. All four run in turn. The ratio is that of the 
 autocast programs and of both float32 ones; the ratio of the two float32 programs shows how noisy a
 row is.
 
-    python benchmarks/jax_corpus.py                     # about 7 minutes on two cores
+    python benchmarks/jax_corpus.py                     # about 8 minutes on two cores
     python benchmarks/jax_corpus.py --programs mlp,cnn --out /tmp/some.json
 """
 

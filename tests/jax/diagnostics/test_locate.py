@@ -193,7 +193,9 @@ def test_nan_of_a_mask_is_told() -> None:
         return masked - masked.max()
 
     assert locate(f, jnp.ones(3)) is None
-    fault = fault_of(f, -jnp.ones(3))
+    x = jnp.ones(3)
+    assert locate(lambda x: jax.nn.softmax(jnp.where(x > 2, x, -jnp.inf).at[0].set(1.0)), x) is None
+    fault = fault_of(f, -x)
     assert (fault.op, fault.kind) == ("sub", "operation")
     assert "infinities that the program has" in fault.why
 

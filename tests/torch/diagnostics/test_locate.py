@@ -131,6 +131,16 @@ def test_a_loss_is_found_though_its_gradients_are_zero() -> None:
     assert (found.op, found.kind) == ("nll_loss", "operation")
 
 
+def test_what_an_op_was_given_is_exact_to_subnormal_numbers() -> None:
+    x, y = torch.randn(5, 7), torch.randn(5, 7)
+    x[0, :3] = torch.tensor([0.0, 1e38, 1e-40])
+    y[0, 1:3] = torch.tensor([1e38, 3.0])
+    fault: Any = locate(lambda: x * y)
+    assert fault.kind == "operation"
+    name = "an argument (float32 5x7)"
+    assert fault.inputs == (operand(x, name), operand(y, name))
+
+
 def test_the_share_of_what_is_bad_in_an_input() -> None:
     x = torch.ones(10, 10)
     x[0, :3], x[1, :2] = math.nan, math.inf

@@ -16,7 +16,6 @@ from polymp.backends.torch.compat import distributed, modes, optimizers
 from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
-    largest_of,
     measurable,
     real,
 )
@@ -56,9 +55,9 @@ class Event:
     func: torch._ops.OpOverload | None  # the kernel; None of a cast
     single: bool  # True if its result is one number
     given: bool = False  # True if a number among its arguments is not finite
-    ranges: tuple[int, ...] = ()  # of its results, by their numbers in a `RangeTable`
+    ranges: range = range(0)  # of its results, by their numbers in a `RangeTable`
     # Of what it makes beside its first result, such as the maxima of aminmax.
-    beside: tuple[int, ...] = ()
+    beside: range = range(0)
     lost: Lost | None = None  # the values that float16 made Inf or zero; None if that is not known
     numbers: tuple[float, ...] = ()  # numbers in the program that its dtype made zero
     operands: tuple[torch.Tensor, ...] = ()  # measurements of `reads`, if they were made
@@ -157,10 +156,8 @@ class Provenance:
         """Measure the largest magnitude of each parameter, all at once."""
         own = () if self._model is None else self._model.parameters()
         trained = [p.detach() for p in own if measurable(p)]
-        self._parameters = {
-            modes.storage_key(p): self._ranges.keep(x, x)
-            for p, x in zip(trained, largest_of(trained), strict=True)
-        }
+        keys = map(modes.storage_key, trained)
+        self._parameters = dict(zip(keys, self._ranges.add_all(trained), strict=True))
 
     def updated(self) -> None:
         """Note that the values of parameters have changed."""
@@ -357,8 +354,8 @@ class Update:
         for name, of, t in named:
             part = Part(t.dtype, t.shape, of)
             self._part[name] = self._known.setdefault(part, part)
-        largest = largest_of([t for *_, t in named])
-        return {name: self._ranges.keep(x, x) for (name, *_), x in zip(named, largest, strict=True)}
+        numbers = self._ranges.add_all(t for *_, t in named)
+        return {name: number for (name, *_), number in zip(named, numbers, strict=True)}
 
     def _bad(self, ranges: Ranges) -> list[str]:
         return [name for name, at in ranges.items() if _bad(self._ranges.read([at]))]

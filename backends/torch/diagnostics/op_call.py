@@ -294,6 +294,7 @@ class CallSites:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        self._known: dict[CallSite, CallSite] = {}  # many are alike, and one is kept of these
         self._paths: dict[int, str] = {}
         self._roots: list[nn.Module] = []  # kept alive, for paths go by identity
         if model is not None:
@@ -331,7 +332,8 @@ class CallSites:
         if path is None and module is not None and not self._settled:
             self._learn(module)  # the outermost one that runs
             return self.here(start)
-        return CallSite(path or "", source, recomputed, updating, compiled)
+        place = CallSite(path or "", source, recomputed, updating, compiled)
+        return self._known.setdefault(place, place)
 
 
 def exchange(frame: FrameType | None) -> str:

@@ -119,7 +119,7 @@ class Values(Subscriber):
         event = Event(op_call, origins, run, self._seen(reads), ran.func, single, given)
         if not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
-        event.beside = tuple(map(self.ranges.add, beside))
+        event.beside = self.ranges.add_each(beside)
         self._keep(event, results, inputs, lambda: _wide(ran, results))
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
@@ -144,7 +144,7 @@ class Values(Subscriber):
         wide: Callable[[], torch.Tensor | None],
     ) -> None:
         """Measure an op's results, also against `wide`, the first one in float32."""
-        event.ranges = tuple(map(self.ranges.add, results))
+        event.ranges = self.ranges.add_each(results)
         compared = event.func is None or not event.op_call.place.updating
         if results and event.run == "float16" and compared and self.compares(event, results):
             in_float32 = wide()

@@ -344,18 +344,20 @@ class Update:
             before.put_back()
 
     def _parts(self, optimizer: torch.optim.Optimizer, grads: bool = False) -> Ranges:
-        named: list[tuple[str, str, torch.Tensor]] = []
+        names, tensors = list[str](), list[torch.Tensor]()
         for of, p in zip(self._names, self._params, strict=True):
-            own = {of: p} | moments(optimizer, of, p)
             if grads:
                 own = {} if p.grad is None else {f"{of}.grad": p.grad}
-            local = ((name, of, distributed.local(t.detach())) for name, t in own.items())
-            named += [each for each in local if measurable(each[-1])]
-        for name, of, t in named:
-            part = Part(t.dtype, t.shape, of)
-            self._part[name] = self._known.setdefault(part, part)
-        numbers = self._ranges.add_all(t for *_, t in named)
-        return {name: number for (name, *_), number in zip(named, numbers, strict=True)}
+            else:
+                own = {of: p} | moments(optimizer, of, p)
+            for name, t in own.items():
+                t = distributed.local(t)
+                if measurable(t):
+                    part = Part(t.dtype, t.shape, of)
+                    self._part[name] = self._known.setdefault(part, part)
+                    names.append(name)
+                    tensors.append(t)
+        return dict(zip(names, self._ranges.add_all(tensors), strict=True))
 
     def _bad(self, ranges: Ranges) -> list[str]:
         return [name for name, at in ranges.items() if _bad(self._ranges.read([at]))]
@@ -406,9 +408,12 @@ def moments(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of more than one number in an optimizer's state of a parameter."""
     state: Any = optimizer.state.get(p, {})
-    tensors = {key: t for key, t in dict(state).items() if isinstance(t, torch.Tensor)}
-    floats = {key: t for key, t in tensors.items() if t.is_floating_point() or t.is_complex()}
-    return {f"{key} of {name}": t for key, t in floats.items() if t.numel() > 1}
+    tensors = [(key, t) for key, t in dict(state).items() if isinstance(t, torch.Tensor)]
+    return {
+        f"{key} of {name}": t
+        for key, t in tensors
+        if (t.is_floating_point() or t.is_complex()) and t.numel() > 1
+    }
 
 
 def lost_eps(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, str]:

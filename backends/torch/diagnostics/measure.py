@@ -223,7 +223,7 @@ class BinTable:
                     self._counts[: len(old)] = old
             places = bins_of(self._waiting[: self._end])
             firsts, sizes = (
-                torch.tensor(each).to(self._device, non_blocking=True)
+                torch.tensor(each, dtype=torch.int32).to(self._device, non_blocking=True)
                 for each in (self._firsts, self._sizes)
             )
             places += firsts.repeat_interleave(sizes, output_size=self._end)

@@ -135,7 +135,9 @@ class _Slots:
 
     def taken(self) -> list[tuple[list[int], torch.Tensor]]:
         """Return ends with their numbers, and forget them."""
-        found = [*self._full, (self._numbers, self._memory[: 2 * len(self._numbers)])]
+        found, numbers = self._full, self._numbers
+        if numbers:
+            found.append((numbers, self._memory[: 2 * len(numbers)]))
         self._full, self._numbers = [], []
         return found
 

@@ -224,11 +224,7 @@ class BinTable:
                 if old is not None:
                     self._counts[: len(old)] = old
             places = bins_of(self._waiting[: self._end])
-            firsts, sizes = (
-                torch.tensor(each, dtype=torch.int32).to(self._device, non_blocking=True)
-                for each in (self._firsts, self._sizes)
-            )
-            places += firsts.repeat_interleave(sizes, output_size=self._end)
+            torch._foreach_add_(places.split(self._sizes), self._firsts)
             ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(places))
             self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
         self._end = 0

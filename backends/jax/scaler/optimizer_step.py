@@ -51,7 +51,7 @@ def look(
         raise TypeError(f"loss must be the loss as it was before scaling, got {loss!r}.")
     loss_finite = tree_math.all_finite(loss, jnp.float32(1), axis_names)
     # The same as `finite`, but it needs the loss. Otherwise XLA on CPU may take the step before it
-    # computes the loss, and copies the parameters first. It drops an optimization barrier too early.
+    # computes the loss, and copies the parameters first; an optimization barrier is gone by then.
     return finite & (finite | loss_finite), loss_finite
 
 

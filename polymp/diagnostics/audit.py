@@ -229,7 +229,7 @@ def _summary(audit: AuditRecord) -> Iterator[str]:
 def _scales(audit: AuditRecord) -> Iterator[str]:
     """The loss scale of the run, and the one that fits."""
     used = "none, or not known" if audit.scale == 1 else power(audit.scale)
-    fitting = audit.fitting_scale()
+    fitting = audit.highest_scale()
     if fitting is None:
         yield f"loss scale: {used}; no finite gradient other than zero to fit one to"
         return
@@ -238,7 +238,8 @@ def _scales(audit: AuditRecord) -> Iterator[str]:
         f"{text_table.share(share) or 'none'} {'unscaled' if s == 1 else f'at {s:g}'}"
         for s, share in shares.items()
     ]
-    fits = f"the largest at which no {_FIRST} gradient overflows: {power(fitting)}"
+    most = "at most " if audit.fitting_scale() is None else ""
+    fits = f"the largest at which no {_FIRST} gradient overflows: {most}{power(fitting)}"
     yield f"loss scale: {used}; {fits}"
     yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
 

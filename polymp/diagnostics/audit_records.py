@@ -238,8 +238,14 @@ class AuditRecord:
         are all zero, for those made in bfloat16; where these are, too, for all gradients.
 
         Returns:
-            A power of two; None if there were no finite gradients other than zero.
+            A power of two, which was not tried; None if all gradients were zero, or if one was Inf
+            or NaN: how large it and those computed from it would be is not known.
         """
+        spoiled = any(m.magnitudes.inf or m.magnitudes.nan for m in self.backward)
+        return None if spoiled else self.highest_scale()
+
+    def highest_scale(self) -> float | None:
+        """The scale at which the gradients that were finite would fit; others may need less."""
         largest = 0.0
         for run in (_LOW, "bfloat16", ""):  # what float32 holds need not fit, if others are there
             made = (m.magnitudes for m in self.backward if run in (m.run, ""))

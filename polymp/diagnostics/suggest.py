@@ -113,7 +113,7 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         many ops overflow, or numbers beyond 65504    bfloat16
           are given to an op that computes in float16
         an op overflows, or loses most of its values  that op in float32, in its module
-        gradients overflow, or many of them vanish    the loss scale that fits; bfloat16 if none
+        gradients overflow, or many of them vanish    a loss scale to try; bfloat16 if none fits
 
     An op that ran by a float32 row of `base` gets no other.
     """
@@ -353,7 +353,7 @@ def _alike(scope: str) -> str:
 
 def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
     """A loss scale, where gradients need another one."""
-    fits, scale, fault = audit.fitting_scale(), audit.scale, audit.fault
+    fits, scale, fault = audit.highest_scale(), audit.scale, audit.fault
     burst = [m for m in audit.results if m.direction == "backward" and m.magnitudes.burst > 0]
     over: Measured | Fault | None = burst[0] if burst else fault
     if over is not None:
@@ -364,8 +364,7 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
             fits = min(fits or scale, 2.0 ** math.floor(math.log2(scale * _TOP / 2 / cast)))
         lower = min(fits or scale, scale / 2)
         why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
-        told = f"{lower:g} fits" if lower == fits else f"try {lower:g}"
-        return Suggestion(init_scale=lower, reasons=(f"{why}; {told}.",))
+        return Suggestion(init_scale=lower, reasons=(f"{why}; try {lower:g}.",))
     lost = audit.lost_gradients(scale)
     if lost <= MANY:
         worst = max(audit.backward, key=_vanished, default=None)
@@ -381,13 +380,13 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
         return Suggestion(reasons=(needs,))
     if fits is None:
-        why = f"gradients: all are zero, at a loss scale of {scale:g}; start with {FIRST:g}."
+        why = f"gradients: all are zero, at a loss scale of {scale:g}; try {FIRST:g}."
         return Suggestion(init_scale=FIRST, reasons=(why,))
     fits = min(fits, LARGEST)
     if fits <= scale or audit.lost_gradients(fits) > MANY:
         why = f"{why} at every loss scale at which none overflows: bfloat16 has the range."
         return Suggestion(dtype="bfloat16", reasons=(why,))
-    why = f"{why} at a loss scale of {scale:g}; {fits:g} fits."
+    why = f"{why} at a loss scale of {scale:g}; try {fits:g}."
     return Suggestion(init_scale=fits, reasons=(why,))
 
 

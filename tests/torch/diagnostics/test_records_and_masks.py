@@ -119,6 +119,34 @@ def test_suggestions_end(name: str) -> None:
     assert helps or seen[-1].reasons[0].endswith("change it.")
 
 
+def test_no_scale_is_said_to_fit_where_gradients_overflowed_on_the_way() -> None:
+    """The first op that overflows hides how large later gradients are, and the true scale is 256.
+
+    An op of the backward pass multiplies by 300, after others have made Inf already.
+    """
+    torch.manual_seed(0)
+    net, x, scale = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 4)), torch.randn(4, 8), 2.0**16
+    for audits in range(8):
+        scaler = GradScaler("cpu", init_scale=scale)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        with audit(net, scaler) as found:
+            for _ in range(2):
+                optimizer.zero_grad()
+                with autocast("cpu", torch.float16):
+                    loss = (net(x) * 300).norm(dim=-1).mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        suggestion = found.suggest("torch-cpu")
+        assert (found.fitting_scale() is None) == (int(scaler.skipped_steps) > 0)
+        if not suggestion:
+            break
+        scale = suggestion.init_scale or 0.0
+        assert suggestion.reasons[0].endswith(f"; try {scale:g}.")
+    assert 0 < audits < 4
+    assert not int(scaler.skipped_steps)
+
+
 def test_a_step_that_is_healthy_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert locate(lambda: torch.ones(3) * 2) is None
     assert capsys.readouterr().err == "locate: no op made an Inf or NaN of finite numbers\n"

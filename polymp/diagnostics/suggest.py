@@ -363,7 +363,7 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         if cast > _TOP:
             fits = min(fits or scale, 2.0 ** math.floor(math.log2(scale * _TOP / 2 / cast)))
         lower = min(fits or scale, scale / 2)
-        why = f"{_at(over)}: gradients overflow float16 at a loss scale of {scale:g}"
+        why = f"{_at(over)}: gradients overflow float16; the last loss scale was {scale:g}"
         return Suggestion(init_scale=lower, reasons=(f"{why}; try {lower:g}.",))
     lost = audit.lost_gradients(scale)
     if lost <= MANY:

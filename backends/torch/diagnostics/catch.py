@@ -225,10 +225,11 @@ class Catch(CaughtStep, Generic[P, R]):
         new = [it for it in steps if all(it.state is not state for state in known)]
         self._met += {id(it): it for it in new}.values()
         self._renews = self._renews or bool(new)
-        if self.step == 1 and copy.objects.scaled and not call.losses:
+        if self.step == 1 and not call.losses:
+            by = ", by the scaler" if copy.objects.scaled else ""
             warn(
-                f"catch: the step returns no loss, and the scaler checks the gradients, so that "
-                f"only the weights are checked, every {self._every} calls. Return the loss."
+                f"catch: the step returns no loss, so that only the gradients are checked{by}, and "
+                f"the weights every {self._every} calls. Return the loss."
             )
 
     def check(self) -> None:
@@ -357,9 +358,10 @@ _ELSEWHERE = "another rank found a value that is not finite"
 _WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
 
 _DIFFERS = (
-    "Repeating step {step} gave the loss {losses}. So not all of the training was put back, such "
-    "as an optimizer that only a library reaches, and no op was looked for. Name what is missing: "
-    "catch(step, of=[...]). The training is as the last step left it."
+    "Repeating step {step} gave the loss {losses}, so no op was looked for. Either the step reads "
+    "its batch itself: give it the batch as an argument. Or not all of the training was put back, "
+    "such as an optimizer that only a library reaches: name it, catch(step, of=[...]). The "
+    "training is as the last step left it."
 )
 
 _UNREPEATED = (

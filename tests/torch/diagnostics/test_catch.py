@@ -258,6 +258,16 @@ def test_a_step_that_reads_its_batch_itself_is_told(ends: bool) -> None:
     assert all(p.isfinite().all() for p in net.parameters())
 
 
+def test_a_step_that_reads_other_batches_when_repeated_is_told() -> None:
+    given = *torch.eye(2), torch.full((2,), BAD), *torch.full((9, 2), 0.5)
+    net, batches = nn.Linear(2, 1), iter(given)
+    inner = sgd(net)
+    step = catch(lambda: inner(next(batches)))
+    with pytest.raises(BadStepError, match="reads its batch itself: give it the batch as an arg"):
+        for _ in range(3):
+            step()
+
+
 class Loader(torch.utils.data.DataLoader[Any]):
     """As accelerate's: it has a state only with another package."""
 
@@ -369,8 +379,9 @@ def test_gradients_are_checked_if_the_optimizer_steps_outside() -> None:
     del optimizer
 
 
-def test_a_step_without_a_loss_under_a_scaler_is_told() -> None:
-    training = Training("mlp", "fp16")
+@pytest.mark.parametrize("scaling", ["fp16", "fp32"])
+def test_a_step_without_a_loss_is_told(scaling: str) -> None:
+    training = Training("mlp", scaling)
 
     def silent(x: float) -> None:
         training.step(x)

@@ -56,7 +56,10 @@ class Audit(AuditRecord):
             ValueError: nothing was measured.
         """
         if not self.results and self.fault is None:
-            raise ValueError("nothing was measured: run a step in the audit's block first.")
+            raise ValueError(
+                "nothing was measured: first run a step in the block of polymp.torch.audit, or "
+                "call the function that polymp.jax.audit returns."
+            )
         return suggest(self, base)
 
     def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Never, Protocol, cast
 
 from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
@@ -332,6 +332,7 @@ class Policy:
         rules: Mapping[str, object] | None = None,
         scopes: Mapping[str, Mapping[str, object]] | None = None,
         recipe: str = "",
+        **others: Never,
     ) -> "Policy":
         """Return this policy with some rows replaced.
 
@@ -355,15 +356,22 @@ class Policy:
             scopes: rows by pattern of module paths, as `[scopes]` has them.
             recipe: of the rows with rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; this
                 policy's, if left out.
+            others: none.
 
         Returns:
             A new policy.
 
         Raises:
             PolicyError: an unknown op, class, rule or recipe, or two rules for one op.
+            TypeError: there is no such argument.
         """
         lists = {"lower": lower, "fp8": fp8, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
         lists |= {"first": first, "keep": keep, "parts": parts}
+        if others:
+            raise TypeError(
+                f"override() got {', '.join(others)}, and takes ops by rule: {', '.join(lists)}; "
+                "rules, scopes, name and recipe. For a region's low dtype, write lower=[op]."
+            )
         where = f"override of policy {self.name!r}"
         rows = overriding(lists, rules or {}, scopes or {}, where)
         name = name or self.name.rstrip("*") + "*"

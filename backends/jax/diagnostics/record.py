@@ -137,7 +137,7 @@ class Recorded(Wrapped):
 
 def record(
     path: str | os.PathLike[str] | None,
-    fn: Callable[..., object],
+    fn: Callable[..., object] | None = None,
     *,
     probes: int = 8,
     modules: Sequence[str] = (),
@@ -184,7 +184,10 @@ def record(
         RecordError: there is no folder for the file.
     """
     if not callable(fn):
-        raise TypeError(f"record(path, fn) needs a function, got {reprlib.repr(fn)}.")
+        raise TypeError(
+            f"record(path, fn) needs a function, got {reprlib.repr(fn)}. Write wrapped = "
+            "record(path, jax.jit(step)), and call wrapped in place of the step."
+        )
     return Recorded(fn, run_record.checked(path, probes, modules, every, steps))
 
 

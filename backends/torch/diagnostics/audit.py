@@ -8,8 +8,7 @@
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ def audit(
     scaler: object = None,
     *,
     rounding: bool = False,
-) -> AbstractContextManager[Audit]:
+) -> "AuditBlock":
     """Measure the values of a few real steps: of every op's result, and of every gradient.
 
         with polymp.torch.audit(model, scaler) as a:
@@ -83,22 +82,29 @@ def audit(
             "audit(model, scaler) is a context manager around steps, and needs the loss scaler in "
             f"use, a GradScaler, got {reprlib.repr(scaler)}."
         )
-    return _auditing(model, scaler, rounding)
+    return AuditBlock(model, scaler, rounding)
 
 
-@contextmanager
-def _auditing(model: nn.Module | None, scaler: object, rounding: bool) -> Iterator[Audit]:
-    """Yield an audit of the block, filled when it ends."""
-    found, seen = Audit(), AuditValues(model, scaler, rounding)
-    found.rounding = rounding
-    hear = [each for each in (seen, seen.rounding) if each is not None]
-    stream = OpStream(model, *hear, counts=False, floats=numbers_in, title="audit")
-    try:
-        with stream:
-            yield found
-    finally:
-        with Own():
-            _fill(found, seen)
+class AuditBlock(Audit):
+    """An audit of its own block, filled when the block ends."""
+
+    def __init__(self, model: nn.Module | None, scaler: object, rounding: bool) -> None:
+        super().__init__()
+        self.rounding, self._seen = rounding, AuditValues(model, scaler, rounding)
+        hear = [each for each in (self._seen, self._seen.rounding) if each is not None]
+        self._stream = OpStream(model, *hear, counts=False, floats=numbers_in, title="audit")
+
+    def __enter__(self) -> Audit:
+        self._stream.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._stream.__exit__(*error)
+        finally:
+            with Own():
+                _fill(self, self._seen)
+            del self._seen, self._stream
 
 
 def _fill(audit: Audit, seen: AuditValues) -> None:

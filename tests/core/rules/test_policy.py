@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import polymp
 from polymp.errors import PolicyError
 from polymp.rules import scopes
 from polymp.rules.policy import Policy
@@ -118,6 +119,11 @@ def test_policies_are_values():
     for policy in (MINE, strict, strict.at("head")):
         assert pickle.loads(pickle.dumps(policy)) == policy
     assert strict.at("head") != strict
+
+
+def test_a_rule_that_is_none_is_told_with_those_that_are() -> None:
+    with pytest.raises(TypeError, match=r"got fp16, .*: lower, fp8, fp32.* write lower=\[op\]\."):
+        polymp.policy("amp").override(fp16=["linear"])  # type: ignore[arg-type]
 
 
 def test_rows_are_values_whatever_their_source():

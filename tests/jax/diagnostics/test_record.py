@@ -399,6 +399,8 @@ def test_an_error_of_the_function_passes() -> None:
 def test_only_functions_are_recorded() -> None:
     with pytest.raises(TypeError, match="needs a function, got 3"):
         record(None, 3)
+    with pytest.raises(TypeError, match=r"got None\. Write wrapped = record\(path, jax\.jit\(step"):
+        record("run.rec")
 
 
 def test_traced_code_is_refused() -> None:

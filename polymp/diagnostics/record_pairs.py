@@ -482,14 +482,15 @@ def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: se
 
     The counterpart is made of an input that the array is made of, too: the gradient of a loss reads
     the scores, for their shape, and is made of the targets alone; `met` has the inputs.
-    The backward pass counts for what it alone reads, if it is made of all these inputs. Two
-    frameworks split the modules that both have into other calls, but have the same numbers where
-    such a module, one of `whole`, hands them on. One number, as a loss is, may be the same by
-    chance: it does not count if another call that reads the array has no counterpart, though all
-    else that the call reads has.
+    The backward pass counts for what it alone reads. Two frameworks split the modules that both
+    have into other calls, but have the same numbers where such a module, one of `whole`, hands them
+    on.
+    One number, as a loss is, may be the same by chance, and an array of the backward pass that is
+    made of a part of the inputs may not use the values that it reads. They do not count if another
+    call that reads the array has no counterpart, though all else that it reads has.
     """
     good = dict(met)
-    lone = {i for i in met if side.arrays[i].size == 1}  # and what nothing else tells of
+    lone = {i for i in met if side.arrays[i].size == 1}  # and those that these alone tell of
     sound = {*met}  # and what the backward pass makes of these alone
     for i, a in enumerate(side.arrays):
         if a.direction == BACKWARD and a.reads and sound.issuperset(a.reads):
@@ -505,13 +506,12 @@ def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: se
         if made[i]:
             readers = [r for r in readers if r not in good or good[r] & made[i]]
         near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
-        if not near:  # the forward pass does not use it
-            readers = [r for r in readers if r not in good or not made[i] & ~good[r]]
         handed = side.modules[i] in whole and side.arrays[i].direction != BACKWARD
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
         told = [r for r in near or readers if r in good]
-        if told and lone.issuperset(told):
+        partly = set() if near else {r for r in told if made[i] & ~good[r]}
+        if told and (lone | partly).issuperset(told):
             others = (r for r in side.readers[i] if r not in good and r not in stays)
             if any(sound.issuperset({*side.arrays[r].reads} - {i}) for r in others):
                 continue

@@ -95,6 +95,8 @@ class AuditBlock(Audit):
         self._stream = OpStream(model, *hear, counts=False, floats=numbers_in, title="audit")
 
     def __enter__(self) -> Audit:
+        if not hasattr(self, "_stream"):
+            raise RuntimeError("This audit is of a block that has ended: make another one.")
         self._stream.__enter__()
         return self
 

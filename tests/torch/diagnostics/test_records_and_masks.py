@@ -204,13 +204,15 @@ def test_the_fitting_scale_is_of_gradients_that_float16_holds() -> None:
 
 
 def test_what_was_not_measured_gets_no_suggestion() -> None:
-    with audit() as found:
+    with (block := audit()):
         pass
-    for unused in (found, audit(nn.Linear(2, 2))):
+    for unused in (block, audit(nn.Linear(2, 2))):
         with pytest.raises(ValueError, match="nothing was measured"):
             unused.suggest()
     with pytest.raises(TypeError, match=r"around steps, and needs .* a GradScaler, got 0\.5"):
         audit(nn.Linear(2, 2), 0.5)
+    with pytest.raises(RuntimeError, match="a block that has ended"), block:
+        raise AssertionError("entered")
     net: Any = "net"
     with pytest.raises(
         TypeError, match=r"needs a torch.nn.Module, got 'net'\. It is .*with audit\("

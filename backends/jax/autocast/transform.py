@@ -174,11 +174,6 @@ def trace(
     kept: PlanCache | None = None,
 ) -> PlannedCall:
     """Trace and plan a function."""
-    if (torch := sys.modules.get("torch")) and any(isinstance(x, torch.Tensor) for x in statics):
-        raise TypeError(
-            f"autocast(fn): {fn!r} is called with a torch tensor, and JAX's ops are not its ops. "
-            "Give jax.numpy.from_dlpack(x.detach()), or use polymp.torch.autocast."
-        )
     found: list[tuple[jax.tree_util.PyTreeDef, Sequence[object]]] = []
     running: list[weakref.ref[jax.core.Trace]] = []
 

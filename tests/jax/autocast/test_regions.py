@@ -453,13 +453,6 @@ def test_bad_arguments(call, kind, message):
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("fn", [lambda x, y: x @ y, jax.jit(lambda x, y: x @ y["w"])])
-def test_a_tensor_of_torch_is_refused(fn):
-    torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match=r"torch tensor.*jax\.numpy\.from_dlpack"):
-        autocast(fn)(jnp.ones((2, 2)), {"w": torch.ones(2, 2)})
-
-
 def test_an_op_that_jax_lacks_may_have_the_rule_of_what_it_becomes():
     both = {"rules": {"bmm": "fp32", "matmul": "fp32"}}
     stack = jnp.ones((2, 4, 4))

@@ -199,7 +199,7 @@ def _summary(audit: AuditRecord) -> Iterator[str]:
     """Lines on the whole run, above the table."""
     yield f"audit of {text_table.plural(audit.steps, 'step')}"
     if not audit.results:
-        yield from ("", NOTHING_RAN)
+        yield from ("", f"outside of optimizers, {NOTHING_RAN}")
     if audit.fault is not None:
         yield from ("", "first value that is not finite:", str(audit.fault))
     if audit.backward:

@@ -90,13 +90,15 @@ class AuditBlock(Audit):
 
     def __init__(self, model: nn.Module | None, scaler: object, rounding: bool) -> None:
         super().__init__()
+        self._entered = False
         self.rounding, self._seen = rounding, AuditValues(model, scaler, rounding)
         hear = [each for each in (self._seen, self._seen.rounding) if each is not None]
         self._stream = OpStream(model, *hear, counts=False, floats=numbers_in, title="audit")
 
     def __enter__(self) -> Audit:
-        if not hasattr(self, "_stream"):
-            raise RuntimeError("This audit is of a block that has ended: make another one.")
+        if self._entered:
+            raise RuntimeError("This audit is of one block, and was entered before: make another.")
+        self._entered = True
         self._stream.__enter__()
         return self
 

@@ -211,7 +211,9 @@ def test_what_was_not_measured_gets_no_suggestion() -> None:
             unused.suggest()
     with pytest.raises(TypeError, match=r"around steps, and needs .* a GradScaler, got 0\.5"):
         audit(nn.Linear(2, 2), 0.5)
-    with pytest.raises(RuntimeError, match="a block that has ended"), block:
+    with pytest.raises(RuntimeError, match="was entered before"), block:
+        raise AssertionError("entered")
+    with (again := audit()), pytest.raises(RuntimeError, match="was entered before"), again:
         raise AssertionError("entered")
     net: Any = "net"
     with pytest.raises(

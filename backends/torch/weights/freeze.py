@@ -205,25 +205,30 @@ class FrozenFor(NamedTuple):
 
 
 def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Original]:
-    """Store the tensors that can be stored low, and verify."""
-    chosen = [group for group in trial.groups if not group.why]
-    if not chosen:
-        _refuse_nothing(frozen_for.name, trial.groups)
-    originals: list[Original] = []
-    try:
-        for group in chosen:
-            one = Original(group.each())
-            originals.append(one)
-            one.store(frozen_for.region.fast_dtype)
-            group.saved = []
-        subclass.extend(model, FrozenModule, frozen_for)
-        trial.verify(originals)
-    except BaseException:
-        for original in originals:
-            original.put_back()
-        subclass.restore(model, FrozenModule)
-        raise
-    return originals
+    """Store the tensors that can be stored low, and verify; keep those with other readers."""
+    while True:
+        chosen = [group for group in trial.groups if not group.why]
+        if not chosen:
+            _refuse_nothing(frozen_for.name, trial.groups)
+        originals: list[Original] = []
+        aliased: dict[int, str] | None = None
+        try:
+            for group in chosen:
+                one = Original(group.each())
+                originals.append(one)
+                one.store(frozen_for.region.fast_dtype)
+                group.saved = []
+            subclass.extend(model, FrozenModule, frozen_for)
+            aliased = trial.verify(originals)
+        finally:
+            if aliased != {}:  # an error, or tensors to keep
+                for original in originals:
+                    original.put_back()
+                subclass.restore(model, FrozenModule)
+        if not aliased:
+            return originals
+        for at, op in aliased.items():
+            chosen[at].stays(f"read by {op} through a tensor that is no parameter or buffer")
 
 
 # Models and tensors that cannot be frozen, and why; found without a call of the model.
@@ -446,24 +451,35 @@ class Trial:
             if not group.cast:
                 group.stays("not used in the examples")
 
-    def verify(self, originals: Sequence[Original]) -> None:
-        """Compare with the weights stored low; raise if anything differs."""
+    def verify(self, originals: Sequence[Original]) -> dict[int, str]:
+        """Compare with the weights stored low; return ops that read their old memory, by place."""
+        found: dict[int, str] = {}
+        places = {modes.storage_key(o.held[0]): at for at, o in enumerate(originals)}
+        before = [o.held[0] for o in originals]
+        differing = None
         for case, (results, ops) in zip(self._cases, self._plain, strict=True):
-            low = self._uses(again=True)
+            low = self._uses(before)
             try:
                 ran_same = freeze_usage.same(self._run(case), results)
                 self._run(case, watch=low)
             except Exception as error:
                 self._refuse(case, originals, error)
+            found |= {places[key]: op for key, op in low.touched.items()}
             if not ran_same or freeze_usage.first_difference(low.ops, ops):
-                self._refuse(case, originals)
+                differing = differing or case
+        if differing and not found:
+            self._refuse(differing, originals)
+        return found
 
-    def _uses(self, again: bool = False, digests: bool = False) -> freeze_usage.Uses:
-        """Make a watch on the groups; its notes do not count when they are used `again`."""
+    def _uses(
+        self, elsewhere: Sequence[torch.Tensor] = (), digests: bool = False
+    ) -> freeze_usage.Uses:
+        """Make a watch on the groups; once weights are stored low, its notes do not count."""
         groups = self.groups
-        if again or digests:
+        if elsewhere or digests:
             groups = [Group(group.tensors, "seen already") for group in groups]
-        return freeze_usage.Uses(groups, self._region.fast_dtype, self._paths, digests)
+        low = self._region.fast_dtype
+        return freeze_usage.Uses(groups, low, self._paths, elsewhere, digests)
 
     def _run(
         self,

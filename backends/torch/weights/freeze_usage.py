@@ -86,6 +86,7 @@ class Uses(modes.OpMode):
         groups: Iterable[Group],
         low: torch.dtype,
         paths: Mapping[int, str],
+        elsewhere: Iterable[torch.Tensor] = (),
         digests: bool = False,
     ) -> None:
         super().__init__()
@@ -94,6 +95,8 @@ class Uses(modes.OpMode):
         self.paths = paths  # of the model's modules, by identity
         self.digests = digests  # True to hash the results of ops
         self.ops: list[Op] = []
+        self.touched: dict[int, str] = {}  # storages of `elsewhere`, and the first op on each
+        self._elsewhere = {modes.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
@@ -113,6 +116,8 @@ class Uses(modes.OpMode):
             way == "view" and (key in self.groups or key in self._casts) for _, key, way in ways
         )
         for t, key, way in ways:
+            if key in self._elsewhere:
+                self.touched.setdefault(key, f"{func}{where}")
             if way == "write" and key in self._casts:
                 self._casts[key][1].stays(f"its cast is written by {func}{where}")
             group = self.groups.get(key)

@@ -21,8 +21,9 @@ import json
 import math
 import os
 import reprlib
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +113,7 @@ class RunRecord(NamedTuple):
     cut: bool = False
 
 
-@lru_cache(1)
+@cache
 def signs(blocks: int) -> tuple[Any, Any]:
     """The signs of projections: int8 [blocks, 8] and int8 [BLOCK, 8], each 1 or -1.
 
@@ -129,35 +130,90 @@ def signs(blocks: int) -> tuple[Any, Any]:
     return bits[BLOCK:], bits[:BLOCK]
 
 
-def places(count: int) -> list[int]:
+@cache
+def signs_and_ones(blocks: int) -> tuple[Any, Any]:
+    """`signs` in float64, with a column of ones in front, for a sum."""
+    import numpy as np
+
+    outer, inner = (np.insert(each.astype(np.float64), 0, 1, 1) for each in signs(blocks))
+    return outer, inner
+
+
+@cache
+def places(count: int) -> tuple[int, ...]:
     """The places of the elements that are kept of an array, in row-major order."""
     most = ELEMENTS.stop - ELEMENTS.start
-    return [at * (count - 1) // (most - 1) for at in range(most)]
+    return tuple(at * (count - 1) // (most - 1) for at in range(most))
 
 
-def summary(array: Any) -> tuple[tuple[float, ...], int, int]:
-    """The values of a numpy array, how many elements are zero, and how many are not finite.
+def in_float64(x: Any) -> Any:
+    """A copy of a numpy array in float64."""
+    import numpy as np
 
-    The definition; the backends compute the same where their arrays are.
+    return np.array(x, np.float64)
+
+
+_CHUNK = 16 * BLOCK  # elements that are summed up together, while a processor's cache has them
+
+
+def summary(
+    array: Any, widened: Callable[[Any], Any] = in_float64
+) -> tuple[tuple[float, ...], int, int]:
+    """The values of an array, how many elements are zero, and how many are not finite.
+
+    `widened` makes a float64 numpy array of its own of a part of it. The backends compute the same
+    of arrays that are not in the memory of a CPU.
     """
     import numpy as np
 
-    x = np.asarray(array, np.float64).reshape(-1)
-    finite = np.isfinite(x)
-    zeros, bad = int((x == 0).sum()), int((~finite).sum())
-    x = np.where(finite, x, 0.0)
-    if not x.size:
+    row = array.reshape(-1)
+    (count,) = row.shape
+    if not count:
         return (0.0,) * VALUES, 0, 0
-    top = float(np.abs(x).max())
-    scaled = x / (top or 1.0)  # squares of large numbers are beyond the range
-    ends = [1.0, math.sqrt((scaled**2).mean()), scaled.mean(), np.abs(scaled).mean()]
-    blocks = -(-x.size // BLOCK)
-    outer, inner = signs(blocks)
-    padded = np.zeros(blocks * BLOCK)
-    padded[: x.size] = scaled
-    projected = ((padded.reshape(blocks, BLOCK) @ inner) * outer).sum(0) / math.sqrt(x.size)
-    numbers = np.concatenate([ends, projected, scaled[places(x.size)]]) * top
-    return tuple(map(float, numbers)), zeros, bad
+    with np.errstate(over="ignore", invalid="ignore"):
+        scale, (top, square, found, zeros, bad) = 1.0, _sums(row, count, widened, 1.0)
+        if top and not 1e-250 < square < 1e250:  # squares of some numbers are beyond float64
+            scale, (_, square, found, *_) = top, _sums(row, count, widened, top)
+    root = math.sqrt(count)
+    found[ORDERLESS] = top / scale, math.sqrt(square) / root, *(found[2:4] / count)
+    found[PROJECTIONS] /= root
+    return tuple((found * scale).tolist()), zeros, bad
+
+
+def _sums(row: Any, count: int, widened: Callable[[Any], Any], scale: float) -> tuple[Any, ...]:
+    """Largest magnitude, sum of squares, other sums by place, zeros, and what is not finite.
+
+    Sums are relative to `scale`.
+    """
+    import numpy as np
+
+    found, top, square, zeros, bad = np.zeros(VALUES), 0.0, 0.0, 0, 0
+    outer, inner = signs_and_ones(1 << (count // BLOCK).bit_length())
+    kept = places(count)
+    for start in range(0, count, _CHUNK):
+        x = widened(row[start : start + _CHUNK])
+        part = float(x @ x) if scale == 1 else math.nan
+        if not math.isfinite(part):
+            finite = np.isfinite(x)
+            x[~finite] = 0.0
+            bad += len(x) - int(np.count_nonzero(finite))
+            x /= scale
+            part = float(x @ x)
+        square += part
+        zeros += int(np.count_nonzero(x == 0))
+        here = slice(bisect_left(kept, start), bisect_left(kept, start + len(x)))
+        found[ELEMENTS][here] = x[[at - start for at in kept[here]]]
+        block, whole = start // BLOCK, len(x) // BLOCK
+        signed = x[whole * BLOCK :] @ inner[: len(x) - whole * BLOCK] * outer[block + whole]
+        if whole:
+            blocks = x[: whole * BLOCK].reshape(whole, BLOCK)
+            signed += (blocks @ inner * outer[block : block + whole]).sum(0)
+        found[MEAN] += signed[0]
+        found[PROJECTIONS] += signed[1:]
+        np.abs(x, out=x)
+        found[MEAN_MAGNITUDE] += x.sum()
+        top = max(top, float(x.max()))
+    return top, square, found, zeros - bad, bad
 
 
 # --- files ---------------------------------------------------------------------------------------

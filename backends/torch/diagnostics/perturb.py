@@ -295,27 +295,24 @@ def result_movement(
     return magnitude.mul_(parts.own + parts.summed)
 
 
-def movement_norm(
+def movement_shares(
     func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, object],
     reads: Sequence[torch.Tensor],
     result: object,
     t: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[float, float]:
     """Return about the norm of `result_movement`, for terms of a sum that are as they happen.
 
+    It is a share of the result's norm, and one of what that were if all were its largest magnitude.
     What becomes of operands that are rounded is in it.
     """
     parts = _parts(func, args, kwargs, reads, result, t)
     operands = rounding.of_operands(rounds_operands(func, args, kwargs, result))
-    finite = t.to(wide(t)).nan_to_num(0.0, 0.0, 0.0)
-    norm: torch.Tensor = torch.linalg.vector_norm(finite)
-    moved = operands * norm
-    if parts.mixes and parts.terms > 1 and t.numel():
-        norm = finite.abs().max() * t.numel() ** 0.5
     # The square of a sum of independent terms is, in the mean, the sum of their squares.
-    return moved + (parts.own + parts.summed * (2**0.5 if parts.adds else 1)) * norm
+    own = parts.own + parts.summed * (2**0.5 if parts.adds else 1)
+    return (operands, own) if parts.mixes and parts.terms > 1 else (operands + own, 0.0)
 
 
 def wide(t: torch.Tensor) -> torch.dtype:

@@ -12,7 +12,8 @@ how far rounding moves them.
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, NoReturn, Self
@@ -32,14 +33,16 @@ from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import OpCall, Own, Ran, call_of, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.perturb import movement_norm, rounds_operands, wide
+from polymp.backends.torch.diagnostics.perturb import movement_shares, rounds_operands, wide
 from polymp.backends.torch.diagnostics.probes import Probes, has_values
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
+    AMAX,
     COMPILED,
     GRADIENT,
     INPUT,
     RESULT,
+    RMS,
     UPDATE,
     Options,
     RecordedArray,
@@ -183,9 +186,11 @@ class _Array:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     reads: dict["_Array", None] = field(default_factory=dict)
-    sums: torch.Tensor | None = None
+    # Its values, zeros and numbers that are not finite; `sums` of them, of one on another device.
+    summary: tuple[tuple[float, ...], int, int] | torch.Tensor | None = None
     changes: torch.Tensor | None = None
     own: torch.Tensor | None = None  # norm of its rounding
+    shares: tuple[float, float] = (0.0, 0.0)  # see `movement_shares`
     narrow: str = ""  # the format to which it rounded its operands
     op_call: OpCall | None = None
 
@@ -303,8 +308,9 @@ class _Step(Subscriber):
                 self._left_out["complex results"] += 1
             elif made and not results:
                 self._left_out["results that are sparse or wrapped"] += 1
+        changes = {*map(id, into)}
         for t in tensors(result, into):
-            changed = any(t is other for other in into)
+            changed = id(t) in changes
             if not (changed and (lists or op_call.place.updating)):
                 self._made(
                     t, self._joined(t, makers) if ran.facts.copies_as and changed else makers
@@ -326,7 +332,7 @@ class _Step(Subscriber):
             array.narrow = rounds_operands(ran.func, ran.args, ran.kwargs, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
                 own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
-                array.own = movement_norm(*own)
+                array.shares = movement_shares(*own)
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads
@@ -374,8 +380,14 @@ class _Step(Subscriber):
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
         if t.is_floating_point() and t.itemsize == 1:  # it has no ops
             t = t.to(torch.float32)
-        array.sums = summary.sums(t)
-        array.changes = None if moved is None else summary.changes(t, array.sums, moved)
+        top: float | torch.Tensor
+        if t.is_cpu:
+            array.summary = found = summary.on_cpu(t)
+            top = found[0][AMAX]
+        else:
+            array.summary = sums = summary.sums(t)
+            top = sums[0]
+        array.changes = None if moved is None else summary.changes(t, top, moved)
 
     # Optimizers
 
@@ -421,7 +433,7 @@ class _Step(Subscriber):
     ) -> None:
         if not self.stream.is_here():  # it is another thread's optimizer
             return
-        with Own(), torch.no_grad():
+        with self._aside():
             if id(optimizer) not in self._stepped:
                 self._stepped.add(id(optimizer))
                 for group in optimizer.param_groups:
@@ -434,6 +446,16 @@ class _Step(Subscriber):
                     copy = None if moved is None else moved.clone()
                     self._old[name] = p.detach().clone(), copy
 
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Run ops of its own between two of the step."""
+        self.stream.pause()
+        try:
+            with Own(), torch.no_grad():
+                yield
+        finally:
+            self.stream.go_on()
+
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""
         ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -445,7 +467,7 @@ class _Step(Subscriber):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self.stream.is_here():
-            with Own(), torch.no_grad():
+            with self._aside():
                 self._sum_up()
                 self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
 
@@ -496,24 +518,27 @@ class _Step(Subscriber):
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
         arrays = [*self._arrays.values(), *ends]
-        numbers = _read([t for a in arrays for t in (a.sums, a.changes, a.own)])
+        numbers = _read([t for a in arrays for t in (a.summary, a.changes, a.own)])
         places = {array: at for at, array in enumerate(arrays)}
         found = []
         for at, array in enumerate(arrays):
             reads = sorted(places[r] for r in array.reads if places.get(r, at) < at)
-            sums, changes, own = numbers[3 * at : 3 * at + 3]
-            found.append(self._finished(array, tuple(reads), sums, changes, own))
+            found.append(self._finished(array, tuple(reads), *numbers[3 * at : 3 * at + 3]))
         return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
 
     def _finished(
-        self, array: _Array, reads: tuple[int, ...], sums: Any, changes: Any, own: Any
+        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any, norm: Any
     ) -> RecordedArray:
         count = torch.Size(array.shape).numel()
-        values, zeros, bad = summary.values(sums, count)
-        norm = sums[0] * sums[3]
+        if not isinstance(found, tuple):
+            found = summary.values(found, count)
+        values, zeros, bad = found
+        own, of_top = array.shares
+        if rms := values[RMS]:
+            own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / count**0.5 / rms)
         spread: tuple[float, ...] = ()
         if changes is not None:
-            spread = summary.spread(sums, changes.reshape(-1, summary.CHANGES), count)
+            spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
         call = None if array.op_call is None else call_of(array.op_call)
@@ -522,7 +547,7 @@ class _Step(Subscriber):
         return RecordedArray(
             array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
             array.dtype, array.shape, zeros, bad,
-            float(own[0] / norm) if own is not None and norm else 0.0, reads, values, spread,
+            float(own) if rms else 0.0, reads, values, spread,
         )  # fmt: skip
 
 
@@ -541,17 +566,15 @@ def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]
                 yield from _plain({f"{key}[{at}]": each})
 
 
-def _read(found: list[torch.Tensor | None]) -> list[Any]:
-    """Read tensors as numpy arrays of float64: one copy from each device."""
+def _read(found: Sequence[Any]) -> list[Any]:
+    """Read the tensors among some objects as numpy arrays of float64: one copy from each device."""
     by_device: dict[torch.device, list[int]] = {}
     for at, t in enumerate(found):
-        if t is not None:
+        if isinstance(t, torch.Tensor):
             by_device.setdefault(t.device, []).append(at)
-    read: list[Any] = [None] * len(found)
+    read = list(found)
     for device, places in by_device.items():
-        rows = [
-            t.reshape(-1).to(summary.exact(device)) for at in places if (t := found[at]) is not None
-        ]
+        rows = [found[at].reshape(-1).to(summary.exact(device)) for at in places]
         whole = torch.cat(rows).cpu().double().numpy()
         end = 0
         for at, row in zip(places, rows, strict=True):

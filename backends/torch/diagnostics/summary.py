@@ -1,21 +1,31 @@
 """The numbers that a record has of a tensor, computed where the tensor is and read later.
 
-    found = sums(t)                    float64 [SUMS], on the tensor's device
-    moved = changes(t, found, probes)  [probes, CHANGES]: how far they are moved, for each probe
-    values(...), spread(...)           once the host has read them
+    found = sums(t)                  float64 [SUMS], on the tensor's device, for `values`
+    moved = changes(t, top, probes)  [probes, CHANGES]: how far they are moved, for each probe
+    values(...), spread(...)         once the host has read them
 
-`polymp.diagnostics.run_record.summary` is the definition. All but the largest magnitude are
-relative to it, so that no square leaves the range of its dtype.
+Of a tensor in the memory of a CPU `run_record.summary` has them, at once and in less time. All but
+the largest magnitude are relative to it, so that no square leaves the range of its dtype.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from polymp.diagnostics.run_record import BLOCK, ELEMENTS, PROJECTIONS, VALUES, signs
+from polymp.diagnostics.run_record import (
+    AMAX,
+    BLOCK,
+    ELEMENTS,
+    PROJECTIONS,
+    RMS,
+    VALUES,
+    signs_and_ones,
+    summary,
+)
 
 SUMS = 22  # top, zeros, bad, norm, sum, projections, elements, sum of magnitudes
 CHANGES = 21  # top, two sums with the tensor, norm, sum, projections, elements
@@ -27,6 +37,11 @@ _ELEMENTS = ELEMENTS.stop - ELEMENTS.start
 def exact(device: torch.device) -> torch.dtype:
     """Return the dtype in which sums are computed on a device."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def on_cpu(t: torch.Tensor) -> tuple[tuple[float, ...], int, int]:
+    """Return what `values` returns, of a tensor in the memory of a CPU."""
+    return summary(t.detach(), lambda x: x.to(torch.float64, copy=True).numpy())
 
 
 def sums(t: torch.Tensor) -> torch.Tensor:
@@ -62,13 +77,17 @@ def _may_be_bad(number: torch.Tensor) -> bool:
     return not number.is_cpu or not math.isfinite(number)
 
 
-def changes(t: torch.Tensor, found: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
-    """Return what `spread` needs of a float tensor, with its `sums`; probes [count, *t.shape]."""
+def changes(t: torch.Tensor, top: torch.Tensor | float, probes: torch.Tensor) -> torch.Tensor:
+    """Return what `spread` needs of a float tensor, with its largest magnitude.
+
+    Probes are [count, *t.shape].
+    """
     dtype = torch.float64 if t.dtype is torch.float64 else torch.float32
     x, moved = t.detach().reshape(1, -1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
     if not x.numel():
         return torch.zeros(len(probes), CHANGES, dtype=dtype, device=t.device)
-    scale = torch.where(found[0] > 0, found[0], 1.0).to(dtype)
+    top = torch.as_tensor(top, dtype=dtype, device=t.device)
+    scale = torch.where(top > 0, top, 1.0)
     by = (moved - x).div_(scale)
     norms = torch.linalg.vector_norm(by, dim=1)
     if _may_be_bad(norms.sum()):
@@ -102,9 +121,8 @@ def _signs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `run_record.signs` on a device, with a column of ones in front."""
     with torch.inference_mode(False):
-        outer, inner = (
-            torch.from_numpy(np.insert(each, 0, 1, 1)).to(device, dtype) for each in signs(blocks)
-        )
+        both = signs_and_ones(blocks)
+        outer, inner = (torch.from_numpy(each).to(device, dtype) for each in both)
     return outer, inner
 
 
@@ -127,14 +145,13 @@ def values(found: Any, count: int) -> tuple[tuple[float, ...], int, int]:
     return tuple(whole.tolist()), int(zeros), int(bad)
 
 
-def spread(found: Any, moved: Any, count: int) -> tuple[float, ...]:
-    """Return how far the values are moved: the root mean square over probes."""
+def spread(whole: Sequence[float], moved: Any, count: int) -> tuple[float, ...]:
+    """Return how far the values of an array are moved: the root mean square over probes."""
     if not count:
         return (0.0,) * VALUES
-    top, square = found[0], found[3] ** 2
+    top, rms = whole[AMAX], whole[RMS] / (whole[AMAX] or 1.0)
     tops, along, signed, norms = moved.T[:4]
     longer = (2 * along + norms**2) / count
-    rms = math.sqrt(square / count)
     sizes = np.sqrt(np.maximum(rms**2 + longer, 0)) + rms
     ends = (
         (tops - top) / (top or 1.0),
@@ -143,5 +160,5 @@ def spread(found: Any, moved: Any, count: int) -> tuple[float, ...]:
         signed / count,
     )
     projections = moved[:, 5 : 5 + _PROJECTIONS] / math.sqrt(count)
-    whole = np.concatenate([np.stack(ends, 1), projections, moved[:, 5 + _PROJECTIONS :]], 1)
-    return tuple((np.sqrt((whole**2).mean(0)) * (top or 1.0)).tolist())
+    changed = np.concatenate([np.stack(ends, 1), projections, moved[:, 5 + _PROJECTIONS :]], 1)
+    return tuple((np.sqrt((changed**2).mean(0)) * (top or 1.0)).tolist())

@@ -21,6 +21,8 @@ from polymp.diagnostics.run_record import (
     RMS,
     VALUES,
     RecordError,
+    places,
+    signs,
     summary,
 )
 from tests.support import run_records
@@ -64,6 +66,21 @@ def test_the_numbers_of_an_array() -> None:
     assert {*values[ELEMENTS]} <= {3.0, -4.0, 0.0, 1.0}
     assert summary(np.zeros((0, 3))) == ((0.0,) * VALUES, 0, 0)
     assert summary(np.full(9, 1e300))[0][RMS] == pytest.approx(1e300), "whose square is not finite"
+    assert summary(np.full(9, 1e-300))[0][RMS] == pytest.approx(1e-300), "whose square is zero"
+    assert summary(np.array([1e300, np.inf]))[1:] == (0, 1)
+
+
+@pytest.mark.parametrize("count", [5, BLOCK, 16 * BLOCK, 16 * BLOCK + 1, 40 * BLOCK - 3])
+def test_the_numbers_of_a_long_array_are_those_of_its_definition(count: int) -> None:
+    x = np.random.default_rng(0).standard_normal(count)
+    outer, inner = signs(count // BLOCK + 1)
+    signed = np.repeat(outer, BLOCK, 0)[:count] * np.tile(inner, (count // BLOCK + 1, 1))[:count]
+    values, zeros, bad = summary(x)
+    assert (zeros, bad) == (0, 0)
+    np.testing.assert_allclose(values[PROJECTIONS], x @ signed / count**0.5, atol=1e-9)
+    np.testing.assert_array_equal(values[ELEMENTS], x[[*places(count)]])
+    ends = np.abs(x).max(), (x**2).mean() ** 0.5, x.mean(), np.abs(x).mean()
+    np.testing.assert_allclose(values[:4], ends, atol=1e-12)
 
 
 def test_the_mean_square_of_projections_is_that_of_the_array() -> None:

@@ -239,6 +239,15 @@ def test_nested_inputs_and_results_integers_and_constants() -> None:
 
 
 @pytest.mark.usefixtures("both")
+def test_each_of_a_dozen_inputs_is_the_same_in_both() -> None:
+    def weighted(*args: Any) -> Any:
+        return sum((at + 1) * x for at, x in enumerate(args))
+
+    inputs = [X[0] + 10 * at for at in range(12)]
+    assert len(assert_parity(weighted, weighted, inputs, dtype=None, probes=2).gaps) == 13
+
+
+@pytest.mark.usefixtures("both")
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -76,8 +76,8 @@ class Program:
 
         def program(arrays: _Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
             def called(own: _Arrays) -> tuple[_Arrays, _Arrays]:
-                whole = {path: own.get(path, x) for path, x in arrays.items()}
-                args, kwargs = rounding.rebuilt(tree, iter(whole.values()))
+                whole = arrays | own  # by path; JAX sorts these as texts: "[10]" before "[2]"
+                args, kwargs = rounding.rebuilt(tree, (whole[path] for path in self._given))
                 results = rounding.results(transformed(*args, **kwargs), "jax")
                 low = {path: x for path, x in results.items() if is_float(x)}
                 return low, {path: x for path, x in results.items() if path not in low}

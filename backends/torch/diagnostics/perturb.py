@@ -64,44 +64,13 @@ def _hash(bits: torch.Tensor, key: int) -> torch.Tensor:
     return mixed.bitwise_xor_(low).bitwise_or_(1)  # odd: the last byte has no mean, either
 
 
-class Chance:
-    """Moves the results of one run."""
+class Moved(modes.OpMode):
+    """A run in which the results of ops are moved."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._seed = seed
         self._moves = 0
-
-    def op(
-        self,
-        func: torch._ops.OpOverload,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        reads: Sequence[torch.Tensor],
-        result: object,
-        made: Sequence[torch.Tensor],
-    ) -> None:
-        """Move the float tensors in the result of an op."""
-        for t in made:
-            self._move(t, result_movement(func, args, kwargs, reads, result, t))
-
-    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Move the result of a cast."""
-        if result.element_size() < source.element_size():
-            self._move(result, torch.finfo(result.dtype).eps / 2 * result.double().abs())
-
-    def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
-        self._moves += 1
-        # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
-        if t.numel() and t.itemsize > 1:
-            move([t], t, by, self._moves, self._seed)
-
-
-class _Probe(modes.OpMode):
-    """Moves the results of ops, and notes nothing."""
-
-    def __init__(self, chance: Chance) -> None:
-        super().__init__()
-        self._chance = chance
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         result: Any = func(*args, **kwargs)
@@ -112,10 +81,18 @@ class _Probe(modes.OpMode):
         ):
             return result
         if func is torch.ops.aten._to_copy.default and is_cast(args[0], kwargs):
-            self._chance.cast(args[0], result)
+            if result.element_size() < args[0].element_size():
+                self._move(result, stored_movement(result, torch.float64))
         elif reads := float_tensors(*args, *kwargs.values()):
-            self._chance.op(func, args, kwargs, reads, result, float_tensors(result))
+            for t in float_tensors(result):
+                self._move(t, result_movement(func, args, kwargs, reads, result, t))
         return result
+
+    def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
+        self._moves += 1
+        # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
+        if t.numel() and t.itemsize > 1:
+            move([t], t, by, self._moves, self._seed)
 
 
 class Program:
@@ -146,8 +123,8 @@ class Program:
         return plain, written._replace(calls=tuple(map(call_of, stream.calls)))
 
     def probes(self, count: int) -> list[Run]:
-        """So many runs in which every op is moved; see `Chance`."""
-        return [self.run(_Probe(Chance(seed))) for seed in range(1, count + 1)]
+        """So many runs in which every op is moved."""
+        return [self.run(Moved(seed)) for seed in range(1, count + 1)]
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
         """A record of it, in memory, by `record` of this backend, whose file imports this one."""
@@ -293,6 +270,11 @@ def result_movement(
         # Each number is made of the others: some are differences, smaller than what was subtracted.
         magnitude = magnitude.maximum(magnitude.max() if parts.terms > 1 else magnitude.mean())
     return magnitude.mul_(parts.own + parts.summed)
+
+
+def stored_movement(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
+    """Return how far numbers may be from what was rounded to their dtype."""
+    return t.detach().to(within).abs().mul_(torch.finfo(t.dtype).eps / 2)
 
 
 def movement_shares(

@@ -24,6 +24,7 @@ from polymp.backends.torch.diagnostics.perturb import (
     move,
     result_movement,
     rounds_operands,
+    stored_movement,
     wide,
 )
 from polymp.diagnostics import rounding
@@ -232,17 +233,17 @@ class Probes:
         """Cast a tensor in all probes, and move it by the rounding of the cast."""
         if not self.count or not self._fits(result):
             return
-        own, by = self.of(source), None
-        if result.element_size() < source.element_size():
-            by = result.detach().to(wide(result)).abs().mul_(torch.finfo(result.dtype).eps / 2)
+        narrows = result.element_size() < source.element_size()
+        own, by = self.of(source), stored_movement(result, wide(result)) if narrows else None
         if own is not None or by is not None:
             numbers = self._same(result) if own is None else own.to(result.dtype)
             self._put(result, self._move(result, numbers, by))
 
     def updated(self, t: torch.Tensor) -> torch.Tensor:
         """Return the numbers of a parameter after its update, moved by the rounding of that."""
-        own, by = self.of(t), t.detach().to(wide(t)).abs().mul_(torch.finfo(t.dtype).eps / 2)
-        return self._move(t, self._same(t) if own is None else own.clone(), by)
+        own = self.of(t)
+        numbers = self._same(t) if own is None else own.clone()
+        return self._move(t, numbers, stored_movement(t, wide(t)))
 
     def _same(self, t: torch.Tensor) -> torch.Tensor:
         """Return a tensor's own numbers, once for each probe."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp.backends.torch.diagnostics import summary
-from polymp.backends.torch.diagnostics.perturb import Chance, _Probe
+from polymp.backends.torch.diagnostics.perturb import Moved
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import (
     BLOCK,
@@ -392,7 +392,7 @@ def test_spreads_are_those_of_runs_with_other_rounding(low: torch.dtype | None) 
     changes = []
     for seed in range(12):
         training = Training(low=low)
-        with _Probe(Chance(seed)):  # what the recorder sees is moved
+        with Moved(seed):  # what the recorder sees is moved
             other = training.recorded(0).arrays
         pairs = zip(other, base, strict=True)
         changes.append(

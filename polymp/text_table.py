@@ -71,6 +71,15 @@ def columns(
     return table
 
 
+def side_by_side(
+    names: tuple[str, str], sides: Sequence[Mapping[str, str]], width: int | None = None
+) -> list[str]:
+    """Lines of a table with a column for each of two things, and a row for each of their fields."""
+    fields = dict.fromkeys(field for side in sides for field in side)
+    rows = [(field, *(side.get(field, "") for side in sides)) for field in fields]
+    return columns(("", *names), [row for row in rows if any(row[1:])], (), width)
+
+
 def needed(heads: Sequence[str], rows: Iterable[str | Sequence[str]]) -> int:
     """The width of a table in which no cell is broken."""
     cells = [heads, *(row for row in rows if not isinstance(row, str))]

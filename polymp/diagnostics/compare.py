@@ -120,10 +120,7 @@ class Comparison:
         """
         lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}", width)
         if self.first is not None:
-            lines += [
-                "",
-                *text_table.columns(("", *self.names), self._sides(self.first), (), width),
-            ]
+            lines += ["", *beside(self.names, self.first, width)]
         if grown := self._grown():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
@@ -195,24 +192,6 @@ class Comparison:
                 "block, `block.compile()`, to see the result of each"
             )
         return "All that it reads agrees, as far as it was compared"
-
-    def _sides(self, row: Compared) -> list[tuple[str, ...]]:
-        def cells(a: RecordedArray | None) -> tuple[str, ...]:
-            if a is None:
-                return ("no such call", *[""] * 7)
-            dtypes = text_table.dtypes(a.inputs, a.run, (a.dtype,)) if a.kind == RESULT else a.dtype
-            shape = " x ".join(map(str, a.shape)) or "a number"
-            bad = f"{a.bad:,}" if a.bad else ""
-            first = ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.size, 3)])
-            return (
-                a.name, a.module or "(top level)", a.source, dtypes, shape,
-                f"{a.values[RMS]:.7g}, {a.values[AMAX]:.7g}", bad, first,
-            )  # fmt: skip
-
-        heads = ("op", "module", "source", "dtypes", "shape", "rms, largest", "Inf and NaN",
-                 "some elements")  # fmt: skip
-        both = cells(row.one), cells(row.other)
-        return [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
 
     def _grown(self) -> list[tuple[str, ...]]:
         """Rows of the growth: equal layers' as ranges of numbers would hide it, so some of them."""
@@ -484,6 +463,28 @@ def _called(a: RecordedArray) -> str:
     back = {BACKWARD: ", backward", RECOMPUTE: ", recomputed"}.get(a.direction, "")
     back = back if a.kind == RESULT else ""
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
+
+
+def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> list[str]:
+    """The lines of a table with the arrays of both runs."""
+
+    def cells(a: RecordedArray | None) -> dict[str, str]:
+        if a is None:
+            return {"op": "no such call"}
+        result = a.kind == RESULT
+        return {
+            "op": a.name,
+            "module": a.module or "(top level)",
+            "source": a.source,
+            "dtypes": text_table.dtypes(a.inputs, a.run, (a.dtype,)) if result else a.dtype,
+            "rule": a.rule,
+            "shape": " x ".join(map(str, a.shape)) or "a number",
+            "rms, largest": f"{a.values[RMS]:.7g}, {a.values[AMAX]:.7g}",
+            "Inf and NaN": f"{a.bad:,}" if a.bad else "",
+            "some elements": ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.size, 3)]),
+        }
+
+    return text_table.side_by_side(names, (cells(row.one), cells(row.other)), width)
 
 
 def _number(x: float) -> str:

@@ -3,8 +3,6 @@
 fn in a region, reference in float32 -> `parity.compare_programs` -> the first op that differs
 """
 
-import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,7 @@ from polymp._api import framework_in, framework_of
 from polymp.diagnostics import rounding
 from polymp.rules.policy_files import Source, load
 from polymp.testing import parity
-from polymp.testing.parity import Parity, ParityError
+from polymp.testing.parity import Parity
 
 _NAMES = ("fn", "reference")
 
@@ -78,21 +76,15 @@ def assert_close(
             f"of {other}. assert_parity compares torch and JAX."
         )
     load(policy)  # a policy that cannot be read fails before anything runs
-    given, kwargs = parity.arguments(_in_numpy(args))
-    made: Any = importlib.import_module(f"polymp.backends.{backend}.diagnostics.perturb").Program
-    cotangent = _cotangent if grads else None
+    given, cotangent = parity.arguments(_in_numpy(args)), _cotangent if grads else None
     programs = (
-        made(fn, given, kwargs, low, policy, cotangent),
-        made(reference, parity.widened(given), kwargs, None, policy, cotangent),
+        parity.program(backend, fn, *given, low, policy, cotangent),
+        parity.program(backend, reference, *parity.widened(given), None, policy, cotangent),
     )
-    try:
+    with parity.found_in(low or "float32", f"in {low}: " if low else ""):
         found = parity.compare_programs(programs, _NAMES, probes, same_dtypes=False)
-    except ParityError as error:
-        start = f"in {low}: " if low else ""
-        named = parity.found_in(error, low or "float32", start)
-        raise named from None
-    if grads and parity.without_floats(given):
-        warnings.warn(parity.NO_GRADIENTS.format("assert_close"), stacklevel=2)
+    if grads:
+        parity.warn_without_floats(given, "assert_close")
     return found
 
 

@@ -11,17 +11,17 @@ The first op that differs is that of `polymp.compare`, of records of both functi
 import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import SequenceMatcher
-from functools import partial
 from typing import Any, NamedTuple
 
 from polymp import backends, text_table
 from polymp.diagnostics import rounding
 from polymp.diagnostics.call_record import FORWARD, Call
-from polymp.diagnostics.compare import compare
+from polymp.diagnostics.compare import beside, compare
 from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
-from polymp.diagnostics.run_record import RecordedArray, RecordError, RunRecord
+from polymp.diagnostics.run_record import RecordError
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
@@ -30,7 +30,6 @@ from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 _NAMES = ("torch", "jax")
-_KINDS = ("results", "gradients")  # of the arrays of a run
 
 
 class Parity(NamedTuple):
@@ -139,37 +138,26 @@ def assert_parity(
     for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
         if not callable(fn):
             raise TypeError(f"assert_parity needs a {name} function, got {fn!r}.")
-    args, kwargs = arguments(inputs)
+    given = arguments(inputs)
     for name in _NAMES:
         backends.get(name)
     load(policy)  # a policy that cannot be read fails before anything runs
-    compare = partial(_compare, torch_fn, jax_fn, policy, grads, probes)
+    seeds = cotangent if grads else None
+
+    def compared_in(dtype: str | None, given: Any, start: str, last: str = "") -> Parity:
+        call = *given, dtype, policy, seeds
+        programs = program("torch", torch_fn, *call), program("jax", jax_fn, *call)
+        with found_in(dtype or "float32", start, last):
+            return compare_programs(programs, _NAMES, probes, same_dtypes=True)
+
     first: tuple[Gap, ...] = ()
     if low is not None and float32_first:
-        wide: tuple[Any, Any] = widened((args, kwargs))
-        try:
-            first = compare(*wide, None).gaps
-        except ParityError as error:
-            last = f"{low} was not compared. float32_first=False compares in {low} alone."
-            start = "in float32, without a region: "
-            named = found_in(error, "float32", start, last)
-            raise named from None
-    try:
-        found = compare(args, kwargs, low)
-    except ParityError as error:
-        start = f"in {low}, though not in float32: " if first else ""
-        named = found_in(error, low or "float32", start)
-        raise named from None
-    if grads and without_floats((args, kwargs)):
-        warnings.warn(NO_GRADIENTS.format("assert_parity"), stacklevel=2)
+        last = f"{low} was not compared. float32_first=False compares in {low} alone."
+        first = compared_in(None, widened(given), "in float32, without a region: ", last).gaps
+    found = compared_in(low, given, f"in {low}, though not in float32: " if first else "")
+    if grads:
+        warn_without_floats(given, "assert_parity")
     return found._replace(float32=first)
-
-
-NO_GRADIENTS = (
-    "{} compared no gradients: no input has floats. Give the "
-    "parameters as an input, a dict of arrays by name, as for torch.func.functional_call(model, "
-    "params, ids); or write grads=False."
-)
 
 
 # The results of `assert_parity`: the arrays that were compared, and the error if they differ.
@@ -197,35 +185,25 @@ class ParityError(AssertionError):
         self.gaps: tuple[Gap, ...] = tuple(gaps)
 
 
-def found_in(error: ParityError, dtype: str, start: str, last: str = "") -> ParityError:
-    """The same error with the dtype in which it was found."""
-    text = f"{start}{error}" + (f"\n\n{last}" if last else "")
-    return ParityError(text, error.op, error.side_by_side, error.gaps, dtype)
+@contextmanager
+def found_in(dtype: str, start: str, last: str = "") -> Iterator[None]:
+    """A context of a comparison in a dtype, whose errors have it, and say more of it."""
+    try:
+        yield
+    except ParityError as error:
+        text = f"{start}{error}" + (f"\n\n{last}" if last else "")
+        raise ParityError(text, error.op, error.side_by_side, error.gaps, dtype) from None
 
 
-def _compare(
-    torch_fn: Callable[..., Any],
-    jax_fn: Callable[..., Any],
-    policy: Source,
-    grads: bool,
-    probes: int,
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    dtype: str | None,
-) -> Parity:
-    """Run two functions at the same inputs, and compare what they do and return."""
-    from polymp.backends.jax.diagnostics import perturb as in_jax
-    from polymp.backends.torch.diagnostics import perturb as in_torch
-
-    given = args, kwargs, dtype, policy, cotangent if grads else None
-    programs = in_torch.Program(torch_fn, *given), in_jax.Program(jax_fn, *given)
-    return compare_programs(programs, _NAMES, probes, same_dtypes=True)
+def program(backend: str, *call: Any) -> Any:
+    """A function and its arguments: the `Program` of a backend's `perturb`."""
+    return importlib.import_module(f"polymp.backends.{backend}.diagnostics.perturb").Program(*call)
 
 
 def compare_programs(
     programs: tuple[Any, Any], names: tuple[str, str], probes: int, same_dtypes: bool
 ) -> Parity:
-    """Compare two programs of a backend's `perturb`, also the dtypes of their calls if asked."""
+    """Compare what two programs return and, if asked, the dtypes of their calls."""
     first, second = programs
     (one, written), (other, theirs) = first.ran(), second.ran()
     _same_structure(one, other, names)
@@ -234,55 +212,36 @@ def compare_programs(
         _same_dtypes(one, other, forward, names)
     moved = (written, first.probes(probes)), (theirs, second.probes(probes))
     gaps = tuple(_gaps(one, other, *moved))
-    if not any(found.part for found in gaps):
-        return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
-    here, there = map(_call_of, _first_off(map(_recorded, programs)), (written, theirs))
-    if here is None and there is None:
-        worst = next(found for found in gaps if found.part)
-        raise _error(f"do not return the same: {worst}", None, names, gaps)
-    raise _error("compute other values", Parted(here, there, ""), names, gaps)
+    if any(found.part for found in gaps):
+        raise _error("compute other values", *_first_off(programs, names), gaps)
+    return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
 
 
 _PROBES = 16  # of a record: few leave a spread uncertain
 
 
-def _recorded(program: Any) -> RunRecord:
-    recorders = importlib.import_module(f"polymp.backends.{program.backend}.diagnostics.record")
-    record: RunRecord = program.record(recorders.record, _PROBES)
-    return record
-
-
-def _first_off(
-    records: Iterable[RunRecord],
-) -> tuple[RecordedArray | None, RecordedArray | None]:
-    """The arrays of the first calls whose values differ; None where there is none."""
+def _first_off(programs: tuple[Any, Any], names: tuple[str, str]) -> tuple[str, str]:
+    """The first op whose values differ, by `compare`, and its calls as a table; "" without one."""
+    records = []
+    for each, name in zip(programs, names, strict=True):
+        of = importlib.import_module(f"polymp.backends.{each.backend}.diagnostics.record")
+        records.append(each.record(of.record, _PROBES)._replace(name=name))
     try:
         found = compare(*records)
     except RecordError:  # one has no call at all
-        return None, None
-    rows = [row for row in (found.first, *found.rows) if row is not None and row.array.run]
-    off = next((row for row in rows if row.verdict in (ALONE, UNEXPLAINED)), None)
-    return (None, None) if off is None else (off.one, off.other)
-
-
-def _call_of(array: RecordedArray | None, run: Run) -> Call | None:
-    """The call of a run that made an array."""
-    if array is None:
-        return None
-    fields = ("module", "source", "direction", "inputs", "run")
-    for call in run.calls:
-        if call.op == array.name and all(getattr(call, f) == getattr(array, f) for f in fields):
-            return call
-    return None
+        return "", ""
+    for row in (found.first, *found.rows):
+        if row is not None and row.array.run and row.verdict in (ALONE, UNEXPLAINED):
+            return row.array.name, "\n".join(beside(names, row))
+    return "", ""
 
 
 def _same_dtypes(
     one: Run, other: Run, forward: Sequence[Sequence[Call]], names: tuple[str, str]
 ) -> None:
     """Raise an error if forward calls or results of two runs have other dtypes."""
-    parted = first_parted(*forward)
-    if parted is not None:
-        raise _error(f"run {parted.why}", parted, names)
+    if parted := first_parted(*forward):
+        raise _error(f"run {parted.why}", *_called(parted, names))
     for path, ours in one.dtypes.items():
         if ours != other.dtypes[path]:  # and no call has other dtypes
             last = [
@@ -290,7 +249,7 @@ def _same_dtypes(
                 for side, dtype in zip(forward, (ours, other.dtypes[path]), strict=True)
             ]
             said = f"{_named('result', path)} is {_both(ours, other.dtypes[path], names)}"
-            raise _error(said, Parted(last[0], last[1], ""), names)
+            raise _error(said, *_called(Parted(last[0], last[1], ""), names))
 
 
 def _both(one: object, other: object, names: tuple[str, str], joint: str = " and ") -> str:
@@ -303,8 +262,7 @@ def _gaps(one: Run, other: Run, *moved: tuple[Run, Sequence[Run]]) -> Iterator[G
     """Compare the arrays of two runs; each is `moved` from a run, which may not be the same."""
     import numpy as np
 
-    for kind in _KINDS:
-        what = "result" if kind == "results" else "gradient of input"
+    for kind, what in (("results", "result"), ("gradients", "gradient of input")):
         for path, ours in getattr(one, kind).items():
             theirs = getattr(other, kind)[path]
             name = _named(what, path)
@@ -321,7 +279,7 @@ def _gaps(one: Run, other: Run, *moved: tuple[Run, Sequence[Run]]) -> Iterator[G
 
 
 def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
-    if [*one.results] != [*other.results] and {*one.results} != {*other.results}:
+    if one.results.keys() != other.results.keys():
         raise ParityError(
             "the functions return other structures: "
             f"{_both(_listed(one.results), _listed(other.results), names, ', ')}."
@@ -330,10 +288,9 @@ def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
         shape = other.results[path].shape
         if x.shape != shape:
             raise ParityError(f"{_named('result', path)} has shape {_both(x.shape, shape, names)}.")
-    kinds = [{p: f if f in FORMATS else "" for p, f in run.dtypes.items()} for run in (one, other)]
-    for path in one.dtypes:
-        both = one.dtypes[path], other.dtypes[path]
-        if (not kinds[0][path]) != (not kinds[1][path]) or ("bool" in both and both[0] != both[1]):
+    for path, dtype in one.dtypes.items():
+        both = dtype, other.dtypes[path]
+        if len({(f in FORMATS, f == "bool") for f in both}) > 1:
             raise ParityError(f"{_named('result', path)} is {_both(*both, names)}.")
     for run in (one, other):  # integers have 64 bits in torch and 32 in JAX
         run.dtypes.update({p: "int" for p, f in run.dtypes.items() if "int" in f})
@@ -354,26 +311,15 @@ class Parted(NamedTuple):
     other: Call | None
     why: str  # the difference in words
 
-    @property
-    def op(self) -> str:
-        """The name of the op."""
-        call = self.one or self.other
-        return "" if call is None else call.op
 
-
-def _error(
-    what: str, parted: Parted | None, names: tuple[str, str], gaps: Sequence[Gap] = ()
-) -> ParityError:
+def _error(what: str, op: str, side_by_side: str, gaps: Sequence[Gap] = ()) -> ParityError:
     """The error: the first op that differs, then the arrays that were compared."""
-    if parted is None:
-        lines = [f"the two functions {what}", *map(str, gaps)]
-        return ParityError("\n".join(lines), gaps=gaps)
-    table = side_by_side(parted, names)
-    start = f"the two functions {what}" if "result" not in what[:6] else what
-    lines = [f"{start}. The first op that differs is {parted.op}:", "", table]
+    text = what if what.startswith("result") else f"the two functions {what}"
+    if op:
+        text += f". The first op that differs is {op}:\n\n{side_by_side}"
     if gaps:
-        lines += ["", "compared:", *(f"  {found}" for found in gaps)]
-    return ParityError("\n".join(lines), parted.op, table, gaps)
+        text = "\n".join((f"{text}\n\ncompared:", *(f"  {found}" for found in gaps)))
+    return ParityError(text, op, side_by_side, gaps)
 
 
 # The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
@@ -396,9 +342,15 @@ def check_probes(probes: int, of: str = "assert_parity") -> None:
         raise ValueError(f"{of}(): probes={probes!r} is too few. Write 2 or more.")
 
 
-def without_floats(tree: object) -> bool:
-    """True if no array of prepared inputs has floats."""
-    return all(x.dtype.kind in "iub" for x in rounding.arrays(tree).values())
+def warn_without_floats(given: object, of: str) -> None:
+    """Warn the caller of an assertion if no array of prepared inputs has floats."""
+    if all(x.dtype.kind in "iub" for x in rounding.arrays(given).values()):
+        warnings.warn(
+            f"{of} compared no gradients: no input has floats. Give the parameters as an input, a "
+            "dict of arrays by name, as for torch.func.functional_call(model, params, ids); or "
+            "write grads=False.",
+            stacklevel=3,
+        )
 
 
 def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -568,18 +520,21 @@ def _narrows(call: Call) -> bool:
     return FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
 
 
-def side_by_side(parted: Parted, names: tuple[str, str]) -> str:
-    """Two calls as a table: op, module, dtypes, rule and source of each."""
+def _called(parted: Parted, names: tuple[str, str]) -> tuple[str, str]:
+    """The op of two calls, and the calls as a table."""
 
-    def cells(call: Call | None) -> tuple[str, ...]:
+    def cells(call: Call | None) -> dict[str, str]:
         if call is None:
-            return ("no such call", "", "", "", "")
-        dtypes = text_table.dtypes(call.inputs, call.run, call.outputs)
+            return {"op": "no such call"}
         row = str(call.row) if call.row is not None else call.rule or "no region"
-        rule = ", ".join(filter(None, (row, call.recipe, call.fallback)))
-        return call.op, call.module or "(top level)", dtypes, rule, call.source
+        return {
+            "op": call.op,
+            "module": call.module or "(top level)",
+            "dtypes": text_table.dtypes(call.inputs, call.run, call.outputs),
+            "row or rule": ", ".join(filter(None, (row, call.recipe, call.fallback))),
+            "source": call.source,
+        }
 
-    heads = ("op", "module", "dtypes", "row or rule", "source")
-    both = cells(parted.one), cells(parted.other)
-    rows = [(head, *pair) for head, *pair in zip(heads, *both, strict=True)]
-    return "\n".join(text_table.columns(("", *names), rows))
+    call = parted.one or parted.other
+    table = text_table.side_by_side(names, (cells(parted.one), cells(parted.other)))
+    return ("", "") if call is None else (call.op, "\n".join(table))

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from difflib import SequenceMatcher
 from itertools import combinations
 
+from polymp.rules.vocabulary import vocabulary
+
 _LAYERS = 4  # parts "layers" of one path that are left out in every combination
 
 
@@ -16,6 +18,12 @@ def aligned(ones: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, i
     """From places in one list of keys to the places of equal keys in another, both in order."""
     blocks = SequenceMatcher(None, ones, others, autojunk=False).get_matching_blocks()
     return {i + at: j + at for i, j, count in blocks for at in range(count)}
+
+
+def shared_name(op: str) -> str:
+    """The name of an op in both frameworks: products of matrices have one, and convolutions."""
+    kind = vocabulary().kind_of(op)
+    return kind if kind in ("matmul", "convolution") else op
 
 
 def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polymp.diagnostics.alignment import aligned
+from polymp.diagnostics.alignment import aligned, shared_name
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import factor, unit_roundoff
 from polymp.diagnostics.run_record import (
@@ -446,7 +446,8 @@ class Pairs:
             for k in theirs.readers[s]
             if k not in back and theirs.arrays[k].direction == row.array.direction
         ]
-        alike = [k for k in readers if _canonical(theirs.arrays[k]) == _canonical(row.array)]
+        wanted = shared_name(row.array.name)
+        alike = [k for k in readers if shared_name(theirs.arrays[k].name) == wanted]
         if not self.across:  # a call of another op, or of another call, is no counterpart
             other = {*(self.aligned if mine is self.other else self.aligned.values())}
             alike, readers = [k for k in alike if k not in other], []
@@ -578,26 +579,21 @@ def _aligned(one: Side, other: Side, common: bool) -> dict[int, int]:
 
     def keys(side: Side) -> list[tuple[Any, ...]]:
         arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
-        return [(module, a.direction, _canonical(a), a.shape) for module, a in arrays]
+        return [(module, a.direction, shared_name(a.name), a.shape) for module, a in arrays]
 
     pairs = aligned(keys(one), keys(other))
     return {one.results[i]: other.results[j] for i, j in pairs.items()}
 
 
 def _alike(one: RecordedArray, other: RecordedArray) -> bool:
-    return one.kind == other.kind and (one.kind != RESULT or _canonical(one) == _canonical(other))
+    return one.kind == other.kind and (
+        one.kind != RESULT or shared_name(one.name) == shared_name(other.name)
+    )
 
 
 def other_policy(one: RecordedArray | None, other: RecordedArray | None) -> bool:
     """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
     if one is None or other is None or not _alike(one, other):
         return False
-    op = vocabulary().ops.get(one.name)
     large = ("matmul", "convolution", "softmax", "normalisation")
-    return op is not None and op.kind in large and one.run != other.run
-
-
-def _canonical(array: RecordedArray) -> str:
-    """The name of an op in both frameworks; all products of matrices have one, all convolutions."""
-    op = vocabulary().ops.get(array.name)
-    return op.kind if op is not None and op.kind in ("matmul", "convolution") else array.name
+    return vocabulary().kind_of(one.name) in large and one.run != other.run

@@ -213,7 +213,7 @@ def arrays(tree: object) -> dict[str, Any]:
 
 def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
     """A tree with other arrays, in the order of `arrays`."""
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         made = {key: rebuilt(tree[key], leaves) for key in sorted(tree, key=str)}
         return {key: made[key] for key in tree}
     if isinstance(tree, (list, tuple)):

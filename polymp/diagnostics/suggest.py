@@ -183,8 +183,7 @@ def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured
     for one in burst:
         inside = _around(one.module, forward)
         for m in forward[forward.index(one) + 1 :] if isinstance(one, Measured) else ():
-            op = vocabulary().ops.get(m.op)
-            if op is not None and op.kind in _BOUNDED:
+            if vocabulary().kind_of(m.op) in _BOUNDED:
                 break
             lowered = m.row is not None and m.row.rule is Rule.LOWER
             spoiled = m.magnitudes.inf or m.magnitudes.nan

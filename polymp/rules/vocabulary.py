@@ -131,6 +131,11 @@ class Vocabulary:
         """The ops of a class, by name."""
         return tuple(op for _, op in sorted(self.ops.items()) if op.kind == kind)
 
+    def kind_of(self, name: str) -> str:
+        """The class of an op of that name, "" of an unknown one."""
+        op = self.ops.get(name)
+        return "" if op is None else op.kind
+
     def picks(self, name: str) -> bool:
         """True if an op of that name picks numbers and changes none; see `Op`."""
         op = self.ops.get(name)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from polymp import backends, text_table
 from polymp.diagnostics import rounding
+from polymp.diagnostics.alignment import shared_name
 from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.compare import beside, compare
 from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
@@ -26,7 +27,7 @@ from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
 from polymp.rules.policy_files import Source, load
-from polymp.rules.row import Rule
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 
 _NAMES = ("torch", "jax")
@@ -248,7 +249,7 @@ def _same_dtypes(
                 next((c for c in reversed(side) if dtype in c.outputs), None)
                 for side, dtype in zip(forward, (ours, other.dtypes[path]), strict=True)
             ]
-            said = f"{_named('result', path)} is {_both(ours, other.dtypes[path], names)}"
+            said = f"result{path} is {_both(ours, other.dtypes[path], names)}"
             raise _error(said, *_called(Parted(last[0], last[1], ""), names))
 
 
@@ -265,7 +266,7 @@ def _gaps(one: Run, other: Run, *moved: tuple[Run, Sequence[Run]]) -> Iterator[G
     for kind, what in (("results", "result"), ("gradients", "gradient of input")):
         for path, ours in getattr(one, kind).items():
             theirs = getattr(other, kind)[path]
-            name = _named(what, path)
+            name = what + (path if kind == "results" else path.removeprefix("[0]"))
             sides = [
                 (getattr(base, kind)[path], [getattr(run, kind)[path] for run in runs])
                 for base, runs in moved
@@ -280,28 +281,18 @@ def _gaps(one: Run, other: Run, *moved: tuple[Run, Sequence[Run]]) -> Iterator[G
 
 def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
     if one.results.keys() != other.results.keys():
-        raise ParityError(
-            "the functions return other structures: "
-            f"{_both(_listed(one.results), _listed(other.results), names, ', ')}."
-        )
+        here, there = (", ".join(f"result{p}" for p in run.results) for run in (one, other))
+        both = _both(here or "nothing", there or "nothing", names, ", ")
+        raise ParityError(f"the functions return other structures: {both}.")
     for path, x in one.results.items():
         shape = other.results[path].shape
         if x.shape != shape:
-            raise ParityError(f"{_named('result', path)} has shape {_both(x.shape, shape, names)}.")
+            raise ParityError(f"result{path} has shape {_both(x.shape, shape, names)}.")
     for path, dtype in one.dtypes.items():
-        both = dtype, other.dtypes[path]
-        if len({(f in FORMATS, f == "bool") for f in both}) > 1:
-            raise ParityError(f"{_named('result', path)} is {_both(*both, names)}.")
+        if len({(f in FORMATS, f == "bool") for f in (dtype, other.dtypes[path])}) > 1:
+            raise ParityError(f"result{path} is {_both(dtype, other.dtypes[path], names)}.")
     for run in (one, other):  # integers have 64 bits in torch and 32 in JAX
         run.dtypes.update({p: "int" for p, f in run.dtypes.items() if "int" in f})
-
-
-def _listed(results: Mapping[str, Any]) -> str:
-    return ", ".join(_named("result", path) for path in results) or "nothing"
-
-
-def _named(what: str, path: str) -> str:
-    return f"{what}{path.removeprefix('[0]') if what != 'result' else path}"
 
 
 class Parted(NamedTuple):
@@ -325,14 +316,11 @@ def _error(what: str, op: str, side_by_side: str, gaps: Sequence[Gap] = ()) -> P
 # The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
 
 
-_LOW = ("bfloat16", "float16")
-
-
 def checked_dtype(dtype: object, of: str = "assert_parity") -> str | None:
     """Return the full name of a region's low dtype, None for no region."""
     if dtype is None:
         return None
-    name = dtype_name(dtype, (*_LOW, "float32"), f"{of}(): dtype")
+    name = dtype_name(dtype, (*LOW, "float32"), f"{of}(): dtype")
     return None if name == "float32" else name
 
 
@@ -355,33 +343,29 @@ def warn_without_floats(given: object, of: str) -> None:
 
 def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the keyword arguments of both calls."""
-    import numpy as np
-
+    tree: tuple[Any, dict[str, Any]] = (), {}
     if isinstance(inputs, Mapping):
-        return (), {str(name): _prepared(x, f"[{name!r}]") for name, x in inputs.items()}
-    if (
-        isinstance(inputs, np.ndarray)
-        or not isinstance(inputs, Sequence)
-        or (isinstance(inputs, (str, bytes)))
-    ):
+        tree = (), {str(name): x for name, x in inputs.items()}
+    elif isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
+        tree = tuple(inputs), {}
+    else:
         raise TypeError(
             "inputs are a list of positional arguments, or a dict of keyword arguments; got "
             f"{type(inputs).__name__}. For one array write [array]."
         )
-    return tuple(_prepared(x, f"[{at}]") for at, x in enumerate(inputs)), {}
+    found = [_prepared(x, path[3:]) for path, x in rounding.flat(tree)]
+    prepared: tuple[tuple[Any, ...], dict[str, Any]]
+    prepared = rounding.rebuilt(tree, filter(rounding.is_array, found))
+    return prepared
 
 
 def _prepared(x: object, path: str) -> Any:
-    """An input with its arrays in dtypes that both frameworks have; errors as in `arguments`."""
+    """A leaf of the inputs, an array in a dtype that both frameworks have; errors as above."""
     import numpy as np
 
-    if isinstance(x, dict):
-        return {key: _prepared(item, f"{path}[{key!r}]") for key, item in x.items()}
-    if isinstance(x, (list, tuple)):
-        return type(x)([_prepared(item, f"{path}[{at}]") for at, item in enumerate(x)])
-    if x is None or (isinstance(x, (bool, int, float, str)) and not isinstance(x, np.generic)):
-        return x
     if not isinstance(x, (np.ndarray, np.generic)):
+        if isinstance(x, (bool, int, float, str)):
+            return x
         raise TypeError(
             f"input {path} is {type(x).__module__}.{type(x).__name__}. Give numpy arrays, numbers, "
             "and lists, tuples and dicts of them."
@@ -396,7 +380,7 @@ def _prepared(x: object, path: str) -> Any:
         if array.min() < limits.min or array.max() > limits.max:
             raise ValueError(f"input {path} has integers beyond 32 bits, which JAX lacks.")
         array = array.astype(np.int64)
-    elif array.dtype.kind != "b" and array.dtype.name not in ("float32", *_LOW):
+    elif array.dtype.kind != "b" and array.dtype.name not in ("float32", *LOW):
         raise TypeError(
             f"input {path} is {array.dtype.name}. Give float32, float16, bfloat16, integers or "
             "bool; float64 becomes float32."
@@ -411,7 +395,7 @@ def widened(tree: Any) -> Any:
     import numpy as np
 
     found = [
-        x.astype(np.float32) if x.dtype.name in _LOW else x for x in rounding.arrays(tree).values()
+        x.astype(np.float32) if x.dtype.name in LOW else x for x in rounding.arrays(tree).values()
     ]
     return rounding.rebuilt(tree, iter(found))
 
@@ -438,11 +422,8 @@ _ONE_CASTS = "in other dtypes: only one side casts to a low dtype here"
 
 
 def name_of(call: Call) -> str:
-    """The name of a call in both frameworks; all matrix products have one, as in JAX."""
-    op = vocabulary().ops.get(call.op)
-    if op is not None and op.kind == "matmul":
-        return "matmul"
-    return _CASTS.get(call.op, call.op)
+    """The name of a call in both frameworks."""
+    return _CASTS.get(call.op, shared_name(call.op))
 
 
 def seen(call: Call) -> tuple[str, ...]:
@@ -456,16 +437,9 @@ def seen(call: Call) -> tuple[str, ...]:
 
 def compared(calls: Iterable[Call]) -> list[Call]:
     """The forward calls that compute with floats, and the casts that the program itself makes."""
-    return [
-        call
-        for call in calls
-        if call.direction == FORWARD and (call.run or name_of(call) == "cast") and not _silent(call)
-    ]
-
-
-def _silent(call: Call) -> bool:
-    op = vocabulary().ops.get(call.op)
-    return op is not None and op.kind in vocabulary().moving
+    forward = [call for call in calls if call.direction == FORWARD]
+    some = [call for call in forward if call.run or name_of(call) == "cast"]
+    return [c for c in some if vocabulary().kind_of(c.op) not in vocabulary().moving]
 
 
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
@@ -484,40 +458,31 @@ def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
 
 def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
     names = [name_of(c) for c in left], [name_of(c) for c in right]
-    for call in left:
-        name = name_of(call)
-        if name == "cast" and "cast" not in names[1]:
-            if _narrows(call):
-                return Parted(call, None, _ONE_CASTS)
-        elif name in names[1]:
+    for call, name in zip(left, names[0], strict=True):
+        if name in names[1]:
             other = right[names[1].index(name)]
             ruled = call.row is not None or other.row is not None
             if ruled or (names[0] == names[1] and not _spared(call, other)):
-                return Parted(call, other, _how(call, other))
-    for call in right:
-        if name_of(call) == "cast" and "cast" not in names[0] and _narrows(call):
+                recipes = call.recipe and other.recipe and call.recipe != other.recipe
+                return Parted(call, other, "by other recipes" if recipes else "in other dtypes")
+        elif name == "cast" and _narrows(call):
+            return Parted(call, None, _ONE_CASTS)
+    for call, name in zip(right, names[1], strict=True):
+        if name == "cast" and "cast" not in names[0] and _narrows(call):
             return Parted(None, call, _ONE_CASTS)
     return None
 
 
-def _how(call: Call, other: Call) -> str:
-    """The difference of two calls of one op in words."""
-    recipes = call.recipe and other.recipe and call.recipe != other.recipe
-    return "by other recipes" if recipes else "in other dtypes"
-
-
 def _spared(call: Call, other: Call) -> bool:
-    """True if a call in JAX runs in torch's dtype or a wider one."""
-    low, wide = (call, other) if call.backend == "torch" else (other, call)
-    known = {low.run, wide.run} <= {*FORMATS}
-    return low.backend != wide.backend and known and FORMATS[wide.run].holds(FORMATS[low.run])
+    """True if JAX, the other side, runs a call in torch's dtype or a wider one."""
+    known = {call.run, other.run} <= {*FORMATS}
+    return known and FORMATS[other.run].holds(FORMATS[call.run])
 
 
 def _narrows(call: Call) -> bool:
-    dtypes = [*call.inputs, *call.outputs]
-    if len(dtypes) != 2 or not {*dtypes} <= {*FORMATS}:
-        return False
-    return FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
+    dtypes = (*call.inputs, *call.outputs)
+    known = len(dtypes) == 2 and {*dtypes} <= {*FORMATS}
+    return known and FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
 
 
 def _called(parted: Parted, names: tuple[str, str]) -> tuple[str, str]:

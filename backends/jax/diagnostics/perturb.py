@@ -277,7 +277,7 @@ def amount(
     elif of == "reduce_window_sum":
         terms = prod(eqn.params["window_dimensions"])
     op = op_of(spelling(eqn)) or of
-    kind = vocabulary().ops[op].kind if op in vocabulary().ops else ""
+    kind = vocabulary().kind_of(op)
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone
     own, summed = movement(op, "matmul" if work else kind, x.dtype.name, terms)

@@ -119,10 +119,8 @@ WRITERS = (
 
 def in_float32(overload: str) -> bool:
     """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""
-    if overload in ACCUMULATES:
-        return True
-    op = vocabulary().ops.get(vocabulary().of_aten(overload))
-    return op is not None and op.kind in ELEMENT_BY_ELEMENT
+    kind = vocabulary().kind_of(vocabulary().of_aten(overload))
+    return overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT
 
 
 # Classes of which next to no op has a low kernel on CPUs: rows for them that lower are refused.

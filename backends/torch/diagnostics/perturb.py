@@ -185,11 +185,11 @@ def _array(t: torch.Tensor) -> Any:
 @cache
 def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
     """Return an op's name in the vocabulary, or torch's own, and its class there."""
-    words, name = vocabulary(), func.overloadpacket.__name__
+    name = func.overloadpacket.__name__
     op = name_of(func.name().removeprefix("aten::"), name)
     if op.startswith("_foreach_"):  # the same op for each tensor of a list
         op = op.removeprefix("_foreach_").removesuffix("_")
-    return op, words.ops[op].kind if op in words.ops else ""
+    return op, vocabulary().kind_of(op)
 
 
 def is_exact(func: torch._ops.OpOverload) -> bool:

@@ -215,7 +215,8 @@ def rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
     """A tree with other arrays, in the order of `arrays`."""
     if isinstance(tree, Mapping):
         made = {key: rebuilt(tree[key], leaves) for key in sorted(tree, key=str)}
-        return {key: made[key] for key in tree}
+        made = {key: made[key] for key in tree}
+        return made if isinstance(tree, dict) else type(tree)(made)  # type: ignore[call-arg]
     if isinstance(tree, (list, tuple)):
         items = [rebuilt(item, leaves) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

@@ -12,13 +12,12 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
 from polymp import backends, text_table
 from polymp.diagnostics import rounding
-from polymp.diagnostics.alignment import shared_name
-from polymp.diagnostics.call_record import FORWARD, Call
+from polymp.diagnostics.alignment import aligned, shared_name
+from polymp.diagnostics.call_record import FORWARD, Call, ruled
 from polymp.diagnostics.compare import beside, compare
 from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
@@ -448,11 +447,12 @@ def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     # or by other recipes, if either side has a row for them. An op without a row, with nothing else
     # left over there, may be wider in JAX, which leaves out a rounding where only float32 reads it.
     left, right = compared(one), compared(other)
-    ours, theirs = [seen(c) for c in left], [seen(c) for c in right]
-    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
-    for what, i, to_i, j, to_j in matcher.get_opcodes():
-        if what != "equal" and (parted := _in_gap(left[i:to_i], right[j:to_j])):
+    places = aligned([*map(seen, left)], [*map(seen, right)])
+    i = j = 0
+    for to_i, to_j in (*places.items(), (len(left), len(right))):
+        if parted := _in_gap(left[i:to_i], right[j:to_j]):
             return parted
+        i, j = to_i + 1, to_j + 1
     return None
 
 
@@ -491,13 +491,12 @@ def _called(parted: Parted, names: tuple[str, str]) -> tuple[str, str]:
     def cells(call: Call | None) -> dict[str, str]:
         if call is None:
             return {"op": "no such call"}
-        row = str(call.row) if call.row is not None else call.rule or "no region"
         return {
             "op": call.op,
             "module": call.module or "(top level)",
-            "dtypes": text_table.dtypes(call.inputs, call.run, call.outputs),
-            "row or rule": ", ".join(filter(None, (row, call.recipe, call.fallback))),
             "source": call.source,
+            "dtypes": text_table.dtypes(call.inputs, call.run, call.outputs),
+            "rule": ruled(call) or "no region",
         }
 
     call = parted.one or parted.other

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -236,6 +237,23 @@ def test_nested_inputs_and_results_integers_and_constants() -> None:
     assert assert_parity(ours, theirs, named, probes=2).dtypes == parity.dtypes
     with pytest.raises(ParityError, match=r"result\['at'\]: off by"):
         assert_parity(ours, lambda *a: {**theirs(*a), "at": theirs(*a)["at"] + 1}, inputs)
+
+
+class Pair(NamedTuple):
+    x: Any
+    w: Any
+
+
+@pytest.mark.usefixtures("both")
+def test_inputs_keep_their_types() -> None:
+    """Such as the parameters of flax, mappings that are no dicts."""
+
+    def product(pair: Pair, more: Any) -> Any:
+        assert isinstance(more, MappingProxyType)
+        return pair.x @ pair.w @ more["w"]
+
+    found = assert_parity(product, product, [Pair(X, W), MappingProxyType({"w": W})], probes=2)
+    assert len(found.gaps) == 4
 
 
 @pytest.mark.usefixtures("both")

@@ -100,15 +100,10 @@ def _in_numpy(tree: Any) -> Any:
     import numpy as np
 
     def converted(x: Any) -> Any:
-        if isinstance(x, (np.ndarray, np.generic)):
-            return x
-        if hasattr(x, "detach"):
-            x = x.detach().cpu()
-            if str(x.dtype) == "torch.bfloat16":  # numpy has none of its own
-                import ml_dtypes
+        if str(x.dtype) == "torch.bfloat16":  # numpy has none of its own
+            import ml_dtypes
 
-                return x.float().numpy().astype(ml_dtypes.bfloat16)
-            return x.numpy()
-        return np.asarray(x)
+            return x.detach().float().cpu().numpy().astype(ml_dtypes.bfloat16)
+        return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
 
     return rounding.rebuilt(tree, map(converted, rounding.arrays(tree).values()))

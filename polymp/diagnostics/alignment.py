@@ -55,9 +55,10 @@ def _forms(path: str) -> list[str]:
     """The path, and what is left without parts "layers" and a class name in front.
 
     Modules of a list are "blocks_0" in flax linen: they are "blocks.0" here. Equinox adds the class
-    of each of its layers, "up.eqx.nn.Linear": it is left out.
+    of each of its layers, "up.eqx.nn.Linear", and torch.compile "_orig_mod": they are left out.
     """
-    parts = re.sub(r"_(\d+)(?=\.|$)", r".\1", re.sub(r"\.eqx\.nn\.\w+", "", path)).split(".")
+    plain = re.sub(r"\.eqx\.nn\.\w+|\._orig_mod\b|^_orig_mod\.", "", path)
+    parts = re.sub(r"_(\d+)(?=\.|$)", r".\1", plain).split(".")
     layers = [at for at, part in enumerate(parts) if part == "layers"][:_LAYERS]
     starts = [0, 1] if parts[0][:1].isupper() else [0]
     forms = {

@@ -531,10 +531,12 @@ def _notes(
     inputs = [array.name for array in lone if id(array) in used]
     if inputs:
         some = ", ".join(inputs[:3])
+        ends = (r for r in rows if r.array.kind in (GRADIENT, UPDATE) and r.verdict == PASSED)
+        also = ", nor gradients and updates of these"
+        also *= not {r.array.name for r in ends}.isdisjoint(inputs)
         notes.append(
             f"not compared: {text_table.plural(len(inputs), 'input')} without a counterpart of the "
-            f"same values in the other run ({some}{', ...' if len(inputs) > 3 else ''}), nor "
-            "gradients and updates of these"
+            f"same values in the other run ({some}{', ...' if len(inputs) > 3 else ''}){also}"
         )
     notes += [f"the optimizers differ: {text}" for text in _settings(*(s.settings for s in steps))]
     return notes
@@ -543,10 +545,10 @@ def _notes(
 def _settings(
     one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
+    if one and other and one.keys() != other.keys():
+        yield f"{', '.join(one)} in one run and {', '.join(other)} in the other"
     for name in one:
-        theirs = other.get(name)
-        if theirs is None:
-            continue
+        theirs = other.get(name, {})
         for key, value in one[name].items():
             if key in theirs and theirs[key] != value:
                 yield f"{name} has {key}={value!r} in one run and {theirs[key]!r} in the other"

@@ -402,16 +402,20 @@ def test_notes_say_what_was_not_compared(tmp_path: Path) -> None:
     assert "one ends in a step that is not whole, which was left out" in notes
 
 
-def test_settings_of_optimizers_are_compared() -> None:
+@pytest.mark.parametrize(
+    ("kind", "differ"),
+    [
+        ("AdamW 1", "AdamW 1 has eps=1e-08 in one run and 1e-06 in the other"),
+        ("Adam 1", "AdamW 1 in one run and Adam 1 in the other"),
+    ],
+)
+def test_optimizers_are_compared(kind: str, differ: str) -> None:
     one, other = run_records.pair(1)
     pair = [
-        made._replace(
-            steps=(made.steps[0]._replace(settings={"AdamW 1": {"lr": 1e-3, "eps": eps}}),)
-        )
-        for made, eps in ((one, 1e-8), (other, 1e-6))
+        made._replace(steps=(made.steps[0]._replace(settings={kind: {"lr": 1e-3, "eps": eps}}),))
+        for made, kind, eps in ((one, "AdamW 1", 1e-8), (other, kind, 1e-6))
     ]
-    notes = " ".join(polymp.compare(*pair).notes)
-    assert "the optimizers differ: AdamW 1 has eps=1e-08 in one run and 1e-06 in the other" in notes
+    assert f"the optimizers differ: {differ}" in polymp.compare(*pair).notes
 
 
 def test_a_folder_is_no_record(tmp_path: Path) -> None:

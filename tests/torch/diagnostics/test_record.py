@@ -582,6 +582,35 @@ def test_of_blocks_that_are_compiled_the_one_that_differs_is_named() -> None:
     assert (found.first.array.name, found.first.array.module) == ("compiled", "2")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
+def test_the_update_of_a_wrapped_block_is_compared_with_that_of_the_block() -> None:
+    """torch.compile(block) puts "_orig_mod" into its paths."""
+
+    def run(rate: float, wrap: Callable[[nn.Module], Any]) -> run_record.RunRecord:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU())) for _ in range(3)))
+        rates = [
+            {"params": block.parameters(), "lr": lr}
+            for block, lr in zip(net, (1, rate, 1), strict=True)
+        ]
+        optimizer, recorder = torch.optim.SGD(rates), record(None, net, probes=2)
+        with recorder:
+            net(torch.ones(4, 8)).square().sum().backward()
+            optimizer.step()
+        return recorder.record
+
+    eager = run(1, lambda block: block)
+    found = polymp.compare(eager, run(1, lambda block: torch.compile(block, backend="eager")))
+    assert found.explained
+    assert "gradients and updates" not in " ".join(found.notes)
+    found = polymp.compare(eager, run(10, lambda block: torch.compile(block, backend="eager")))
+    assert found.first is not None
+    assert found.first.other is not None
+    assert (found.first.array.kind, found.first.array.module) == (UPDATE, "1.0")
+    assert found.first.other.module == "1._orig_mod.0"
+
+
 @functools.cache
 def layers(
     steps: int, low: bool = False, clip: bool = False, momentum: float = 0.1

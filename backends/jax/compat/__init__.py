@@ -442,8 +442,17 @@ def no_scopes() -> NameStack:
 
 
 def scope_names(stack: NameStack) -> list[str]:
-    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4."""
-    return [part.name for part in stack.stack if type(part).__name__ == "Scope"]
+    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4.
+
+    A recomputation in the backward pass has its path twice, as "transpose(jvp(a))/b/jvp(a)/b".
+    """
+    names, again = list[str](), 0
+    for part in stack.stack:
+        if type(part).__name__ == "Scope":
+            names.append(part.name)
+        elif part.name == "jvp":
+            again = len(names)
+    return names[again:] if names[:again] == names[again : 2 * again] else names
 
 
 def with_scope(stack: NameStack, name: str) -> NameStack:

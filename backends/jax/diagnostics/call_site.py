@@ -45,7 +45,7 @@ def scope_in(outer: Scope, stack: NameStack) -> Scope:
             call = name
         elif name == "rematted_computation":
             direction = RECOMPUTE
-        elif _PATH.fullmatch(name) and name != regions.SCALED and not regions.is_mark(name):
+        elif _PATH.fullmatch(name) and not (name.startswith(_NO_PATH) or regions.is_mark(name)):
             names.append(name)
     if compat.in_backward(stack) and direction == FORWARD:
         direction = BACKWARD
@@ -54,6 +54,9 @@ def scope_in(outer: Scope, stack: NameStack) -> Scope:
 
 # What a path may be: jax.numpy opens scopes such as "ij,jk->ik", too.
 _PATH = re.compile(r"[\w./\[\]-]+")
+
+# What is no part of a module's path: equinox opens a scope of the class in each of its layers.
+_NO_PATH = (regions.SCALED, "eqx.nn.")
 
 
 @cache
@@ -86,6 +89,20 @@ def is_library(closed: ClosedProgram) -> bool:
     if filename is None or code_origin.is_ours(filename):
         return False  # what is rewritten keeps the lines that it was written in
     return code_origin.is_library(filename, *_LIBRARIES)
+
+
+@cache
+def _is_of_user(traceback: object, filename: str | None, line: int | None) -> bool:
+    """True if the user's code made an equation of a function at a line of a library's file.
+
+    Such a function calls the user's: as what `equinox.filter_jit` or `flax.linen.scan` returns.
+    """
+    for code in compat.frames(traceback).codes:
+        if not code_origin.is_library(code.co_filename, *_LIBRARIES):
+            return True
+        if (code.co_filename, code.co_firstlineno) == (filename, line):
+            return False
+    return False
 
 
 @cache
@@ -144,9 +161,11 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
     outer, times, fixed, parent, written = (
         around[1:] if around else (Scope(), 1, frozenset(), (), None)
     )
+    filename, line, _ = compat.traced_from(closed)
     for at, eqn in enumerate(compat.opened(closed)[0].eqns):
         scope, traceback = scope_in(outer, eqn.source_info.name_stack), eqn.source_info.traceback
-        site = Site(eqn, scope, times, fixed, parent, written or traceback)
+        own = written is None or _is_of_user(traceback, filename, line)
+        site = Site(eqn, scope, times, fixed, parent, traceback if own else written)
         programs = inside(eqn)
         if not programs or eqn.primitive.name == "shard_map":
             yield site

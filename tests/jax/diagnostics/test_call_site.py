@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -188,6 +190,71 @@ def test_a_library_s_function_has_the_line_that_calls_it() -> None:
 
     report = explain(program, X)
     assert {c.source for c in report} == {line_of(program, "norm"), line_of(program, "var")}
+
+
+def wave(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any, _: Any = None) -> Any:
+        return wave(x), None
+
+
+class Part(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(wave(x)).sum()
+
+
+class Cell(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(wave(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("lift", "args"),
+    [(partial(linen.scan, length=3), [None]), (linen.remat, []), (linen.jit, [])],
+    ids=["scan", "remat", "jit"],
+)
+def test_code_in_a_lifted_module_has_its_own_lines(lift: Any, args: list[Any]) -> None:
+    def loss(x: Any) -> Any:
+        return lift(Layer)().apply({}, x, *args)[0].sum()
+
+    report = explain(jax.grad(autocast(loss)), X)
+    assert {call.source for call in report.of("sin")} == {line_of(wave, "jnp.sin")}
+
+
+def test_the_backward_of_what_is_rematerialised_has_the_path_of_the_forward() -> None:
+    class Outer(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return linen.remat(Layer)(name="inner")(x)[0]
+
+    def loss(x: Any) -> Any:
+        return linen.Sequential([Outer(), Outer()]).apply({}, x).sum()
+
+    modules = {f"Sequential.layers_{at}.inner" for at in range(2)}
+    calls = [*explain(jax.grad(autocast(loss)), X)]
+    for direction in (FORWARD, BACKWARD):
+        inner = {c.module for c in calls if c.direction == direction and "inner" in c.module}
+        assert inner == modules
+
+
+def test_code_in_a_step_that_a_library_compiles_has_its_own_lines_and_modules() -> None:
+    part = Part(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+    loss = autocast(lambda model, x: model(x))
+    for report in (
+        explain(eqx.filter_jit(eqx.filter_value_and_grad(loss)), part, X[0]),
+        explain(nnx.jit(nnx.value_and_grad(loss)), Cell(), X[0]),
+    ):
+        assert {call.source for call in report.of("sin")} == {line_of(wave, "jnp.sin")}
+        assert {call.module for call in report.of("linear")} == {"linear"}
 
 
 def test_lines_in_shard_map_in_a_region_are_the_users() -> None:

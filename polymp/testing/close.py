@@ -3,6 +3,7 @@
 fn in a region, reference in float32 -> `parity.compare_programs` -> the first op that differs
 """
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,10 @@ def assert_close(
     parity.check_probes(probes, "assert_close")
     for name, function in zip(_NAMES, (fn, reference), strict=True):
         if not callable(function):
-            raise TypeError(f"assert_close: {name} is no function: {function!r}.")
+            raise TypeError(
+                f"assert_close: {name} is no function: {reprlib.repr(function)}. Write "
+                "assert_close(fn, reference, *args)."
+            )
     backend = framework_of((fn, reference, args), framework, "assert_close")
     if (other := framework_in((reference, fn))) not in (None, backend):
         raise TypeError(

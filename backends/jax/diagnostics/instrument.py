@@ -166,9 +166,9 @@ class MeasuredCall(Walk[Origin, _Place]):
         self.calls.append(call)
 
     def number(self, value: Any) -> Origin:
-        number = np.asarray(value) if np.ndim(value) == 0 else np.zeros(())
-        floats = jnp.issubdtype(number.dtype, jnp.floating)  # bfloat16, too, as numpy does not say
-        return Origin(given=bool(floats and not np.isfinite(number)))
+        floats = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+        finite = jnp.isfinite if np.ndim(value) else np.isfinite  # an array may be on many devices
+        return Origin(given=bool(floats and not finite(value).all()))
 
     def join(self, one: Origin, other: Origin) -> Origin:
         return Origin(

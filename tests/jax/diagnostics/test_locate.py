@@ -468,6 +468,16 @@ def test_a_captured_array_that_is_not_finite_is_an_input() -> None:
     assert "a captured array (float32[3]) is not finite" in fault.why
 
 
+def test_an_array_that_a_jitted_function_captured_is_a_constant() -> None:
+    weight = jnp.array([1.0, jnp.nan, 2.0])
+    fault = fault_of(jax.jit(lambda x: (x * weight).sum()), jnp.ones(3))
+    assert (fault.op, fault.kind, fault.why) == ("mul", "operation", CONSTANT)
+    mask = jnp.array([[0.0, 0.0], [-jnp.inf, -jnp.inf]])
+    fault = fault_of(jax.jit(lambda x: jax.nn.softmax(x + mask).sum()), jnp.ones((2, 2)))
+    assert (fault.op, fault.found) == ("sub", "NaN")
+    assert "from infinities that the program has as constants" in fault.why
+
+
 NOT_FINITE: dict[str, Any] = {
     "set": (lambda h: h.at[:, 2].set(jnp.inf) * 0, "mul"),
     "set to NaN": (lambda h: h.at[0].set(jnp.nan), "scatter"),

@@ -61,9 +61,7 @@ class BadStep(NamedTuple):
             return fault.remedy
         if fault.kind == "input" and ".grad" in fault.why:
             return "Call zero_grad() before the backward pass, which adds to what is there."
-        if fault.kind == "input":
-            return "Look at the data: an argument or a parameter is not finite before any op runs."
-        if fault.kind == "index":
+        if fault.kind in ("input", "index"):
             return f"Look at the data: {fault.why}."
         if grown := _grown(self.losses, fault):
             return grown

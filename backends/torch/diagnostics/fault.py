@@ -19,7 +19,7 @@ from polymp.backends.torch.diagnostics.measure import (
     measurable,
     real,
 )
-from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, call_of
+from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, call_of, tensors
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.diagnostics.audit_records import Fault, Operand
@@ -77,8 +77,12 @@ class Event:
 class Provenance:
     """The origins of tensors, by the memory that they are on."""
 
-    def __init__(self, model: nn.Module | None, ranges: RangeTable) -> None:
+    def __init__(
+        self, model: nn.Module | None, ranges: RangeTable, given: Sequence[Any] | None
+    ) -> None:
         self._model = model  # its parameters and buffers are called by their names
+        # Storages of the step's arguments; None if these are not known.
+        self._arguments = None if given is None else {*map(modes.storage_key, tensors(*given))}
         self._ranges = ranges
         # By storage, the event that wrote it last.
         self._maker: dict[int, int] = {}
@@ -181,7 +185,9 @@ class Provenance:
                 return name
             if own.is_leaf and own.grad is not None and modes.storage_key(own.grad) == key:
                 return f"{name}.grad"
-        found = "the .grad of a leaf" if key in self._gradients else "an argument"
+        argument = self._arguments is None or key in self._arguments
+        found = "an argument" if argument else "a tensor that no op computed"
+        found = "the .grad of a leaf" if key in self._gradients else found
         found = "what other ranks sent" if key in self._received else found
         return f"{found} ({dtype_names.NAMES[t.dtype]} {shape})"
 

@@ -79,7 +79,7 @@ def locate(
     if model is None:
         leaves = (step_fn, *tree_leaves((args, kwargs)))
         model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
-    values = LocateValues(model)
+    values = LocateValues(model, tree_leaves((args, kwargs)))
     stream = OpStream(model, values, counts=False, floats=numbers_in, title="locate")
     with _put_back(model) as undo:
         try:

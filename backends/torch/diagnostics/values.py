@@ -62,12 +62,12 @@ from polymp.rules.vocabulary import vocabulary
 class Values(Subscriber):
     """Measures the ranges of results, and follows where inputs come from."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, given: Sequence[Any] | None = None) -> None:
         self.events: list[Event] = []  # the ops that ran, in order
         self.updates: list[Update] = []  # the steps of optimizers
         self.ranges: RangeTable = RangeTable()  # of their results
         self._reads: dict[Reads, Reads] = {}  # of events: many are alike, and one is kept of these
-        self._provenance = Provenance(model, self.ranges)
+        self._provenance = Provenance(model, self.ranges, given)
 
     # To be overridden by those that measure more
 

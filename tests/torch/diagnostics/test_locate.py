@@ -6,6 +6,7 @@ import math
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -135,10 +136,28 @@ def test_what_an_op_was_given_is_exact_to_subnormal_numbers() -> None:
     x, y = torch.randn(5, 7), torch.randn(5, 7)
     x[0, :3] = torch.tensor([0.0, 1e38, 1e-40])
     y[0, 1:3] = torch.tensor([1e38, 3.0])
-    fault: Any = locate(lambda: x * y)
+    fault: Any = locate(lambda x: x * y, x)
     assert fault.kind == "operation"
-    name = "an argument (float32 5x7)"
-    assert fault.inputs == (operand(x, name), operand(y, name))
+    names = "an argument (float32 5x7)", "a tensor that no op computed (float32 5x7)"
+    assert fault.inputs == (operand(x, names[0]), operand(y, names[1]))
+
+
+def test_what_the_step_has_of_no_op_is_not_called_an_argument() -> None:
+    class FromNumpy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(np.full(gradient.shape, np.nan, np.float32))
+
+    def step(x: torch.Tensor) -> None:
+        FromNumpy.apply(x * 2).sum().backward()
+
+    fault: Any = locate(step, torch.ones(3, requires_grad=True))
+    assert (fault.kind, fault.direction) == ("input", "backward")
+    assert fault.why.startswith("a tensor that no op computed (float32 3) is not finite")
 
 
 def test_the_share_of_what_is_bad_in_an_input() -> None:

@@ -235,7 +235,8 @@ def timed(text: str) -> Data:
                 step(dtype)
             except (Exception, SystemExit) as error:
                 if dtype == FLOAT32:
-                    raise _failed(text, error) from error
+                    why = f"calling the model on its inputs failed: {_error_line(error)}"
+                    raise UsageError(f"--model {text}: {why}") from error
                 lacking[dtype] = _error_line(error)
         dtypes = [d for d in (FLOAT32, BFLOAT16, FLOAT16) if d not in lacking]
         rounds = _rounds(step, dtypes)
@@ -344,12 +345,8 @@ def advised(ratios: Mapping[str, Data]) -> tuple[str, str]:
 # --- The model that `--model` names: MODULE:FUNCTION ----------------------------------------------
 
 
-class Example(NamedTuple):
-    """A model and its example inputs."""
-
-    framework: str  # "torch" if the model is a torch module, else "jax"
-    model: Any  # a torch module, or a function of arrays
-    inputs: tuple[Any, ...]  # positional arguments of a call
+# "torch" or "jax"; a torch module, or a function of arrays; the positional arguments of a call.
+Example = tuple[str, Any, tuple[Any, ...]]
 
 
 def _leave_memory() -> None:
@@ -412,7 +409,7 @@ def _checked(result: object, what: str) -> Example:
         )
     torch = sys.modules.get("torch")
     is_torch = torch is not None and isinstance(model, torch.nn.Module)
-    return Example("torch" if is_torch else "jax", model, inputs)
+    return "torch" if is_torch else "jax", model, inputs
 
 
 def _error_line(error: BaseException) -> str:
@@ -425,13 +422,6 @@ def _error_line(error: BaseException) -> str:
     own = (f for f in frames if Path(f.filename).is_relative_to(Path.cwd()))
     at = next((f"{Path(f.filename).relative_to(Path.cwd())}:{f.lineno}" for f in own), "")
     return f"{text} ({at})" if at else text
-
-
-def _failed(text: str, error: BaseException) -> UsageError:
-    """The error of a model whose call fails."""
-    return UsageError(
-        f"--model {text}: calling the model on its inputs failed: {_error_line(error)}"
-    )
 
 
 # --- What is drawn --------------------------------------------------------------------------------

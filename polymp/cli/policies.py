@@ -232,11 +232,7 @@ def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
     more = "" if len(table) == len(lines) else f", in {len(table)} rows; --all lists each op"
     yield f"{one} and {other}, ops that differ: {count}{more}"
     yield ["", *text_table.columns(("op", one, other, "scope"), table)]
-    yield from _halves(table)
-
-
-def _halves(rows: Sequence[Sequence[str]]) -> Lines:
-    if any("(widen)" in cell for row in rows for cell in row):
+    if any("(widen)" in cell for row in table for cell in row):
         yield ""
         yield ("widest where float16 meets bfloat16: (widen) runs in float32, (raise) is an error")
 

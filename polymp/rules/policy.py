@@ -178,12 +178,9 @@ class Policy:
             return self
         found = scopes.ranked(self.scopes, scope)
         if found not in self._at:
-            self._at[found] = self._folded(found, scope)
+            rows = folded(self.rows, found, f"policy {self.name!r} at {scope!r}")
+            self._at[found] = replace(self, rows=rows, inside=True)
         return self._at[found]
-
-    def _folded(self, found: Sequence[tuple[object, str]], scope: str) -> "Policy":
-        rows = folded(self.rows, found, f"policy {self.name!r} at {scope!r}")
-        return replace(self, rows=rows, inside=True)
 
     @cached_property
     def _winners(self) -> dict[tuple[str, str, str], Row | None]:

@@ -136,6 +136,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     versions: tuple[int, ...]  # of the tensors among them, when it was made
     settings: Settings  # of the optimizers, such as the learning rate, which other code may change
+    random: Snapshot  # the random numbers, some of which a data loader draws between two calls
     losses: dict[int, torch.Tensor]  # by their places in the results, on their devices
 
 
@@ -198,7 +199,8 @@ class Catch(CaughtStep, Generic[P, R]):
         """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
         versions = versions_of((args, kwargs))
-        call = Call(args, kwargs, versions, Settings(copy.objects.optimizers), {})
+        settings, random = Settings(copy.objects.optimizers), Snapshot(random_numbers=True)
+        call = Call(args, kwargs, versions, settings, random, {})
         copy.calls.append(call)
         self.step += 1
         scaled, steps = copy.objects.scaled, list[torch.optim.Optimizer]()
@@ -291,6 +293,7 @@ class Catch(CaughtStep, Generic[P, R]):
         before_it: list[float] = []
         for at, call in enumerate(calls):
             call.settings.put_back()
+            call.random.put_back()
             before, gradients = TrainingState(objects), dict[str, str]()
 
             def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from polymp.backends.torch.diagnostics.catch import TrainingState, bad_by_device
 from polymp.errors import BadStepError, CatchWarning
@@ -209,6 +210,34 @@ def test_a_learning_rate_that_other_code_sets_is_repeated() -> None:
     with pytest.raises(BadStepError):
         step(BAD)
     assert same(caught.state(), by_hand.state())
+
+
+def test_random_numbers_that_a_data_loader_draws_are_repeated() -> None:
+    """It draws one at the start of each epoch, between two steps with dropout."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
+    optimizer, data = torch.optim.SGD(net.parameters(), 0.1), torch.randn(12, 4)
+
+    @catch
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def epoch() -> None:
+        for (batch,) in DataLoader(TensorDataset(data), 4):
+            step(batch)
+
+    epoch()
+    data[9, 0] = math.nan
+    with pytest.raises(BadStepError) as raised:
+        epoch()
+    report = raised.value.report
+    assert (report.step, report.undone) == (5, 1)
+    assert report.fault is not None
+    assert report.fault.kind == "input"
+    assert all(p.isfinite().all() for p in net.parameters())
 
 
 def test_a_weight_that_other_code_writes_is_in_the_next_copy() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,10 @@ def low_weights(
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
-        raise TypeError(f"low_weights needs an optax optimizer, got {optimizer!r}.")
+        raise TypeError(
+            f"low_weights needs an optax optimizer, got {reprlib.repr(optimizer)}. Write "
+            "low_weights(optax.adamw(1e-3))."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"low_weights(): seed must be a whole number, got {seed!r}.")
     inside = optax.with_extra_args_support(optimizer)

@@ -138,8 +138,9 @@ def _kept(
     found: dict[torch.Tensor, str] = {}
     several: Any = [keep] if isinstance(keep, torch.Tensor) or callable(keep) else keep
     for each in several:
-        if isinstance(each, (torch.Tensor, nn.Module)):
-            why = keep[each] if isinstance(keep, Mapping) else "is in keep="  # type: ignore[index]
+        leaf = isinstance(each, torch.Tensor) and each.is_leaf  # else a loss, not its function
+        if leaf or isinstance(each, nn.Module):
+            why = keep[each] if isinstance(keep, Mapping) else "is in keep="
             params = each.parameters() if isinstance(each, nn.Module) else [each]
             found.update((p, why) for p in params if p in mine)
         elif callable(each) and not isinstance(each, type):

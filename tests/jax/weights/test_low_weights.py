@@ -370,7 +370,7 @@ def refusals() -> dict[str, Any]:
         "optimizer": (
             lambda: low_weights(3),
             TypeError,
-            "low_weights needs an optax optimizer, got 3.",
+            "low_weights needs an optax optimizer, got 3. Write low_weights(optax.adamw(1e-3)).",
         ),
         "mode": (
             lambda: low_weights(optax.adam(1e-2), "half"),

@@ -411,6 +411,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         TypeError,
         KEEP.format("'0.weight'"),
     ),
+    "a loss": (
+        lambda model: low_weights(adamw(model), keep=0 * model[0].weight.norm()),
+        TypeError,
+        KEEP.format("tensor(0., grad_fn=<MulBackward0>)"),
+    ),
     "a class": (
         lambda model: low_weights(adamw(model), keep=nn.LayerNorm),
         TypeError,

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ PLAIN = "float32 operands"
 FORMS: dict[str, Callable[..., Any]] = {
     "row by row": contraction.row_by_row,
     "as asked": contraction.result_as_asked,
-    "float32 result": contraction.float32_result,
+    "float32 result": partial(contraction.result_as_asked, accumulator="float32"),
     "widened": contraction.widened,
 }
 PARTS = ("forward", "gradient of the left", "gradient of the right")

@@ -41,12 +41,12 @@ def compare(here: Here) -> dict[str, Any]:
     theirs: Enter = partial(torch.autocast, here.device)
     torchs, again = take(theirs), take(theirs)
 
-    from polymp.backends.torch.autocast import kernel_registry
     from polymp.torch import autocast
+    from tests.support.torch.kernels import all_python
 
     ours: Enter = partial(autocast, here.device)
     found = {"compiled kernels": take(ours)}
-    with kernel_registry.all_python(here.device):
+    with all_python(here.device):
         found["kernels in Python"] = take(ours)
     summary, unlike = [], []
     for engine, outcome in found.items():

@@ -20,7 +20,7 @@ import polymp
 import polymp.torch
 from gpu_steps.torch_scaler import Fact, told
 from gpu_steps.worker import Here
-from polymp.backends.torch.autocast import torch_table
+from tests.support.torch.kernels import drift as table_drift
 
 WRITES = """
 import statistics, time, torch
@@ -122,7 +122,7 @@ def recurrent(here: Here) -> dict[str, Any]:
                     row["dtype"] = f"{type(error).__name__}: {str(error)[:120]}"
             row["warnings"] = "; ".join(sorted({str(w.message)[:80] for w in said})) or "none"
             rows.append(row)
-    new, gone = torch_table.drift(here.device)
+    new, gone = table_drift(here.device)
     drift = [
         {"ops": "torch has and polymp's table lacks", "are": ", ".join(new) or "none"},
         {"ops": "polymp's table has and torch lacks", "are": ", ".join(gone) or "none"},

@@ -269,11 +269,6 @@ def convolutions_low(*operands: jax.Array, of: core.Primitive, run: str, **how: 
     return result_as_asked(*operands, of=of, run=run, accumulator=low_result, **how)
 
 
-def float32_result(*operands: jax.Array, **how: Any) -> jax.Array:
-    """Low operands and a float32 result, rounded afterwards."""
-    return result_as_asked(*operands, accumulator="float32", **how)
-
-
 def widened(
     *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:

@@ -205,7 +205,9 @@ def _batch(
                 value = Shared(x, Quantised(*(y for y, _ in low)))
         elif is_quantised(x):
             value, at = _batched_alike((x, at), next(rest))
-        parts.append(part if at is None else part._replace(own=_with_batch(part.own, at)))
+        if at is not None:
+            part = part._replace(own=tuple(sorted([at, *(d + (d >= at) for d in part.own)])))
+        parts.append(part)
         places.append(at)
         operands.append(value)
     how = how._replace(lhs=parts[0], rhs=parts[1])
@@ -219,10 +221,6 @@ def _batch(
         return _bind(operands[order[0]], operands[order[1]], params, own, run, out)
 
     return programs.with_products(program, wide, product, out), 0
-
-
-def _with_batch(own: Sequence[int], at: int) -> tuple[int, ...]:
-    return tuple(sorted([at, *(d + (d >= at) for d in own)]))
 
 
 def _batched_alike(

@@ -252,16 +252,9 @@ def _quantise(x: jax.Array, *, recipe: str, role: str, axes: Sequence[int], **_:
     return quantised(x, RECIPES[recipe], role, axes)
 
 
-def _quantise_abstract(
-    x: ShapedArray, *, recipe: str, role: str, axes: tuple[int, ...], **_: bool
-) -> Sequence[ShapedArray]:
-    return _types(x, recipe, role, axes)
-
-
 @lru_cache(maxsize=1024)
-def _types(x: ShapedArray, recipe: str, role: str, axes: tuple[int, ...]) -> Sequence[ShapedArray]:
-    quantise = partial(_quantise, recipe=recipe, role=role, axes=axes)
-    types: Sequence[ShapedArray] = jax.make_jaxpr(quantise)(x).out_avals
+def _quantise_abstract(x: ShapedArray, **how: Any) -> Sequence[ShapedArray]:
+    types: Sequence[ShapedArray] = jax.make_jaxpr(partial(_quantise, **how))(x).out_avals
     return types
 
 

@@ -11,7 +11,7 @@ the place of its function. Nothing is patched, and a function need not leave a c
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as core
@@ -21,8 +21,6 @@ from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import JITTED, RULED, ends_at_tolerance, inside
 from polymp.errors import PolicyError
 from polymp.rules.vocabulary import vocabulary
-
-T = TypeVar("T")
 
 
 def spelling(eqn: Equation) -> str:

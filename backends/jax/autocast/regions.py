@@ -92,44 +92,35 @@ def as_written() -> Iterator[None]:
         yield
 
 
-class _Open(threading.local):
-    """The regions that `with` has opened in this thread, oldest first."""
+class _Here(threading.local):
+    """The regions that `with` has opened in this thread, and its latest autocast call."""
 
     def __init__(self) -> None:
-        self.stacks: list[AbstractContextManager[None]] = []
+        self.open: list[AbstractContextManager[None]] = []  # oldest first
+        self.dtype: str | None = None  # of the autocast function that was called last
+        self.traces: list[weakref.ref[jax.core.Trace]] = []  # that it was called under
 
 
-_OPEN = _Open()
+_HERE = _Here()
 
 
 def enter(region: Region) -> None:
     """Open a region; `leave` closes the one that was opened last in this thread."""
     scope = entered(region)
     scope.__enter__()
-    _OPEN.stacks.append(scope)
+    _HERE.open.append(scope)
 
 
 def leave() -> None:
     """Close the region that was opened last in this thread."""
-    _OPEN.stacks.pop().__exit__(None, None, None)
-
-
-class _Latest(threading.local):
-    """The call of an autocast function that ended last in this thread."""
-
-    def __init__(self) -> None:
-        self.dtype: str | None = None
-        self.traces: list[weakref.ref[jax.core.Trace]] = []  # that it was made under
-
-
-_LATEST = _Latest()
+    _HERE.open.pop().__exit__(None, None, None)
 
 
 def note_call(region: Region) -> None:
     """Note that an autocast function has been called."""
     if region.enabled:
-        _LATEST.dtype = region.dtype
-        _LATEST.traces = [weakref.ref(trace) for trace in compat.traces()]
+        _HERE.dtype = region.dtype
+        _HERE.traces = [weakref.ref(trace) for trace in compat.traces()]
 
 
 def latest_low() -> str | None:
@@ -143,8 +134,8 @@ def latest_low() -> str | None:
     if ambient is not None and ambient.enabled:
         return ambient.dtype
     traces = compat.traces()
-    if traces and any(trace() is traces[0] for trace in _LATEST.traces):
-        return _LATEST.dtype
+    if traces and any(trace() is traces[0] for trace in _HERE.traces):
+        return _HERE.dtype
     return None
 
 

@@ -38,7 +38,6 @@ from polymp.backends.jax.modules.scoped import called_paths, naming
 from polymp.code_origin import outside
 from polymp.errors import EscapedValueError, PolicyWarning
 from polymp.rules import decision_log, scopes
-from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.rules.vocabulary import vocabulary
 
@@ -75,7 +74,8 @@ def transformed(
                 f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
                 "is traced. Wrap the functions that it calls."
             )
-    kept = _kept_for(fn)
+    code = code_of(fn) or code_of(type(fn).__call__) or type(fn)
+    kept = _PLANS.setdefault(code, PlanCache())
     new = traced or trace
     by_path = region.policy is not None and bool(region.policy.scopes)
     once = is_jitted(fn) and traced is None and not by_path
@@ -143,12 +143,6 @@ def transformed(
 # By the code of a function that `autocast` takes, what is kept for it. Written where it is called,
 # `autocast(f)` is another object each time.
 _PLANS: weakref.WeakKeyDictionary[object, PlanCache] = weakref.WeakKeyDictionary()
-
-
-def _kept_for(fn: Callable[..., object]) -> PlanCache:
-    code = code_of(fn) or code_of(type(fn).__call__) or type(fn)
-    return _PLANS.setdefault(code, PlanCache())
-
 
 _ESCAPED = (
     "autocast(fn): {fn!r} stored values outside of itself that end with its trace: {shown}. Return "
@@ -400,19 +394,18 @@ def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None
 
     walk(closed.jaxpr, "")
     for policy in filter(None, dict.fromkeys(policies)):
-        matched = {p for p in policy.scopes if any(scopes.depth(p, path) for path in paths)}
-        if unmatched := [p for p in policy.scopes if p not in matched]:
-            message = _said_of(policy, unmatched, paths, getattr(fn, "__name__", repr(fn)))
-            warnings.warn(message, PolicyWarning, stacklevel=outside())
-
-
-def _said_of(policy: Policy, unmatched: list[str], found: set[str], name: str) -> str:
-    """A warning that names the patterns that match nothing, and what may have been meant."""
-    said = [f"{pattern!r}: {scopes.hint(pattern, found, _NONE)}" for pattern in unmatched]
-    return (
-        f"autocast(): policy {policy.name!r} has rules for paths that no module of {name} has. "
-        f"{' '.join(said)}"
-    )
+        said = [
+            f"{pattern!r}: {scopes.hint(pattern, paths, _NONE)}"
+            for pattern in policy.scopes
+            if not any(scopes.depth(pattern, path) for path in paths)
+        ]
+        if said:
+            warnings.warn(
+                f"autocast(): policy {policy.name!r} has rules for paths that no module of "
+                f"{getattr(fn, '__name__', repr(fn))} has. {' '.join(said)}",
+                PolicyWarning,
+                stacklevel=outside(),
+            )
 
 
 _NONE = (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from types import CodeType, TracebackType
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax._src.config as _config
@@ -52,7 +52,6 @@ from polymp.backends.jax.compat.programs import traced_as as traced_as
 from polymp.backends.jax.compat.programs import traced_from as traced_from
 from polymp.backends.jax.compat.programs import traced_jaxpr as traced_jaxpr
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 # How remat splits an equation; without a rule it would ask policies about our primitive, which they

@@ -17,7 +17,7 @@ from jax import lax
 
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.scaler.optimizer_step import factor
-from polymp.backends.jax.scaler.tree_math import is_scalable
+from polymp.backends.jax.scaler.tree_math import is_scalable, parts_of
 from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient, GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
@@ -94,8 +94,7 @@ def _stacked(xs: list[jax.Array], factor: jax.Array, dtype: jax.typing.DTypeLike
 def _kinds(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, ...]:
     """Where x is Inf, NaN, zero and subnormal, no value in two kinds; bool of its shape."""
     # What is subnormal in float32 counts as zero: XLA on CPU takes it for 0, if not everywhere.
-    parts = [x.real, x.imag] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
-    parts = [part.astype(jnp.float32) if part.dtype.itemsize < 4 else part for part in parts]
+    parts = parts_of(x)
     inf = reduce(operator.or_, map(jnp.isinf, parts))
     nan = reduce(operator.or_, map(jnp.isnan, parts)) & ~inf
     zero = reduce(operator.and_, (abs(part) < np.finfo(part.dtype).tiny for part in parts))

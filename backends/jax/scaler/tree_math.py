@@ -96,7 +96,7 @@ def shown(value: object) -> str:
     return str(value.tolist()) if isinstance(value, (jax.Array, np.ndarray)) else repr(value)
 
 
-def _parts(x: jax.typing.ArrayLike) -> list[jax.Array]:
+def parts_of(x: jax.typing.ArrayLike) -> list[jax.Array]:
     """X in at least float32; as real and imaginary part, because Inf times a complex is NaN."""
     x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -115,7 +115,7 @@ def _all_finite(xs: list[jax.typing.ArrayLike], scale: jax.Array) -> jax.Array:
     A sum of numbers among which there is an Inf or a NaN is Inf or NaN. If a sum overflows though
     its numbers are finite, or the scale is below 1, they are looked at one by one.
     """
-    parts = [part for x in xs for part in _parts(x)]
+    parts = [part for x in xs for part in parts_of(x)]
 
     def by_sums(parts: list[jax.Array], scale: jax.Array) -> jax.Array:
         sure = scale >= 1
@@ -164,7 +164,7 @@ def _by_scale(
 ) -> list[jax.Array]:
     results = []
     for x in xs:
-        parts = [operation(part, scale.astype(part.dtype)) for part in _parts(x)]
+        parts = [operation(part, scale.astype(part.dtype)) for part in parts_of(x)]
         results.append(lax.complex(*parts) if len(parts) == 2 else parts[0])
     return results
 

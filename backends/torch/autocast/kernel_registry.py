@@ -7,8 +7,8 @@ All other ops keep torch's kernels, but those that write into tensors: see `regi
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 
 import torch
@@ -88,18 +88,6 @@ def differing(policy: Policy, device: str) -> frozenset[str]:
         if torch_table.as_mul(device, policy, op, low)
         or not torch_table.agrees(device, policy, op, low)
     )
-
-
-@contextmanager
-def all_python(*devices: str) -> Iterator[None]:
-    """Run every op that has a rule on our kernels, on all devices if none is named. For tests."""
-    for device in devices or torch_table.DEVICES:
-        put(device, sorted(torch_table.kernels(device)))
-    autocast_kernel.TorchKernels.used = False
-    try:
-        yield
-    finally:
-        autocast_kernel.TorchKernels.used = True
 
 
 def put(device: str, ops: Sequence[str]) -> None:

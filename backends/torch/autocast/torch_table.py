@@ -137,16 +137,6 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     return (theirs.apply or ours.apply) == ours.apply and theirs.instead in ("", ours.instead)
 
 
-def drift(device: str) -> tuple[list[str], list[str]]:
-    """Return the ops that torch registers and our table lacks, and those the other way round.
-
-    Ops that this build of torch leaves out do not count as ops of the table.
-    """
-    ours = table(policy(device), "float16")
-    known = {op for op in ours if "::" not in op and BUILDS.get(op, True)}
-    return sorted(kernels(device) - known), sorted(known - kernels(device))
-
-
 # `layer_norm` of a low input on CPUs: computed in float32, with the low input saved for
 # backward.
 #

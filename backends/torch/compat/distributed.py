@@ -32,8 +32,7 @@ def will_talk(module: nn.Module) -> bool:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return torch.is_grad_enabled() and bool(module.require_backward_grad_sync)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # before it is imported, no module is one
-    names = ("FullyShardedDataParallel", "FSDPModule")  # the second since torch 2.6
-    kinds = tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
+    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     return isinstance(module, kinds)
 
 

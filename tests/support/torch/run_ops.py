@@ -225,11 +225,12 @@ def main(device: str, path: str) -> None:
     assert "polymp" not in sys.modules, "torch's outcomes are to be torch's own"
 
     from polymp.backends.torch.autocast import kernel_registry
+    from tests.support.torch.kernels import all_python
 
     ours = {"cpu": polymp_cpu, "cuda": polymp_cuda}[device]
     records["native"] = record(device, ours)
     assert kernel_registry.installed(device) == (), "the compiled engine is to be seen alone"
-    with kernel_registry.all_python(device):
+    with all_python(device):
         ours_too = {*kernel_registry.installed(device), *ops.EXCUSED[device]}
         assert set(registered(device)) <= ours_too, "ops not on our kernels"
         records["python"] = record(device, ours)

@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.autocast import kernel_registry
 from polymp.errors import StuckError
 from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
+from tests.support.torch.kernels import all_python
 from tests.support.torch.models import LOW, MODELS, outcome, seen
 from tests.support.torch.training import entries, spoiled
 from tests.torch.scaler.test_histories import FUSED, fifty
@@ -50,7 +50,7 @@ def deterministic() -> Iterator[None]:
 def test_whole_models_bit_for_bit(title: str, low: torch.dtype, python: bool) -> None:
     for way in ("train", "backward inside", "inference_mode"):
         theirs, again = (outcome(title, way, low, torch.autocast, DEVICE) for _ in range(2))
-        with kernel_registry.all_python(DEVICE) if python else contextlib.nullcontext():
+        with all_python(DEVICE) if python else contextlib.nullcontext():
             ours = outcome(title, way, low, autocast, DEVICE)
         assert ours.keys() == theirs.keys()
         for part, expected in theirs.items():
@@ -92,7 +92,7 @@ def test_recurrent_layers_keep_torchs_own_way_to_cudnn(
 ) -> None:
     """A warning, such as that weights lie apart, is an error here."""
     theirs, kernels_of_torch = recurrent(title, lambda: torch.autocast(DEVICE, low))
-    with kernel_registry.all_python(DEVICE) if python else contextlib.nullcontext():
+    with all_python(DEVICE) if python else contextlib.nullcontext():
         ours, kernels_of_ours = recurrent(title, lambda: autocast(DEVICE, low))
     assert "aten::_cudnn_rnn" in kernels_of_torch
     assert "aten::_cudnn_rnn" in kernels_of_ours
@@ -177,7 +177,7 @@ def channels_last(amp: Any, low: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("low", LOW, ids=str)
 def test_channels_last_bit_for_bit(low: torch.dtype, python: bool) -> None:
     theirs, again = (channels_last(torch.autocast, low) for _ in range(2))
-    with kernel_registry.all_python(DEVICE) if python else contextlib.nullcontext():
+    with all_python(DEVICE) if python else contextlib.nullcontext():
         ours = channels_last(autocast, low)
     assert ours["dtypes"] == theirs["dtypes"], "another memory format, or dtype"
     for part, expected in theirs.items():
@@ -236,7 +236,7 @@ def test_every_backend_of_attention_bit_for_bit(
 ) -> None:
     run = functools.partial(attention, BACKENDS[backend], mask)
     theirs, again = run(torch.autocast, low), run(torch.autocast, low)
-    with kernel_registry.all_python(DEVICE) if python else contextlib.nullcontext():
+    with all_python(DEVICE) if python else contextlib.nullcontext():
         ours = run(autocast, low)
     assert ours.keys() == theirs.keys(), (ours.get("error"), theirs.get("error"))
     assert ours.get("dtypes") == theirs.get("dtypes")

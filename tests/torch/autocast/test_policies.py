@@ -14,6 +14,7 @@ from polymp.rules import policy_files
 from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, explain
 from tests.support import forks
+from tests.support.torch.kernels import all_python
 from tests.support.torch.version_changes import VERSION
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -218,7 +219,7 @@ def test_what_torch_cannot_honour_is_refused_when_the_region_is_made(rule, messa
 
 
 def test_the_python_engine_covers_the_whole_table():
-    with kernel_registry.all_python("cpu"):
+    with all_python("cpu"):
         assert set(kernel_registry.installed("cpu")) >= torch_table.kernels("cpu")
         with autocast("cpu"):
             assert (X @ X.t()).dtype is BF16

@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from polymp.backends.torch.autocast import kernel_registry
 from polymp.torch import autocast
 from tests.support.processes import in_thread
 from tests.support.sizes import size
 from tests.support.torch import programs, run_programs
+from tests.support.torch.kernels import all_python
 from tests.support.torch.programs import (
     Block,
     Call,
@@ -209,7 +209,7 @@ def test_a_thousand_programs(torchs: run_programs.Child) -> None:
 @pytest.mark.sized
 def test_programs_on_our_own_kernels(torchs: run_programs.Child) -> None:
     asked = size(40, 300)
-    with kernel_registry.all_python("cpu"):
+    with all_python("cpu"):
         count, kinds, _ = compare(torchs, asked)
     assert count >= asked
     assert all(kinds[kind] >= count / 3 for kind in KINDS), kinds

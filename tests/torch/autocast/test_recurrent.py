@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch.autocast import autocast_kernel, kernel_registry, torch_table
+from polymp.backends.torch.autocast import autocast_kernel, torch_table
 from polymp.backends.torch.compat import optimizers
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
 from polymp.torch import autocast
 from tests.support.torch.each_op import inside
+from tests.support.torch.kernels import all_python, drift
 from tests.support.torch.outcomes import fake_mode, on_cuda
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -202,7 +203,7 @@ def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.Monkey
     row = torch_table.row("cuda", "_cudnn_rnn", "float16")
     assert row is not None
     assert row.rule is Rule.LOWER
-    added, gone = torch_table.drift("cuda")
+    added, gone = drift("cuda")
     for built in (True, False):
         monkeypatch.setitem(torch_table.BUILDS, "_cudnn_rnn", built)
         for has in (True, False):
@@ -211,7 +212,7 @@ def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.Monkey
             )
             with monkeypatch.context() as m:
                 m.setattr(torch_table, "kernels", lambda device, there=kernels_there: there)
-                now = torch_table.drift("cuda")
+                now = drift("cuda")
             assert now[0] == sorted({*added} | ({"_cudnn_rnn"} if has and not built else set()))
             assert now[1] == sorted({*gone} | ({"_cudnn_rnn"} if built and not has else set()))
 
@@ -227,7 +228,7 @@ def test_policies_that_agree_leave_torch_its_kernel(low: str) -> None:
 def test_our_kernel_hands_over_to_torch_s() -> None:
     """Also where every op is on ours; weights that are float16 need no buffer made by cuDNN."""
     expected = "float16, float16, float16, float16, float16, float16, float16, float16"
-    with kernel_registry.all_python("cuda"):
+    with all_python("cuda"):
         for low in LOW:
             found = on_cuda(call_below(FP16), lambda low=low: inside("cuda", low))
             assert found.calls == (f"aten::_cudnn_rnn({expected})",)

@@ -7,6 +7,7 @@ from polymp.backends.torch.compat import dispatcher
 from polymp.rules import policy_files
 from polymp.rules.row import LOW, Apply, Rule
 from polymp.rules.vocabulary import vocabulary
+from tests.support.torch.kernels import drift
 from tests.support.torch.version_changes import LACKS, NAMED, VERSION
 
 COUNTS = {  # torch 2.13: lower, fp32 by cast, by dtype argument, by appended dtype, widest, forbid
@@ -35,7 +36,7 @@ def ruled(device, dtype="float16"):
 
 @pytest.mark.parametrize("device", torch_table.DEVICES)
 def test_the_table_holds_exactly_what_torch_registers(device):
-    assert torch_table.drift(device) == ([], [])
+    assert drift(device) == ([], [])
     table = ruled(device)
     common = torch_table.kernels(device) & table.keys()
     assert len(common) > 0.8 * len(table), "this is another table altogether"
@@ -91,7 +92,7 @@ def test_overloads_with_named_dimensions_are_left_to_torch():
 def test_drift_is_seen(monkeypatch):
     changed = torch_table.kernels("cpu") - {"mm"} | {"brand_new"}
     monkeypatch.setattr(torch_table, "kernels", lambda device: changed)
-    added, gone = torch_table.drift("cpu")
+    added, gone = drift("cpu")
     assert "brand_new" in added
     assert "mm" in gone
     assert torch_table.row("cpu", "mm", "float16") is None

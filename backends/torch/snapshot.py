@@ -18,7 +18,8 @@ import torch.nn as nn
 
 from polymp.backends.torch.compat import accelerators, distributed
 
-_CONTAINERS = (dict, collections.OrderedDict, list, set)
+# What is in these, among the attributes of a module, is put back.
+_INSIDE = (dict, collections.OrderedDict, list, set)
 
 
 class Snapshot:
@@ -42,7 +43,7 @@ class Snapshot:
         ]
         self._settings = Settings((it for it, _ in self._states), values)
         self._modules = [
-            (m, dict(vars(m)), {k: copy.copy(v) for k, v in vars(m).items() if _is_container(v)})
+            (m, dict(vars(m)), {k: copy.copy(v) for k, v in vars(m).items() if type(v) in _INSIDE})
             for m in modules
         ]
         self._random = _random_state() if random_numbers else None
@@ -119,10 +120,6 @@ def _restored(value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else copy.deepcopy(value)
-
-
-def _is_container(value: object) -> bool:
-    return type(value) in _CONTAINERS
 
 
 def _random_state() -> list[Any]:

@@ -17,14 +17,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import bind, run
-from polymp.backends.jax.autocast.frame import (
-    Frame,
-    Inside,
-    Plan,
-    Planned,
-    Step,
-    ValueFacts,
-)
+from polymp.backends.jax.autocast.frame import Frame, Inside, Plan, Planned, Step, ValueFacts
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.rules.region import Region

@@ -42,7 +42,7 @@ def scoped(model: M) -> M:
     Raises:
         TypeError: it is neither.
     """
-    if not _is_module(model):
+    if not isinstance(model, tuple(_kinds())):
         raise TypeError(
             f"scoped(model) names the modules of a flax nnx or equinox model, got {model!r}. linen "
             "and haiku modules have name scopes of their own."
@@ -99,10 +99,6 @@ def _kinds() -> list[type]:
     homes = (("flax.nnx", "Module"), ("equinox", "Module"))
     loaded = [(sys.modules[home], name) for home, name in homes if home in sys.modules]
     return [getattr(home, name) for home, name in loaded if hasattr(home, name)]
-
-
-def _is_module(x: object) -> bool:
-    return isinstance(x, tuple(_kinds()))
 
 
 def _is_equinox(x: object) -> bool:

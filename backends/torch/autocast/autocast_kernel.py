@@ -488,7 +488,9 @@ def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) 
             )
     wants = torch.is_grad_enabled()
     cast = [
-        _as_cast(w, low) if wants and w.requires_grad else low
+        _CastInBuffer.apply(w, _Box(low))  # type: ignore[no-untyped-call]
+        if wants and w.requires_grad
+        else low
         for w, low in zip(weights, lows, strict=True)
     ]
     return (*args[:at], cast, *args[at + 1 :])
@@ -499,12 +501,6 @@ def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
     dtypes = {w.dtype for w in weights}
     wide = torch.float64 in dtypes or not all(d.is_floating_point for d in dtypes)
     return dtypes != {dtype} and len(dtypes) == 1 and not wide
-
-
-def _as_cast(t: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of `low` as a cast of `t`, which autograd can differentiate."""
-    node: torch.Tensor = _CastInBuffer.apply(t, _Box(low))  # type: ignore[no-untyped-call]
-    return node
 
 
 class _Box(NamedTuple):

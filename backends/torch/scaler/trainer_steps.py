@@ -11,11 +11,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp.backends.torch.scaler.grad_scaler import (
-    Entry,
-    GradScaler,
-    _refresh_per_optimizer_state,
-)
+from polymp.backends.torch.scaler.grad_scaler import Entry, GradScaler, _refresh_per_optimizer_state
 
 
 def begin_backward(scaler: GradScaler | None) -> None:

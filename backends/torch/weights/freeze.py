@@ -8,7 +8,6 @@ import contextlib
 import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -575,7 +574,8 @@ class DtypeReads(TorchFunctionMode):
             told = (*args[1:], *kwargs.values())
             asked = args if torch.float32 in told else told
         tensors = [t for t in asked if isinstance(t, torch.Tensor)]
-        if tensors and not _harmless(sys._getframe(1)):
+        code = sys._getframe(1).f_code
+        if tensors and code not in _HARMLESS and not code_origin.is_ours(code.co_filename):
             for group in filter(None, (self.groups.get(modes.storage_key(t)) for t in tensors)):
                 group.stays(f"its dtype is read{module_path(self.paths)}")
         return func(*args, **kwargs)
@@ -594,7 +594,3 @@ _ASKS = {
 
 # Functions in which the dtype changes nothing in a region: they raise errors outside of regions.
 _HARMLESS = {nn.RNNBase.check_input.__code__}
-
-
-def _harmless(frame: FrameType) -> bool:
-    return code_origin.is_ours(frame.f_code.co_filename) or frame.f_code in _HARMLESS

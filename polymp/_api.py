@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from polymp import backends, dtypes
 from polymp.errors import PolicyError
 from polymp.rules.row import Rule, member
-from polymp.rules.vocabulary import CUSTOM, Op, nearest, vocabulary
+from polymp.rules.vocabulary import CUSTOM, Op, vocabulary
 
 if TYPE_CHECKING:
     from polymp.diagnostics.report import Report
@@ -178,11 +178,8 @@ def _checked(name: str, rule: str, kind: str, where: str) -> Op:
             "Write lower."
         )
     words = vocabulary()
-    if kind != CUSTOM and kind not in words.kinds:
-        raise PolicyError(
-            f"{where}: no class {kind!r}.{nearest(kind, words.kinds)} "
-            f"Classes: {', '.join(sorted(words.kinds))}."
-        )
+    if kind != CUSTOM:
+        words.check(f"class:{kind}", where)
     if name in words.ops and not words.ops[name].rule:
         raise PolicyError(
             f"{where}: the vocabulary has an op of that name. Choose another name, or give that op "

@@ -62,7 +62,7 @@ def nearest(pattern: str, paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(front + end for end in close)
 
 
-def hint(pattern: str, paths: Iterable[str], none: str = "it has none.") -> str:
+def hint(pattern: str, paths: Iterable[str], none: str) -> str:
     """Say which module paths a pattern that matches none may mean; if none is near, which exist."""
     names = [path.split(".") for path in paths if path]
     known = {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}

@@ -51,17 +51,14 @@ def worst(records: Iterable[LostUpdates], count: int) -> list[LostUpdates]:
     return sorted(lost, key=lambda each: (-each.share, -each.updates))[:count]
 
 
-def message(
-    records: Iterable[LostUpdates], instead: str, *, gradients: bool = True, shown: int = 3
-) -> str:
+def message(records: Iterable[LostUpdates], instead: str, *, gradients: bool = True) -> str:
     """Return the warning about a step that lost updates."""
     records = list(records)
-    most = worst(records, shown)
-    names = ", ".join(f"{each.name} ({each.dtype}) {each.share:.0%}" for each in most)
+    most = (f"{each.name} ({each.dtype}) {each.share:.0%}" for each in worst(records, 3))
     seen = "the gradient is not 0, and " if gradients else ""
     return (
         f"{share(records):.0%} of the updates of low weights were rounded away in this step: "
         f"{seen}the weight keeps its bits, because the update is below half of its last place. "
-        f"Most in: {names}. Such weights hardly learn. Write {instead}, which keeps the rest of "
-        "each weight beside it."
+        f"Most in: {', '.join(most)}. Such weights hardly learn. Write {instead}, which keeps the "
+        "rest of each weight beside it."
     )

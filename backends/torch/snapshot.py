@@ -126,7 +126,7 @@ def _random_state() -> list[Any]:
     device = _generators()
     numpy = sys.modules.get("numpy")
     states = [torch.get_rng_state(), device and device.get_rng_state_all(), random.getstate()]
-    return [*states, None if numpy is None else numpy.random.get_state()]
+    return [*states, None if numpy is None else numpy.random.get_state(legacy=False)]
 
 
 def _set_random_state(states: list[Any]) -> None:

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import jax
@@ -118,12 +117,7 @@ class Autocast:
         regions.enter(self.region)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         regions.leave()
 
     def __repr__(self) -> str:

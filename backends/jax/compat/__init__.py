@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
@@ -263,17 +263,12 @@ class EquationSource:
             info = self._before.replace(traceback=info.traceback, name_stack=stack)
         self._here.context = info
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._here.context = self._before
-        if error is not None:  # it gets the place of the equation at hand
+        if raised[0] is not None:  # the error gets the place of the equation at hand
             manager = _source_info.user_context(self._traceback)
             manager.__enter__()
-            manager.__exit__(kind, error, traceback)
+            manager.__exit__(*raised)
 
 
 # A value that is an equation's only result, as long as no tracer of it is asked for.

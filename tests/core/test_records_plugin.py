@@ -10,8 +10,6 @@ import pytest
 from tests.conftest import need
 from tests.support import forks
 
-IMPORTED = ("torch", "jax", "pytest", "polymp.torch", "polymp.jax", "polymp.testing")
-
 TORCH = """\
 import torch
 from torch import nn
@@ -69,7 +67,7 @@ def run(folder: Path, *options: str, code: int = 0) -> str:
     printed = folder / "printed"
     call = forks.Call(__name__, "pytest_in", (str(folder), *options), str(printed))
     env = {"COLUMNS": "100", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    forks.run(IMPORTED, [call._replace(env=env, strict=False)])
+    forks.run(forks.BOTH, [call._replace(env=env, strict=False)])
     out = printed.read_text()
     assert out.endswith(f"exit code {code}\n"), out
     return out

@@ -37,10 +37,6 @@ FILES = (*map(ROOT.joinpath, TOP), *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]
 
 # Several pages import these, and dynamo comes with the first step of an optimizer.
-IMPORTED = (
-    *("torch", "torch._dynamo", "jax", "optax", "flax.nnx"),
-    *("polymp.torch", "polymp.jax", "polymp.testing"),
-)
 # The pages that take longest and whose every function has tests of its own: for `make test-long`.
 LONG = (
     "compare fp8 jax keras low-weights recipes-jax recipes-torch scaling-jax scaling-torch seeing "
@@ -64,7 +60,7 @@ def outcomes(path: Path, folder: Path) -> tuple[dict[int, Outcome], str]:
     """Return the outcome of each block of the file, by line, and the end of the output."""
     report, printed = folder / "report", folder / "printed"
     call = Call("tests.support.blocks", "report_on", (str(path), str(report)), str(printed))
-    (code,) = forks.run(IMPORTED, [call._replace(strict=False)])
+    (code,) = forks.run(forks.BOTH, [call._replace(strict=False)])
     lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     found = {line: Outcome(*rest) for line, *rest in map(json.loads, lines)}
     return found, f"exit code {code}\n{printed.read_text(encoding='utf-8')[-2000:]}"

@@ -26,6 +26,11 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 # What a program imports that computes with torch; dynamo comes with the first step of an optimizer.
 TORCH = ("torch", "torch._dynamo")
+# And one that computes with polymp in both frameworks.
+BOTH = (
+    *(*TORCH, "jax", "optax", "flax.nnx", "pytest"),
+    *("polymp.torch", "polymp.jax", "polymp.testing"),
+)
 
 
 class Call(NamedTuple):

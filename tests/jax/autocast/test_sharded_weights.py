@@ -35,9 +35,7 @@ def on_mesh(tmp_path_factory):
     folder = tmp_path_factory.mktemp("xla")
     dump = f"--xla_dump_to={folder} --xla_dump_hlo_pass_re=spmd-partitioning"
     asked = () if LONG else (*ITS, *OWN, *MIXED)
-    return eight_devices.run(
-        "tests.support.jax.gathers_on_mesh", folder, *asked, flags=dump, python=("-W", "error")
-    )
+    return eight_devices.run("tests.support.jax.gathers_on_mesh", folder, *asked, flags=dump)
 
 
 @pytest.mark.parametrize("name", [*ITS, *OWN])

@@ -129,7 +129,7 @@ def resumed(tmp_path_factory) -> dict[str, Any]:
         "tests.support.jax.planted_run",
         "resumed_on_more",
         tmp_path_factory.mktemp("checkpoint"),
-        python=(),
+        strict=False,
     )
 
 

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests import STRICT
-
-ROOT = Path(__file__).parents[3]
+from tests.support import forks
 
 
-def run(program: str, *arguments: object, flags: str = "", python: Sequence[str] = STRICT) -> Any:
+def run(program: str, *arguments: object, flags: str = "", strict: bool = True) -> Any:
     """Run a module of tests, and return the JSON of the last line that it prints."""
     devices = "--xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, *python, "-m", program, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ
-        | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices} {flags}", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    env = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices} {flags}"}
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder, "printed")
+        given = (program, *map(str, arguments))
+        (code,) = forks.run(
+            forks.BOTH, [forks.Call(__name__, "_execute", given, str(printed), env, strict)]
+        )
+        assert code == 0, printed.read_text()[-4000:]
+        return json.loads(printed.read_text().splitlines()[-1])
+
+
+def _execute(program: str, *arguments: str) -> None:
+    """Run a module as `python -m` does."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    sys.argv[1:] = arguments
+    runpy.run_module(program, run_name="__main__")

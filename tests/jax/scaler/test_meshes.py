@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests import STRICT
 from tests.support.jax import eight_devices, planted_run
 from tests.support.sizes import LONG
 
@@ -79,33 +73,8 @@ def free_port() -> int:
 def found_processes() -> list[dict[str, Any]]:
     """Return the output of each process."""
     address = f"localhost:{free_port()}"
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                *STRICT,
-                "-m",
-                "tests.support.jax.planted_run",
-                "over_processes",
-                rank,
-                address,
-            ],
-            cwd=Path(__file__).parents[3],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        outs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, err) in zip(processes, outs, strict=True):
-        assert process.returncode == 0, err[-4000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in outs]
+    given = [("over_processes", rank, address) for rank in range(2)]
+    return eight_devices.at_once("tests.support.jax.planted_run", *given)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,6 @@ TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 FILES = (*map(ROOT.joinpath, TOP), *sorted(ROOT.glob("docs/**/*.md")))
 BLOCKS = [block for path in FILES for block in read(path)]
 
-# Several pages import these, and dynamo comes with the first step of an optimizer.
 # The pages that take longest and whose every function has tests of its own: for `make test-long`.
 LONG = (
     "compare fp8 jax keras low-weights recipes-jax recipes-torch scaling-jax scaling-torch seeing "

@@ -32,8 +32,12 @@ class Scope(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The scopes as a path of modules."""
-        return ".".join(self.names).replace("/", ".")
+        """The scopes as a path of modules.
+
+        Without those that equinox opens in its layers, "eqx.nn.Linear", if others have the path.
+        """
+        path = [name for name in self.names if not name.startswith("eqx.nn.")] or self.names
+        return ".".join(path).replace("/", ".")
 
 
 @lru_cache(4096)
@@ -45,7 +49,7 @@ def scope_in(outer: Scope, stack: NameStack) -> Scope:
             call = name
         elif name == "rematted_computation":
             direction = RECOMPUTE
-        elif _PATH.fullmatch(name) and not (name.startswith(_NO_PATH) or regions.is_mark(name)):
+        elif _PATH.fullmatch(name) and name != regions.SCALED and not regions.is_mark(name):
             names.append(name)
     if compat.in_backward(stack) and direction == FORWARD:
         direction = BACKWARD
@@ -54,9 +58,6 @@ def scope_in(outer: Scope, stack: NameStack) -> Scope:
 
 # What a path may be: jax.numpy opens scopes such as "ij,jk->ik", too.
 _PATH = re.compile(r"[\w./\[\]-]+")
-
-# What is no part of a module's path: equinox opens a scope of the class in each of its layers.
-_NO_PATH = (regions.SCALED, "eqx.nn.")
 
 
 @cache

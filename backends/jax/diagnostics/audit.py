@@ -20,6 +20,7 @@ import numpy as np
 from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
+from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
@@ -93,7 +94,8 @@ class Audited(Wrapped):
             peaks = (fact.peak for event, fact in pairs if event.site.key in program.unlisted)
             if not (any(r.fault for r in self._measured) or all(map(_is_finite, peaks))):
                 broke = located(measured(self.fn, args, kwargs, once=True))
-        run = Run(program, facts, _scale_of((args, kwargs)), broke, [])
+        scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
+        run = Run(program, facts, scale, broke, [])
         self._measured.append(run)
         before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
         result = self.fn(*args, **kwargs)
@@ -160,6 +162,12 @@ def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> A
             "audit(fn) takes no arguments of fn. Write audited = audit(fn), audited(x)."
         )
     return Audited(fn, rounding)
+
+
+def _scales(program: MeasuredCall) -> bool:
+    """True if a `GradScaler` scales a loss: one that is an argument may be forgotten."""
+    stacks = {site.eqn.source_info.name_stack for site in program.sites.values()}
+    return any(regions.SCALED in compat.scope_names(stack) for stack in stacks)
 
 
 def _scale_of(tree: object) -> jax.Array | float:

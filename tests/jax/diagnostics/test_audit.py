@@ -339,6 +339,19 @@ def test_gradients_of_layers_are_named_as_the_layers_are_and_folded() -> None:
     assert str(a).count("layers.* x4") == 3  # forward, backward, and gradients of parameters
 
 
+def test_a_scaler_that_scales_nothing_has_no_scale() -> None:
+    """It is given, and `scaler.scale` is forgotten: the gradients have the scale 1."""
+
+    @jax.jit
+    def step(scaler: Any, params: Any, x: Any) -> Any:
+        grads = jax.grad(autocast(lambda p: loss(p, x) * 1e-7, dtype=jnp.float16))(params)
+        return scaler.step(grads, lambda g, p: jax.tree.map(jnp.subtract, p, g), params)
+
+    audited = audit(step)
+    audited(GradScaler(2.0**12), PARAMS, X)
+    assert audited.audit.scale == 1
+
+
 @pytest.mark.parametrize("scale", [1.0, 2.0**12])
 def test_the_scale_is_divided_out(scale: float) -> None:
     scaler = GradScaler(scale)

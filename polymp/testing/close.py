@@ -36,8 +36,9 @@ def assert_close(
     a fixed `c` from about a normal distribution, may be off by the tolerance that `assert_parity`
     derives from the roundings of both. Their dtypes are not compared.
 
-    Both functions have to be deterministic. torch runs on the CPU, eagerly; a JAX function is
-    traced and compiled for the default device.
+    Both functions have to be deterministic; torch's random numbers begin alike in every run, so
+    that dropout has one mask. torch runs on the CPU, eagerly; a JAX function is traced and compiled
+    for the default device.
 
     Args:
         fn: takes and returns arrays, in any nesting of tuples, lists and dicts.

@@ -100,6 +100,19 @@ def test_a_wrong_gradient_fails_though_the_result_is_right(fw: Any) -> None:
     assert_close(stopped, lambda x, w: x @ w, *inputs, grads=False)
 
 
+def test_random_numbers_are_the_same_in_all_runs() -> None:
+    """Else masks of dropout would pass for rounding, and fill the tolerance."""
+    need("torch")
+    import torch
+
+    drop, x = torch.nn.Dropout(), torch.tensor(X)
+    before = torch.get_rng_state()
+    assert_close(drop, drop, x)
+    with pytest.raises(ParityError, match="result: off by"):
+        assert_close(drop, lambda x: drop(x) * 2, x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_compiled_code_is_compared_as_it_is_compiled() -> None:
     """And not as it is written, as it runs while a tracer follows."""
     need("torch")

@@ -5,9 +5,11 @@
 
 The function itself runs as it always does. Before it runs its traced program, one equation after
 the other, each a small compiled program, and with it the probes: the same with every result moved
-by its rounding, all at once under `jax.vmap`. So equal layers are compiled once, and the turns of a
-`scan` have rows as if they were written one after the other. Of each array only the numbers leave
-the device that `polymp.diagnostics.run_record` defines.
+by its rounding, all at once under `jax.vmap`, where the call itself is the first. So equal layers
+are compiled once, and the turns of a `scan` have rows as if they were written one after the other.
+Nearly all of a first call is compiling: what moves a result and what sums it up is compiled for
+each shape, not for each kind of equation, and on CPUs small arrays are summed up in numpy. Of each
+array only the numbers leave the device that `polymp.diagnostics.run_record` defines.
 """
 
 import contextlib
@@ -200,15 +202,15 @@ _Sources: TypeAlias = Any
 _NOWHERE: frozenset[int] = frozenset()
 
 
-# An array, and what it is in the probes.
-_Pair: TypeAlias = tuple[Any, Any]
+# Options of XLA.
+_Options: TypeAlias = tuple[tuple[str, bool | int], ...]
 
 
 class _Value(NamedTuple):
     """An array of the program that records."""
 
     x: Any
-    moved: Any = None  # in the probes: one axis more, the first; None if it is the same there
+    runs: bool = False  # one axis more, the first: the call itself and its probes; else all alike
     sources: _Sources = _NOWHERE
     fixed: bool = False  # made of random bits and constants by what every machine rounds alike
 
@@ -218,7 +220,7 @@ class _Summary(NamedTuple):
 
     row: RecordedArray  # without them
     numbers: Any  # float64 [VALUES + 2]: values, zeros, bad
-    changes: Any  # float32 [probes, VALUES]; None if the array is the same in all probes
+    changes: Any  # [probes, VALUES]; None if the array is the same in all probes
     own: Any  # float64 [], the root mean square of its movements
 
 
@@ -245,11 +247,14 @@ class _Program:
         self.device = device_of(self.call.traced.arrays)
         sizes = (math.prod(v.aval.shape) for v in self.call.inputs if hasattr(v.aval, "shape"))
         numbers = sum(sizes)
-        # Of small arrays nearly all of a call is compiling.
-        self.options = quick_options(self.call.traced.arrays) if numbers < _SMALL else None
+        options = quick_options(self.call.traced.arrays) or {}
+        if numbers >= _SMALL:
+            options.pop("xla_backend_optimization_level", None)
+        self.options: _Options = tuple(options.items())
         most = max(1, _TOGETHER // max(numbers, 1))
         at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
-        self._seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
+        seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
+        self._seeds = np.pad(seeds, ((0, 0), (1, 0)))  # the first run, of seed 0, is not moved
 
     def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
         """Runs with numbers of all arrays; of some probes each."""
@@ -282,9 +287,11 @@ class _Program:
 
 
 # Numbers of a program's inputs, times probes, up to which these run at once; numbers, up to which
-# its kernels are not optimised.
+# its kernels are not optimised; numbers of an array in all runs, up to which a CPU sums it up in
+# numpy, where nothing is compiled.
 _TOGETHER = 2**28
 _SMALL = 2**16
+_IN_NUMPY = 2**18
 
 
 def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
@@ -314,7 +321,7 @@ class _Walk(Evaluation[_Value]):
         self._outside = [*arrays, *compat.opened(closed)[1]]
         counted = [_is_counted(v.aval) for v in self._call.inputs]
         ends = [
-            _Value(x, None, frozenset([~n]) if counted[n] else _NOWHERE)
+            _Value(x, False, frozenset([~n]) if counted[n] else _NOWHERE)
             for n, x in enumerate(self._outside)
         ]
         count = len(arrays)
@@ -338,13 +345,15 @@ class _Walk(Evaluation[_Value]):
         if name == "scan":
             return self._scan(place, eqn, values)
         if name == "cond":
-            taken = int(values[0].x)  # in the probes, too: no rounding takes another
+            taken = int(_first(values[0]))  # in the probes, too: no rounding takes another
             return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
         rows, is_fixed = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)], False
         call: Call | None
+        by: dict[int, Any] = {}
+        narrow = rounds_operands(eqn, self._program.device)
         if name == "while":
             call = self._left_out("in a while loop", place, eqn)
-            pairs, own = self._while(place, eqn, values), {}
+            made = self._while(place, eqn, values)
         else:
             if name == "shard_map":
                 call = self._left_out("in a shard_map", place, eqn)
@@ -353,22 +362,31 @@ class _Walk(Evaluation[_Value]):
             if eqn.effects and not eqn.outvars:
                 return []  # what it does is done by the function itself
             self._line.step()
-            given = [(value.x, value.moved) for value in values]
             kernel = self._kernel(eqn, rows if call else [], is_fixed := _is_fixed(eqn, values))
-            pairs, own = kernel(given, self._seeds, self.move())
-            if call is not None and (narrow := rounds_operands(eqn, self._program.device)):
+            xs, by = kernel([value.x for value in values], self._seeds)
+            move = self.move()
+            if self._seeds is not None:
+                for n, far in by.items():
+                    xs[n] = self._jitted(_moved)(xs[n], far, self._seeds, move + np.uint32(n))
+            shapes = (v.aval.shape for v in eqn.outvars)
+            made = [_Value(x, x.ndim > len(of)) for x, of in zip(xs, shapes, strict=True)]
+            if call is not None and narrow:
                 call = call._replace(run=narrow)
         reads = _NOWHERE.union(*(_all(value.sources) for value in values))
-        sources = [reads] * len(pairs)
+        sources = [reads] * len(made)
         if call is not None:
             for n in rows:
-                sources[n] = self._add(RESULT, call.op, pairs[n], reads, call, own.get(n))
+                own = by.get(n), rounding.of_operands(narrow)
+                sources[n] = self._add(RESULT, call.op, made[n], reads, call, *own)
             if len(rows) == 1:
-                sources = [sources[rows[0]]] * len(pairs)
+                sources = [sources[rows[0]]] * len(made)
         return [
-            _Value(x, moved, came, is_fixed)
-            for (x, moved), came in zip(pairs, sources, strict=True)
+            value._replace(sources=came, fixed=is_fixed)
+            for value, came in zip(made, sources, strict=True)
         ]
+
+    def _jitted(self, fn: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        return _jitted(fn, self._program.options, static)
 
     def _kernel(self, eqn: Equation, rows: Sequence[int], still: bool) -> Callable[..., Any]:
         """`_evaluated` for an equation; one for all alike."""
@@ -393,10 +411,13 @@ class _Walk(Evaluation[_Value]):
         turns = range(body.times)
         stacks: list[list[_Value]] = [[_ABSENT] * body.times for _ in eqn.outvars[body.carries :]]
         for turn in reversed(turns) if eqn.params["reverse"] else turns:
-            slices = _sliced([(value.x, value.moved) for value in over], np.int32(turn))
+            runs = tuple(value.runs for value in over)
+            slices = self._jitted(_sliced, "runs")(
+                [value.x for value in over], np.int32(turn), runs=runs
+            )
             row = [
-                _Value(x, moved, v.sources[turn] if type(v.sources) is list else v.sources)
-                for (x, moved), v in zip(slices, over, strict=True)
+                v._replace(x=x, sources=v.sources[turn] if type(v.sources) is list else v.sources)
+                for x, v in zip(slices, over, strict=True)
             ]
             outs = self.program(body.closed, [*fixed, *state, *row], (*place, 0))
             state = outs[: body.carries]
@@ -405,24 +426,23 @@ class _Walk(Evaluation[_Value]):
         if not turns:
             none = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[body.carries :]]
             return [*state, *map(_Value, none)]
-        probes = 0 if self._seeds is None else len(self._seeds)
-        made = _stacked([[(v.x, v.moved) for v in stack] for stack in stacks], probes)
-        whole = [
-            _Value(x, moved, [v.sources for v in stack])
-            for (x, moved), stack in zip(made, stacks, strict=True)
-        ]
+        whole = []
+        for stack in stacks:
+            runs = tuple(value.runs for value in stack)
+            x = self._jitted(_stacked, "runs")([value.x for value in stack], runs=runs)
+            whole.append(_Value(x, any(runs), [value.sources for value in stack]))
         return [*state, *whole]
 
-    def _while(self, place: tuple[int, ...], eqn: Equation, values: list[_Value]) -> list[_Pair]:
+    def _while(self, place: tuple[int, ...], eqn: Equation, values: list[_Value]) -> list[_Value]:
         """A loop whose rounds have no rows; in the probes it has as many rounds."""
         body, condition = inside(eqn)
         fixed, state, _ = body.split(values)
         tested = condition.of(values)[: condition.fixed]
         self._loops += 1
-        while bool(self.program(condition.closed, [*tested, *state], (*place, 1))[0].x):
+        while bool(_first(self.program(condition.closed, [*tested, *state], (*place, 1))[0])):
             state = self.program(body.closed, [*fixed, *state], (*place, 0))
         self._loops -= 1
-        return [(value.x, value.moved) for value in state]
+        return state
 
     # Rows
 
@@ -455,39 +475,53 @@ class _Walk(Evaluation[_Value]):
         """Add the row of a result of the program."""
         name = self._call.traced.results[at]
         kind, name = RESULT, name if name == "result" else f"result{name}"
-        pair, reads = (out.x, out.moved), _all(out.sources)
+        reads = _all(out.sources)
         if at in self._program.paired:
             kind, place = self._program.paired[at]
             name = self._program.names[place]
             if kind == UPDATE:
                 reads |= frozenset([~place])
-                pair = _updates(*pair, self._outside[place])
-        self._add(kind, name, pair, reads)
+                out = out._replace(x=self._jitted(_difference)(out.x, self._outside[place]))
+        self._add(kind, name, out, reads)
 
     def _add(
         self,
         kind: str,
         name: str,
-        pair: _Pair,
+        value: _Value,
         reads: frozenset[int] = _NOWHERE,
         call: Call | None = None,
-        own: Any = None,
+        by: Any = None,
+        far: float = 0.0,
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
         if call is not None and not self._is_recorded(call):
             return reads
         for at in sorted(~at for at in reads if at < 0 and ~at not in self._inputs):
             self._inputs[at] = len(self.summaries)
-            self._add(INPUT, self._program.names[at], (_numbers(self._outside[at]), None))
+            self._add(INPUT, self._program.names[at], _Value(_numbers(self._outside[at])))
         places = sorted({at if at >= 0 else self._inputs[~at] for at in reads})
         where: Any = ("", "", FORWARD, "", (), "")
         if call is not None:
             where = call.module, call.source, call.direction, call.rule, call.inputs, call.run
-        of = pair[0].dtype.name, tuple(pair[0].shape), 0, 0, 0.0
+        if not is_float(value.x):
+            value = _Value(_first(value))
+        x, by, runs = _whole(value.x), _whole(by), value.runs
+        of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, 0.0
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
-        numbers, changes = _summary(*map(_whole, pair))
-        self.summaries.append(_Summary(row, numbers, changes, 0.0 if own is None else own))
+        if self._program.device.platform == "cpu" and x.size <= _IN_NUMPY:
+            x, by = np.asarray(x), None if by is None else np.asarray(by)
+            with np.errstate(all="ignore"):
+                found = _summary(x, by, far, runs, np)
+        else:
+            found = self._jitted(_summary, "runs", "xp")(x, by, far, runs=runs, xp=jnp)
+        self.summaries.append(_Summary(row, *found))
         return frozenset([len(self.summaries) - 1])
+
+
+def _first(value: _Value) -> Any:
+    """The array of the call itself."""
+    return value.x[0] if value.runs else value.x
 
 
 _ABSENT = _Value(None)
@@ -540,11 +574,11 @@ class _Kind:
         rows: tuple[int, ...],
         still: bool,
         narrow: str,
-        options: dict[str, bool | int] | None,
+        options: _Options,
     ) -> None:
         self.how = eqn, rows, still, narrow
         self.options = options
-        given = tuple(v.aval for v in eqn.invars), rows, still, narrow, bool(options)
+        given = tuple(v.aval for v in eqn.invars), rows, still, narrow, options
         self._key = eqn.primitive, tuple(sorted(eqn.params.items(), key=itemgetter(0))), given
 
     def __hash__(self) -> int:
@@ -559,7 +593,18 @@ class _Kind:
 def _compiled(kind: _Kind) -> Callable[..., Any]:
     """`_evaluated` for equations of a kind."""
     evaluated = functools.partial(_evaluated, *kind.how)
-    compiled: Callable[..., Any] = jax.jit(evaluated, compiler_options=kind.options)
+    compiled: Callable[..., Any] = jax.jit(evaluated, compiler_options=dict(kind.options))
+    return compiled
+
+
+@functools.cache
+def _jitted(
+    fn: Callable[..., Any], options: _Options, static: tuple[str, ...]
+) -> Callable[..., Any]:
+    """A function of this file, compiled."""
+    compiled: Callable[..., Any] = jax.jit(
+        fn, static_argnames=static, compiler_options=dict(options)
+    )
     return compiled
 
 
@@ -568,37 +613,43 @@ def _evaluated(
     rows: tuple[int, ...],
     still: bool,
     narrow: str,
-    pairs: list[_Pair],
+    given: list[Any],
     seeds: Any,
-    move: Any,
-) -> tuple[list[_Pair], dict[int, Any]]:
-    """The results of an equation, moved in the probes if not `still`, and how far, of some."""
-    own = [x for x, _ in pairs]
-    outs = list(compat.put(eqn.primitive, own, eqn.params))
-    wanted = rows if seeds is None else range(len(outs))
-    moves = ((n, amount(eqn, own, outs[n], exact=seeds is not None)) for n in wanted)
-    by = {n: x for n, x in moves if x is not None and not still}
-    far = rounding.of_operands(narrow)  # what becomes of the rounding of operands
-    sizes = {n: _size(by[n] + far * jnp.abs(outs[n]) if far else by[n]) for n in rows if n in by}
-    if seeds is None:
-        return [(x, None) for x in outs], sizes
+) -> tuple[list[Any], dict[int, Any]]:
+    """The results of an equation; of some how far its rounding moves them, if not `still`."""
+    runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
+    own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
-    def probe(seed: Any, others: list[Any]) -> list[Any]:
-        made: list[Any] = [None] * len(outs)
-        if (narrow or any(other is not None for other in others)) and not eqn.effects:
-            given = [x if other is None else other for x, other in zip(own, others, strict=True)]
-            made = list(_put(eqn, rounded(given, narrow, seed)))
-        for n, far in by.items():
-            x = outs[n] if made[n] is None else made[n]
-            made[n] = shifted(x, far, seed, move + np.uint32(n))
-        return made
+    def run(seed: Any, *given: Any) -> list[Any]:
+        if narrow:
+            moved = zip(given, rounded(given, narrow, seed), strict=True)
+            given = tuple(jnp.where(seed > 0, other, x) for x, other in moved)
+        return list(_put(eqn, given))
 
-    others = jax.vmap(probe)(seeds, [moved for _, moved in pairs])
-    return list(zip(outs, others, strict=True)), sizes
+    if eqn.effects or seeds is None or not (narrow or any(runs)):
+        outs = list(compat.put(eqn.primitive, own, eqn.params))
+        firsts = outs
+    else:
+        outs = jax.vmap(run, (0, *(0 if several else None for several in runs)))(seeds, *given)
+        firsts = [x[0] for x in outs]
+    wanted: Sequence[int] = rows if seeds is None else range(len(outs))
+    if still:
+        wanted = ()
+    moves = {n: amount(eqn, own, firsts[n], exact=seeds is not None) for n in wanted}
+    return outs, {n: by for n, by in moves.items() if by is not None}
 
 
-def _put(eqn: Equation, given: list[Any]) -> Sequence[Any]:
-    """The results of an equation in a probe; one probe after the other if it has no batches."""
+def _moved(x: Any, by: Any, seeds: Any, move: Any) -> Any:
+    """An array, moved in all runs but the first."""
+
+    def run(seed: Any, x: Any) -> Any:
+        return jnp.where(seed > 0, shifted(x, by, seed, move), x)
+
+    return jax.vmap(run, (0, 0 if x.ndim > by.ndim else None))(seeds, x)
+
+
+def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation in a run; one run after the other if it has no batches."""
 
     def plain(*given: Any) -> tuple[Any, ...]:
         return tuple(compat.put(eqn.primitive, given, eqn.params))
@@ -617,33 +668,22 @@ _sequential: Any = jax.custom_batching.sequential_vmap  # without types
 _ONE_BY_ONE = frozenset({"conv_general_dilated"})
 
 
-@jax.jit
-def _sliced(pairs: list[_Pair], turn: Any) -> list[_Pair]:
+def _sliced(xs: list[Any], turn: Any, runs: tuple[bool, ...]) -> list[Any]:
     """The rows of arrays that a turn of a scan reads."""
-    return [(x[turn], None if moved is None else jnp.take(moved, turn, 1)) for x, moved in pairs]
+    return [x[:, turn] if several else x[turn] for x, several in zip(xs, runs, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _stacked(stacks: list[list[_Pair]], probes: int) -> list[_Pair]:
-    """The results that a scan stacks."""
-    made = []
-    for stack in stacks:
-        moved = None
-        if any(other is not None for _, other in stack):
-            rows = [
-                jnp.broadcast_to(x, (probes, *x.shape)) if other is None else other
-                for x, other in stack
-            ]
-            moved = jnp.stack(rows, 1)
-        made.append((jnp.stack([x for x, _ in stack]), moved))
-    return made
+def _stacked(xs: list[Any], runs: tuple[bool, ...]) -> Any:
+    """An array that a scan stacks."""
+    if not any(runs):
+        return jnp.stack(xs)
+    shape = xs[runs.index(True)].shape
+    return jnp.stack([jnp.broadcast_to(x, shape) for x in xs], 1)
 
 
-@jax.jit
-def _updates(x: Any, moved: Any, old: Any) -> _Pair:
+def _difference(x: Any, old: Any) -> Any:
     """A new array as its difference from an old one."""
-    old = _wide(old)
-    return _wide(x) - old, None if moved is None else _wide(moved) - old
+    return _wide(x) - _wide(old)
 
 
 # The numbers of an array, as `polymp.diagnostics.run_record.summary` defines them.
@@ -663,112 +703,104 @@ def _numbers(x: Any) -> jax.Array:
 
 
 def _wide(x: Any) -> Any:
-    x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, np.float32))
 
 
-@jax.jit
-def _summary(x: jax.Array, moved: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """The numbers of an array, float64 [VALUES + 2], and their changes in the probes."""
-    if not x.size:
-        return jnp.zeros(VALUES + 2), None
-    with jax.enable_x64(True):  # whatever JAX's own setting is
-        numbers = _masked_if_needed(_summed, [x.reshape(-1)])
-    if moved is None or not is_float(x):
-        return numbers, None
-    rows = moved.reshape(len(moved), -1)
-    return numbers, _masked_if_needed(_changes, [_wide(x).reshape(-1), _wide(rows)])
+def _summary(x: Any, by: Any, far: float, runs: bool, xp: Any) -> tuple[Any, Any, Any]:
+    """The numbers of an array: float64 [VALUES + 2], their changes in the probes, and its own.
 
-
-def _masked_if_needed(fn: Callable[..., jax.Array], arrays: list[jax.Array]) -> jax.Array:
-    """The result of a function of arrays and masks, of which it gets none if all is finite.
-
-    On CPUs a sum of what is masked takes six times as long.
+    With numpy as `xp`, or with jax.numpy.
     """
-    if not all(map(is_float, arrays)):
-        return fn(*arrays, None)
-    finite = [jnp.isfinite(jnp.sum(jnp.abs(x) * np.asarray(2.0**-64, x.dtype))) for x in arrays]
-    every = functools.partial(functools.reduce, jnp.logical_and)
-    result: jax.Array = lax.cond(
-        every(finite),
-        lambda *arrays: fn(*arrays, None),
-        lambda *arrays: fn(*arrays, every(map(jnp.isfinite, arrays))),
-        *arrays,
-    )
-    return result
+    if not x.size:
+        return xp.zeros(VALUES + 2), None, 0.0
+    rows = x.reshape(len(x) if runs else 1, -1)
+    with jax.enable_x64(True):  # whatever JAX's own setting is
+        numbers = _summed(rows[0], xp)
+        own = 0.0 if by is None else _size(by.reshape(-1) + far * xp.abs(rows[0]), xp)
+    return numbers, _changes(rows, xp) if runs else None, own
 
 
-def _summed(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _summed(x: Any, xp: Any) -> Any:
     """The values of a row of numbers, how many are zero, and how many not finite; in float64."""
-    wide, zeros = x.astype(np.float64), jnp.sum(_is_zero(x))
-    bad = jnp.zeros_like(zeros) if mask is None else jnp.sum(~mask)
-    wide = wide if mask is None else jnp.where(mask, wide, 0.0)
-    top = jnp.max(jnp.abs(wide))
-    scale = jnp.where(top > 0, top, 1.0) if x.dtype == np.float64 else 1.0
+    wide = x.astype(np.float64)
+    finite = xp.isfinite(wide)
+    wide = xp.where(finite, wide, 0.0)
+    sizes = xp.abs(wide)
+    top = xp.max(sizes)
+    scale = xp.where(top > 0, top, 1.0) if x.dtype == np.float64 else 1.0
     wide = wide / scale  # squares of numbers in other dtypes are in its range
-    rms = jnp.sqrt(jnp.mean(wide * wide))
-    ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(jnp.abs(wide))])
-    values = jnp.concatenate([ends, _projected(wide), _few(wide)]) * scale
-    return jnp.concatenate([values, jnp.stack([zeros, bad]).astype(np.float64)])
+    rms = xp.sqrt(xp.mean(wide * wide))
+    ends = xp.stack([top / scale, rms, xp.mean(wide), xp.mean(sizes) / scale])
+    values = xp.concatenate([ends, _projected(wide, xp), _few(wide)]) * scale
+    counts = xp.stack([xp.sum(_is_zero(x, xp)), xp.sum(~finite)])
+    return xp.concatenate([values, counts.astype(np.float64)])
 
 
-def _changes(x: jax.Array, moved: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """How far the values of a row are from those of rows of moved ones; float32 [probes, VALUES].
+def _changes(rows: Any, xp: Any) -> Any:
+    """How far the values of rows are from those of the first; float32 [probes, VALUES].
 
     Differences of the numbers themselves are summed up: differences of sums lose digits.
     """
-    if mask is not None:
-        mask = jnp.all(mask, 0)
-        x, moved = jnp.where(mask, x, 0), jnp.where(mask, moved, 0)
-    top = jnp.max(jnp.abs(x))
-    by = 1 / jnp.where(top > 0, top, 1)  # squares of large numbers are beyond the range
+    kept = xp.all(xp.isfinite(rows), 0)
+    x = xp.where(kept, _wide(rows[0]), 0)
+    size = xp.abs(x)
+    top = xp.max(size)
+    least = np.finfo(x.dtype).tiny
+    by = 1 / xp.where(top < least, 1, top)  # squares of large numbers are beyond the range
     one = x * by
+    square = xp.mean(one * one)
 
-    def change(other: jax.Array) -> jax.Array:
+    def change(rows: Any) -> Any:
+        other = xp.where(kept, _wide(rows), 0)
         off = (other - x) * by
-        square, more = jnp.mean(one**2), jnp.mean(off * (one + other * by))
-        rms = jnp.sqrt(square) + jnp.sqrt(jnp.maximum(square + more, 0))
+        more = xp.mean(off * (one + other * by), -1)
+        rms = xp.sqrt(square) + xp.sqrt(xp.maximum(square + more, 0))
+        sizes = xp.abs(other)
         ends = [
-            (jnp.max(jnp.abs(other)) - top) * by,
-            more / jnp.where(rms > 0, rms, 1),
-            jnp.mean(off),
-            jnp.mean((jnp.abs(other) - jnp.abs(x)) * by),
+            (xp.max(sizes, -1) - top) * by,
+            more / xp.where(rms > 0, rms, 1),
+            xp.mean(off, -1),
+            xp.mean((sizes - size) * by, -1),
         ]
-        numbers = jnp.concatenate([jnp.stack(ends), _projected(off), _few(off)])
+        numbers = xp.concatenate([xp.stack(ends, -1), _projected(off, xp), _few(off)], -1)
         return (numbers / by).astype(np.float32)
 
-    changes: jax.Array = lax.map(change, moved)  # one after the other: less memory is touched
-    return changes
+    if xp is np:
+        return change(rows[1:])
+    # One after the other: less memory is touched.
+    return lax.map(lambda at: change(rows[at]), jnp.arange(1, len(rows)))
 
 
-def _size(x: jax.Array) -> jax.Array:
+def _size(x: Any, xp: Any) -> Any:
     """The root mean square of an array's finite numbers, float64 []."""
-    with jax.enable_x64(True):
-        wide = jnp.where(jnp.isfinite(x), x, 0).astype(np.float64)
-        return jnp.sqrt(jnp.mean(wide * wide))
+    wide = xp.where(xp.isfinite(x), x, 0).astype(np.float64)
+    return xp.sqrt(xp.mean(wide * wide))
 
 
-def _is_zero(x: jax.Array) -> jax.Array:
+def _is_zero(x: Any, xp: Any) -> Any:
     """Where an array is zero; by the bits, as XLA on CPUs takes a subnormal number for zero."""
-    if not is_float(x) or x.dtype.itemsize not in (2, 4, 8):
+    if xp is np or not is_float(x) or x.dtype.itemsize not in (2, 4, 8):
         return x == 0
     bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
     return (bits << 1) == 0
 
 
-def _projected(x: jax.Array) -> jax.Array:
-    """The projections of a row of numbers."""
-    blocks = -(-x.size // BLOCK)
+def _projected(x: Any, xp: Any) -> Any:
+    """The projections of rows of numbers."""
+    size = x.shape[-1]
+    blocks = -(-size // BLOCK)
     outer, inner = (signs.astype(x.dtype) for signs in run_record.signs(blocks))
-    whole = jnp.pad(x, (0, blocks * BLOCK - x.size)) if blocks > 1 else x
-    rows = whole.reshape(blocks, -1)
-    sums = lax.dot(rows, inner[: rows.shape[1]], precision="highest")
-    return jnp.sum(sums * outer, 0) / math.sqrt(x.size)
+    if blocks > 1:
+        x = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - size)])
+    rows = x.reshape(*x.shape[:-1], blocks, -1)
+    how = {} if xp is np else {"precision": "highest"}
+    sums = xp.matmul(rows, inner[: rows.shape[-1]], **how)
+    return xp.sum(sums * outer, -2) / math.sqrt(size)
 
 
-def _few(x: jax.Array) -> jax.Array:
-    """The elements of a row of numbers that are kept."""
-    return x[np.array(run_record.places(x.size))]
+def _few(x: Any) -> Any:
+    """The elements of rows of numbers that are kept."""
+    return x[..., np.array(run_record.places(x.shape[-1]))]
 
 
 # Which results are arguments, changed, or gradients of them.

@@ -96,6 +96,10 @@ def arrays() -> dict[str, Any]:
         "offset": (rng.normal(size=5000) * 1e-3 + 1).astype(np.float32),
         "integers": rng.integers(-(2**31), 2**31 - 1, 5000).astype(np.int32),
         "bools": np.array([True, False, True]),
+        # Beyond what is summed up in numpy.
+        "large": rng.normal(size=(3, 2**17)).astype(np.float32),
+        "large and bad": np.tile(np.append(bad, 1.0).astype(np.float16), 2**13),
+        "large integers": np.arange(2**19, dtype=np.int32),
     }
 
 

@@ -21,23 +21,27 @@ def size(few: int, many: int) -> int:
 
 
 # What takes longest, longest first. With several processes these files start first, so that none
-# of them is alone at the end; tests of a file run in one process.
+# of them is alone at the end; tests of a file run in one process. Before them is the file that
+# shows all ops, to which tests add some.
 LONGEST = tuple(
     """
-    site/test_docs.py torch/autocast/test_ops.py jax/autocast/test_corpus.py
-    jax/autocast/test_random_programs.py torch/scaler/test_ranks.py torch/scaler/test_compile.py
-    jax/weights/test_low_training.py jax/weights/test_low_weights.py jax/weights/test_low_runs.py
-    site/test_examples.py torch/trainers/test_transformers.py shared/test_planted_faults.py
-    shared/test_cases.py shared/test_shipped_policies.py shared/test_survival.py
-    jax/autocast/test_contraction.py shared/test_parity_cases.py shared/test_scaler_histories.py
-    jax/autocast/test_solvers.py shared/test_record_faults.py shared/test_custom_ops.py
-    jax/autocast/test_libraries.py jax/autocast/test_sharded_weights.py jax/autocast/test_loops.py
-    torch/weights/test_freeze_models.py torch/autocast/test_random_policies.py
-    jax/autocast/test_hlo.py jax/autocast/test_known_functions.py
-    torch/autocast/test_random_programs.py torch/diagnostics/test_ranks.py
-    torch/diagnostics/test_catch.py jax/autocast/test_lean_policy.py jax/autocast/test_sharding.py
-    jax/autocast/test_passes.py jax/autocast/test_export.py torch/autocast/test_lean_policy.py
-    site/test_site.py jax/autocast/test_random_policies.py torch/modules/test_scoped.py
-    jax/weights/test_freeze_serving.py jax/scaler/test_checkpoint.py
+    site/test_site.py shared/test_record_faults.py shared/test_parity_cases.py
+    jax/diagnostics/test_record.py shared/test_record_ports.py
+    torch/autocast/test_compile_around.py shared/test_rounding.py jax/diagnostics/test_locate.py
+    torch/diagnostics/test_record.py site/test_examples.py shared/test_shipped_policies.py
+    torch/autocast/test_ops.py torch/scaler/test_compile.py jax/autocast/test_passes.py
+    jax/autocast/test_random_programs.py jax/trainers/test_keras.py shared/test_survival.py
+    jax/autocast/test_fp8_contraction.py jax/weights/test_low_training.py
+    shared/test_scaler_histories.py jax/autocast/test_corpus.py core/test_parity.py
+    jax/autocast/test_loops.py core/test_close_and_fits.py shared/test_cases.py
+    jax/diagnostics/test_blame_matrix.py torch/autocast/test_fp8_around.py
+    shared/test_planted_faults.py torch/scaler/test_ranks.py jax/autocast/test_contraction.py
+    jax/autocast/test_solvers.py torch/autocast/test_random_programs.py
+    shared/test_sums_and_products.py jax/diagnostics/test_audit.py site/test_docs.py
+    core/cli/test_check.py jax/autocast/test_libraries.py torch/modules/test_scoped.py
+    shared/test_broken_by_optimizers.py site/test_package.py shared/test_fp8.py
+    jax/weights/test_low_weights.py torch/diagnostics/test_explain.py
+    jax/weights/test_freeze_serving.py core/cli/test_command_line.py
+    jax/diagnostics/test_explain.py
     """.split()
 )

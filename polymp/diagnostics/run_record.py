@@ -175,7 +175,7 @@ def summary(
         if top and not 1e-250 < square < 1e250:  # squares of some numbers are beyond float64
             scale, (_, square, found, *_) = top, _sums(row, count, widened, top)
     root = math.sqrt(count)
-    found[ORDERLESS] = top / scale, math.sqrt(square) / root, *(found[2:4] / count)
+    found[ORDERLESS] = top / scale, math.sqrt(square / count), *(found[2:4] / count)
     found[PROJECTIONS] /= root
     return tuple((found * scale).tolist()), zeros, bad
 

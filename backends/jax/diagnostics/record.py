@@ -161,8 +161,9 @@ def record(
     optimizer of optax is followed, without rows of its own; so are `while` loops and `shard_map`,
     whose results are recorded. Callbacks that return a result are called once more.
 
-    A recorded call takes four to seven times as long as `fn` without probes, and 20 to 30 times
-    with eight, on CPUs; on a GPU more, as each equation is a launch of its own. See `every`.
+    On CPUs a recorded call takes five to ten times as long as `fn` without probes, and 30 to 40
+    times with eight, if its arrays are large: each equation is a program of its own. With small
+    arrays, and on a GPU, it is a hundred times and more. See `every`.
 
     Args:
         path: of the file; if several processes run, each writes its own: "run.rank3.rec" of
@@ -686,7 +687,7 @@ def _difference(x: Any, old: Any) -> Any:
     return _wide(x) - _wide(old)
 
 
-# The numbers of an array, as `polymp.diagnostics.run_record.summary` defines them.
+# The numbers of an array; those of `polymp.diagnostics.run_record.summary`, on any device.
 
 
 def _is_counted(x: Any) -> bool:
@@ -715,25 +716,29 @@ def _summary(x: Any, by: Any, far: float, runs: bool, xp: Any) -> tuple[Any, Any
         return xp.zeros(VALUES + 2), None, 0.0
     rows = x.reshape(len(x) if runs else 1, -1)
     with jax.enable_x64(True):  # whatever JAX's own setting is
-        numbers = _summed(rows[0], xp)
+        if xp is np:
+            values, *counts = run_record.summary(rows[0])
+            numbers: Any = np.array([*values, *counts])
+        else:
+            numbers = _summed(rows[0])
         own = 0.0 if by is None else _size(by.reshape(-1) + far * xp.abs(rows[0]), xp)
     return numbers, _changes(rows, xp) if runs else None, own
 
 
-def _summed(x: Any, xp: Any) -> Any:
+def _summed(x: jax.Array) -> jax.Array:
     """The values of a row of numbers, how many are zero, and how many not finite; in float64."""
     wide = x.astype(np.float64)
-    finite = xp.isfinite(wide)
-    wide = xp.where(finite, wide, 0.0)
-    sizes = xp.abs(wide)
-    top = xp.max(sizes)
-    scale = xp.where(top > 0, top, 1.0) if x.dtype == np.float64 else 1.0
+    finite = jnp.isfinite(wide)
+    wide = jnp.where(finite, wide, 0.0)
+    sizes = jnp.abs(wide)
+    top = jnp.max(sizes)
+    scale = jnp.where(top > 0, top, 1.0) if x.dtype == np.float64 else 1.0
     wide = wide / scale  # squares of numbers in other dtypes are in its range
-    rms = xp.sqrt(xp.mean(wide * wide))
-    ends = xp.stack([top / scale, rms, xp.mean(wide), xp.mean(sizes) / scale])
-    values = xp.concatenate([ends, _projected(wide, xp), _few(wide)]) * scale
-    counts = xp.stack([xp.sum(_is_zero(x, xp)), xp.sum(~finite)])
-    return xp.concatenate([values, counts.astype(np.float64)])
+    rms = jnp.sqrt(jnp.mean(wide * wide))
+    ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(sizes) / scale])
+    values = jnp.concatenate([ends, _projected(wide, jnp), _few(wide)]) * scale
+    counts = jnp.stack([jnp.sum(_is_zero(x)), jnp.sum(~finite)])
+    return jnp.concatenate([values, counts.astype(np.float64)])
 
 
 def _changes(rows: Any, xp: Any) -> Any:
@@ -777,9 +782,9 @@ def _size(x: Any, xp: Any) -> Any:
     return xp.sqrt(xp.mean(wide * wide))
 
 
-def _is_zero(x: Any, xp: Any) -> Any:
+def _is_zero(x: jax.Array) -> jax.Array:
     """Where an array is zero; by the bits, as XLA on CPUs takes a subnormal number for zero."""
-    if xp is np or not is_float(x) or x.dtype.itemsize not in (2, 4, 8):
+    if not is_float(x) or x.dtype.itemsize not in (2, 4, 8):
         return x == 0
     bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
     return (bits << 1) == 0

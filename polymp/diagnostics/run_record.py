@@ -174,10 +174,9 @@ def summary(
         scale, (top, square, found, zeros, bad) = 1.0, _sums(row, count, widened, 1.0)
         if top and not 1e-250 < square < 1e250:  # squares of some numbers are beyond float64
             scale, (_, square, found, *_) = top, _sums(row, count, widened, top)
-    root = math.sqrt(count)
-    found[ORDERLESS] = top / scale, math.sqrt(square / count), *(found[2:4] / count)
-    found[PROJECTIONS] /= root
-    return tuple((found * scale).tolist()), zeros, bad
+        found[ORDERLESS] = top / scale, math.sqrt(square / count), *(found[2:4] / count)
+        found[PROJECTIONS] /= math.sqrt(count)
+        return tuple((found * scale).tolist()), zeros, bad
 
 
 def _sums(row: Any, count: int, widened: Callable[[Any], Any], scale: float) -> tuple[Any, ...]:

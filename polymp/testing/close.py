@@ -37,8 +37,8 @@ def assert_close(
     derives from the roundings of both. Their dtypes are not compared.
 
     Both functions have to be deterministic; torch's random numbers begin alike in every run, so
-    that dropout has one mask. torch runs on the CPU, eagerly; a JAX function is traced and compiled
-    for the default device.
+    that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers. torch
+    runs on the CPU, eagerly; a JAX function is traced and compiled for the default device.
 
     Args:
         fn: takes and returns arrays, in any nesting of tuples, lists and dicts.

@@ -440,13 +440,18 @@ def scope_names(stack: NameStack) -> list[str]:
 
     A recomputation in the backward pass has its path twice, as "transpose(jvp(a))/b/jvp(a)/b".
     """
-    names, again = list[str](), 0
+    names, backward, forwards = list[str](), False, list[int]()
     for part in stack.stack:
         if type(part).__name__ == "Scope":
             names.append(part.name)
-        elif part.name == "jvp":
-            again = len(names)
-    return names[again:] if names[:again] == names[again : 2 * again] else names
+        elif part.name == "transpose":
+            backward = True
+        elif part.name == "jvp" and backward:
+            forwards.append(len(names))
+    for half in range(len(names) // 2, 0, -1) if len(forwards) > 1 else ():
+        if names[:half] == names[half : 2 * half] and half <= forwards[-1] <= 2 * half:
+            return names[half:]
+    return names
 
 
 def with_scope(stack: NameStack, name: str) -> NameStack:

@@ -137,7 +137,8 @@ def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> A
     round.
 
     Gradients are found where the program takes them: they are what its backward pass hands to the
-    rest of it. A `GradScaler` among the arguments says by which scale to divide them.
+    rest of it. A `GradScaler` among the arguments says by which scale to divide them, if
+    its `scale` or `value_and_grad` scales the loss.
 
     With `rounding=True`, the twin also measures rounding errors: of each op in a low dtype, against
     its last equation in float32 on the same inputs, and of each result, against the same call in

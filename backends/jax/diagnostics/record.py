@@ -722,7 +722,7 @@ def _summary(x: Any, by: Any, far: float, runs: bool, xp: Any) -> tuple[Any, Any
         else:
             numbers = _summed(rows[0])
         own = 0.0 if by is None else _size(by.reshape(-1) + far * xp.abs(rows[0]), xp)
-    return numbers, _changes(rows, xp) if runs else None, own
+        return numbers, _changes(rows, xp) if runs else None, own
 
 
 def _summed(x: jax.Array) -> jax.Array:
@@ -746,8 +746,8 @@ def _changes(rows: Any, xp: Any) -> Any:
 
     Differences of the numbers themselves are summed up: differences of sums lose digits.
     """
-    kept = xp.all(xp.isfinite(rows), 0)
-    x = xp.where(kept, _wide(rows[0]), 0)
+    kept = xp.all(xp.isfinite(rows), 0)  # in float64: a mask may be the smallest of float32
+    x = xp.where(kept, rows[0].astype(np.float64), 0)
     size = xp.abs(x)
     top = xp.max(size)
     least = np.finfo(x.dtype).tiny
@@ -756,7 +756,7 @@ def _changes(rows: Any, xp: Any) -> Any:
     square = xp.mean(one * one)
 
     def change(rows: Any) -> Any:
-        other = xp.where(kept, _wide(rows), 0)
+        other = xp.where(kept, rows.astype(np.float64), 0)
         off = (other - x) * by
         more = xp.mean(off * (one + other * by), -1)
         rms = xp.sqrt(square) + xp.sqrt(xp.maximum(square + more, 0))

@@ -210,8 +210,7 @@ def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int
     with groups, lacks the attention kernel of CPUs, and before torch 2.13 raises where queries
     share keys. Since torch 2.2.
     """
-    name = op.overloadpacket.__name__
-    if (first := _PRODUCTS.get(name)) is not None:
+    if (first := _PRODUCTS.get(op.overloadpacket)) is not None:
         return 2 * int(result.numel()) * int(args[first].shape[-1])
     if op is torch.ops.aten.convolution.default:
         return _convolution(args[6], args[0], args[1], result)
@@ -219,6 +218,7 @@ def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int
         made, given, weight = args[:3]  # one convolution for each gradient of these two
         wanted = int(args[10][0]) + int(args[10][1])
         return wanted * _convolution(args[7], given, weight, made)
+    name = op.overloadpacket.__name__
     if name.startswith("_scaled_dot_product_"):
         if name.endswith("_backward"):
             return _attention(args[1:4], (3, 2))
@@ -230,7 +230,12 @@ def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int
 
 
 # Where the first matrix stands among the arguments of a product of two.
-_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+_PRODUCTS = {
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.baddbmm: 1,
+}
 
 
 def _attention(inputs: Sequence[torch.Tensor], products: tuple[int, int]) -> int:

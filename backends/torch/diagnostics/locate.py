@@ -76,10 +76,11 @@ def locate(
             f"locate(step_fn, *args) needs a function, got {step_fn!r}. Give the function and its "
             "arguments, not what it returned."
         )
+    leaves = tree_leaves((args, kwargs))
     if model is None:
-        leaves = (step_fn, *tree_leaves((args, kwargs)))
-        model = next((leaf for leaf in leaves if isinstance(leaf, nn.Module)), None)
-    values = LocateValues(model, tree_leaves((args, kwargs)))
+        model = next((leaf for leaf in (step_fn, *leaves) if isinstance(leaf, nn.Module)), None)
+    known = all(isinstance(leaf, _KNOWN) for leaf in leaves)  # an object may have tensors
+    values = LocateValues(model, leaves if known else None)
     stream = OpStream(model, values, counts=False, floats=numbers_in, title="locate")
     with _put_back(model) as undo:
         try:
@@ -96,6 +97,9 @@ def locate(
     elif fault is None:
         progress.tell("locate: no op made an Inf or NaN of finite numbers")
     return fault
+
+
+_KNOWN = (torch.Tensor, nn.Module, torch.optim.Optimizer, int, float, complex, str, type(None))
 
 
 class _Undo(modes.OpMode):

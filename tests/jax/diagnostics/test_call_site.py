@@ -246,6 +246,24 @@ def test_the_backward_of_what_is_rematerialised_has_the_path_of_the_forward() ->
         assert inner == modules
 
 
+def test_scopes_around_a_gradient_are_kept() -> None:
+    def energy(x: Any) -> Any:
+        with jax.named_scope("net"):
+            return wave(x).sum()
+
+    def around(name: str, fn: Any) -> Any:
+        def scoped(x: Any) -> Any:
+            with jax.named_scope(name):
+                return jax.grad(fn)(x)
+
+        return scoped
+
+    of_both = explain(autocast(around("net", energy)), X)
+    assert {c.module for c in of_both.of("sin")} == {"net.net"}
+    again = explain(autocast(around("train", jax.checkpoint(energy))), X)
+    assert {c.module for c in again} == {"train.net"}
+
+
 def test_code_in_a_step_that_a_library_compiles_has_its_own_lines_and_modules() -> None:
     part = Part(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
     loss = autocast(lambda model, x: model(x))

@@ -315,6 +315,22 @@ def test_a_mask_is_the_same_in_all_probes() -> None:
     assert moved(drawn) > 0  # by the function that made them normal
 
 
+@pytest.mark.parametrize("count", [16, 300])
+def test_a_mask_of_the_smallest_float32_does_not_hide_how_far_scores_are_moved(count: int) -> None:
+    q, k = (jax.random.normal(jax.random.key(at), (count, count)) / 4 for at in range(2))
+
+    def run(same: Any) -> Any:
+        def attention(q: Any, k: Any) -> Any:
+            scores = jnp.where(jnp.tri(count) > 0, same(q @ k), jnp.finfo("float32").min)
+            return jax.nn.softmax(scores) @ q
+
+        recorded = record(None, attention)
+        recorded(q, k)
+        return recorded.record
+
+    assert polymp.compare(run(lambda x: x), run(lambda x: jnp.log(jnp.exp(x)))).explained
+
+
 def test_spreads_of_other_probes_are_much_the_same() -> None:
     one, other = (rows(jax.grad(scanned), *parameters(), probes=n) for n in (16, 48))
     for a, b in zip(one, other, strict=True):

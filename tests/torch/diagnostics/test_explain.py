@@ -229,6 +229,15 @@ FLOPS: dict[str, tuple[int, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
+def test_an_op_of_the_name_of_a_product_has_none() -> None:
+    with torch.library._scoped_library("polymp_explain", "DEF") as library:
+        library.define("bmm(float scale, Tensor a) -> Tensor")
+        library.impl("bmm", lambda scale, a: a * scale, "CompositeExplicitAutograd")
+        with explain() as report:
+            torch.ops.polymp_explain.bmm(2.0, torch.ones(3, 3))
+    assert sum(call.flops for call in report) == 0
+
+
 @pytest.mark.parametrize("region", [False, True], ids=["no region", "region"])
 @pytest.mark.parametrize("op", FLOPS)
 def test_flops_are_those_of_the_formulas(op: str, region: bool) -> None:

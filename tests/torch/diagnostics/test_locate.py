@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,12 @@ def test_a_loss_is_found_though_its_gradients_are_zero() -> None:
     found = locate(step, x, model=net)
     assert found is not None
     assert (found.op, found.kind) == ("nll_loss", "operation")
+
+
+def test_what_is_in_an_object_is_an_argument() -> None:
+    x = torch.tensor([1.0, math.nan])
+    fault: Any = locate(lambda batch: batch.x * 2, SimpleNamespace(x=x))
+    assert fault.why.startswith("an argument (float32 2)")
 
 
 def test_what_an_op_was_given_is_exact_to_subnormal_numbers() -> None:

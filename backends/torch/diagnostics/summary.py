@@ -122,7 +122,7 @@ def _signs(
     """Return `run_record.signs` on a device, with a column of ones in front."""
     with torch.inference_mode(False):
         both = signs_and_ones(blocks)
-        outer, inner = (torch.from_numpy(each).to(device, dtype) for each in both)
+        outer, inner = (torch.from_numpy(each).to(device, dtype).T for each in both)
     return outer, inner
 
 

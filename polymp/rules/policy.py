@@ -439,19 +439,23 @@ def with_recipe(policy: Policy, recipe: str, where: str) -> Policy:
 def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | None:
     """The row that decides for an op; see `Policy.winner`."""
     known = vocabulary().ops.get(op)
-    computes = known is not None and known.kind not in vocabulary().moving
-    names = [spelling, op, f"class:{known.kind}" if known else "", "all" if computes else ""]
-    dtype = FULL.get(dtype, dtype)
-    for name in filter(None, names):
-        for low in (dtype, ""):
-            if row := in_force.get((name, low)):
-                return row
+    lows = FULL.get(dtype, dtype), ""
+
+    def of(name: str) -> Row | None:
+        return next(filter(None, (in_force.get((name, low)) for low in lows)), None)
+
+    def of_every_op(name: str) -> Row | None:
+        kind = known.kind if known else ""
+        row = of(name) if known and kind not in vocabulary().moving else None
+        lowers = row is not None and row.rule in (Rule.LOWER, Rule.WIDEST)
+        return None if lowers and kind in vocabulary().traits["wide"] else row
+
+    named = (of(name) for name in (spelling, op, f"class:{known.kind}" if known else "") if name)
+    if row := next(filter(None, named), None) or of_every_op("all"):
+        return row
     if known and known.rule:
         return Row(op, Rule(known.rule), source="register_op")
-    for low in (dtype, "") if computes else ():
-        if row := in_force.get(("default", low)):
-            return row
-    return None
+    return of_every_op("default")
 
 
 # The rows that hold inside a module: those whose scope matches come before those without one.

@@ -21,7 +21,7 @@ from polymp.errors import PolicyError
 CUSTOM = "custom"
 
 # What `policies/vocabulary.toml` may say of a class besides its summary.
-CLASS_TRAITS = ("moves", "products", "sums", "parameters")
+CLASS_TRAITS = ("moves", "products", "sums", "parameters", "wide")
 
 
 @dataclass(frozen=True, slots=True)

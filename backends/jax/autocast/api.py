@@ -259,7 +259,7 @@ def _can(op: Op, rule: Rule) -> bool:
         return False
     if rule not in (Rule.LOWER, Rule.FP8, Rule.WIDEST) or op.rule:
         return True
-    return op.kind not in known_functions.AS_WRITTEN
+    return op.kind not in vocabulary().traits["wide"]
 
 
 def _by_traces(policy: Policy, op: Op, row: Row) -> bool:

@@ -15,7 +15,6 @@ import jax.extend.core as core
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import known_functions
 from polymp.backends.jax.autocast.evaluate import cast, run
 from polymp.backends.jax.autocast.frame import (
     ELIGIBLE,
@@ -161,7 +160,7 @@ def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
         kind, rule = words.ops[found.op].kind, _rule(found.op, region)
         if rule in (Rule.LOWER, Rule.FP8) and kind in words.traits["products"]:
             continue
-        if rule is not Rule.PARTS or kind in known_functions.AS_WRITTEN:
+        if rule is not Rule.PARTS or kind in words.traits["wide"]:
             return _Ruled(found.op, found.call, region, found.inside)
     return None
 
@@ -169,12 +168,7 @@ def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
 def _rule(op: str, region: Region) -> Rule:
     assert region.policy is not None, "polymp.jax fills in the policy of every region"
     row = region.policy.at(region.scope).winner(op, region.dtype)
-    if row is None:
-        return Rule.PARTS
-    if row.of in ("all", "default") and row.rule in (Rule.LOWER, Rule.WIDEST):
-        if vocabulary().ops[op].kind in known_functions.AS_WRITTEN:  # they mean the ops that can
-            return Rule.PARTS
-    return row.rule
+    return Rule.PARTS if row is None else row.rule
 
 
 def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:

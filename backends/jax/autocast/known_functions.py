@@ -277,7 +277,3 @@ OPAQUE = frozenset(
     reduce reduce_window run_state select_and_scatter tpu_custom_call triton_kernel_call
     """.split()
 )
-
-# Classes of ops that JAX has no low kernels for: their functions run as written, unless a policy
-# says otherwise, and the products inside them are not the user's to lower.
-AS_WRITTEN = frozenset({"linear_algebra", "fft"})

@@ -151,6 +151,12 @@ _ESCAPED = (
     "and autocast(net.apply), or only functions inside that store nothing."
 )
 
+_TRACED = (
+    "polymp.jax.autocast traces {name}, as jax.jit does, so that its Python cannot branch on the "
+    "values of arrays. Write jax.lax.cond or jax.numpy.where, or autocast the functions in the "
+    "branches."
+)
+
 # cuDNN's kernels take low dtypes alone, and look while they are traced.
 _CUDNN = (
     "polymp.jax.autocast traces a function in the dtypes as written, and casts afterwards; cuDNN's "
@@ -189,6 +195,9 @@ def trace(
         gc.collect(0)  # what is young from here on, the trace has made
         try:
             jaxpr = jax.make_jaxpr(flat)(*arrays)
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(_TRACED.format(name=flat.__name__))
+            raise
         except (NotImplementedError, ValueError) as error:
             if region.enabled and compat.asks_for_low(error):
                 error.add_note(_CUDNN.format(low=region.dtype))

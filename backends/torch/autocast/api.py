@@ -33,11 +33,13 @@ from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.rules.region import Region
+from polymp.rules.row import LOW
 
 PolicyLike = policy_files.Source
 P = ParamSpec("P")
 R = TypeVar("R")
 _Entries = tuple[compiled_region.CompiledRegion, "_Entries | None"]
+_DTYPES = *LOW, "float32", "float64"  # in the last two, torch warns, and opens no region
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -70,7 +72,7 @@ class autocast:  # the name is torch's
 
     Args:
         device_type: the devices whose ops the region changes: "cpu", "cuda", "xpu", "mps", ...
-        dtype: the low dtype, torch's own or a name such as "bfloat16", "bf16" or "fp16"; None takes
+        dtype: the low dtype, or a name of it such as "bfloat16", "bf16" or "fp16"; None takes
             torch's default for the device (cpu bfloat16, cuda float16), or the dtype of the region
             that the object is made in; bfloat16 for a policy with rule fp8.
         enabled: False makes a subregion in which ops run in the dtypes of their inputs.
@@ -103,8 +105,8 @@ class autocast:  # the name is torch's
     ) -> None:
         if not isinstance(device_type, str):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-        if isinstance(dtype, str):
-            dtype = dtype_names.of(dtype, "autocast(): dtype")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            dtype = dtype_names.of(dtype, "autocast(): dtype", _DTYPES)
         self.device = device_type
         around = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         if cache_enabled is None:

@@ -33,6 +33,10 @@ from polymp.rules.region import Region
 from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
+# Rules by which a policy has ops cast in front of transforms, also where torch does the same: torch
+# takes some that run low apart, and cannot batch float32 statistics beside a low input.
+AS_A_WHOLE = Rule.LOWER, Rule.FP32_KEEP
+
 
 class TorchKernels:
     """Whether torch's own kernels are used where they agree with the policy."""
@@ -100,10 +104,10 @@ def _torch_kernel(name: str, key: str) -> Any:  # torch's own class of kernels i
 def make_in_front(name: str) -> Function | None:
     """Make the kernel of an op in front of torch.func's transforms; None if torch lacks the op.
 
-    vmap and grad take composite ops such as linear apart before autocast sees them. Where a policy
-    has another rule for such an op than torch, the op is cast as a whole first, here. Where it has
-    the same rule, as without a policy, the transform does what it does under torch.autocast, bit
-    for bit.
+    vmap and grad take ops such as linear apart before autocast sees them, or after it, when it is
+    no longer known that the parts are of an op that has been cast. Under a policy, which may have
+    rules for the parts, the op is therefore cast as a whole first, here. Without one, the transform
+    does what it does under torch.autocast, bit for bit.
     """
     op = dispatcher.overload(name)
     if op is None:
@@ -122,11 +126,13 @@ def make_in_front(name: str) -> Function | None:
             or not compiled_region.in_region()
         ):
             return call(*args, **kwargs)
-        ruled = op_on(name, device)
-        ruling = ruled.ruling(regions.in_force(device))
+        ruled, region = op_on(name, device), regions.in_force(device)
+        ruling = ruled.ruling(region)
         key = dispatcher.autocast_key(device)
-        if ruling.row is None or ruling.agrees or key is None or ruling.row.rule is Rule.FORBID:
-            return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises
+        if ruling.row is None or region.policy is None or key is None:
+            return call(*args, **kwargs)
+        if ruling.row.rule is Rule.FORBID or (ruling.agrees and ruling.row.rule not in AS_A_WHOLE):
+            return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises or casts
         with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
             args = tree_map_only(torch.Tensor, modes.matched_tangent, args)
             if (found := decision_log.current()) is not None:
@@ -304,7 +310,8 @@ class OpOnDevice:
             if decision.rule is Rule.FORBID:
                 assert ruling.row is not None, "it decided"
                 forbid(ruling.policy, ruling.row, name, self.dtypes(args))
-            if self._in_float32 and decision.out in LOW:
+            batched = self._written and modes.is_transformed()  # which has no kernel for low inputs
+            if self._in_float32 and decision.out in LOW and not batched:
                 if (own_kernel := torch_table.kernel(name, device)) is not None:
                     return own_kernel(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)

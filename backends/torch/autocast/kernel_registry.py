@@ -77,6 +77,10 @@ def install(policy: Policy, device: str, dtype: str = "") -> None:
     check(policy, device, dtype)
     compiled_region.keep_policies()
     put(device, sorted(differing(policy, device)))
+    for low in LOW:
+        for name, row in torch_table.table(policy, low, device).items():
+            if row.rule in autocast_kernel.AS_A_WHOLE:
+                put_in_front(name)
 
 
 def differing(policy: Policy, device: str) -> frozenset[str]:

@@ -123,9 +123,6 @@ def in_float32(overload: str) -> bool:
     return overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT
 
 
-# Classes of which next to no op has a low kernel on CPUs: rows for them that lower are refused.
-LACKING = "class:fft", "class:linear_algebra"
-
 # These of linear algebra are put together from ops that have low kernels.
 _HAVE_LOW = frozenset({"linalg_matrix_exp", "trace"})
 

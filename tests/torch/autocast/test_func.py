@@ -399,3 +399,17 @@ def test_outside_regions_nothing_changes(without_polymp: Any) -> None:
     with autocast("cpu"):
         inside = plain_results()
     assert [key for key in inside if inside[key] != expected[key]] != []
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean", "matmul", "torch-cpu"])
+def test_per_sample_gradients_of_a_region_inside(policy: str) -> None:
+    """vmap takes a linear layer apart into ops that have rows of their own."""
+    from polymp.torch import autocast
+
+    def loss(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", BF16, policy=policy):
+            return F.mse_loss(F.linear(x[None], w, b)[0], x)
+
+    found = vmap(grad(loss), (None, None, 0))(W, B, ROWS[0])
+    expected = torch.stack([grad(loss)(W, B, x) for x in ROWS[0]])
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.01)

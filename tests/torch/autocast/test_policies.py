@@ -560,3 +560,14 @@ def test_a_policy_that_says_what_torch_does_installs_no_kernel(device, tmp_path)
 
 def _head(device: str) -> str:
     return f"device, instead, softmax = {device!r}, {INSTEAD[device]!r}, {SOFTMAX[device]!r}\n"
+
+
+@pytest.mark.parametrize("policy", ["amp", "lean"])
+def test_linear_algebra_of_low_inputs_runs_in_float32(policy: str) -> None:
+    x = (torch.eye(4) * 3 + torch.arange(16).reshape(4, 4) / 16).bfloat16()
+    with autocast("cpu", torch.bfloat16, policy=policy):
+        for op in (torch.det, torch.logdet, torch.linalg.lu_factor, torch.linalg.pinv):
+            found = op(x)
+            expected = op(x.float())
+            assert torch.equal(*(r if torch.is_tensor(r) else r[0] for r in (found, expected)))
+        assert torch.matrix_exp(x).isfinite().all(), "torch's kernel for bfloat16 makes NaN"

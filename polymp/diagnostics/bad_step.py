@@ -68,7 +68,7 @@ class BadStep(NamedTuple):
         place = f" in {fault.module}" if fault.module else ""
         if fault.kind == "number":
             return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-        if fault.kind == "operation" or fault.run == "float32":
+        if (fault.kind == "operation" and fault.run != "bfloat16") or fault.run == "float32":
             return f"Change the code: {fault.op} has no finite result there in float32 either."
         other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
         return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"

@@ -8,7 +8,7 @@ graph count. Nothing here knows a framework.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
@@ -19,6 +19,9 @@ _STEPS = 12
 
 # Ops whose Inf, of finite inputs, may be a division by zero.
 DIVIDING = frozenset("div reciprocal log log1p log2 log10 logit rsqrt pow".split())
+
+# Ops whose results come so near to 1 that a low dtype rounds them to it.
+SATURATING = frozenset("sigmoid tanh erf".split())
 
 # Ops that give the same for Inf as for a very large number: masks and clamps lead to them.
 _TAKES_UP = frozenset(
@@ -135,7 +138,7 @@ def _with_calls(nodes: Sequence[Node]) -> list[Node]:
 def meant(nodes: Sequence[Node]) -> set[int]:
     """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do."""
     (reaches, hidden), constants = _bad_ones(nodes), set[int]()
-    untested = _reaching(nodes, _readers(nodes), tests=False)
+    untested = _reaching(nodes, _readers(nodes), lambda node: False)
     for at, node in enumerate(nodes):
         spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
         if (node.given or spoilt) and spoilt <= constants and not (node.spoiled or node.burst):
@@ -149,14 +152,22 @@ def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
     """For each node, whether its Inf or NaN reaches an end, and whether a number hides its Inf.
 
     An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is 0.
-    A softmax or a clamp, though, gives the same for Inf and for the number it was.
+    A softmax or a clamp, though, gives the same for Inf and for the number it was. What comes from
+    an input that is not finite, and is only tested for it, does no harm, unless it is a loss.
     """
-    readers = _readers(nodes)
+    readers, from_outside = _readers(nodes), set[int]()
+    for at, node in enumerate(nodes):
+        spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
+        if node.bad and not node.burst and (node.spoiled or spoilt) and spoilt <= from_outside:
+            from_outside.add(at)
+    either = _reaching(nodes, readers, lambda node: True)
+    losses = _reaching(nodes, readers, lambda node: node.single)
+    reaches = [(losses if at in from_outside else either)[at] for at in range(len(nodes))]
     hidden = [
         node.burst and not node.cast and not all(nodes[r].op in _TAKES_UP for r in readers[at])
         for at, node in enumerate(nodes)
     ]
-    return _reaching(nodes, readers), hidden
+    return reaches, hidden
 
 
 def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:
@@ -179,19 +190,20 @@ def _readers(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def _reaching(
-    nodes: Sequence[Node], readers: Sequence[Sequence[int]], tests: bool = True
+    nodes: Sequence[Node], readers: Sequence[Sequence[int]], tested: Callable[[Node], bool]
 ) -> list[bool]:
     """For each node, True if its values are not finite and stay so up to an end.
 
-    An end is a value that no op reads, or `tests` alone, that is tested for being finite, or that
-    the program returns.
+    An end is a value that no op reads, or tests alone if `tested` says so, that a loss scaler
+    tests, or that the program returns.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
             of_values = [r for r in readers[at] if nodes[r].value]
             asked = any(nodes[r].asks for r in readers[at])
-            unread = nodes[at].returned or (not of_values if tests else not readers[at])
+            read = of_values if tested(nodes[at]) else readers[at]
+            unread = nodes[at].returned or not read
             reaches[at] = asked or unread or any(reaches[r] for r in of_values)
     return reaches
 
@@ -228,7 +240,8 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         if _reads_cast(found):
             why = f"{lost} an input of it becomes zero when it is cast to {found.run}"
         return Blame(cause, at, "underflow", why)
-    why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'} or wider"
+    wider = "; in float32 it was not tried" if node.run == "bfloat16" else " or wider"
+    why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'}{wider}"
     return Blame(at, at, "operation", why)
 
 
@@ -238,14 +251,16 @@ def _reads_cast(node: Node) -> bool:
 
 
 def _saturated(nodes: Sequence[Node], at: int) -> int | None:
-    """The node whose dtype made ones, of which others made what the node `at` cannot take."""
-    front = [i for i in nodes[at].inputs if i < at]
+    """The node whose dtype made ones, of which others made what the node `at` cannot take.
+
+    The first of these: 1 - p also has ones, where p is near 0, beside the zeros that p's ones make.
+    """
+    front, ones = [i for i in nodes[at].inputs if i < at], list[int]()
     while front:
-        if found := [i for i in front if nodes[i].ones]:
-            return found[0]
+        ones = [i for i in front if nodes[i].ones] or ones
         front = [i for f in front if nodes[f].cast or nodes[f].op in OF_ONE
                  for i in nodes[f].inputs if i < f]  # fmt: skip
-    return None
+    return ones[0] if ones else None
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:

@@ -212,11 +212,6 @@ class Pairs:
         self.across = across  # True if the calls are matched by their values
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
         self.chance = factor(numbers)
-        # A spread is the root of a mean of so many squares: one of each probe; of the projections
-        # of an array, which are pooled, eight.
-        probes = one.probes + other.probes
-        pooled = PROJECTIONS.stop - PROJECTIONS.start
-        self.limit = _quantile(self.chance, probes), _quantile(self.chance, pooled * probes)
         paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
         shared = paths[0] & paths[1]
         self.common = bool(shared) and len(shared) >= _COMMON * min(map(len, paths))
@@ -250,14 +245,19 @@ class Pairs:
         import numpy as np
 
         a, b = self.one, self.other
-        spread = np.sqrt(a.spread[i] ** 2 + b.spread[j] ** 2)
+        squares = a.spread[i] ** 2, b.spread[j] ** 2
+        spread = np.sqrt(sum(squares))
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
         floor[RMS : PROJECTIONS.stop] = _ERROR
+        # A spread is the root of a mean of so many squares: one of each probe; of the projections
+        # of an array, which are pooled, eight.
         many = (a.sizes[i] >= _POOLED) & (b.sizes[j] >= _POOLED)
-        limit = np.multiply.outer(np.where(many, self.limit[1], self.limit[0]), np.ones(VALUES))
-        limit[..., RMS : PROJECTIONS.start] = self.limit[0]
-        allowed = limit * spread + np.multiply.outer(size, floor)
+        pooled = np.where(many, PROJECTIONS.stop - PROJECTIONS.start, 1)
+        counts = np.multiply.outer(pooled, np.ones(VALUES))
+        counts[..., RMS : PROJECTIONS.start] = 1
+        certain = _certainty(squares, (a.probes, b.probes)) * counts
+        allowed = _quantile(self.chance, certain) * spread + np.multiply.outer(size, floor)
         # Noise adds to a mean square: of a result that is mostly noise, a change of second order.
         whole = spread[..., PROJECTIONS.start]
         noise = whole * np.minimum(whole / np.maximum(size, np.finfo(float).tiny), 1.0)
@@ -543,17 +543,34 @@ def _of_two_elements(projections: Any, noise: float) -> bool:
     return int((np.diff(sizes) > max(noise, 1e-3 * float(sizes[-1]))).sum()) <= 1
 
 
-def _quantile(normal: float, probes: int) -> float:
+def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:
+    """Degrees of freedom of the sum of two mean squares, each of so many.
+
+    Source:
+        Welch, "The generalization of 'Student's' problem when several different population
+        variances are involved", Biometrika 34 (1947).
+    """
+    import numpy as np
+
+    one, other = (count or math.inf for count in probes)  # an estimate without probes is no sample
+    own, theirs = squares
+    parts = own**2 / one + theirs**2 / other
+    whole = np.full_like(parts, one + other)
+    return np.divide((own + theirs) ** 2, parts, out=whole, where=parts > 0)
+
+
+def _quantile(normal: float, degrees: Any) -> Any:
     """Student's quantile where a normal distribution has the given one.
 
     Source:
         Wallace, "Bounds on normal approximations to Student's and the chi-square distributions",
         Ann. Math. Statist. 30 (1959).
     """
-    if not probes:
-        return normal
-    scaled = normal * (8 * probes + 3) / (8 * probes + 1)
-    return math.sqrt(probes * math.expm1(scaled**2 / probes))
+    import numpy as np
+
+    degrees = np.minimum(degrees, 1e9)
+    scaled = normal * (8 * degrees + 3) / (8 * degrees + 1)
+    return np.sqrt(degrees * np.expm1(scaled**2 / degrees))
 
 
 # --- alignment ------------------------------------------------------------------------------------

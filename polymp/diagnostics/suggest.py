@@ -118,7 +118,7 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
     An op that ran by a float32 row of `base` gets no other.
     """
     policy, fault = policy_files.load(base), audit.fault
-    if fault is not None and fault.direction == UPDATE and fault.remedy:
+    if fault is not None and fault.remedy and (fault.direction == UPDATE or fault.kind == "inside"):
         why = f"{_at(fault)}: {fault.why}. {fault.remedy}"
         return Suggestion(reasons=(why,), remedy=fault.remedy)
     if fault is not None and fault.kind in ("input", "index", "operation"):
@@ -243,7 +243,8 @@ def _look(fault: Fault) -> str:
     if fault.kind == "operation":
         if fault.why == CONSTANT:
             return f"{at}: {fault.why}: change the program."
-        return f"{at}: {fault.found} in float32 too: look at its inputs. {fault.why}"
+        too = "" if fault.run == "bfloat16" else " in float32 too"
+        return f"{at}: {fault.found}{too}: look at its inputs. {fault.why}"
     bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
     name = next((f" {o.name!r}" for o in bad if o.name), "")
     what = next(("NaN" if o.nan else "Inf" for o in bad), fault.found)

@@ -70,6 +70,15 @@ def test_what_is_no_function_is_refused(fw: ModuleType) -> None:
         backend(fw).locate(3)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_probability_that_a_low_dtype_rounds_to_1(fw: ModuleType, dtype: str) -> None:
+    """Also beside one near 0, of which 1 - p is 1."""
+    functions: Any = import_module("torch" if fw.name == "torch" else "jax.numpy")
+    sigmoid = import_module("torch" if fw.name == "torch" else "jax.nn").sigmoid
+    fault = fault_of(fw, lambda x: functions.log(1 - sigmoid(x)), fw.array([-9.0, 9.0], dtype))
+    assert (fault.op, fault.kind) == ("sigmoid", "saturation")
+
+
 # --- audit ----------------------------------------------------------------------------------------
 
 

@@ -400,3 +400,27 @@ def test_effects_of_several_losses_in_one_jax_program() -> None:
     assert effect(looped) == pytest.approx(change, rel=0.1)
     whole = 1 - float(summed(w, batches, False) / summed(w, batches))
     assert effect(jax.grad(summed)) == pytest.approx(whole, rel=0.1)
+
+
+def test_effects_are_relative_to_the_loss_that_backward_is_called_on() -> None:
+    """A sum of a loss and a small term, whose gradient no op makes."""
+    need("torch")
+    import torch
+
+    import polymp.torch
+
+    torch.manual_seed(0)
+    net, x = torch.nn.Linear(16, 8), torch.randn(64, 16)
+
+    def loss_of() -> torch.Tensor:
+        y = net(x)
+        return torch.nn.functional.cross_entropy(y, torch.arange(64) % 8) + 0.01 * y.float().mean()
+
+    with polymp.torch.audit(net, rounding=True) as audit:
+        with polymp.torch.autocast("cpu", torch.bfloat16, policy="amp"):
+            loss = loss_of()
+        loss.backward()
+    with torch.no_grad():
+        exact = loss_of()
+    true = float((loss.detach() - exact) / exact)
+    assert audit.loss_effect == pytest.approx(true, rel=0.2)

@@ -206,12 +206,16 @@ def fault(
     kind, why = found.kind, found.why
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
         kind, why = "index", _outside(program, event, indices)
+    remedy = ""
+    if kind == "operation" and event.site.eqn.primitive.name == "shard_map":
+        kind, why = "inside", "its inputs are finite, and ops inside of it were not looked at"
+        remedy = "Locate in the function that it maps, with a device's part of its arguments."
     if kind == "saturation" and not event.inputs and not event.outside:
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in program.late:
         call = call._replace(direction=BACKWARD)
     row = call.row and call.row.under(program.traced.record.policy)
-    remedy, eqn = "", event.site.eqn
+    eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
     if any(name for name, _ in by) and kind in ("overflow", "operation"):
         given = (float(facts[at].peak.max()) for at in event.inputs)

@@ -258,7 +258,10 @@ def amount(
     Not `exact`, the terms of its sums count as if all were of one size.
     """
     name = eqn.primitive.name
-    if not is_float(x) or x.size == 0 or name in _CHOOSES or x.dtype.itemsize == 1:
+    computes = name == "abs" and jnp.iscomplexobj(values[0])  # a root of a sum
+    if not _is_number(x) or x.size == 0 or (name in _CHOOSES and not computes):
+        return None
+    if x.dtype.itemsize == 1:
         return None  # to 8 bits both frameworks round alike; the operands have been moved
     if name == "convert_element_type":
         (given,) = values
@@ -280,13 +283,15 @@ def amount(
     kind = vocabulary().kind_of(op)
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone
-    own, summed = movement(op, "matmul" if work else kind, x.dtype.name, terms)
+    dtype = np.empty(0, x.dtype).real.dtype.name
+    own, summed = movement(op, "matmul" if work else kind, dtype, terms)
     magnitude = _magnitude(x)
     by = own * magnitude
     if summed:
         added: Any = 0.0
         if of in _SUMS:
             exact |= eqn.params.get("how") is not None  # in 8 bits there are more operands
+            exact &= not jnp.iscomplexobj(x)
             added = _added(eqn, values) if exact else terms * prod(map(_mean_square, values))
         by += summed * jnp.sqrt(magnitude**2 + added)
     return by
@@ -295,9 +300,14 @@ def amount(
 def shifted(x: jax.Array, by: jax.Array, seed: Any, move: Any) -> jax.Array:
     """Move numbers by a share, which is a hash of the number, the move and the seed.
 
-    Equal numbers go the same way, as they round the same way; opposite ones go opposite ways.
+    Equal numbers go the same way, as they round the same way, and so do neighbours, where a
+    function is off by the same; opposite ones go opposite ways.
     """
-    bits = lax.bitcast_convert_type(jnp.abs(x).astype(np.float32), np.uint32) + move
+    if jnp.iscomplexobj(x):
+        parts = (shifted(part, by, seed, move) for part in (x.real, x.imag))
+        return lax.complex(*parts)
+    bits = lax.bitcast_convert_type(jnp.abs(x).astype(np.float32), np.uint32)
+    bits = (bits & jnp.uint32(0xFFFFFF00)) + move
     for factor in (seed * np.uint32(0x9E3779B0) + np.uint32(0x7FEB352D), 0x846CA68B):
         bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
     share = (bits ^ (bits >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
@@ -323,10 +333,15 @@ def _mean_square(x: jax.Array) -> jax.Array:
     return jnp.mean(_magnitude(x) ** 2)
 
 
+def _is_number(x: jax.Array) -> bool:
+    return is_float(x) or jnp.iscomplexobj(x)
+
+
 def _magnitude(x: jax.Array) -> jax.Array:
     return jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))
 
 
 def _array(x: jax.Array) -> "np.ndarray[Any, Any]":
+    x = jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x
     made = np.asarray(x)
     return made.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else made

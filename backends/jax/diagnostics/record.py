@@ -273,7 +273,7 @@ class _Program:
         for parts in zip(walks[0].summaries, *jax.device_get(found), strict=True):
             (row, *_), *runs = parts
             (*values, zeros, bad), own = runs[0][0].tolist(), float(runs[0][2])
-            own = own / values[RMS] if own else 0.0
+            own = own / values[RMS] if values[RMS] else 0.0
             spread: tuple[float, ...] = ()
             if self._seeds.size:
                 changes = [x for _, x, _ in runs if x is not None]

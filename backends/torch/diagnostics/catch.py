@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader
 
 from polymp import code_origin
@@ -179,6 +179,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
+        self._writes: set[int] = set()  # places of arguments that the step writes in place
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -198,9 +199,9 @@ class Catch(CaughtStep, Generic[P, R]):
             CatchWarning: likewise, if `on_bad` is "report".
         """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
-        versions = versions_of((args, kwargs))
+        given, before = self._as_given((args, kwargs)), versions_of((args, kwargs))
         settings, random = Settings(copy.objects.optimizers), Snapshot(random_numbers=True)
-        call = Call(args, kwargs, versions, settings, random, {})
+        call = Call(*given, versions_of(given), settings, random, {})
         copy.calls.append(call)
         self.step += 1
         scaled, steps = copy.objects.scaled, list[torch.optim.Optimizer]()
@@ -216,10 +217,23 @@ class Catch(CaughtStep, Generic[P, R]):
         if not (steps or scaled):  # other code steps, after this call
             bad.extend(bad_by_device(_gradients(copy.named.values())))
         self._meet(copy, steps, call)
+        pairs = enumerate(zip(before, versions_of((args, kwargs)), strict=True))
+        writes = {at for at, (was, now) in pairs if was != now}
+        self._renews |= not writes <= self._writes  # those of this call are lost
+        self._writes |= writes
         copy.left = copy.versions()
         if self._checks.add(call.losses, bad):
             self._stop(copy)
         return result
+
+    def _as_given(self, tree: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return a call's arguments, and copies of those that the step writes in place."""
+        leaves, structure = tree_flatten(tree)
+        for at in self._writes & {*range(len(leaves))}:
+            if isinstance(t := leaves[at], torch.Tensor):
+                leaves[at] = t.detach().clone().requires_grad_(t.requires_grad)
+        args, kwargs = tree_unflatten(leaves, structure)
+        return args, kwargs
 
     def _meet(self, copy: StateCopy, steps: Sequence[torch.optim.Optimizer], call: Call) -> None:
         """Have the next copy hold optimizers that were not found; tell what cannot be checked."""
@@ -295,6 +309,7 @@ class Catch(CaughtStep, Generic[P, R]):
             call.settings.put_back()
             call.random.put_back()
             before, gradients = TrainingState(objects), dict[str, str]()
+            args, kwargs = self._as_given(call[:2])
 
             def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:
                 grads = {names.get(id(p), "of no model"): p.grad for p in with_gradients(it)}
@@ -302,7 +317,7 @@ class Catch(CaughtStep, Generic[P, R]):
 
             try:
                 with stepping(look):
-                    result = self._fn(*call.args, **call.kwargs)
+                    result = self._fn(*args, **kwargs)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
                 return self._unrepeated(None, before_it)
@@ -383,9 +398,11 @@ def _located(fn: Callable[..., Any], call: Call, objects: "TrainingObjects") -> 
 
 
 def versions_of(given: object) -> tuple[int, ...]:
-    """Return the version of each tensor in a tree, which every write to the tensor changes."""
-    tensors = (t for t in tree_leaves(given) if isinstance(t, torch.Tensor))
-    return tuple(t._version for t in tensors if not t.is_inference())
+    """Return the versions of tensors in a tree, which every write changes; -1 of other leaves."""
+    return tuple(
+        t._version if isinstance(t, torch.Tensor) and not t.is_inference() else -1
+        for t in tree_leaves(given)
+    )
 
 
 # Whether the numbers of a training step are finite: its losses, gradients and weights.
@@ -539,7 +556,13 @@ class TrainingState(Snapshot):
 
     def __init__(self, objects: TrainingObjects) -> None:
         tensors = list(named_tensors(objects).values())
-        super().__init__(tensors, grads=tensors, optimizers=objects.optimizers, random_numbers=True)
+        super().__init__(
+            tensors,
+            grads=tensors,
+            optimizers=objects.optimizers,
+            modules=[part for model in objects.models for part in model.modules()],
+            random_numbers=True,
+        )
         self._others = [(it, state) for it in objects.others if (state := _state_of(it))]
 
     def put_back(self) -> None:

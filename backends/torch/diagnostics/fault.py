@@ -218,6 +218,8 @@ def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance)
             low, high = ranges.read([event.lost.wide])
             finite, below = math.isfinite(low) and math.isfinite(high), high < 1
             vanished = next(counts)[1] / event.lost.looked_at
+        elif event.func is None and event.inputs:  # of another op's result, which was measured
+            below = max(ranges.read(events[event.inputs[0]].ranges), default=1.0) < 1
         near = ((x, rounded(x, event.run)) for x in event.numbers)
         nodes.append(
             Node(

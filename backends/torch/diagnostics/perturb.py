@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import dispatcher, modes
+from polymp.backends.torch.diagnostics.catch import training_objects
+from polymp.backends.torch.diagnostics.measure import real
 from polymp.backends.torch.diagnostics.op_call import (
     Own,
     call_of,
@@ -22,9 +25,11 @@ from polymp.backends.torch.diagnostics.op_call import (
     float_tensors,
     is_cast,
     name_of,
+    numbers_in,
     running,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
 from polymp.diagnostics.run_record import RunRecord
@@ -37,7 +42,8 @@ def move(
     """Move a result in some runs, the rows, by shares of its rounding `by`, which is changed, too.
 
     A share is a byte or more of a hash of the number, the op and the seed. So equal numbers in one
-    result go the same way, as they round the same way, and opposite numbers go opposite ways.
+    result go the same way, as they round the same way, and so do neighbours, where a function is
+    off by the same; opposite numbers go opposite ways.
     """
     real = t.to(by.dtype)
     # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN. No number becomes one.
@@ -46,6 +52,8 @@ def move(
     bits = real.abs().view(torch.int64 if by.itemsize == 8 else torch.int32)
     if by.itemsize == 8:
         bits = (bits ^ (bits >> 32)).to(torch.int32)
+    else:
+        bits = bits.bitwise_and_(-1 << 8)
     shares = bits
     for at, row in enumerate(rows):
         key = op * 0x9E3779B9 + (seed + at) * 0x85EBCA6B
@@ -83,9 +91,12 @@ class Moved(modes.OpMode):
         if func is torch.ops.aten._to_copy.default and is_cast(args[0], kwargs):
             if result.element_size() < args[0].element_size():
                 self._move(result, stored_movement(result, torch.float64))
-        elif reads := float_tensors(*args, *kwargs.values()):
-            for t in float_tensors(result):
-                self._move(t, result_movement(func, args, kwargs, reads, result, t))
+        elif reads := numbers_in(*args, *kwargs.values()):
+            for t in numbers_in(result):
+                by = result_movement(func, args, kwargs, reads, result, t)
+                if t.is_complex():
+                    t, by = torch.view_as_real(t), torch.stack([by, by], -1)
+                self._move(t, by)
         return result
 
     def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
@@ -111,6 +122,8 @@ class Program:
     ) -> None:
         self._fn = fn
         self._tree = tuple(args), dict(kwargs)
+        models = training_objects(fn, ()).models
+        self._parts = [part for m in models for part in m.modules() if not _has_lazy(part)]
         self._dtype = dtype
         self._policy = policy
         self._cotangent = cotangent
@@ -143,12 +156,18 @@ class Program:
         region: AbstractContextManager[object] = nullcontext()
         if self._dtype is not None:
             region = autocast("cpu", dtype_names.DTYPES[self._dtype], policy=self._policy)
-        # Random numbers are the same in all runs: others would pass for how far rounding moves it.
-        with torch.random.fork_rng(devices=()), follower or nullcontext():
-            torch.default_generator.manual_seed(0)
-            with region:
-                results = rounding.results(self._fn(*args, **kwargs), "torch")
-            gradients = self._gradients(results, inputs) if inputs else {}
+        # Random numbers and buffers, such as running means, are the same in all runs: others would
+        # pass for how far rounding moves it.
+        buffers = [t for part in self._parts for t in part.buffers(recurse=False)]
+        before = Snapshot(buffers, modules=self._parts)
+        try:
+            with torch.random.fork_rng(devices=()), follower or nullcontext():
+                torch.default_generator.manual_seed(0)
+                with region:
+                    results = rounding.results(self._fn(*args, **kwargs), "torch")
+                gradients = self._gradients(results, inputs) if inputs else {}
+        finally:
+            before.put_back()
         return Run(
             {path: _array(t) for path, t in results.items()},
             {path: _array(g) for path, g in gradients.items()},
@@ -170,6 +189,12 @@ class Program:
         return {path: torch.zeros_like(t) if g is None else g for (path, t), g in pairs}
 
 
+def _has_lazy(module: torch.nn.Module) -> bool:
+    """Return whether a module has tensors that its first call makes."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(map(is_lazy, own))
+
+
 def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Make a tensor of a numpy array, with memory of its own; no op of a run."""
     made = torch.from_numpy(np.array(x, "float32" if x.dtype.name == "bfloat16" else None))
@@ -177,7 +202,7 @@ def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _array(t: torch.Tensor) -> Any:
-    t = t.detach()
+    t = real(t.detach())
     return (t.double() if t.is_floating_point() else t).numpy()
 
 
@@ -245,7 +270,8 @@ def _parts(
         terms = t.shape[args[1]] if t.ndim else 1
     elif name in op_facts.SUMS or kind in sums:
         terms = max(x.numel() for x in reads) / max(t.numel(), 1)
-    own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[t.dtype], terms)
+    dtype = t.dtype.to_real() if t.is_complex() else t.dtype
+    own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[dtype], terms)
     adds = name in op_facts.SUMS and not dispatcher.writes(func)  # what it writes is not squared
     return _Parts(own, summed, terms, adds, kind in sums)
 
@@ -259,19 +285,42 @@ def result_movement(
     t: torch.Tensor,
     within: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return how far one result of an op may be from the exact one, number by number.
+    """Return how far one result of an op may be from the exact one, for each (complex) number.
 
     `within` is the dtype that this is computed in.
     """
     parts = _parts(func, args, kwargs, reads, result, t)
-    magnitude = t.to(within).abs()
+    magnitude = _magnitude(t, within)
     if parts.adds:
         added = _added(func, args, kwargs, within).addcmul_(magnitude, magnitude)
         return added.sqrt_().mul_(parts.summed).add_(magnitude, alpha=parts.own)
     if parts.mixes and magnitude.numel():
         # Each number is made of the others: some are differences, smaller than what was subtracted.
         magnitude = magnitude.maximum(magnitude.max() if parts.terms > 1 else magnitude.mean())
-    return magnitude.mul_(parts.own + parts.summed)
+    by = magnitude.mul_(parts.own + parts.summed)
+    name = func.overloadpacket.__name__
+    if name in _WEIGHTS and isinstance(result, tuple) and t.shape == result[0].shape:
+        by += _cancelled(name, args, result, by)
+    return by
+
+
+# Kernels that return means and reciprocal deviations, and the places of their weights.
+_WEIGHTS = {"native_layer_norm": 2, "native_group_norm": 1, "native_batch_norm": 1,
+            "_native_batch_norm_legit": 1, "cudnn_batch_norm": 1}  # fmt: skip
+
+
+def _cancelled(name: str, args: Sequence[Any], result: tuple[Any, ...], like: torch.Tensor) -> Any:
+    """Return how far numbers of a norm are off because the mean that they subtract is rounded."""
+    mean, deviation, weight = result[1], result[2], args[_WEIGHTS[name]]
+    lost = _magnitude(mean * deviation, like.dtype)
+    lost *= rounding.FUNCTION * torch.finfo(mean.dtype).eps / 2
+    if weight is not None:
+        lost *= weight.abs().max()
+    if name == "native_layer_norm" or not mean.numel():  # of a batch in evaluation it has none
+        return lost if mean.numel() else 0.0
+    if name == "native_group_norm":
+        lost = lost.repeat_interleave(like.shape[1] // lost.shape[1], 1)
+    return lost.reshape(-1, like.shape[1], *[1] * (like.dim() - 2))
 
 
 def stored_movement(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
@@ -299,6 +348,11 @@ def movement_shares(
     return (operands, own) if parts.mixes and parts.terms > 1 else (operands + own, 0.0)
 
 
+def _magnitude(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
+    """Return the sizes of real or complex numbers, in a dtype."""
+    return t.abs().to(within) if t.is_complex() else t.to(within).abs()
+
+
 def wide(t: torch.Tensor) -> torch.dtype:
     """Return a dtype in which a tensor's rounding can be told: its own, or float32."""
     return torch.float64 if t.dtype is torch.float64 else torch.float32
@@ -311,9 +365,9 @@ def _added(
     within: torch.dtype,
 ) -> torch.Tensor:
     """Return the sum of the squares of the terms of a sum."""
-    floats = {id(t) for t in float_tensors(args) if t.layout is torch.strided}
-    squares: Any = [x.to(within).square() if id(x) in floats else x for x in args]
-    kwargs = {k: within if v in dtype_names.NAMES else v for k, v in kwargs.items()}
+    floats = {id(t) for t in numbers_in(args) if t.layout is torch.strided}
+    squares: Any = [_magnitude(x, within).square() if id(x) in floats else x for x in args]
+    kwargs = {k: within if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
     found: torch.Tensor = func(*squares, **kwargs).to(within).abs()
     if func.overloadpacket is torch.ops.aten.mean:
         found = found * (found.numel() / max(squares[0].numel(), 1))  # of terms that are divided

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from os import PathLike
 from typing import Any, NoReturn, Self
 
@@ -348,9 +349,11 @@ class _Step(Subscriber):
         self._made(result, self._made_of(source, op_call, 0))
         self._probes.cast(source, result)
 
-    def unwatched(self, result: object) -> None:
+    def unwatched(self, given: object, result: object) -> None:
+        known = (self._makers.get(modes.storage_key(t), ()) for t in tensors(given))
+        makers = tuple(dict.fromkeys(chain.from_iterable(known)))  # through integers, as of argmax
         for t in tensors(result):
-            self._makers.pop(modes.storage_key(t), None)
+            self._made(t, makers)
             self._probes.unmoved(t)
 
     # Numbers

@@ -53,7 +53,7 @@ from polymp.backends.torch.diagnostics.op_stream import Subscriber
 from polymp.backends.torch.scaler.optimizer_step import closure_of
 from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import DIVIDING, rounded
+from polymp.diagnostics.blame import DIVIDING, SATURATING, rounded
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
@@ -76,7 +76,7 @@ class Values(Subscriber):
         return ran.reads
 
     def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
-        """Return whether to compare an op in float16 with the same in float32."""
+        """Return whether to compare an op in a low dtype with the same in float32."""
         raise NotImplementedError
 
     def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
@@ -146,7 +146,9 @@ class Values(Subscriber):
         """Measure an op's results, also against `wide`, the first one in float32."""
         event.ranges = self.ranges.add_each(results)
         compared = event.func is None or not event.op_call.place.updating
-        if results and event.run == "float16" and compared and self.compares(event, results):
+        saturates = event.func is not None and event.op_call.op in SATURATING
+        loses = event.run == "float16" or (event.run == "bfloat16" and saturates)
+        if results and loses and compared and self.compares(event, results):
             in_float32 = wide()
             if in_float32 is not None:
                 event.lost = Lost.of(in_float32, results[0], self.ranges)
@@ -167,7 +169,7 @@ class Values(Subscriber):
             return any(not t.dim() for t in reads)
         return bool(_floats(args, kwargs) or self._provenance.constants(reads))
 
-    def unwatched(self, result: object) -> None:
+    def unwatched(self, given: object, result: object) -> None:
         for t in numbers_in(result):
             self._provenance.forget(t)
 
@@ -289,7 +291,7 @@ class AuditValues(Values):
         kernel = event.func, self._part  # in a call of an op, one after the other
         site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
-        return self._visits[site] % _EVERY == 1 or op_call.op in DIVIDING
+        return self._visits[site] % _EVERY == 1 or op_call.op in DIVIDING | SATURATING
 
     def before(self, ran: Ran) -> None:
         self._pass()
@@ -565,8 +567,11 @@ class RoundingErrors(Subscriber):
         if wide is not None:
             bins.drift.append(_difference(t, wide))
 
-    def unwatched(self, result: object) -> None:
-        """Note tensors whose values were made of no others."""
+    def unwatched(self, given: object, result: object) -> None:
+        """Note tensors whose values were made of no others, and what a backward pass starts at."""
+        seeded = [t for t in float_tensors(given) if t.requires_grad and t.numel() == 1]
+        if seeded:  # ones_like(loss), the gradient of the loss itself
+            self.effects.starts.append(seeded[0].detach().clone().reshape(()))
         for t in filter(measurable, float_tensors(result)):
             self._uncast.forget(t)
             if self._twins.of(t) is not None:
@@ -589,6 +594,8 @@ class LossEffects:
 
     def __init__(self) -> None:
         self.passes: int = 0
+        # Values that gradients were made for since the last op: what a backward pass starts at.
+        self.starts: list[torch.Tensor] = []
         self._errors: dict[int, list[tuple[Tally, torch.Tensor]]] = {}
         self._may_be_loss: dict[int, torch.Tensor] = {}
         self._loss: dict[int, torch.Tensor | None] = {}  # by backward pass
@@ -612,11 +619,13 @@ class LossEffects:
         Called before each op.
         """
         node, task = dispatcher.running_node(), dispatcher.backward_task()
+        starts, self.starts = self.starts, []
         if node is None or task is None:
             return
-        if task not in self._loss:  # its first op: the node is the loss's
+        if task not in self._loss:  # its first op: without other starts, the node is the loss's
             number = dispatcher.node_number(node)
-            loss = self._loss[task] = self._may_be_loss.get(number)
+            loss = torch.stack(starts).sum() if starts else self._may_be_loss.get(number)
+            self._loss[task] = loss
             self.passes += loss is not None
             for bins, error in self._errors.get(number, ()):  # for it a hook comes too late
                 self._note(bins, error, torch.ones_like(error), loss)

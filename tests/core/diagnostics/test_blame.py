@@ -248,7 +248,7 @@ def everybody(nodes: Any) -> Any:
 
 MUTATIONS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "everything reaches an end": lambda m: m.setattr(
-        module, "_reaching", lambda nodes, readers: [bool(n.bad) for n in nodes]
+        module, "_reaching", lambda nodes, readers, tested: [bool(n.bad) for n in nodes]
     ),
     "nothing is read": lambda m: m.setattr(module, "_spoils", lambda nodes, of, at: False),
     "rounds do not count": lambda m: m.setattr(
@@ -276,3 +276,27 @@ def test_a_wrong_rule_is_noticed(mutation: str, monkeypatch: pytest.MonkeyPatch)
         except AssertionError:
             noticed.append(name)
     assert noticed
+
+
+def test_ones_of_a_difference_are_not_the_cause_where_what_it_reads_has_them_too() -> None:
+    """1 - p has ones where p is near 0, and zeros where p was rounded to 1."""
+    p, one_less, log = (
+        node(ones=True, op="sigmoid"),
+        node(0, ones=True, op="rsub"),
+        node(1, bad="Inf"),
+    )
+    assert who(p, one_less, log) == (0, "saturation")
+    assert who(p._replace(ones=False), one_less, log) == (1, "saturation")
+
+
+def test_an_input_that_is_only_tested_is_no_fault_and_a_loss_is_one() -> None:
+    size, test = node(bad="NaN", spoiled="x"), node(0, value=False)
+    assert who(size, test) is None
+    assert who(size, test, node(bad="Inf")) == (2, "operation"), "nor does it hide another"
+    assert who(node(bad="NaN", spoiled="x", single=True), test) == (0, "input")
+
+
+def test_what_bfloat16_was_not_compared_with_is_told() -> None:
+    found = blame([node(bad="NaN", run="bfloat16")])
+    assert found is not None
+    assert found.why.endswith("not, in bfloat16; in float32 it was not tried")

@@ -525,7 +525,7 @@ def test_what_breaks_in_a_shard_map_is_put_down_to_it() -> None:
     spec = jax.sharding.PartitionSpec("d")
     mapped = jax.shard_map(lambda x: jnp.exp(x * 1000), mesh=mesh, in_specs=spec, out_specs=spec)
     fault = fault_of(lambda x: mapped(x).sum(), jnp.ones(4))
-    assert (fault.op, fault.kind, fault.found) == ("shard_map", "operation", "Inf")
+    assert (fault.op, fault.kind, fault.found) == ("shard_map", "inside", "Inf")
     assert locate(lambda x: mapped(x).sum(), -jnp.ones(4)) is None
 
 

@@ -460,3 +460,11 @@ def test_a_second_step_begins_with_weights_that_jit_has_rounded_in_another_way()
     found = polymp.compare(jitted, _two_steps(True, edit=1e-3))
     assert found.first is not None
     assert (found.step, found.first.array.name) == (1, "params['w']"), str(found)
+
+
+def test_a_sum_of_zero_has_no_rounding_relative_to_itself() -> None:
+    x = jnp.array([1.0, 2.0, 3.0, 6.0])
+    recorded = record(None, lambda x: jnp.sum(x - x.mean()))
+    recorded(x)
+    last = recorded.record.steps[0].arrays[-1]
+    assert (last.values[run_record.RMS], last.own) == (0.0, 0.0)

@@ -578,3 +578,52 @@ def test_another_cause_is_not_put_down_to_eps() -> None:
     with pytest.raises(BadStepError) as raised:
         catch(step, every=1)()
     assert "eps" not in str(raised.value)
+
+
+def test_a_step_that_writes_into_its_batch_is_repeated_with_the_batch_as_it_came() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @catch(every=5)
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.sub_(0.5).div_(0.25)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(7):
+        step(torch.rand(6, 8), torch.zeros(6, 4))
+    with pytest.raises(BadStepError) as raised:
+        step(torch.full((6, 8), BAD), torch.zeros(6, 4))
+    fault = raised.value.report.fault
+    assert (raised.value.report.step, fault.op, fault.kind) == (7, "sub", "input")
+    assert model.weight.isfinite().all()
+
+
+def test_buffers_and_attributes_that_a_module_sets_anew_are_put_back() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.weight = nn.Parameter(torch.ones(()))
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls, self.seen = self.calls + 1, self.seen + 1
+            return self.weight * x / self.seen
+
+    model = Counting()
+
+    @catch(every=100)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    for _ in range(3):
+        step(torch.ones(()))
+    with pytest.raises(BadStepError) as raised:
+        step(torch.tensor(BAD))
+    assert raised.value.report.step == 3
+    assert (model.calls, float(model.seen)) == (3, 3.0)

@@ -737,3 +737,31 @@ def test_ranks_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     found = run_record.read(tmp_path / "run.rank1.rec")
     assert (found.header["rank"], found.header["ranks"]) == (1, 2)
     assert polymp.torch.record is record
+
+
+GATES = {
+    "bools": (lambda h: h > 0, lambda h: h.sigmoid() > 0.5),
+    "integers": (
+        lambda h: nn.functional.one_hot(h.argmax(-1), 8),
+        lambda h: nn.functional.one_hot(h.softmax(-1).argmax(-1), 8),
+    ),
+    "complex numbers": (
+        lambda h: torch.fft.ifft(torch.fft.fft(h)).real,
+        lambda h: torch.fft.irfft(torch.fft.rfft(h)),
+    ),
+}
+
+
+@pytest.mark.parametrize("through", GATES)
+def test_a_call_of_one_run_is_followed_through_results_that_are_no_floats(through: str) -> None:
+    records = []
+    for gate in GATES[through]:
+        torch.manual_seed(0)
+        net, x = nn.Linear(4, 8), torch.randn(5, 4)
+        recorder = record(None, net)
+        with recorder:
+            h = net(x)
+            (h * gate(h)).square().mean().backward()
+        records.append(recorder.record)
+    found = polymp.compare(*records)
+    assert found.explained, str(found)

@@ -6,6 +6,7 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
                 let `locate` look at it
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -164,6 +165,7 @@ class Catch(CaughtStep, Generic[P, R]):
         leaves, of_result = jax.tree.flatten(result)
         recorded.returned(leaves + jax.tree.leaves(self._changeable((positional, named))))
         losses = self._losses(leaves)
+        recorded.calls[-1].losses.update(losses)
         if self.step == 1 and not losses:
             warn(
                 "catch: the step returns no loss, a float with one element, so that only the "
@@ -224,11 +226,9 @@ class Catch(CaughtStep, Generic[P, R]):
 
     def _losses(self, leaves: Leaves) -> dict[int, jax.Array]:
         """Return the floats with one element that a call returned and that are no state."""
-        return {
-            at: leaf
-            for at, leaf in enumerate(leaves)
-            if at not in self._fed and np.size(leaf) == 1 and is_float(leaf)
-        }
+        own = ((at, leaf) for at, leaf in enumerate(leaves) if at not in self._fed)
+        arrays = ((at, jnp.float32(x) if isinstance(x, float) else x) for at, x in own)
+        return {at: x for at, x in arrays if np.size(x) == 1 and is_float(x)}
 
     def _stop(self, last: Leaves | None, tree: jax.tree_util.PyTreeDef) -> Leaves:
         """Find the first bad step, and say which it was."""
@@ -249,6 +249,12 @@ class Catch(CaughtStep, Generic[P, R]):
         checks = LossChecks(_LOSSES, self._jump, self._means)
         for run in self._recorded.repeated(self._fn, last):
             found_losses = self._losses(jax.tree.leaves(run.result))
+            if _differ(calls[run.at].losses, found_losses):  # it is another training: see the note
+                found_each = [LossChecks(_LOSSES, None).described(call.losses) for call in calls]
+                bad = next((at for at, words in enumerate(found_each) if words), many - 1)
+                before = tuple(float(x) for call in calls[:bad] for x in call.losses.values())
+                found = found_each[bad] or SOMETHING
+                return BadStep(here + bad, found, None, before, 0, _UNREPEATED), None
             found = checks.described(found_losses) or self._described(run.state, calls[run.at].tree)
             if found:
                 fault, note = _located(self._fn, run.before, calls[run.at].tree)
@@ -262,6 +268,16 @@ class Catch(CaughtStep, Generic[P, R]):
         found = not_finite(state)
         bad = {at: what for at, what in found.items() if at not in self._infinite}
         return described(bad, partial(name_of, tree), " after it")
+
+
+def _differ(recorded: Mapping[int, Any], now: Mapping[int, Any]) -> bool:
+    """Return whether a finite loss of a step was another when it was repeated.
+
+    On a CPU within a few roundings of the loss; other devices may add up in another order.
+    """
+    near = 1e-5 if jax.default_backend() == "cpu" else 0.1
+    pairs = ((float(was), float(now[at])) for at, was in recorded.items() if at in now)
+    return any(math.isfinite(a) and not math.isclose(a, b, rel_tol=near) for a, b in pairs)
 
 
 _JITTED = type(jax.jit(lambda: None))
@@ -313,6 +329,7 @@ class Call(NamedTuple):
 
     tree: jax.tree_util.PyTreeDef  # of its arguments, `(args, kwargs)`
     leaves: Leaves  # of these; what the call before returned is a `Made`
+    losses: dict[int, Any]  # that it returned, by their places in the results
 
     @property
     def fed(self) -> dict[int, int]:
@@ -345,7 +362,8 @@ class RecordedCalls:
 
     def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
         """Record a call that is about to be made, with its arguments as `linked` returns them."""
-        self.calls.append(Call(tree, linked))
+        own = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in linked]
+        self.calls.append(Call(tree, own, {}))  # a buffer of numpy's may be filled again
 
     def linked(self, leaves: Leaves) -> Leaves:
         """Return the arguments, with a `Made` for each that the last call returned."""

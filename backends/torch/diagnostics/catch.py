@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch import distributed as dist
@@ -179,7 +180,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
-        self._writes: set[int] = set()  # places of arguments that the step writes in place
+        self._writes: set[int] = set()  # places of arguments that are written after a call began
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -198,8 +199,9 @@ class Catch(CaughtStep, Generic[P, R]):
         Warns:
             CatchWarning: likewise, if `on_bad` is "report".
         """
+        self._look_at_arguments()
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
-        given, before = self._as_given((args, kwargs)), versions_of((args, kwargs))
+        given = self._as_given((args, kwargs))
         settings, random = Settings(copy.objects.optimizers), Snapshot(random_numbers=True)
         call = Call(*given, versions_of(given), settings, random, {})
         copy.calls.append(call)
@@ -217,21 +219,31 @@ class Catch(CaughtStep, Generic[P, R]):
         if not (steps or scaled):  # other code steps, after this call
             bad.extend(bad_by_device(_gradients(copy.named.values())))
         self._meet(copy, steps, call)
-        pairs = enumerate(zip(before, versions_of((args, kwargs)), strict=True))
-        writes = {at for at, (was, now) in pairs if was != now}
-        self._renews |= not writes <= self._writes  # those of this call are lost
-        self._writes |= writes
         copy.left = copy.versions()
         if self._checks.add(call.losses, bad):
             self._stop(copy)
         return result
 
+    def _look_at_arguments(self) -> None:
+        """Notice tensors that were written since the last call: by it, or as a buffer for batches.
+
+        From now on calls keep copies of these; those of the calls so far are lost.
+        """
+        if self._copy is not None and self._copy.calls:
+            last = self._copy.calls[-1]
+            pairs = enumerate(zip(last.versions, versions_of(last[:2]), strict=True))
+            written = {at for at, (was, now) in pairs if was != now}
+            self._renews |= bool(written)
+            self._writes |= written
+
     def _as_given(self, tree: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return a call's arguments, and copies of those that the step writes in place."""
+        """Return a call's arguments, with copies of what may be written after it began."""
         leaves, structure = tree_flatten(tree)
-        for at in self._writes & {*range(len(leaves))}:
-            if isinstance(t := leaves[at], torch.Tensor):
-                leaves[at] = t.detach().clone().requires_grad_(t.requires_grad)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and at in self._writes:
+                leaves[at] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            elif isinstance(leaf, np.ndarray):  # which has no versions
+                leaves[at] = leaf.copy()
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs
 

@@ -349,3 +349,42 @@ def test_a_step_without_a_loss_is_told() -> None:
     step(w, jnp.ones(2))
     caught = catch(jax.jit(lambda w, x: (w - 0.1, x.sum())))
     caught(jnp.ones(3), jnp.ones(2))  # no warning
+
+
+def test_a_buffer_that_is_filled_again_for_each_batch() -> None:
+    buffer = np.zeros((4, 8), np.float32)
+
+    @catch(every=5)
+    @jax.jit
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * grad, loss
+
+    w = jnp.full(8, 0.1)
+    for _ in range(7):
+        buffer[:] = 1
+        w, _ = step(w, buffer)
+    buffer[:] = math.nan
+    step(w, buffer)
+    with pytest.raises(BadStepError) as raised:
+        step.check()
+    fault = raised.value.report.fault
+    assert (raised.value.report.step, fault.kind, fault.why[:1]) == (7, "input", "x")
+
+
+def test_a_loss_as_a_number_of_a_step_whose_state_is_elsewhere() -> None:
+    """Repeating it goes on from where the state is now: its losses then say which step was bad."""
+    state = {"w": jnp.full(8, 0.1)}
+
+    @catch(every=5)
+    def step(x: Any) -> float:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        state["w"] = state["w"] - 0.1 * grad
+        return float(loss)
+
+    for _ in range(7):
+        step(jnp.ones((4, 8)))
+    step(jnp.full((4, 8), math.nan))
+    with pytest.raises(BadStepError, match="reads its batch itself, or other code") as raised:
+        step.check()
+    assert (raised.value.report.step, raised.value.report.found) == (7, "the loss is NaN")

@@ -627,3 +627,29 @@ def test_buffers_and_attributes_that_a_module_sets_anew_are_put_back() -> None:
         step(torch.tensor(BAD))
     assert raised.value.report.step == 3
     assert (model.calls, float(model.seen)) == (3, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "numpy"])
+def test_a_buffer_that_is_filled_again_for_each_batch(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    buffer = torch.zeros(6, 8)
+    batch = buffer if kind == "tensor" else buffer.numpy()
+
+    @catch(every=5)
+    def step(x: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.as_tensor(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(7):
+        buffer.copy_(torch.rand(6, 8))
+        step(batch)
+    buffer.fill_(BAD)
+    with pytest.raises(BadStepError) as raised:
+        step(batch)
+    assert (raised.value.report.step, raised.value.report.fault.kind) == (7, "input")
+    assert model.weight.isfinite().all()

@@ -1,4 +1,8 @@
-"""Operands of different dtypes in an op without a row: a float32 array widens a low one."""
+"""Operands of different dtypes in an op without a row, and low buffers that are written into.
+
+A float32 array widens a low one; a number, a bias and a mask do not. What is written into a low
+buffer takes its dtype.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
+from jax import lax
 
 from polymp.jax import autocast, lower, upper
 
@@ -14,15 +21,34 @@ LOW = jnp.bfloat16
 W, X, ACC = jnp.ones((8, 8)) / 8, jnp.ones((4, 8)), jnp.full((4, 8), 0.125)
 
 
-def dtype_of(fn: Any, *args: Any, **how: Any) -> str:
-    return jax.eval_shape(autocast(fn, **how), *args).dtype.name
+def dtypes_of(fn: Any, *args: Any, **how: Any) -> set[str]:
+    """The dtypes of all results."""
+    return {x.dtype.name for x in jax.tree.leaves(jax.eval_shape(autocast(fn, **how), *args))}
 
 
 def loop(w: Any, x: Any) -> Any:
     def turn(total: Any, _: Any) -> tuple[Any, None]:
         return total + x @ w, None
 
-    return jax.lax.scan(turn, jnp.zeros_like(x), None, length=3)[0]
+    return lax.scan(turn, jnp.zeros_like(x), None, length=3)[0]
+
+
+def swapped(start: Any, body: Any) -> Any:
+    """A loop with two carries: the dtype of the second one reaches the first a round later."""
+    return lax.fori_loop(0, 3, lambda _, s: (s[1], body(s[0])), start)
+
+
+def conv(x: Any, w: Any) -> Any:
+    return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
+
+
+def off(x: Any) -> Any:
+    with autocast(enabled=False):
+        return x * 2
+
+
+def tanh(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w).sum()
 
 
 # A program, and the dtype of its result.
@@ -41,13 +67,54 @@ PROGRAMS: dict[str, tuple[Any, str]] = {
     "a jitted function": (lambda w, x, a: jax.jit(jnp.tanh)(a) * (x @ w), "float32"),
     "a rule in it": (lambda w, x, a: jax.jit(jnp.exp)(a) * (x @ w), "float32"),
     "a custom function": (lambda w, x, a: jax.nn.relu(a) * (x @ w), "float32"),
+    "a marked product": (lambda w, x, a: (upper(x @ w) * 2, lower(a) * upper(x @ w)), "float32"),
+    "a product that is cast up": (lambda w, x, a: (x @ w).astype("float32") * 2, "bfloat16"),
+    "off": (lambda w, x, a: off(x @ w), "float32"),
+    "numbers": (
+        lambda w, x, a: ((x @ w) * 0.5, x @ w + np.float32(3), jnp.maximum(x @ w, 0.1)),
+        "bfloat16",
+    ),
+    "a chosen number": (lambda w, x, a: jnp.where(x > 0, x @ w, 0.0), "bfloat16"),
+    "two products": (lambda w, x, a: x @ w + x @ w, "bfloat16"),
+    "concatenated": (lambda w, x, a: jnp.concatenate([x @ w, jnp.exp(x)]), "float32"),
+    "chosen": (lambda w, x, a: jnp.where(x > 0, x @ w, jnp.exp(x)), "float32"),
+    "clipped": (lambda w, x, a: jnp.clip(x @ w, jnp.exp(x), 3.0), "float32"),
+    "written into zeros": (lambda w, x, a: jnp.zeros((4, 8)).at[0].set((x @ w)[0]), "float32"),
+    "other biases": (
+        lambda w, x, a: ((x @ w).reshape(8, 4) + a[0, :4], x @ w + x @ w + a[0]),
+        "bfloat16",
+    ),
+    "a bias of a convolution": (lambda w, x, a: conv(x, w) + a[0], "bfloat16"),
+    "a sum that was asked for": (
+        lambda w, x, a: jnp.dot(x.astype(LOW), w.astype(LOW), preferred_element_type="float32"),
+        "float32",
+    ),
+    "low carries that swap": (
+        lambda w, x, a: swapped((lower(a), lower(x)), lambda x: x @ w),
+        "bfloat16",
+    ),
+    "carries that swap": (lambda w, x, a: swapped((lower(a), x), lambda x: x), "float32"),
+    "branches": (
+        lambda w, x, a: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.exp(x)),
+        "float32",
+    ),
+    "low branches": (
+        lambda w, x, a: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: 2 * (x @ w)),
+        "bfloat16",
+    ),
+    "a number of a branch": (
+        lambda w, x, a: lax.switch(0, [lambda: (x @ w)[0, 0], lambda: 1.0]),
+        "bfloat16",
+    ),
+    "a gradient": (lambda w, x, a: jax.grad(tanh, 1)(x, w), "bfloat16"),
+    "a gradient of a region": (lambda w, x, a: jax.grad(autocast(tanh), 1)(x, w), "bfloat16"),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_who_widens(name):
     fn, dtype = PROGRAMS[name]
-    assert dtype_of(fn, W, X, ACC) == dtype
+    assert dtypes_of(fn, W, X, ACC) == {dtype}
 
 
 INTS, BOOLS = jnp.array([[0], [1], [1], [0]]), jnp.array([[False], [True], [True], [False]])
@@ -97,8 +164,8 @@ def test_what_no_floats_went_into_does_not_widen(name):
     def program(w: Any, x: Any, i: Any, b: Any) -> Any:
         return fn(x @ w, i, b)
 
-    found = [dtype_of(program, W, X, INTS, BOOLS, dtype=low) for low in (jnp.bfloat16, jnp.float16)]
-    assert found == dtypes
+    for dtype, low in zip(dtypes, (jnp.bfloat16, jnp.float16), strict=True):
+        assert dtypes_of(program, W, X, INTS, BOOLS, dtype=low) == {dtype}
 
 
 @pytest.mark.parametrize("name", ["integers", "one minus integers", "bools", "chosen numbers"])
@@ -123,5 +190,97 @@ def test_an_accumulator_loses_no_digits():
     assert float(autocast(total)(halves)[0, 0]) == 300
 
 
-def test_low_stays_low():
-    assert dtype_of(lambda w, x, a: lower(a) * upper(x @ w), W, X, ACC) == "float32"
+# --- buffers --------------------------------------------------------------------------------------
+
+THIRD, ROWS = jnp.eye(8) / 3, jnp.linspace(-2, 2, 16).reshape(2, 8)
+
+
+def written(cache: Any, x: Any) -> Any:
+    return lax.dynamic_update_slice(cache, jnp.sin(x @ THIRD), (1, 0))
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_values_take_the_dtype_of_a_low_cache(low):
+    cache = jnp.ones((4, 8), low)
+    rows = autocast(lambda x: jnp.sin(x @ THIRD), dtype=low)(ROWS)
+    for run in (autocast(written, dtype=low), jax.jit(autocast(written, dtype=low))):
+        made = run(cache, ROWS)
+        assert made.dtype == low
+        assert (made[1:3] == rows).all()
+        assert (made[0] == 1).all()
+
+
+def test_elsewhere_jax_refuses_as_before():
+    cache = jnp.ones((4, 8), LOW)
+    for run in (written, autocast(written, enabled=False)):
+        with pytest.raises(TypeError, match="same dtype"):
+            run(cache, ROWS)
+    autocast(written)(cache, ROWS)
+    with pytest.raises(TypeError, match="same dtype"):
+        jax.jit(written)(cache, ROWS)
+    with pytest.raises(TypeError, match="same dtype"):  # numbers that are wider are no float32
+        autocast(written)(jnp.ones((4, 8), jnp.int32), ROWS)
+
+
+def test_a_cache_in_a_loop_stays_low():
+    def decode(cache: Any, x: Any) -> Any:
+        def turn(cache: Any, at: Any) -> Any:
+            return lax.dynamic_update_slice(cache, (x @ THIRD)[:1] + at, (at, 0)), None
+
+        return lax.scan(turn, cache, jnp.arange(3))[0]
+
+    made = autocast(decode)(jnp.zeros((4, 8), LOW), ROWS)
+    assert made.dtype == LOW
+    assert (made[2] != made[1]).any()
+
+
+def test_gradients_of_what_is_written_are_those_of_a_cast():
+    def loss(x: Any, cast: bool) -> Any:
+        rows = jnp.sin(x).astype(LOW) if cast else jnp.sin(x)
+        made = lax.dynamic_update_slice(jnp.zeros((4, 8), LOW), rows, (1, 0))
+        return made.astype("float32").sum()
+
+    found = jax.grad(autocast(lambda x: loss(x, False)))(ROWS)
+    assert found.dtype == jnp.float32
+    assert (found == jax.grad(lambda x: loss(x, True))(ROWS)).all()
+
+
+# What is low in the plan alone, though float32 as written.
+UPDATES: dict[str, Any] = {
+    "slice": lambda b, y: lax.dynamic_update_slice(b, y, (0, 0)),
+    "index": lambda b, y: b.at[0].set(y[0]),
+    "indices": lambda b, y: b.at[jnp.array([1, 0])].set(y),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_buffer_that_the_plan_makes_low_stays_low(name):
+    def program(b: Any, y: Any) -> Any:
+        return UPDATES[name](b, jnp.exp(y))  # float32 by its row
+
+    b, y = jnp.ones((2, 8)), ROWS
+    low = autocast(lambda b, y: program(lower(b), y))(b, y)
+    assert low.dtype == LOW
+    assert (low == program(b, y).astype(LOW)).all()
+    assert autocast(program)(b, y).dtype == jnp.float32
+
+
+def test_flax_attention_takes_a_low_cache():
+    attention = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        attention.init_cache((2, 4, 8), dtype=dtype)
+        graph, params, cache = nnx.split(attention, nnx.Param, ...)
+
+        @jax.jit
+        @autocast
+        def step(cache: Any, x: Any) -> Any:
+            model = nnx.merge(graph, params, cache)  # noqa: B023
+            return model(x), nnx.state(model, nnx.Not(nnx.Param))
+
+        for at in range(3):
+            out, cache = step(cache, jnp.sin(jnp.arange(16.0) + at).reshape(2, 1, 8))
+        assert {str(x.dtype) for x in jax.tree.leaves(cache)} == {dtype, "int32"}
+        found[dtype] = out.astype("float32")
+    assert jnp.abs(found["float32"] - found["bfloat16"]).max() < 0.02
+    assert jnp.abs(found["float32"]).max() > 0.1

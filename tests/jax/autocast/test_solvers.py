@@ -116,32 +116,25 @@ def cost(y, w):
     return jnp.sum((w @ y - Y) ** 2) + jnp.sum(y**2) / 10
 
 
-# Solvers of jaxopt, each with what it starts from.
-JAXOPT: dict[str, tuple[Any, Any]] = {
-    "gradient descent": (Y, jaxopt.GradientDescent(cost, tol=1e-5)),
-    "unrolled": (
-        Y,
-        jaxopt.GradientDescent(
-            cost, maxiter=9, stepsize=0.2, acceleration=False, implicit_diff=False, unroll=True
-        ),
-    ),
-    "BFGS": (Y, jaxopt.BFGS(cost, tol=1e-5, linesearch="backtracking")),
-    "fixed point": (Y, jaxopt.FixedPointIteration(lambda y, w: jnp.tanh(w @ y + 1), tol=1e-5)),
-    "bisection": (
-        None,
-        jaxopt.Bisection(
-            lambda y, w: y**3 - (w @ Y).sum(), -3.0, 3.0, tol=1e-5, check_bracket=False
-        ),
-    ),
-}
-
-
-def by_jaxopt(start, solver):
+def by_jaxopt(solver, start=Y):
     return lambda w: solver.run(start, w).params
 
 
-SOLVERS |= {f"jaxopt {name}": by_jaxopt(*given) for name, given in JAXOPT.items()}
 SOLVERS |= {
+    "jaxopt gradient descent": by_jaxopt(jaxopt.GradientDescent(cost, tol=1e-5)),
+    "jaxopt unrolled": by_jaxopt(
+        jaxopt.GradientDescent(
+            cost, maxiter=9, stepsize=0.2, acceleration=False, implicit_diff=False, unroll=True
+        )
+    ),
+    "jaxopt BFGS": by_jaxopt(jaxopt.BFGS(cost, tol=1e-5, linesearch="backtracking")),
+    "jaxopt fixed point": by_jaxopt(
+        jaxopt.FixedPointIteration(lambda y, w: jnp.tanh(w @ y + 1), tol=1e-5)
+    ),
+    "jaxopt bisection": by_jaxopt(
+        jaxopt.Bisection(lambda y, w: y**3 - (w @ Y).sum(), -3.0, 3.0, 1e-5, check_bracket=False),
+        start=None,
+    ),
     "jaxopt normal CG": lambda w: linear_solve.solve_normal_cg(lambda v: w @ v + 2 * v, Y),
     "jaxopt line search": lambda w: (
         jaxopt.BacktrackingLineSearch(lambda y: cost(y, w)).run(1.0, Y).state.params
@@ -245,50 +238,44 @@ def _turn(w, x):
     return 0.9 * jnp.tanh(w @ x) + 0.3
 
 
-def _compares(w):
-    def more(state):
-        return (jnp.abs(state[0] - state[1]).max() > 1e-4) & (state[2] < FEW)
+def iterated(more, kept, start):
+    """How often a loop turns: as long as `more` of its number and of what is `kept` beside it."""
 
-    return lax.while_loop(more, lambda s: (_turn(w, s[0]), s[0], s[2] + 1), (Y8, Y8 + 1, 0))[2]
+    def turns(w):
+        def turn(state):
+            x = _turn(w, state[0])
+            return x, kept(x, *state[:2]), state[2] + 1
 
+        def test(state):
+            return more(*state[:2]) & (state[2] < FEW)
 
-def _flag(w):
-    def turn(state):
-        x = _turn(w, state[0])
-        return x, jnp.linalg.norm(x - state[0]) < 1e-4, state[2] + 1
+        return lax.while_loop(test, turn, (Y8, start, 0))[2]
 
-    return lax.while_loop(lambda s: ~s[1] & (s[2] < FEW), turn, (Y8, False, 0))[2]
-
-
-def _error(w):
-    turn = jax.jit(lambda s: (_turn(w, s[0]), jnp.abs(_turn(w, s[0]) - s[0]).sum(), s[2] + 1))
-    return lax.while_loop(jax.jit(lambda s: (s[1] > s[3]) & (s[2] < FEW)), lambda s: (
-        *turn(s), s[3]), (Y8, jnp.inf, 0, 1e-4))[2]  # fmt: skip
-
-
-def _count(w):
-    def turn(state):
-        x = _turn(w, state[0])
-        return x, jnp.sum(jnp.abs(x - state[0]) > 1e-4), state[2] + 1
-
-    return lax.while_loop(lambda s: (s[1] > 0) & (s[2] < FEW), turn, (Y8, 8, 0))[2]
-
-
-def _status(w):
-    def turn(state):
-        x = _turn(w, state[0])
-        near = jnp.abs(x - state[0]).max() < 1e-4
-        return x, lax.cond(near, lambda: 1, lambda: 0), state[2] + 1
-
-    return lax.while_loop(lambda s: (s[1] == 0) & (s[2] < FEW), turn, (Y8, 0, 0))[2]
-
-
-def _batched(w):
-    return jax.vmap(lambda by: _compares(by * w))(jnp.array([1.0, 0.5])).sum()
+    return turns
 
 
 Y8 = jnp.linspace(0, 1, 8)
-TO_A_TOLERANCE = (_compares, _flag, _error, _count, _status, _batched)
+COMPARES = iterated(lambda x, old: jnp.abs(x - old).max() > 1e-4, lambda x, old, _: old, Y8 + 1)
+TO_A_TOLERANCE = {
+    "compares": COMPARES,
+    "flag": iterated(
+        lambda _, done: ~done, lambda x, old, _: jnp.linalg.norm(x - old) < 1e-4, False
+    ),
+    "error": iterated(
+        jax.jit(lambda _, kept: kept[0] > kept[1]),
+        jax.jit(lambda x, old, kept: (jnp.abs(x - old).sum(), kept[1])),
+        (jnp.inf, 1e-4),
+    ),
+    "count": iterated(
+        lambda _, count: count > 0, lambda x, old, _: jnp.sum(jnp.abs(x - old) > 1e-4), 8
+    ),
+    "status": iterated(
+        lambda _, status: status == 0,
+        lambda x, old, _: lax.cond(jnp.abs(x - old).max() < 1e-4, lambda: 1, lambda: 0),
+        0,
+    ),
+    "batched": lambda w: jax.vmap(lambda by: COMPARES(by * w))(jnp.array([1.0, 0.5])).sum(),
+}
 
 
 def _is_low(fn: Any, *args: Any) -> bool:
@@ -298,6 +285,7 @@ def _is_low(fn: Any, *args: Any) -> bool:
 @pytest.mark.parametrize("loop", TO_A_TOLERANCE)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_loop_of_the_users_ends_where_it_does_in_float32(loop, dtype):
+    loop = TO_A_TOLERANCE[loop]
     for seed in range(3):
         w = jax.random.normal(jax.random.key(seed), (8, 8)) * 0.3
         assert int(autocast(loop, dtype=dtype)(w)) == int(loop(w)) < FEW
@@ -306,21 +294,13 @@ def test_a_loop_of_the_users_ends_where_it_does_in_float32(loop, dtype):
     assert _is_low(autocast(loop, policy=row), w)
 
 
-def _decode(w):
-    def turn(state):
-        x = _turn(w, state[0])
-        return x, state[1] | (jnp.argmax(x) == 9), state[2] + 1
-
-    return lax.while_loop(lambda s: ~s[1] & (s[2] < 5), turn, (Y8, False, 0))[0]
-
-
 COUNTED = {
     "fori_loop": lambda w: lax.fori_loop(0, 5, lambda _, x: _turn(w, x), Y8),
     "a bound that is traced": lambda w: lax.fori_loop(0, w.size // 8, lambda _, x: w @ x, Y8),
     "while_loop": lambda w: lax.while_loop(
         lambda s: s[1] < 5, lambda s: (_turn(w, s[0]), s[1] + 1), (Y8, 0)
     )[0],
-    "decoding": _decode,
+    "decoding": iterated(lambda _, done: ~done, lambda x, _, done: done | (x.argmax() == 9), False),
     "a counter as a float": lambda w: lax.while_loop(
         lambda s: s[1].astype(float) < 5.0, lambda s: (w @ s[0], s[1] + 1), (Y8, 0)
     )[0],
@@ -333,6 +313,6 @@ def test_a_loop_that_counts_stays_low(name):
 
 
 def test_explain_says_why_of_a_loop():
-    calls = polymp.explain(autocast(_compares), jnp.eye(8)).calls
+    calls = polymp.explain(autocast(COMPARES), jnp.eye(8)).calls
     (call,) = (call for call in calls if call.flops)
     assert (call.op, call.run, call.row.of) == ("while_loop", "float32", "class:iteration")

@@ -156,6 +156,13 @@ def distance(a: Any, b: Any) -> float:
     return float(np.linalg.norm((a - b).ravel()))
 
 
+def apart(one: Any, exact: Any) -> float:
+    """The difference of two trees as one vector, relative to its length."""
+    pairs = [*zip(jax.tree.leaves(one), jax.tree.leaves(exact), strict=True)]
+    sizes = [distance(x, np.zeros(())) for _, x in pairs]
+    return float(np.linalg.norm([distance(*pair) for pair in pairs]) / np.linalg.norm(sizes))
+
+
 def _weighted(x: jax.Array) -> Any:
     """A number that depends on every entry in its own measure."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

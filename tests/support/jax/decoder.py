@@ -6,6 +6,7 @@ with functions of jax.numpy.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,17 @@ def _region(config: Config, fault: str, x: Array, layer: Any) -> Array:
         return layer(x.astype(jnp.float32))
 
 
+def _block(block: Any, x: Array) -> Array:
+    """What a block of either library computes of [batch, time, width]."""
+    mixed = block.attention(block.before(x))
+    x = x + mixed
+    if block.fault == "residual":
+        x = x + mixed
+    if block.fault == "dropout":
+        x = _dropped(x)
+    return x + block.feed(block.after(x))
+
+
 # --- flax nnx -------------------------------------------------------------------------------------
 
 
@@ -95,16 +107,7 @@ class NnxBlock(nnx.Module):
         self.feed = NnxFeed(config, fault, dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
-        return _region(self.config, self.fault, x, self._layer)
-
-    def _layer(self, x: Array) -> Array:
-        mixed = self.attention(self.before(x))
-        x = x + mixed
-        if self.fault == "residual":
-            x = x + mixed
-        if self.fault == "dropout":
-            x = _dropped(x)
-        return x + self.feed(self.after(x))
+        return _region(self.config, self.fault, x, partial(_block, self))
 
 
 class NnxDecoder(nnx.Module):
@@ -193,16 +196,7 @@ class LinenBlock(linen.Module):
         self.feed = LinenFeed(self.config, self.fault)
 
     def __call__(self, x: Array) -> Array:
-        def layer(x: Array) -> Array:  # a method would be a part of module paths
-            mixed = self.attention(self.before(x))
-            x = x + mixed
-            if self.fault == "residual":
-                x = x + mixed
-            if self.fault == "dropout":
-                x = _dropped(x)
-            return x + self.feed(self.after(x))
-
-        return _region(self.config, self.fault, x, layer)
+        return _region(self.config, self.fault, x, partial(_block, self))
 
 
 class LinenDecoder(linen.Module):

@@ -32,6 +32,13 @@ LOW = {"bfloat16", "float16"}
 AS_FOR_USERS: dict[str, Any] = (
     {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 )
+
+
+def as_for_users(fn: Callable[..., Any], *args: Any) -> Any:
+    """A function as XLA compiles it for users, and not with the flags of tests."""
+    return jax.jit(fn).lower(*args).compile(AS_FOR_USERS)
+
+
 # Libraries that XLA calls for a contraction: cuBLAS, cuDNN, oneDNN, Eigen.
 _LIBRARY = re.compile(r"gemm|matmul|dot|conv", re.IGNORECASE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")

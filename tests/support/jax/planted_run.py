@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,80 +108,70 @@ def one(x: Any) -> Any:
 
 
 def run(
-    advance: Callable[..., Any], scaler: Any, params: Any, place: Callable[[Any, str], Any]
-) -> tuple[list[list[float]], Any]:
-    """The history of all steps, and the parameters."""
+    advance: Callable[..., Any],
+    scaler: Any,
+    params: Any,
+    place: Callable[[Any, str], Any],
+    steps: Iterable[int] = range(STEPS),
+) -> tuple[list[list[float]], Any, Any]:
+    """The history of some steps, and then the scaler and the parameters."""
     history = []
-    for at in range(STEPS):
+    for at in steps:
         scaler, params, finite = advance(
             scaler, params, place(batch(at), "x"), place(probe(at), "probe")
         )
         history.append(row(scaler, finite))
-    return history, params
+    return history, scaler, params
+
+
+def left(history: Any, _: Any, params: Any) -> Run:
+    return Run(history, {name: np.asarray(p).tolist() for name, p in params.items()})
 
 
 def alone() -> Run:
     """The run on one device."""
-    history, params = run(jax.jit(step), first_scaler(), first_params(), lambda x, _: x)
-    return Run(history, {name: np.asarray(p).tolist() for name, p in params.items()})
+    return left(*run(jax.jit(step), first_scaler(), first_params(), lambda x, _: x))
+
+
+def auto_mesh(data: int, model: int) -> Any:
+    axes, devices = ("data", "model"), jax.devices()[: data * model]
+    return jax.make_mesh((data, model), axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def shardings(mesh: Any) -> tuple[Any, dict[str, Any], Any]:
+    """Of a scaler, of the parameters, and of a batch."""
+    specs = {"a": P(None, "model"), "b": P("model", None)}
+    weights = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    return NamedSharding(mesh, P()), weights, NamedSharding(mesh, P("data"))
+
+
+def placed(rows: Any, weights: Any) -> Callable[[Any, str], Any]:
+    return lambda x, kind: jax.device_put(x, rows if kind == "x" else weights)
 
 
 CUT = 8  # steps before the checkpoint: the scale is not the first one, and a streak has begun
 
 
-def shardings(devices: int) -> tuple[Any, Any]:
-    """Where the train state and a batch have to be on the first devices."""
-    mesh = jax.make_mesh(
-        (devices // 2, 2),
-        ("data", "model"),
-        axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[:devices],
-    )
-    everywhere = NamedSharding(mesh, P())
-    state = {
-        "scaler": jax.tree.map(lambda _: everywhere, first_scaler()),
-        "params": {
-            "a": NamedSharding(mesh, P(None, "model")),
-            "b": NamedSharding(mesh, P("model", None)),
-        },
-    }
-    return state, NamedSharding(mesh, P("data"))
-
-
-def advance(state: Any, steps: range, where: Any, rows: Any) -> tuple[Any, list[list[float]]]:
-    one_step = jax.jit(step)
-    history = []
-    for at in steps:
-        x = jax.device_put(batch(at), rows)
-        planted = jax.device_put(probe(at), where["params"])
-        scaler, params, finite = one_step(state["scaler"], state["params"], x, planted)
-        state = {"scaler": scaler, "params": params}
-        history.append(row(scaler, finite))
-    return state, history
-
-
 def resumed_on_more(folder: str) -> dict[str, Any]:
     """Save on two devices, and go on with four and eight."""
     assert len(jax.devices()) == 8
-    where, rows = shardings(2)
-    start = {"scaler": first_scaler(), "params": first_params()}
-    state, before = advance(jax.device_put(start, where), range(CUT), where, rows)
+    everywhere, weights, rows = shardings(auto_mesh(1, 2))
+    scaler, params = jax.device_put((first_scaler(), first_params()), (everywhere, weights))
+    before, *state = run(jax.jit(step), scaler, params, placed(rows, weights), range(CUT))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(Path(folder) / "state", state)
     found: dict[str, Any] = {"alone": alone()._asdict(), "before": before}
     for devices in (2, 4, 8):
-        where, rows = shardings(devices)
+        everywhere, weights, rows = shardings(auto_mesh(devices // 2, 2))
+        where = [jax.tree.map(lambda _, e=everywhere: e, state[0]), weights]
         target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where
         )
         with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(Path(folder) / "state", target)
-        assert len(restored["scaler"].state.scale.sharding.device_set) == devices
-        after, history = advance(restored, range(CUT, STEPS), where, rows)
-        found[str(devices)] = {
-            "history": history,
-            "params": {name: np.asarray(p).tolist() for name, p in after["params"].items()},
-        }
+            scaler, params = checkpointer.restore(Path(folder) / "state", target)
+        assert len(scaler.state.scale.sharding.device_set) == devices
+        rest = run(jax.jit(step), scaler, params, placed(rows, weights), range(CUT, STEPS))
+        found[str(devices)] = left(*rest)._asdict()
     return found
 
 
@@ -194,12 +184,7 @@ def over_processes(rank: str, address: str) -> dict[str, Any]:
     assert (jax.process_count(), jax.device_count()) == (2, 2)
     found = {}
     for name, shape in (("data", (2, 1)), ("model", (1, 2))):
-        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        everywhere, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        weights = {
-            "a": NamedSharding(mesh, P(None, "model")),
-            "b": NamedSharding(mesh, P("model", None)),
-        }
+        everywhere, weights, rows = shardings(auto_mesh(*shape))
 
         def put(x: Any, where: Any) -> Any:
             x = np.asarray(x)
@@ -208,11 +193,9 @@ def over_processes(rank: str, address: str) -> dict[str, Any]:
         def place(x: Any, kind: str, rows: Any = rows, weights: Any = weights) -> Any:
             return put(x, rows) if kind == "x" else jax.tree.map(put, x, weights)
 
-        scaler = first_scaler()
-        scaler = jax.tree.map(put, scaler, jax.tree.map(lambda _, e=everywhere: e, scaler))
-        params = jax.tree.map(put, first_params(), weights)
+        scaler = jax.tree.map(lambda x, e=everywhere: put(x, e), first_scaler())
         advance = jax.jit(step, out_shardings=(everywhere, weights, everywhere))
-        history, params = run(advance, scaler, params, place)
+        history, _, params = run(advance, scaler, place(first_params(), "probe"), place)
         assert not scaler.state.scale.is_fully_addressable
         report = first_scaler().report(place(probe(6), "probe"))
         found[name] = {
@@ -229,31 +212,16 @@ def over_processes(rank: str, address: str) -> dict[str, Any]:
     return found
 
 
-def left(history: Any, params: Any, **others: Any) -> dict[str, Any]:
-    lists = {name: np.asarray(p).tolist() for name, p in params.items()}
-    return {"history": history, "params": lists} | others
-
-
 def meshes() -> Iterator[tuple[str, dict[str, Any]]]:
     """Jit with shardings: XLA finds what has to cross devices."""
     for shape in ((8, 1), (1, 8), (4, 2)):
-        mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        specs = {"a": P(None, "model"), "b": P("model", None)}
-        weights = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-        where = {"x": NamedSharding(mesh, P("data")), "probe": weights}
-        everywhere = NamedSharding(mesh, P())
-        scaler = jax.device_put(first_scaler(), everywhere)
-        advance = jax.jit(
-            step, donate_argnums=(0, 1), out_shardings=(everywhere, weights, everywhere)
-        )
-        history, params = run(
-            advance,
-            scaler,
-            jax.device_put(first_params(), weights),
-            lambda x, kind, where=where: jax.device_put(x, where[kind]),
-        )
-        assert len(params["a"].sharding.device_set) == 8
-        yield f"jit-{shape[0]}x{shape[1]}", left(history, params)
+        everywhere, weights, rows = shardings(auto_mesh(*shape))
+        start = jax.device_put((first_scaler(), first_params()), (everywhere, weights))
+        out = everywhere, weights, everywhere
+        advance = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+        after = run(advance, *start, placed(rows, weights))
+        assert len(after[-1]["a"].sharding.device_set) == 8
+        yield f"jit-{shape[0]}x{shape[1]}", left(*after)._asdict()
 
 
 def on_each(advance: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,7 +298,7 @@ def one_per_device(asked: Container[str]) -> Iterator[tuple[str, dict[str, Any]]
         for advance in (summed, by_value_and_grad):
             if f"{name}-{advance.__name__}" not in asked:
                 continue
-            history, params = run(
+            history, _, params = run(
                 spread_out(on_each(advance)),
                 for_each(first_scaler()),
                 for_each(jax.tree.map(jnp.asarray, first_params())),
@@ -338,7 +306,8 @@ def one_per_device(asked: Container[str]) -> Iterator[tuple[str, dict[str, Any]]
             )
             same = all(len({row.tobytes() for row in np.asarray(p)}) == 1 for p in params.values())
             first = jax.tree.map(lambda p: p[0], params)
-            yield f"{name}-{advance.__name__}", left(history, first, same=same)
+            seen = left(history, None, first)._asdict()
+            yield f"{name}-{advance.__name__}", seen | {"same": same}
 
 
 def by_types() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -365,7 +334,7 @@ def by_types() -> Iterator[tuple[str, dict[str, Any]]]:
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()))
     everywhere = NamedSharding(mesh, P())
     start = jax.device_put((first_scaler(), first_params()), everywhere)
-    yield "by types", left(*run(mapped, *start, spread))
+    yield "by types", left(*run(mapped, *start, spread))._asdict()
 
 
 def meshes_of_eight(*names: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 from typing import Any
@@ -30,26 +31,19 @@ def seen(w: Any, scale: Any, finite: Any) -> dict[str, Any]:
 
 def shard_maps(sick: Any, healthy: Any) -> dict[str, Any]:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs: dict[str, Any] = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
+    ways = {"found": {}, "named": {"axis_names": "data"}, "none": {"axis_names": ()}}
     found = {}
-    for check in (True, False):
-        for name, arguments in (
-            ("found", {}),
-            ("named", {"axis_names": "data"}),
-            ("none", {"axis_names": ()}),
-        ):
-            run = jax.jit(
-                jax.shard_map(
-                    partial(one_step, **arguments),
-                    mesh=mesh,
-                    in_specs=(P(), P("data"), P("data")),
-                    out_specs=P("data"),
-                    check_vma=check,
-                )
-            )
-            for grads, kind in ((sick, "sick"), (healthy, "healthy")):
-                after = run(GradScaler(8.0, growth_interval=1), jnp.ones(8), grads)
-                found[f"shard_map-{check}-{name}-{kind}"] = seen(*after)
-    return found
+    for check, (name, arguments) in itertools.product((True, False), ways.items()):
+        step = partial(one_step, **arguments)
+        run = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check, **specs))
+        for grads, kind in ((sick, "sick"), (healthy, "healthy")):
+            after = run(GradScaler(8.0, growth_interval=1), jnp.ones(8), grads)
+            found[f"shard_map-{check}-{name}-{kind}"] = seen(*after)
+    # Manual over one axis of two; the other is XLA's.
+    mesh = jax.make_mesh((4, 2), ("data", "m"), axis_types=(AxisType.Auto,) * 2)
+    run = jax.jit(jax.shard_map(one_step, mesh=mesh, axis_names={"data"}, **specs))
+    return found | {"partly-manual-sick": seen(*run(GradScaler(8.0), jnp.ones(8), sick))}
 
 
 def explicit() -> dict[str, Any]:
@@ -78,21 +72,6 @@ def explicit() -> dict[str, Any]:
     return found
 
 
-def partly_manual(sick: Any) -> dict[str, Any]:
-    """Manual over one axis of two; the other is XLA's."""
-    mesh = jax.make_mesh((4, 2), ("data", "m"), axis_types=(AxisType.Auto, AxisType.Auto))
-    run = jax.jit(
-        jax.shard_map(
-            one_step,
-            mesh=mesh,
-            in_specs=(P(), P("data"), P("data")),
-            out_specs=P("data"),
-            axis_names={"data"},
-        )
-    )
-    return {"partly-manual-sick": seen(*run(GradScaler(8.0), jnp.ones(8), sick))}
-
-
 def fully_sharded() -> dict[str, Any]:
     """One parameter in pieces over the devices beside one that is whole on each, as in FSDP."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -116,8 +95,7 @@ def fully_sharded() -> dict[str, Any]:
     def by_train_state(scaler: GradScaler, p: Any, x: Any) -> Any:
         state = TrainState.create(apply_fn=None, params=p, tx=optax.sgd(1.0))
         grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(p)
-        update = lambda grads, state: state.apply_gradients(grads=grads)  # noqa: E731
-        state, scaler, _ = scaler.step(grads, update, state)
+        state, scaler, _ = scaler.step(grads, lambda g, s: s.apply_gradients(grads=g), state)
         return state.params, scaler, 0
 
     found = {}
@@ -140,9 +118,7 @@ def main() -> None:
     assert len(jax.devices()) == 8
     healthy = jnp.full(8, 8.0)
     sick = healthy.at[SICK].set(jnp.inf)
-    print(
-        json.dumps(shard_maps(sick, healthy) | explicit() | partly_manual(sick) | fully_sharded())
-    )
+    print(json.dumps(shard_maps(sick, healthy) | explicit() | fully_sharded()))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
@@ -26,16 +25,15 @@ MASKED = -2.3819763e38
 
 
 class Sizes(NamedTuple):
-    """Of a model."""
+    """Of Gemma."""
 
-    layers: int = 2
-    width: int = 32
-    heads: int = 4
-    shared: int = 2  # heads of keys and values
-    head: int = 8
-    hidden: int = 64
-    words: int = 64
-    length: int = 16
+    layers: int
+    width: int
+    heads: int
+    shared: int  # heads of keys and values
+    head: int
+    hidden: int
+    words: int
 
 
 class Norm(nnx.Module):
@@ -117,49 +115,6 @@ class Gemma(nnx.Module):
             x = block(x, positions, mask)
         scores = jnp.dot(self.norm(x), self.table[...].T)
         return 30 * jnp.tanh(scores / 30)
-
-
-class LM1BBlock(nnx.Module):
-    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
-        self.norm, self.feed_norm = (nnx.LayerNorm(it.width, rngs=rngs) for _ in range(2))
-        self.attention = nnx.MultiHeadAttention(it.heads, it.width, decode=False, rngs=rngs)
-        self.up = nnx.Linear(it.width, it.hidden, rngs=rngs)
-        self.down = nnx.Linear(it.hidden, it.width, rngs=rngs)
-
-    def __call__(self, x: Array, mask: Array) -> Array:
-        x = x + self.attention(self.norm(x), mask=mask)
-        return x + self.down(nnx.relu(self.up(self.feed_norm(x))))
-
-
-class LM1B(nnx.Module):
-    """The same, with positions that are sines, and padding that is token 0."""
-
-    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Embed(it.words, it.width, rngs=rngs)
-        share = jnp.arange(it.length)[:, None] / 10_000 ** (
-            2 * jnp.arange(it.width // 2) / it.width
-        )
-        self.places = nnx.Variable(jnp.concatenate([jnp.sin(share), jnp.cos(share)], axis=-1))
-        self.blocks = nnx.List(LM1BBlock(it, rngs) for _ in range(it.layers))
-        self.norm = nnx.LayerNorm(it.width, rngs=rngs)
-        self.head = nnx.Linear(it.width, it.words, rngs=rngs)
-
-    def __call__(self, tokens: Array) -> Array:
-        x = self.embed(tokens) + self.places[...][: tokens.shape[1]]
-        mask = nnx.combine_masks(
-            nnx.make_attention_mask(tokens > 0, tokens > 0), nnx.make_causal_mask(tokens)
-        )
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.head(self.norm(x))
-
-
-def language_loss(model: Any, tokens: Array) -> Array:
-    """The mean loss of the next token."""
-    scores = model(tokens[:, :-1])
-    found = optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
-    weights = jnp.where(tokens[:, 1:] > 0, 1, 0)
-    return (found * weights).sum() / weights.sum()
 
 
 Params = dict[str, Any]

@@ -224,17 +224,6 @@ X = jax.random.normal(jax.random.key(0), (6, 5))
 W = jax.random.normal(jax.random.key(1), (5, 4))
 
 
-@pytest.mark.parametrize("run", LOW)
-def test_a_parameters_gradient_is_never_rounded_and_an_activations_once(run):
-    x = X.astype(run)
-    dx, dw = jax.grad(lambda x, w: jnp.sin(dot(x, w, PAIR, run, run)).sum(), (0, 1))(x, W)
-    assert (dx.dtype, dw.dtype) == (run, "float32")
-    assert not np.array_equal(dw, rounded(dw, run)), "this gradient was rounded"
-    ct = np.cos(np.asarray(dot(x, W, PAIR, run, run), np.float32)).astype(run)
-    true = rounded(ct, run) @ rounded(W, run).T
-    assert np.array_equal(np.asarray(dx), np.asarray(true, np.float32).astype(run))
-
-
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 1), (2, 1)])
 def test_a_batch_on_any_axis_is_the_products_one_by_one(axes):
     x = X if axes[0] is None else jnp.stack([X, -X, 2 * X], axes[0])
@@ -273,55 +262,44 @@ CONVOLUTIONS = {
 IN_TURN = [*zip(CONVOLUTIONS, itertools.cycle(LOW), strict=False)]
 
 
+def convolution(name, run):
+    """A convolution, ours of its equation, and arguments: a low array, a parameter, a cotangent."""
+    *shapes, settings = CONVOLUTIONS[name]
+    settings = {"window_strides": (1, 1), **settings}
+    random = np.random.default_rng(0)
+    lhs, rhs = (jnp.asarray(random.standard_normal(s, np.float32)) for s in shapes)
+    lhs, low = lhs.astype(run), rhs.astype(run)
+
+    def plain(lhs, rhs):
+        return lax.conv_general_dilated(lhs, rhs, **settings)
+
+    (eqn,) = jax.make_jaxpr(plain)(lhs, low).eqns
+
+    def ours(lhs, rhs, out):
+        return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out=out)
+
+    return plain, ours, (lhs, rhs, jnp.cos(plain(lhs, low).astype(jnp.float32)))
+
+
+def close_convolution(got, plain, args, run):
+    """A value and both gradients."""
+    with jax.enable_x64(True):
+        true = with_gradients(plain)(*(rounded(x, run) for x in args))
+    for one, want, length in zip(got, true, (args[1].size,) * 2 + (got[0].size,), strict=True):
+        close(one, np.asarray(want), length)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "run"), IN_TURN)
 def test_any_convolution_and_both_gradients(name, run):
-    left, right, settings = CONVOLUTIONS[name]
-    settings = {"window_strides": (1, 1), **settings}
-    random = np.random.default_rng(0)
-    lhs, rhs = (random.standard_normal(s, np.float32) for s in (left, right))
-    lhs, rhs = jnp.asarray(lhs.astype(jnp.dtype(run))), jnp.asarray(rhs)
-
-    def plain(lhs, rhs):
-        return lax.conv_general_dilated(lhs, rhs, **settings)
-
-    (eqn,) = jax.make_jaxpr(plain)(lhs, rhs.astype(run)).eqns
-
-    def ours(lhs, rhs):
-        return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out=run)
-
-    value, pull = jax.vjp(jax.jit(ours), lhs, rhs)
-    ct = np.cos(np.asarray(value, np.float32)).astype(value.dtype)
-    dl, dr = pull(jnp.asarray(ct))
-    with jax.enable_x64(True):
-        true, wl, wr = with_gradients(plain)(rounded(lhs, run), rounded(rhs, run), rounded(ct, run))
-    assert (value.dtype, dl.dtype, dr.dtype) == (run, run, "float32")
-    close(value, np.asarray(true), rhs.size)
-    close(dl, np.asarray(wl), rhs.size)
-    close(dr, np.asarray(wr), value.size)
-    batched = jax.vmap(ours, (0, None))(jnp.stack([lhs, -lhs]), rhs)
-    assert np.array_equal(batched[0], value)
-    assert np.array_equal(batched[1], -value)
-
-
-def convolution_and_gradients(name, run):
-    """A program of two operands, of which the second is a float32 parameter, and arguments."""
-    left, right, settings = CONVOLUTIONS[name]
-    settings = {"window_strides": (1, 1), **settings}
-    random = np.random.default_rng(0)
-    lhs, rhs = (jnp.asarray(random.standard_normal(s, np.float32)) for s in (left, right))
-    lhs = lhs.astype(run)
-
-    def plain(lhs, rhs):
-        return lax.conv_general_dilated(lhs, rhs, **settings)
-
-    (eqn,) = jax.make_jaxpr(plain)(lhs, rhs.astype(run)).eqns
-
-    def ours(lhs, rhs):
-        return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out="float32")
-
-    ct = jnp.cos(plain(lhs, rhs.astype(run)).astype(jnp.float32))
-    return plain, with_gradients(ours), (lhs, rhs, ct)
+    plain, ours, (lhs, rhs, ct) = convolution(name, run)
+    ours = partial(ours, out=run)
+    got = with_gradients(ours)(lhs, rhs, ct.astype(run))
+    assert [x.dtype for x in got] == [run, run, "float32"]
+    close_convolution(got, plain, (lhs, rhs, ct), run)
+    batched = jax.vmap(jax.jit(ours), (0, None))(jnp.stack([lhs, -lhs]), rhs)
+    assert np.array_equal(batched[0], got[0])
+    assert np.array_equal(batched[1], -got[0])
 
 
 def dtypes_of_convolutions(module):
@@ -334,7 +312,8 @@ def dtypes_of_convolutions(module):
 @pytest.mark.parametrize(("name", "run"), IN_TURN)
 def test_convolutions_have_one_dtype_on_gpus(name, run):
     """XLA has no others there."""
-    _, both, args = convolution_and_gradients(name, run)
+    _, ours, args = convolution(name, run)
+    both = with_gradients(partial(ours, out="float32"))
     short = {"bfloat16": "bf16", "float16": "f16"}[run]
     for platform in ("cuda", "rocm"):
         module = export.export(both, platforms=[platform])(*args).mlir_module()
@@ -344,50 +323,28 @@ def test_convolutions_have_one_dtype_on_gpus(name, run):
     assert results == [short, "f32", "f32"], "the first operand is low, so is its gradient"
 
 
-@pytest.fixture
-def as_on_gpus():
-    with forms.lowered_as("convolutions_low"):
-        yield
-
-
 @pytest.mark.one_in(2)
-@pytest.mark.usefixtures("as_on_gpus")
+@forms.lowered_as("convolutions_low")
 @pytest.mark.parametrize(("name", "run"), [IN_TURN[at] for at in (0, 2, 3, 8)])
 def test_convolutions_round_once_on_gpus(name, run):
-    plain, both, (lhs, rhs, ct) = convolution_and_gradients(name, run)
+    plain, ours, args = convolution(name, run)
     options = {"xla_allow_excess_precision": False}  # or XLA on CPU leaves the rounding out
-    value, dl, dr = jax.jit(both, compiler_options=options)(lhs, rhs, ct)
-    with jax.enable_x64(True):
-        true, wl, wr = with_gradients(plain)(rounded(lhs, run), rounded(rhs, run), rounded(ct, run))
-    assert (value.dtype, dl.dtype, dr.dtype) == ("float32", run, "float32")
-    for got, want, length in ((value, true, rhs.size), (dl, wl, rhs.size), (dr, wr, value.size)):
-        low = got.astype(run)
-        assert np.array_equal(low.astype(got.dtype), got), "more than the low dtype holds"
-        close(low, np.asarray(want), length)
+    both = jax.jit(with_gradients(partial(ours, out="float32")), compiler_options=options)
+    got = both(*args)
+    assert [x.dtype for x in got] == ["float32", run, "float32"]
+    assert all(np.array_equal(x.astype(run), x) for x in got), "more than the low dtype holds"
+    close_convolution([x.astype(run) for x in got], plain, args, run)
 
 
 def test_a_ragged_product_and_both_gradients():
-    sizes = jnp.array([2, 3, 1])
-    weights = jnp.stack([W, 2 * W, -W])
-    (eqn,) = [
-        e
-        for e in jax.make_jaxpr(lax.ragged_dot)(X, weights, sizes).eqns
-        if e.primitive.name.startswith("ragged_dot")
-    ]
-
-    def ours(x, w):
-        return contract(
-            eqn.primitive, x, w, sizes, params=eqn.params, run="bfloat16", out="float32"
-        )
-
-    value, pull = jax.vjp(jax.jit(ours), X, weights)
-    true, plain_pull = jax.vjp(
-        lambda x, w: lax.ragged_dot(x, w, sizes),
-        jnp.asarray(rounded(X, "bfloat16"), jnp.float32),
-        jnp.asarray(rounded(weights, "bfloat16"), jnp.float32),
-    )
-    ct = jnp.ones_like(value)
-    for got, want in zip((value, *pull(ct)), (true, *plain_pull(ct)), strict=True):
+    weights, sizes = jnp.stack([W, 2 * W, -W]), jnp.array([2, 3, 1])
+    (*_, eqn) = jax.make_jaxpr(lax.ragged_dot)(X, weights, sizes).eqns
+    how = {"params": eqn.params, "run": "bfloat16", "out": "float32"}
+    ours = with_gradients(lambda x, w: contract(eqn.primitive, x, w, sizes, **how))
+    plain = with_gradients(lambda x, w: lax.ragged_dot(x, w, sizes))
+    args = X, weights, jnp.ones((6, 4))
+    low = [jnp.asarray(rounded(x, "bfloat16"), jnp.float32) for x in args]
+    for got, want in zip(ours(*args), plain(*low), strict=True):
         close(got, np.asarray(want, np.float64), 8)
 
 

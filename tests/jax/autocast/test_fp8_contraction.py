@@ -14,9 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.fp8_operands import VERBS, dequantised, quantised, scale_axes
-from polymp.backends.jax.diagnostics.call_site import equations
 from polymp.backends.jax.diagnostics.measures import peak
 from polymp.dtypes import FORMATS
 from polymp.fp8 import quantise
@@ -147,14 +145,11 @@ def test_gradients_of_a_scaled_loss_are_finite(name, scale):
 # --- transformations ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def one_order():
-    """XLA's float32 products, which other forms use, add up in another order in another program."""
-    with forms.lowered_as("row_by_row"):
-        yield
+# XLA's float32 products, which other forms use, add up in another order in another program.
+one_order = forms.lowered_as("row_by_row")
 
 
-@pytest.mark.usefixtures("one_order")
+@one_order
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_jit_scan_and_remat_change_no_bit(name):
@@ -185,7 +180,7 @@ def test_jit_scan_and_remat_change_no_bit(name):
     assert not any(wrong.values())
 
 
-@pytest.mark.usefixtures("one_order")  # the product of a batch may have another form than one of it
+@one_order  # the product of a batch may have another form than one of it
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_is_one_after_the_other(name):
@@ -279,26 +274,6 @@ def test_sharded_programs(name):
 # --- programs -------------------------------------------------------------------------------------
 
 
-def products(recipe, direction):
-    """The dtypes of the operands of the products that a program makes in a direction."""
-    closed = jax.make_jaxpr(jax.grad(autocast(loss, policy=policy(recipe)), (0, 1)))(
-        layers(), batch()
-    )
-    return [
-        site.eqn.params["how"].format
-        for site in equations(closed)
-        if site.eqn.primitive is fp8_contraction.fp8_contraction_p
-        and site.scope.direction == direction
-    ]
-
-
-def test_formats_by_direction():
-    assert products("tensorwise", "forward") == ["float8_e4m3fn"] * 3
-    assert products("tensorwise", "backward") == ["float8_e5m2"] * 6
-    assert products("rowwise", "backward") == ["float8_e4m3fn"] * 6
-    assert products("rowwise_gw_hp", "backward") == ["float8_e4m3fn"] * 3
-
-
 def dots(text):
     """Of each product in a StableHLO program, the dtypes of its operands and of its result."""
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
@@ -357,7 +332,7 @@ if __name__ == "__main__":
 # --- Quantisation with JAX's verbs, against the same formulas with those of numpy and ml_dtypes ---
 
 
-FORMATS_FP8_QUANTISE = ("float8_e4m3fn", "float8_e5m2")
+EIGHTS = ("float8_e4m3fn", "float8_e5m2")
 SCALES = np.float32([1, 2**-20, 2**30, 448 / 3, 57344 / 7, 1e-3, 0.1, 1e14, np.nan])
 
 
@@ -383,7 +358,7 @@ def differ(ours: np.ndarray, theirs: np.ndarray) -> int:
 
 
 @pytest.mark.sized
-@pytest.mark.parametrize("format", FORMATS_FP8_QUANTISE)
+@pytest.mark.parametrize("format", EIGHTS)
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -454,14 +429,3 @@ def test_a_nan_with_a_sign_spoils_a_scale(op):
     scale, most = scale_and_peak(jnp.full((8, 8), jnp.inf).at[:, ::2].multiply(-1))
     assert np.isnan(scale).all()
     assert np.isnan(most)
-
-
-def test_the_axes_of_a_scale():
-    tensor, row, high = RECIPES["tensorwise"], RECIPES["rowwise"], RECIPES["rowwise_gw_hp"]
-    result, backward = ("activation", "weight"), ("weight", "gradient")
-    assert scale_axes(3, tensor, result, (2,), ()) == (0, 1, 2)
-    assert scale_axes(3, tensor, result, (2,), (0,)) == (1, 2)
-    assert scale_axes(3, tensor, result, (0, 1), (0,)) == (0, 1, 2), "it sums over the batch"
-    assert scale_axes(3, row, result, (2,), (0,)) == (2,)
-    assert scale_axes(2, row, backward, (1,), ()) == (1,)
-    assert scale_axes(2, high, backward, (1,), ()) == (0, 1)

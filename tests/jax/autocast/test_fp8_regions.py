@@ -43,12 +43,6 @@ def test_float16_is_refused():
         autocast(loss, policy="fp8", dtype="float16")
 
 
-def test_a_report_has_the_recipe_and_the_reason():
-    report = explain(lambda w: (X @ w, X @ w[:, :10]), W, policy="fp8", dtype="bfloat16")
-    told = [(call.recipe, call.fallback) for call in report.of("linear")]
-    assert told == [("tensorwise", ""), ("", "n = 10 is not a multiple of 16")]
-
-
 # --- the first and the last product ---------------------------------------------------------------
 
 

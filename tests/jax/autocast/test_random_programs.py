@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
 import polymp.jax
 from polymp.backends.jax.autocast import (
@@ -37,7 +37,6 @@ from polymp.backends.jax.autocast import (
     planner,
     regions,
 )
-from tests.support import processes
 from tests.support.jax.corpus_runs import VALUES
 from tests.support.jax.programs import (
     CONSTRUCTS,
@@ -129,24 +128,20 @@ class Expected:
     def near(self, outs: list[Any], what: str) -> None:
         """Dtypes equal, values within the bound."""
         assert dtypes(outs) == dtypes(self.outs), what
-        self.found[f"{what}: results"] += len(outs)
-        for at, (x, y) in enumerate(zip(outs, self.outs, strict=True)):
-            self.found[f"{what}: same bits"] += np.array_equal(array(x), array(y))
-            error, bound = size(array(x) - array(y)), self.out_bound(at)
-            assert error <= bound, f"{what}, result {at}: off by {error:.3g}, bound {bound:.3g}"
+        for at, x in enumerate(outs):
+            self.compare(x, self.outs[at], self.out_bound(at), f"{what}: results")
 
     def grads_near(self, grads: Env, what: str) -> None:
         for name, x in grads.items():
-            y = self.grads[name]
             assert x.dtype == jnp.float32, f"{what}: the gradient of {name} is {x.dtype}"
-            assert x.shape == y.shape
-            self.found[f"{what}: gradients"] += 1
-            self.found[f"{what}: same bits"] += np.array_equal(array(x), array(y))
-            error, bound = size(array(x) - array(y)), self.grad_bound(name)
-            if bound > 0:
-                worst = int(1000 * error / bound)
-                self.found["worst"] = max(self.found["worst"], worst)
-            assert error <= bound, f"{what} of {name}: off by {error:.3g}, bound {bound:.3g}"
+            self.compare(x, self.grads[name], self.grad_bound(name), f"{what}: gradients")
+
+    def compare(self, x: Any, y: Any, bound: float, what: str) -> None:
+        assert x.shape == y.shape
+        same, error = np.array_equal(array(x), array(y)), size(array(x) - array(y))
+        self.found[what] += 1
+        self.found[f"{what.partition(':')[0]}: same bits"] += same
+        assert error <= bound, f"{what}: off by {error:.3g}, bound {bound:.3g}"
 
 
 def _bound(x: Any, noisy: Any) -> float:
@@ -188,7 +183,7 @@ def sensible(want: Expected) -> bool:
 
 def check_results(it: Program, env: Env, want: Expected) -> None:
     """Compiled, eager and traced by vmap, inside and outside."""
-    fn = polymp.jax.autocast(plain(it, polymp.jax), dtype=it.low)
+    fn = rewritten(it)
     want.near(compiled(fn, env), "jit")
     want.near(fn(env), "eager")
     other = arguments(Program(it.block, it.low, it.seed + 1))
@@ -277,14 +272,11 @@ def test_random_programs(capsys):
     drawn: set[Block] = set()
 
     def run(it: Program) -> None:
-        note(str(it))
         ran = check(it)
         assume(ran is not None)
         drawn.add(it.block)
-        worst = max(found["worst"], ran.pop("worst", 0))
         seen.update(set(it.counts()), programs=1)
         found.update(ran)
-        found["worst"] = worst
 
     for first in (*CONSTRUCTS, *REGIONS):
         seed(zlib.crc32(first.encode()))(FEW(given(programs(first))(run)))()
@@ -345,20 +337,6 @@ def test_with_the_checks_of_jax_on(some, at):
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert x.dtype == y.dtype
         assert np.array_equal(array(x), array(y))
-
-
-def test_checking_leaks_finds_a_leak():
-    """In a process of its own: jax looks through all objects for what holds it."""
-    program = """
-import jax
-kept = []
-try:
-    with jax.checking_leaks():
-        jax.jit(lambda x: kept.append(x) or x)(1.0)
-except Exception as error:
-    print("eaked" in str(error))
-"""
-    assert processes.run(program) == "True\n"
 
 
 @pytest.mark.one_in(4)

@@ -2,8 +2,8 @@
 
 A program is data: steps on rows (3, 4) or (4,), matrices (4, 4), a vector, a scalar and an index,
 inside and outside of jit, vmap, scan, loops, branches, remat, functions with derivative rules of
-their own, and regions. `plain` reads it as the float32 function that a user would write; another
-reading, with casts by hand, is `programs_by_hand`'s. Every name is given once in a program.
+their own, and regions. `plain` reads it as the float32 function that a user would write, `by_hand`
+as that function with casts. Every name is given once in a program.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ class Op:
     args: tuple[str, ...]
     number: float = 0.0
 
-    def __str__(self) -> str:
-        number = f", {self.number:g}" if self.name in NUMBERS else ""
-        return f"{self.target} = {self.name}({', '.join(self.args)}{number})"
-
 
 @dataclass(frozen=True)
 class Do:
@@ -50,12 +46,6 @@ class Do:
     blocks: tuple[Block, ...]
     option: Any = None
 
-    def __str__(self) -> str:
-        option = "" if self.option is None else f" {self.option}"
-        inside = "\n".join(str(block) for block in self.blocks)
-        head = f"{', '.join(self.targets)} = {self.kind}({', '.join(self.args)}){option}"
-        return head + "\n" + "\n".join("    " + line for line in inside.split("\n"))
-
 
 @dataclass(frozen=True)
 class Block:
@@ -65,10 +55,6 @@ class Block:
     steps: tuple[Op | Do, ...]
     results: tuple[str, ...]
 
-    def __str__(self) -> str:
-        lines = [f"({', '.join(self.params)}):", *map(str, self.steps)]
-        return "\n".join([*lines, f"return {', '.join(self.results)}"])
-
 
 @dataclass(frozen=True)
 class Program:
@@ -77,9 +63,6 @@ class Program:
     block: Block
     low: str
     seed: int
-
-    def __str__(self) -> str:
-        return f"in {self.low}, arguments {self.seed}\n{self.block}"
 
     def counts(self) -> Counter[str]:
         return Counter(s.kind if isinstance(s, Do) else s.name for s in every(self.block))
@@ -209,7 +192,7 @@ def arguments(program: Program) -> Env:
 # Read as a plain function
 
 
-def plain(program: Program, polymp: Any = None) -> Callable[[Env], list[Any]]:
+def plain(program: Program, polymp: Any) -> Callable[[Env], list[Any]]:
     """The function as a user writes it, in float32."""
 
     def run(env: Env) -> list[Any]:
@@ -224,7 +207,7 @@ def _run(block: Block, env: Env, polymp: Any) -> list[Any]:
         if isinstance(step, Op):
             args = [env[a] for a in step.args]
             if step.name in ("upper", "lower"):
-                env[step.target] = getattr(polymp, step.name)(args[0]) if polymp else args[0]
+                env[step.target] = getattr(polymp, step.name)(args[0])
             else:
                 env[step.target] = apply(step.name, step.number, args)
         else:
@@ -242,12 +225,10 @@ def _do(step: Do, env: Env, polymp: Any) -> Any:
     def body(*given: Any) -> list[Any]:
         return _run(block, {**env, **dict(zip(block.params, given, strict=True))}, polymp)
 
-    def with_rule(*read: Any) -> list[Any]:
+    def closed(*read: Any) -> list[Any]:
         return _run(block, dict(zip(free(block), read, strict=True)), polymp)
 
     if step.kind in REGIONS:
-        if polymp is None:
-            return body(*args)
         if step.kind == "nested":
             return polymp.autocast(body, dtype=step.option)(*args)
         off = step.kind == "off"
@@ -258,14 +239,9 @@ def _do(step: Do, env: Env, polymp: Any) -> Any:
     if step.kind == "switch":
         branches = [lambda b=b: tuple(_run(b, env, polymp)) for b in step.blocks]
         return lax.switch(env[INDEX], branches)
-    reads = [env[name] for name in free(block)]
-    if step.kind in WITH_RULES:
-        return WITH_RULES[step.kind](with_rule)(*reads)
-    return (
-        LOOPS[step.kind](step, args, env, body)
-        if step.kind in LOOPS
-        else (CALLS[step.kind](step, with_rule)(*reads))
-    )
+    if step.kind in LOOPS:
+        return LOOPS[step.kind](step, args, env, body)
+    return called(step, closed)(*[env[name] for name in free(block)])
 
 
 def halved_jvp(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,7 +271,10 @@ def halved_vjp(function: Callable[..., Any]) -> Callable[..., Any]:
     return ruled
 
 
-def _call(step: Do, function: Callable[..., Any]) -> Callable[..., Any]:
+def called(step: Do, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, jitted, to compute again, or with a rule of its own."""
+    if step.kind in WITH_RULES:
+        return WITH_RULES[step.kind](function)
     if step.kind == "jit":
         return jax.jit(function)
     return jax.checkpoint(function, policy=POLICIES[step.option])
@@ -322,7 +301,6 @@ def _while(step: Do, args: list[Any], env: Env, body: Callable[..., Any]) -> Any
 
 
 WITH_RULES = {"custom_jvp": halved_jvp, "custom_vjp": halved_vjp}
-CALLS = {"jit": _call, "remat": _call}
 LOOPS = {"scan": _scan, "fori": _fori, "while": _while}
 
 
@@ -480,8 +458,11 @@ class Planned(NamedTuple):
         return [Kind(w) for w in self.wanted]
 
 
-class Rules:
-    """The documented rules. Wrong ones are made of it by overriding, to see that they are found."""
+class _Planner:
+    """Decides the dtypes of a program by the documented rules."""
+
+    def __init__(self) -> None:
+        self.alias: dict[str, str] = {}  # names of what vmaps and regions take and hand on
 
     def run(self, op: Op, region: Region, kinds: list[Kind]) -> str:
         """The dtype that an op runs in."""
@@ -524,15 +505,6 @@ class Rules:
         """A carry is the widest of what goes in and what comes round."""
         return tuple(self.widest([a, b.dtype]) for a, b in zip(carry, after, strict=False))
 
-    def pulls(self) -> bool:
-        return True
-
-
-class _Planner:
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self.alias: dict[str, str] = {}  # names of what vmaps and regions take and hand on
-
     def name(self, name: str) -> str:
         while name in self.alias:
             name = self.alias[name]
@@ -563,14 +535,13 @@ class _Planner:
             )
             steps.append(made)
         results = tuple(map(self.name, block.results))
-        if self.rules.pulls():
-            self.pull(steps, zip(results, wanted or [None] * len(results), strict=True), kinds)
+        self.pull(steps, zip(results, wanted or [None] * len(results), strict=True), kinds)
         return Planned(block.params, steps, results, kinds, wanted)
 
     def op(self, step: Op, region: Region, kinds: Kinds) -> Step:
         args = [kinds[self.name(a)] for a in step.args]
-        run = self.rules.run(step, region, args)
-        kinds[step.target] = self.rules.result(step, region, run, args)
+        run = self.run(step, region, args)
+        kinds[step.target] = self.result(step, region, run, args)
         return Step(step, region, run)
 
     def do(self, step: Do, region: Region, kinds: Kinds) -> Step:
@@ -581,7 +552,7 @@ class _Planner:
         outs = blocks[0].outs()
         if step.kind == "switch":
             dtypes = tuple(
-                self.rules.widest([k.dtype for k in some])
+                self.widest([k.dtype for k in some])
                 for some in zip(*(b.outs() for b in blocks), strict=True)
             )
             blocks = tuple(self.plan(b, region, inside, dtypes) for b in step.blocks)
@@ -602,7 +573,7 @@ class _Planner:
         while True:
             state = {p: Kind(f) for p, f in zip(block.params, carry, strict=False)}
             planned = self.plan(block, region, {**inside, **state})
-            wider = self.rules.joined(carry, planned.outs())
+            wider = self.joined(carry, planned.outs())
             if wider == carry:
                 break
             carry = wider
@@ -655,9 +626,9 @@ def noise(seed: Any, values: float, cotangents: float, wide: float = 0.0) -> Any
     return jnp.stack([jnp.float32(x) for x in (seed, values, cotangents, wide)])
 
 
-def by_hand(program: Program, rules: Rules | None = None) -> Callable[[Env], list[Any]]:
+def by_hand(program: Program) -> Callable[[Env], list[Any]]:
     """The function with casts. With `noise` among the arguments, under its name, a noisy one."""
-    planner = _Planner(rules or Rules())
+    planner = _Planner()
     kinds = {name: Kind("float32", "given") for name in ("r0", "r1", "m0", "m1", LAYERS, "v0")}
     kinds["s0"], kinds[INDEX] = Kind("float32", "number"), Kind("int32")
     planned = planner.plan(program.block, program.low, kinds)
@@ -743,8 +714,7 @@ class _Casts:
                         inside[n] = self.noisy(inside[n], n, inside, parameter=True)
             return self.block(planned, inside)
 
-        wrapped = WITH_RULES[do.kind](function) if ruled else CALLS[do.kind](do, function)
-        return wrapped(*[env[n] for n in reads])
+        return called(do, function)(*[env[n] for n in reads])
 
     def noisy(self, x: Any, name: str, env: Env, parameter: bool = False) -> Any:
         """A value that is a little off, if noise is asked for; of a parameter, its gradient."""

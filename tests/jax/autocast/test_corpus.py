@@ -32,6 +32,7 @@ from tests.support.jax.corpus_runs import (
     too_far,
 )
 from tests.support.jax.rounding_bound import nearest, rounded
+from tests.support.jax.scaler_tools import bits
 from tests.support.jax.walker import violations
 
 RUNS = ("bfloat16", "float16")
@@ -89,7 +90,7 @@ def faults_of_off(it: Problem, transform: Transform) -> list[str]:
         texts = [str(jax.make_jaxpr(it.graded(f))(*it.inputs())) for f in (fn, it.fn)]
     if _anonymous(texts[0]) == _anonymous(texts[1]):  # one program: no need to run it twice
         return []
-    same = _same_bits(run(it, fn), run(it, it.fn))
+    same = bits(run(it, fn)) == bits(run(it, it.fn))
     return [] if same else ["results differ from the program's own"]
 
 
@@ -99,11 +100,6 @@ def _anonymous(text: str) -> str:
 
 def _floats(ran: Ran) -> list[Any]:
     return [x for part in ran for x in part if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def _same_bits(a: Ran, b: Ran) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x.dtype == y.dtype and bool((x == y).all()) for x, y in pairs)
 
 
 @pytest.mark.one_in(30)
@@ -148,11 +144,6 @@ def inlines_rules(fn: Any, dtype: Any, **_: Any) -> Any:
     return rounded(fn, nearest(str(dtype)))
 
 
-def coarse(fn: Any, **_: Any) -> Any:
-    """Rounds to four bits."""
-    return rounded(fn, nearest("four bits"))
-
-
 def narrows_all(fn: Any, dtype: Any, **_: Any) -> Any:
     """Takes float64 for float32."""
     return lambda *args: fn(*(x.astype(jnp.float32) for x in args))
@@ -182,23 +173,17 @@ def test_lowering_everything_is_caught(it):
 @pytest.mark.parametrize("name", ["custom_jvp_sign", "custom_vjp_linear"])
 def test_a_lost_derivative_rule_is_caught(it):
     ran = run(it, inlines_rules(it.fn, "bfloat16"))
-    faults = too_far(name_of(it), "bfloat16", ran)
+    faults = too_far(it.program.name, "bfloat16", ran)
     assert faults
     assert all(fault.startswith("grads") for fault in faults)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SMALL)
-def test_a_coarser_dtype_is_caught(it):
-    assert too_far(name_of(it), "bfloat16", emulated(it, nearest("four bits")))
-    assert too_far(name_of(it), "float16", emulated(it, nearest("bfloat16")))
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", SMALL)
-def test_the_dtype_itself_is_not(it):
-    for fmt in RUNS:
-        assert too_far(name_of(it), fmt, emulated(it, nearest(fmt))) == []
+def test_a_coarser_dtype_is_caught_and_the_dtype_itself_is_not(it):
+    for fmt, coarser in (("bfloat16", "four bits"), ("float16", "bfloat16")):
+        assert too_far(it.program.name, fmt, emulated(it, nearest(coarser)))
+        assert too_far(it.program.name, fmt, emulated(it, nearest(fmt))) == []
 
 
 @pytest.mark.parametrize("name", ["float64_beside_float32"])
@@ -219,8 +204,4 @@ LOOPS = ["scan_rnn", "while_newton", "branches", "scan_over_layers_remat", "cust
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_reference_is_the_program_itself(it):
-    assert not rounds(name_of(it), run(it, it.fn))
-
-
-def name_of(it: Problem) -> str:
-    return it.program.name
+    assert not rounds(it.program.name, run(it, it.fn))

@@ -32,11 +32,6 @@ from tests.support.jax.programs import Program, arguments, plain, programs
 from tests.support.sizes import size
 
 
-def bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, every equation is bound."""
-    monkeypatch.setattr(compat, "recorder", lambda values: None)
-
-
 def told(closed: Any) -> list[Any]:
     """All that a closed jaxpr is, but for the identity of its variables."""
     jaxpr, consts = compat.opened(closed)
@@ -119,7 +114,7 @@ def both(fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     for binding in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if binding:
-                bound(patch)
+                patch.setattr(compat, "recorder", lambda values: None)
             made.append(told(jax.make_jaxpr(fn(autocast, **options))(*args)))
     return made
 
@@ -153,21 +148,9 @@ W = jnp.linspace(-1, 1, 16).reshape(4, 4)
 TABLE = np.linspace(-2, 2, 16, dtype=np.float32).reshape(4, 4)
 
 
-def constants(x):
-    return x @ W + TABLE @ x + jnp.asarray(TABLE)[0] * jnp.float32(3)
-
-
-def numbers(x):
-    return jnp.where(x > 0, x @ x, -1e30) * 2.0 + jnp.maximum(x, 0) ** 3 / 7 + 1e-12
-
-
 def weak(x):
     scale = jnp.asarray(2.0) * 3
     return lax.convert_element_type(x @ x, float) * scale + lax.full((), 1.5) * x
-
-
-def scatters(x):
-    return (x @ x).at[1].add(x[0]).at[2].mul(2.0)
 
 
 def several(x):
@@ -193,32 +176,31 @@ def nested(x):
     return jax.nn.softmax(lax.cond(y.sum() > 0, jnp.exp, jnp.cos, y)), jax.nn.relu(y)
 
 
-def fills(x):
-    return (x @ x) + jnp.full((4, 4), 1e-3) + jnp.zeros(4) + lax.iota(jnp.float32, 4)
+def numbers(x):
+    return jnp.where(x > 0, x @ x, -1e30) * 2.0 + jnp.maximum(x, 0) ** 3 / 7 + 1e-12
 
 
-def outputs(x):
-    y = x @ x
-    return y, x, W, 1.0, y.astype(jnp.float32), jnp.int32(3)
-
-
-HAND = (constants, numbers, weak, scatters, several, effects, forwards, nested, fills, outputs)
+HAND: dict[str, Callable[[Any], Any]] = {
+    fn.__name__: fn for fn in (weak, several, effects, forwards, nested, numbers)
+} | {
+    "constants": lambda x: x @ W + TABLE @ x + jnp.asarray(TABLE)[0] * jnp.float32(3),
+    "scatters": lambda x: (x @ x).at[1].add(x[0]).at[2].mul(2.0),
+    "fills": lambda x: (x @ x) + jnp.full((4, 4), 1e-3) + jnp.zeros(4) + lax.iota("float32", 4),
+    "outputs": lambda x: (x @ x, x, W, 1.0, (x @ x).astype(jnp.float32), jnp.int32(3)),
+}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("fn", HAND, ids=lambda fn: fn.__name__)
-def test_programs_by_hand(fn, dtype):
-    agree(lambda autocast: autocast(fn, dtype=dtype), W)
-
-
-@pytest.mark.parametrize("fn", HAND, ids=lambda fn: fn.__name__)
-def test_inside_jit_and_a_scope(fn):
+@pytest.mark.parametrize("name", HAND)
+def test_programs_by_hand_inside_jit_and_a_scope_too(name, dtype):
     def make(autocast):
+        fn = autocast(HAND[name], dtype=dtype)
+
         def outer(x):
             with jax.named_scope("ours"):
-                return jax.jit(autocast(fn))(x), autocast(fn)(x + 1), autocast(fn)(W)
+                return jax.jit(fn)(x), fn(x + 1), fn(W)
 
-        return outer
+        return lambda x: (fn(x), outer(x))
 
     agree(make, W)
 
@@ -279,7 +261,7 @@ def test_values_of_an_outer_trace():
 # The oracle can fail, and it looks at what is recorded.
 
 
-def test_it_is_recorded():
+def test_it_is_recorded(monkeypatch):
     seen = []
 
     class Counting(compat.Recorder):
@@ -287,15 +269,14 @@ def test_it_is_recorded():
             seen.append(primitive.name)
             return super().put(primitive, values, params)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "Recorder", Counting)
-        made = jax.make_jaxpr(autocast(lambda x: jnp.sin(x @ x) * 2 + x))(W)
+    monkeypatch.setattr(compat, "Recorder", Counting)
+    made = jax.make_jaxpr(autocast(lambda x: jnp.sin(x @ x) * 2 + x))(W)
     assert seen == [eqn.primitive.name for eqn in made.eqns]
     assert len(seen) >= 5
 
 
 @pytest.mark.parametrize("wrong", ["weak_type", "dtype"])
-def test_a_wrong_type_is_seen(wrong):
+def test_a_wrong_type_is_seen(monkeypatch, wrong):
     class Wrong(compat.Recorder):
         def put(self, primitive, values, params):
             outs = super().put(primitive, values, params)
@@ -306,7 +287,6 @@ def test_a_wrong_type_is_seen(wrong):
                     var.aval = var.aval.update(weak_type=wrong == "weak_type", **new)
             return outs
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "Recorder", Wrong)
-        recorded, by_bind = both(lambda autocast: autocast(lambda x: jnp.sin(x) * x), W)
+    monkeypatch.setattr(compat, "Recorder", Wrong)
+    recorded, by_bind = both(lambda autocast: autocast(lambda x: jnp.sin(x) * x), W)
     assert recorded != by_bind

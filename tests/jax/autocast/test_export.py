@@ -20,6 +20,7 @@ from polymp.jax import autocast
 from tests.support import processes
 from tests.support.jax import forms
 from tests.support.jax.corpus_runs import QUICK
+from tests.support.jax.scaler_tools import bits
 from tests.support.sizes import LONG
 
 OWN = {
@@ -130,17 +131,10 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list
     return found
 
 
-def same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
-    """The same dtypes and bits."""
-    return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 @pytest.mark.sized
 @pytest.mark.parametrize("case", ASKED, ids=str)
 def test_an_artifact_gives_the_bits_of_the_jitted_function(case, elsewhere):
-    assert same(elsewhere(case), here(case))
+    assert bits(elsewhere(case)) == bits(here(case))
 
 
 @pytest.mark.sized
@@ -148,7 +142,7 @@ def test_an_artifact_gives_the_bits_of_the_jitted_function(case, elsewhere):
 def test_the_comparison_sees_another_policy_and_another_dtype(case, elsewhere):
     others = {Case(policy, dtype, case.way) for policy, dtype in RUN} - {case}
     assert len(others) == 2
-    assert not any(same(elsewhere(case), here(other)) for other in others)
+    assert not any(bits(elsewhere(case)) == bits(here(other)) for other in others)
 
 
 def foreign(text: str) -> list[str]:
@@ -196,4 +190,4 @@ def test_shapes_may_be_symbols():
     fn = jax.jit(Case("lean", "bfloat16", "value").function())
     exported = export.export(fn)(inputs, jax.ShapeDtypeStruct(rows, jnp.float32))
     for n in (2, 4):
-        assert same([np.asarray(exported.call(w, x[:n]))], [np.asarray(fn(w, x[:n]))])
+        assert bits(exported.call(w, x[:n])) == bits(fn(w, x[:n]))

@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import polymp
 from polymp.jax import autocast, explain, freeze
 from tests.support.jax import transformer
+from tests.support.jax.scaler_tools import bits
 
 MOST = 4
 FEW = polymp.policy({"name": "few", "extends": "amp", "few_rows": MOST})
@@ -91,7 +91,7 @@ def test_frozen_parameters_give_the_same_bits(rows):
     params, x = inputs(rows)
     fn = autocast(net, policy=FEW)
     serve, served = freeze(fn, params, x)
-    assert np.array_equal(bits(jax.jit(serve)(served, x)), bits(jax.jit(fn)(params, x)))
+    assert bits(jax.jit(serve)(served, x)) == bits(jax.jit(fn)(params, x))
     assert served["up"].dtype == (jnp.float32 if rows <= MOST else jnp.bfloat16)
     if rows <= MOST:
         assert f"(few_rows = {MOST})" in serve.kept["['up']"]
@@ -104,8 +104,7 @@ def test_a_parameter_that_was_stored_low_for_many_rows_is_refused_for_few():
         serve(served, x[:1])
     both, served = freeze(serve, params, x[:1])
     for rows in (1, 9):
-        same = bits(both(served, x[:rows])), bits(autocast(net, policy=FEW)(params, x[:rows]))
-        assert np.array_equal(*same)
+        assert bits(both(served, x[:rows])) == bits(autocast(net, policy=FEW)(params, x[:rows]))
 
 
 def test_a_whole_model_has_the_dtypes_that_it_has_without():
@@ -133,7 +132,3 @@ def test_explain_says_why():
     assert report.fallbacks == {why: 2}
     assert f"lower  2 not lowered: {why}" in str(report)
     assert "not lowered" not in str(explain(autocast(net, policy=FEW), *inputs(9)))
-
-
-def bits(x: jax.Array) -> np.ndarray:
-    return np.asarray(x).view(np.uint16)

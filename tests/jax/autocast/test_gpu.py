@@ -61,19 +61,12 @@ def test_shared_ops_have_the_dtypes_and_values_of_the_table(fw: ModuleType, op: 
 
 # --- convolutions ---------------------------------------------------------------------------------
 
-NHWC = ("NHWC", "HWIO", "NHWC")
+NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+IMAGES = (8, 32, 32, 64)
 CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
-    "3x3": ((8, 32, 32, 64), (3, 3, 64, 64), {"dimension_numbers": NHWC}),
-    "strided": (
-        (8, 32, 32, 64),
-        (3, 3, 64, 64),
-        {"dimension_numbers": NHWC, "window_strides": (2, 2)},
-    ),
-    "grouped": (
-        (8, 32, 32, 64),
-        (3, 3, 8, 64),
-        {"dimension_numbers": NHWC, "feature_group_count": 8},
-    ),
+    "3x3": (IMAGES, (3, 3, 64, 64), NHWC),
+    "strided": (IMAGES, (3, 3, 64, 64), NHWC | {"window_strides": (2, 2)}),
+    "grouped": (IMAGES, (3, 3, 8, 64), NHWC | {"feature_group_count": 8}),
     "1d": ((8, 128, 64), (3, 64, 64), {"dimension_numbers": ("NHC", "HIO", "NHC")}),
     "nchw": ((8, 64, 32, 32), (64, 64, 3, 3), {}),
 }

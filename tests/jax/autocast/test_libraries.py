@@ -1,14 +1,11 @@
-"""Train steps of the libraries that people build models with, unchanged but for `autocast`.
+"""Models of the libraries that people build them with, unchanged but for `autocast`.
 
-Each model learns the same regression with optax, in float32 and under autocast in both dtypes. It
-has to get as far, with float32 parameters and gradients, and to compute its products low.
+They train as far as in float32, and functions inside of them may be autocast ones.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -17,30 +14,17 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flax import linen, nnx
+from flax import linen
 from numpyro.infer import SVI, Trace_ELBO, autoguide
 
 from polymp.errors import EscapedValueError
 from polymp.jax import GradScaler, autocast
+from tests.support.jax.corpus import corpus
+from tests.support.jax.corpus_runs import problem
 from tests.support.jax.walker import CONTRACTIONS, OURS, equations
 
 STEPS = 60
-
-
-def batch():
-    x = jax.random.normal(jax.random.key(0), (64, 6, 4))
-    return x, jnp.tanh(x.sum(1)).sum(-1, keepdims=True)
-
-
-class Run(NamedTuple):
-    first: float
-    last: float
-    params: Any
-    grads: Any
-    products: set[str]
-
-
-Wrap = Callable[[Any], Any]
+LIBRARIES = ("nnx_transformer_lm", "linen_seq2seq", "equinox_gru", "haiku_lstm")
 
 
 def products(jaxpr: Any) -> set[str]:
@@ -49,16 +33,14 @@ def products(jaxpr: Any) -> set[str]:
     return {site.params["run"] if site.op == OURS else site.operands[0] for site in contractions}
 
 
-def fit(loss: Any, params: Any, wrap: Wrap, scaled: bool) -> Run:
-    """Train with optax.adam on pure functions; with a scaler if asked to."""
-    optimizer, x_y = optax.adam(0.01), batch()
-    scaler = GradScaler(enabled=scaled, growth_interval=20)
-    wrapped = wrap(loss)
+def train(loss: Any, params: Any, data: Any, scaled: bool) -> tuple[list[float], Any, set[str]]:
+    """The losses of all steps, the last parameters and gradients, and the `products` of a step."""
+    optimizer = optax.adam(0.05)
 
     @jax.jit
     def step(params, state, scaler):
         def scaled_loss(params):
-            value = wrapped(params, *x_y)
+            value = loss(params, *data)
             return scaler.scale(value), value
 
         def update(grads, params, state):
@@ -69,141 +51,28 @@ def fit(loss: Any, params: Any, wrap: Wrap, scaled: bool) -> Run:
         (params, state), scaler, _ = scaler.step(grads, update, params, state)
         return params, state, scaler, value, grads
 
-    state, losses = optimizer.init(params), []
-    found = products(jax.make_jaxpr(step)(params, state, scaler))
+    carry = params, optimizer.init(params), GradScaler(enabled=scaled, growth_interval=20)
+    found, losses = products(jax.make_jaxpr(step)(*carry)), []
     for _ in range(STEPS):
-        params, state, scaler, value, grads = step(params, state, scaler)
+        *carry, value, grads = step(*carry)
         losses.append(float(value))
-    return Run(losses[0], losses[-1], params, grads, found)
-
-
-def train_nnx(wrap: Wrap, scaled: bool) -> Run:
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.conv = nnx.Conv(4, 16, kernel_size=(3,), rngs=rngs)
-            self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
-            self.attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-            self.drop = nnx.Dropout(0.1, rngs=rngs)
-            self.out = nnx.Linear(16, 1, rngs=rngs)
-
-        def __call__(self, x):
-            h = jax.nn.gelu(self.norm(self.conv(x)))
-            return self.out(self.drop(h + self.attention(h)).mean(1))
-
-    net, x_y = Net(nnx.Rngs(0)), batch()
-    optimizer = nnx.Optimizer(net, optax.adam(0.01), wrt=nnx.Param)
-    scaler = GradScaler(enabled=scaled, growth_interval=20)
-    wrapped = wrap(lambda net, x, y: jnp.mean((net(x) - y) ** 2))
-
-    @nnx.jit
-    def step(net, optimizer, scaler):
-        def scaled_loss(net):
-            value = wrapped(net, *x_y)
-            return scaler.scale(value), value
-
-        (_, value), grads = nnx.value_and_grad(scaled_loss, has_aux=True)(net)
-        graph, state = nnx.split((net, optimizer))
-
-        def update(grads, state):
-            net, optimizer = nnx.merge(graph, state)
-            optimizer.update(net, grads)
-            return nnx.split((net, optimizer))[1]
-
-        state, scaler, _ = scaler.step(grads, update, state)
-        nnx.update((net, optimizer), state)
-        return value, grads, scaler
-
-    losses = []
-    for _ in range(STEPS):
-        value, grads, scaler = step(net, optimizer, scaler)
-        losses.append(float(value))
-    assert np.abs(net.norm.mean[...]).max() > 0, "the batch statistics stood still"
-    graph, state = nnx.split(net)
-    found = products(jax.make_jaxpr(lambda s: wrapped(nnx.merge(graph, s), *x_y))(state))
-    return Run(losses[0], losses[-1], nnx.state(net, nnx.Param), grads, found)
-
-
-def train_linen(wrap: Wrap, scaled: bool) -> Run:
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x, train):
-            h = linen.Dense(16)(x)
-            h = linen.BatchNorm(use_running_average=not train, momentum=0.9)(h)
-            h = h + linen.MultiHeadDotProductAttention(2)(linen.LayerNorm()(h))
-            h = linen.RNN(linen.LSTMCell(16))(h)
-            return linen.Dense(1)(h[:, -1])
-
-    net = Net()
-    variables = net.init(jax.random.key(1), batch()[0], True)
-    stats = variables["batch_stats"]
-
-    def loss(params, x, y):
-        held = {"params": params, "batch_stats": stats}
-        out, state = net.apply(held, x, True, mutable=["batch_stats"])
-        return jnp.mean((out - y) ** 2) + 0 * state["batch_stats"]["BatchNorm_0"]["mean"].sum()
-
-    return fit(loss, variables["params"], wrap, scaled)
-
-
-def train_equinox(wrap: Wrap, scaled: bool) -> Run:
-    class Net(eqx.Module):
-        cell: eqx.nn.GRUCell
-        norm: eqx.nn.LayerNorm
-        mlp: eqx.nn.MLP
-
-        def __init__(self, key):
-            k1, k2 = jax.random.split(key)
-            self.cell = eqx.nn.GRUCell(4, 16, key=k1)
-            self.norm = eqx.nn.LayerNorm(16)
-            self.mlp = eqx.nn.MLP(16, 1, 32, 1, key=k2)
-
-        def __call__(self, x):
-            h, _ = jax.lax.scan(lambda h, x: (self.cell(x, h), None), jnp.zeros(16), x)
-            return self.mlp(self.norm(h))
-
-    params, static = eqx.partition(Net(jax.random.key(1)), eqx.is_array)
-
-    def loss(params, x, y):
-        net = eqx.combine(params, static)
-        return jnp.mean((jax.vmap(net)(x) - y) ** 2)
-
-    return fit(loss, params, wrap, scaled)
-
-
-def train_haiku(wrap: Wrap, scaled: bool) -> Run:
-    def forward(x):
-        h, _ = hk.dynamic_unroll(hk.LSTM(16), x.swapaxes(0, 1), hk.LSTM(16).initial_state(64))
-        return hk.nets.MLP([16, 1])(hk.LayerNorm(-1, True, True)(h[-1]))
-
-    net = hk.without_apply_rng(hk.transform(forward))
-
-    def loss(params, x, y):
-        return jnp.mean((net.apply(params, x) - y) ** 2)
-
-    return fit(loss, net.init(jax.random.key(1), batch()[0]), wrap, scaled)
-
-
-TRAIN = {
-    "flax nnx": train_nnx,
-    "flax linen": train_linen,
-    "equinox": train_equinox,
-    "haiku": train_haiku,
-}
+    return losses, (carry[0], grads), found
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("library", TRAIN)
-def test_a_model_of_the_library_trains_as_well_as_in_float32(library):
-    train = TRAIN[library]
-    plain = train(lambda loss: loss, False)
-    assert plain.last < plain.first / 2, "the problem is too hard to tell anything"
-    assert plain.products == {"float32"}
+@pytest.mark.parametrize("name", [p.name for p in corpus() if p.name in LIBRARIES])
+def test_a_model_of_the_library_trains_as_well_as_in_float32(name):
+    it = problem(name)
+    params, *data = it.args
+    plain, _, found = train(it.fn, params, data, False)
+    assert plain[-1] < plain[0] / 2, "the problem is too hard to tell anything"
+    assert found == {"float32"}
     for low, scaled in (("bfloat16", False), ("float16", True)):
-        run = train(partial(autocast, dtype=low), scaled)
-        assert run.products == {low}
-        assert abs(run.first - plain.first) < 0.05 * plain.first
-        assert run.last < plain.first / 2
-        for leaf in jax.tree.leaves((run.params, run.grads)):
+        losses, trees, found = train(autocast(it.fn, dtype=low), params, data, scaled)
+        assert found == {low}
+        assert abs(losses[0] - plain[0]) < 0.05 * plain[0]
+        assert losses[-1] < plain[0] / 2
+        for leaf in jax.tree.leaves(trees):
             assert leaf.dtype == jnp.float32
             assert np.isfinite(leaf).all()
 

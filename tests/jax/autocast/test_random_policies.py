@@ -163,11 +163,12 @@ def test_what_was_recorded_is_what_the_policies_decide(jitted: Any) -> None:
     assert wrong == []
 
 
-def test_the_numbers_are_those_of_casts_by_hand() -> None:
-    for seed in range(VALUED):
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_numbers_are_those_of_casts_by_hand(jitted: bool) -> None:
+    for seed in range(JITTED if jitted else VALUED):
         policy, low = given.policy(seed), LOW[seed % 2]
-        found = ran(seed, policy, low, arguments(seed))
-        assert mistakes(seed, policy, low, found) == []
+        found = ran(seed, policy, low, arguments(seed), *[jax.jit] * jitted)
+        assert mistakes(seed, policy, low, found, verbs=FUSED if jitted else EAGER) == []
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -188,13 +189,6 @@ def test_the_values_of_another_policy_are_noticed(jitted: Any) -> None:
         if isinstance(found, list) and not given.contradicts(other, given.program(seed)):
             noticed += bool(mistakes(seed, other, low, found, verbs=NAMES))
     assert noticed > size(40, 80)
-
-
-def test_jitted_programs_have_the_values() -> None:
-    for seed in range(JITTED):
-        policy, low = given.policy(seed), LOW[seed % 2]
-        found = ran(seed, policy, low, arguments(seed), jax.jit)
-        assert mistakes(seed, policy, low, found, verbs=FUSED) == []
 
 
 @pytest.mark.parametrize("jitted_inside", [False, True])

@@ -89,12 +89,11 @@ def reference(name: str) -> Ran:
     return _scatter(name, 1.0, (jnp.float32(0), jnp.float32(0), jnp.int32(1)))
 
 
-def emulated(it: Problem, rounding: Rounding, scale: float = 1.0) -> Ran:
+def emulated(it: Problem, rounding: Rounding) -> Ran:
     """A region emulated in float32: rounded by hand wherever a region may round."""
     with jax.enable_x64(it.program.x64):
-        leaves, _ = it.inputs()
         graded = rounded(it.graded(marked(it.fn)), rounding)
-        return jax.jit(graded, compiler_options=VALUES)(leaves, jnp.float32(scale))
+        return jax.jit(graded, compiler_options=VALUES)(*it.inputs())
 
 
 @cache

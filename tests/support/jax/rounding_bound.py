@@ -9,8 +9,7 @@ is known of a program but its jaxpr, and the multiple is the same for all.
 A region may round the operands and the result of every contraction, and those of every arithmetic
 op that a low value reaches before a float32 function does, together with the constants and the
 parameters in it. Backward, it may round the cotangents of those results, and wherever a low value
-takes part. What is exact in any
-dtype (selection, layout, comparison) stays exact.
+takes part. What is exact in any dtype (selection, layout, comparison) stays exact.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tests.support.jax.walker import AS_WRITTEN, CONTRACTIONS, FLOAT32, LINALG, LINEAR
 
-# bits behind the point, smallest subnormal's exponent
-DTYPES = {"bfloat16": (7, -133), "float16": (10, -24), "four bits": (3, -133)}
-EXPONENT_BITS = {"bfloat16": 8, "float16": 5, "four bits": 8}
+# bits behind the point, smallest subnormal's exponent, bits of the exponent
+DTYPES = {"bfloat16": (7, -133, 8), "float16": (10, -24, 5), "four bits": (3, -133, 8)}
 
 EXACT = frozenset(
     """abs argmax argmin broadcast_in_dim clamp concatenate convert_element_type copy copy_p
@@ -81,10 +79,10 @@ def scatter(unit: jax.Array, tiny: jax.Array, seed: jax.Array) -> Rounding:
 
 def nearest(fmt: str) -> Rounding:
     """Round to the dtype itself: what a region does, emulated."""
-    bits, subnormal = DTYPES[fmt]
+    bits, subnormal, exponent = DTYPES[fmt]
 
     def rounding(x: jax.Array) -> jax.Array:
-        normal = lax.reduce_precision(x, EXPONENT_BITS[fmt], bits)  # flushes subnormals
+        normal = lax.reduce_precision(x, exponent, bits)  # flushes subnormals
         if subnormal < -126:
             return normal
         step = 2.0**subnormal
@@ -96,7 +94,7 @@ def nearest(fmt: str) -> Rounding:
 
 def scatter_of(fmt: str, seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The arguments of `scatter` for a dtype."""
-    bits, subnormal = DTYPES[fmt]
+    bits, subnormal, _ = DTYPES[fmt]
     return (
         jnp.float32(2.0 ** -(bits + 1)),
         jnp.float32(2.0 ** max(subnormal - 1, -126)),
@@ -157,10 +155,10 @@ def _closed(jaxpr: Any) -> Closed:
     return Closed(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()))
 
 
-def _evaluate(
-    jaxpr: Closed, values: list[Any], kinds: list[Kind], run: Pass
-) -> tuple[list[Any], list[Kind]]:
-    """The results, and what is known of each."""
+Known = tuple[list[Any], list[Kind]]  # results, and what is known of each
+
+
+def _evaluate(jaxpr: Closed, values: list[Any], kinds: list[Kind], run: Pass) -> Known:
     body, consts = jaxpr
     env = _pairs(body.constvars, consts, [Kind.FREE] * len(consts))
     env.update(_pairs(body.invars, values, kinds))
@@ -183,9 +181,7 @@ def _pairs(names: Any, values: Any, kinds: list[Kind]) -> dict[Any, tuple[Any, K
     return {v: (x, kind) for v, x, kind in zip(names, values, kinds, strict=True)}
 
 
-def _equation(
-    eqn: Any, operands: list[Any], kinds: list[Kind], run: Pass
-) -> tuple[list[Any], list[Kind]]:
+def _equation(eqn: Any, operands: list[Any], kinds: list[Kind], run: Pass) -> Known:
     op, params = eqn.primitive.name, eqn.params
     if op in AS_WRITTEN or (op in ("jit", "pjit") and params["name"] in LINALG):
         return _bind(eqn, operands, run), [Kind.STRONG] * len(eqn.outvars)
@@ -237,9 +233,7 @@ def _is_float32(var: Any) -> bool:
     return getattr(var.aval, "dtype", None) == jnp.float32
 
 
-def _cond(
-    params: Any, operands: list[Any], kinds: list[Kind], run: Pass
-) -> tuple[list[Any], list[Kind]]:
+def _cond(params: Any, operands: list[Any], kinds: list[Kind], run: Pass) -> Known:
     branches = [_closed(branch) for branch in params["branches"]]
     each = [run.kinds(branch, kinds[1:]) for branch in branches]
     after = [max(some) for some in zip(*each, strict=True)]
@@ -262,9 +256,7 @@ def _carried(body: Closed, fixed: list[Kind], carry: list[Kind], xs: list[Kind],
         carry = wider
 
 
-def _scan(
-    params: Any, operands: list[Any], kinds: list[Kind], run: Pass
-) -> tuple[list[Any], list[Kind]]:
+def _scan(params: Any, operands: list[Any], kinds: list[Kind], run: Pass) -> Known:
     if "ft_in" in params:  # since jax 0.11
         consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
     else:
@@ -285,9 +277,7 @@ def _scan(
     return [*last, *stacked], after
 
 
-def _while(
-    params: Any, operands: list[Any], kinds: list[Kind], run: Pass
-) -> tuple[list[Any], list[Kind]]:
+def _while(params: Any, operands: list[Any], kinds: list[Kind], run: Pass) -> Known:
     a, b = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     test, body = _closed(params["cond_jaxpr"]), _closed(params["body_jaxpr"])
     state = _carried(body, kinds[a:b], kinds[b:], [], run)
@@ -303,9 +293,7 @@ def _while(
     return list(lax.while_loop(go_on, step, tuple(operands[b:]))), state
 
 
-def _shard_map(
-    params: Any, operands: list[Any], kinds: list[Kind], run: Pass
-) -> tuple[list[Any], list[Kind]]:
+def _shard_map(params: Any, operands: list[Any], kinds: list[Kind], run: Pass) -> Known:
     body = _closed(params["jaxpr"])
     after = run.kinds(body, kinds)
     if run.rounding is None:

@@ -28,21 +28,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
 import polymp.jax
-from polymp.backends.jax.autocast import (
-    contraction,
-    control_flow,
-    custom_derivatives,
-    evaluate,
-    op_handlers,
-    planner,
-    regions,
-)
+from polymp.backends.jax.autocast import contraction, evaluate
 from tests.support.jax.corpus_runs import VALUES
 from tests.support.jax.programs import (
     CONSTRUCTS,
     INDEX,
     LOOPS,
     NOISE,
+    NUMBERS,
     REGIONS,
     ROWS,
     Block,
@@ -401,60 +394,42 @@ def _written_out_region(env: Env) -> list[Any]:
     return [exact, jnp.exp(-jnp.abs(h))]
 
 
-def _block(*steps: Op | Do, results: tuple[str, ...], params: tuple[str, ...] = ()) -> Block:
-    return Block(params, steps, results)
+def _block(*steps: str | Do, results: str, params: str = "") -> Block:
+    """A block; an op as a line, such as `c = add a b`."""
+    ops = [step if isinstance(step, Do) else _op(*step.split()) for step in steps]
+    return Block(tuple(params.split()), tuple(ops), tuple(results.split()))
 
 
-WRITTEN_OUT = [
-    (
+def _op(target: str, _: str, name: str, *args: str) -> Op:
+    if name in NUMBERS:
+        return Op(target, name, args[:-1], float(args[-1]))
+    return Op(target, name, args)
+
+
+TURN = _block("d = dot b m", "e = tanh c", params="b c m", results="d e d")
+LOOP = _block("a = lower r1", Do(("f", "g", "h"), "scan", ("r0", "a"), (TURN,)), results="f g")
+EXACT = Do(("c",), "off", (), (_block("b = dot a m1", results="b"),))
+WRITTEN_OUT = {
+    "layer": (
         _block(
-            Op("a", "dot", ("r0", "m0")),
-            Op("b", "bias", ("a", "v0")),
-            Op("c", "tanh", ("b",)),
-            Op("d", "softmax", ("c",)),
-            Op("e", "add", ("c", "r1")),
-            results=("c", "d", "e"),
+            "a = dot r0 m0", "b = bias a v0", "c = tanh b", "d = softmax c", "e = add c r1",
+            results="c d e",
         ),
         "bfloat16",
         _written_out_layer,
     ),
-    (
-        _block(
-            Op("a", "lower", ("r1",)),
-            Do(
-                ("f", "g", "h"),
-                "scan",
-                ("r0", "a"),
-                (
-                    _block(
-                        Op("d", "dot", ("b", "m")),
-                        Op("e", "tanh", ("c",)),
-                        params=("b", "c", "m"),
-                        results=("d", "e", "d"),
-                    ),
-                ),
-            ),
-            results=("f", "g"),
-        ),
-        "float16",
-        _written_out_loop,
-    ),
-    (
-        _block(
-            Op("a", "dot", ("r0", "m0")),
-            Do(("c",), "off", (), (_block(Op("b", "dot", ("a", "m1")), results=("b",)),)),
-            Op("d", "mul", ("a", "a")),
-            Op("e", "decay", ("d",)),
-            results=("c", "e"),
-        ),
+    "loop": (LOOP, "float16", _written_out_loop),
+    "region": (
+        _block("a = dot r0 m0", EXACT, "d = mul a a", "e = decay d", results="c e"),
         "float16",
         _written_out_region,
     ),
-]
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("block", "low", "casts"), WRITTEN_OUT, ids=["layer", "loop", "region"])
-def test_the_casts_by_hand_are_the_documented_ones(block, low, casts):
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_the_casts_by_hand_are_the_documented_ones(name):
+    block, low, casts = WRITTEN_OUT[name]
     it = Program(block, low, 7)
     env = arguments(it)
     for reading in (by_hand(it), rewritten(it)):
@@ -485,73 +460,51 @@ def _narrowest(outs: Any) -> str:
     return next((k.dtype for k in outs if k.dtype != "float32"), "float32")
 
 
-def _doing(kind: str, *blocks: Block, args: tuple[str, ...] = ()) -> Block:
-    return _block(Do(("z",), kind, args, blocks), results=("z",))
+def _doing(kind: str, *blocks: Block) -> Block:
+    return _block(Do(("z",), kind, (), blocks), results="z")
 
 
-LAYER = _block(Op("a", "dot", ("r0", "m0")), Op("b", "bias", ("a", "v0")), results=("b",))
-DECAY = _block(Op("c", "decay", ("r0",)), results=("c",))
-HALVED = _block(Op("a", "times", ("r0",), 0.5), results=("a",))
+LAYER = _block("a = dot r0 m0", "b = bias a v0", results="b")
+DECAY = _block("c = decay r0", results="c")
+HALVED = _block("a = times r0 0.5", results="a")
 # A sum that has no digits left in a low dtype.
-LARGE = _block(
-    Op("a", "dot", ("r0", "m0")),
-    Op("b", "plus", ("a",), 300.0),
-    Op("c", "log", ("b",)),
-    results=("c",),
-)
-NUMBER = _block(Op("a", "dot", ("r0", "m0")), Op("b", "times", ("a",), 0.5), results=("b",))
-LOOP = WRITTEN_OUT[1][0]
-WRONG = {
-    "a carry is cast down": (control_flow, "_join", _narrow, "results", LOOP),
+LARGE = _block("a = dot r0 m0", "b = plus a 300", "c = log b", results="c")
+NUMBER = _block("a = dot r0 m0", "b = times a 0.5", results="b")
+# What is replaced, by what, the check that notices it, and the program.
+WRONG: dict[str, tuple[str, Any, str, Block]] = {
+    "a carry is cast down": ("control_flow._join", _narrow, "results", LOOP),
     "a branch is cast down": (
-        control_flow,
-        "_meet",
-        _narrowest,
-        "results",
-        _doing("switch", LAYER, DECAY),
+        "control_flow._meet", _narrowest, "results", _doing("switch", LAYER, DECAY)
     ),
     "a jvp rule is dropped": (
-        custom_derivatives.Rules,
-        "emit",
-        _without_rule,
-        "gradients",
-        _doing("custom_jvp", HALVED),
+        "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_jvp", HALVED)
     ),
     "a vjp rule is dropped": (
-        custom_derivatives.Rules,
-        "emit",
-        _without_rule,
-        "gradients",
-        _doing("custom_vjp", HALVED),
+        "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
     ),
     "a parameter's gradient is rounded": (
-        contraction,
-        "_with_contractions",
+        "contraction._with_contractions",
         _rounded_gradients(contraction._with_contractions),
         "gradients",
         LAYER,
     ),
-    "nothing is pulled up": (planner, "improve", lambda program: None, "results", LARGE),
-    "a bias promotes": (op_handlers, "_is_bias", lambda hard: False, "results", LAYER),
-    "a number promotes": (op_handlers, "_soft", lambda *of: False, "results", NUMBER),
+    "nothing is pulled up": ("planner.improve", lambda program: None, "results", LARGE),
+    "a bias promotes": ("op_handlers._is_bias", lambda hard: False, "results", LAYER),
+    "a number promotes": ("op_handlers._soft", lambda *of: False, "results", NUMBER),
     "regions are not seen": (
-        regions,
-        "innermost",
-        lambda stack: None,
-        "results",
-        _doing("off", LAYER),
+        "regions.innermost", lambda stack: None, "results", _doing("off", LAYER)
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rewriter_is_found(name, monkeypatch):
-    where, attribute, wrong, which, block = WRONG[name]
+    replaced, wrong, which, block = WRONG[name]
     it = Program(block, "bfloat16", 3)
     env = arguments(it)
     want = expected(it, env)
     CHECKS[which](it, env, want)
-    monkeypatch.setattr(where, attribute, wrong)
+    monkeypatch.setattr(f"polymp.backends.jax.autocast.{replaced}", wrong)
     with pytest.raises(AssertionError):
         CHECKS[which](it, env, want)

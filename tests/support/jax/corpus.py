@@ -92,6 +92,16 @@ class Draw:
         return self.normal(*shape, scale=0.1) + (1.0 if near_one else 0.0)
 
 
+class Lazy:
+    """A module that is imported when something of it is used: its package may be missing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
 PROGRAMS: dict[str, Program] = {}
 
 
@@ -109,7 +119,7 @@ def program(*out: str, tags: str = "", **known: Any) -> Callable[[Make], Make]:
 
 def corpus() -> tuple[Program, ...]:
     """All programs, in the order in which they are written down."""
-    for part in ("networks", "control", "numbers", "flax", "libraries"):
+    for part in ("networks", "control", "numbers", "libraries"):
         importlib.import_module(f"tests.support.jax.corpus_{part}")
     return tuple(PROGRAMS.values())
 

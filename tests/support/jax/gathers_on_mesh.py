@@ -1,4 +1,4 @@
-"""Counts gathers of sharded weights and their bytes on eight devices, for `test_sharded_weights`.
+"""Counts gathers of sharded weights and their bytes on eight devices, for `test_sharding`.
 
 Run as a module with eight CPU devices and a folder for XLA to write to; prints one line of JSON:
 for each program, in float32, in bfloat16 by hand and under autocast, the all-gathers as the

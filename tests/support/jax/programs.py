@@ -194,11 +194,7 @@ def arguments(program: Program) -> Env:
 
 def plain(program: Program, polymp: Any) -> Callable[[Env], list[Any]]:
     """The function as a user writes it, in float32."""
-
-    def run(env: Env) -> list[Any]:
-        return _run(program.block, env, polymp)
-
-    return run
+    return lambda env: _run(program.block, env, polymp)
 
 
 def _run(block: Block, env: Env, polymp: Any) -> list[Any]:

@@ -386,6 +386,16 @@ def test_a_gain_and_a_bias_do_not_say_what_comes_out() -> None:
         assert traced(lambda x, call=call: call(x @ x), X, policy="amp").out == "float32"
 
 
+def test_computed_in_float32_and_returned_as_it_came() -> None:
+    policy = {"rules": {"class:matmul": "lower", "softmax": "fp32_keep"}}
+    low = X.astype(jnp.bfloat16)
+    ours = jax.jit(autocast(lambda x: softmax(x), policy=policy))(low)
+    exact = jax.jit(lambda x: softmax(x.astype(jnp.float32)).astype(jnp.bfloat16))(low)
+    assert ours.dtype == jnp.bfloat16
+    assert np.array_equal(ours, exact)
+    assert not np.array_equal(jax.jit(softmax)(low), exact), "the test is blind"
+
+
 def test_a_floating_point_argument_that_is_wide_counts() -> None:
     def f(fn: Any) -> Any:
         return lambda x: fn(x @ x, x)

@@ -20,6 +20,8 @@ from flax import nnx
 from polymp.jax import autocast, lower
 from tests.support.examples import modules
 from tests.support.jax import forms, hlo, transformer
+from tests.support.jax.corpus import corpus
+from tests.support.jax.corpus_runs import problem
 
 LOW = jnp.bfloat16, jnp.float16
 BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
@@ -66,34 +68,27 @@ def test_a_block_saves_no_float32_activation(block, low):
     assert size_of(lean) <= 0.8 * size_of(amp)
 
 
-def gemma() -> tuple[Any, Any]:
-    sizes = transformer.Sizes(2, 64, 4, 2, 16, 256, 256)
-    graph, state, rest = nnx.split(transformer.Gemma(sizes, nnx.Rngs(0)), nnx.Param, ...)
-
-    def loss(state: Any, tokens: Any) -> Any:
-        scores = nnx.merge(graph, state, rest)(tokens[:, :-1])
-        return transformer.cross_entropy(scores, tokens[:, 1:])
-
-    return loss, state
-
-
-def with_layer_norms() -> tuple[Any, Any]:
-    size = transformer.SMALL
-    return partial(transformer.loss, heads=size.heads), transformer.parameters(size)
+# A decoder as Gemma's, transformers with layer norms and with norms that are written out.
+GIVEN = ("nnx_decode", "nnx_transformer_lm", "rotary_attention")
+MODELS = [p.name for p in corpus() if p.name in GIVEN]
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("model", [gemma, with_layer_norms])
-def test_language_models_save_less_than_under_amp(model, low):
-    """Their residual streams are float32: a table is read by rows, and a norm is written out."""
-    (loss, params), tokens = model(), jnp.ones((4, 33), jnp.int32)
+@pytest.mark.parametrize("name", [*MODELS, "float32 residuals"])
+def test_language_models_save_less_than_under_amp(name, low):
+    """The residual stream of the last one is float32: a table is read by rows."""
+    if name in MODELS:
+        loss, args = problem(name).fn, problem(name).args
+    else:
+        loss = partial(transformer.loss, heads=transformer.SMALL.heads)
+        args = transformer.parameters(transformer.SMALL), jnp.ones((4, 33), jnp.int32)
     sizes = [
-        size_of(residuals(autocast(loss, dtype=low, policy=policy), params, tokens))
+        size_of(residuals(autocast(loss, dtype=low, policy=policy), *args))
         for policy in ("lean", "amp")
     ]
     share = sizes[0] / sizes[1]
-    print(f"{model.__name__} {low.__name__}: lean saves {share:.3f} of amp's bytes")
+    print(f"{name} {low.__name__}: lean saves {share:.3f} of amp's bytes")
     assert share <= 0.92
 
 

@@ -29,8 +29,9 @@ from tests.support.jax.corpus_runs import QUICK, apart
 SIZE = transformer.Size(layers=1, width=48, heads=4, hidden=80, vocabulary=56, batch=2, length=16)
 SMALL = transformer.SMALL
 MICROBATCHES = 8
-CPU = jax.default_backend() == "cpu"
-cpu_only = pytest.mark.skipif(not CPU, reason="reads loops that other backends unroll")
+cpu_only = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="reads loops that other backends unroll"
+)
 Loss = Callable[..., jax.Array]
 
 
@@ -56,9 +57,6 @@ MODELS: dict[str, tuple[Loss, bool]] = {
     "scan": (partial(plain, remat=False), True),
     "scan and remat": (plain, True),
 }
-MODEL = pytest.mark.parametrize("model", MODELS)
-# Those that are compiled; one loop over plain layers is compiled below.
-LOOPS = pytest.mark.parametrize("model", ["scan and remat", "a list, remat", "scan"])
 
 
 def parameters(scanned: bool) -> transformer.Params:
@@ -79,16 +77,15 @@ def mean_loss(loss: Loss) -> Loss:
     return mean
 
 
-def accumulated(loss: Loss, into: Any = jnp.float32) -> Callable[..., Any]:
-    """Gradients of microbatches, added up by a scan in the dtype `into`."""
+def accumulated(loss: Loss) -> Callable[..., Any]:
+    """Gradients of microbatches, added up by a scan."""
 
     def gradient(params: Any, batches: Any) -> Any:
         def turn(sums: Any, batch: Any) -> tuple[Any, None]:
             grads = jax.grad(loss)(params, batch)
-            return jax.tree.map(lambda a, g: a + g.astype(into), sums, grads), None
+            return jax.tree.map(jnp.add, sums, grads), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, into), params)
-        return jax.lax.scan(turn, zeros, batches)[0]
+        return jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, params), batches)[0]
 
     return gradient
 
@@ -122,7 +119,7 @@ def text(program: Any) -> str:
 
 @cpu_only
 @pytest.mark.one_in(3)
-@LOOPS
+@pytest.mark.parametrize("model", ["scan and remat", "a list, remat", "scan"])
 def test_accumulation_casts_no_weight_again_and_again(model):
     found = text(accumulation(model))
     assert hlo.casts(found) > 0
@@ -156,7 +153,7 @@ def kept(loss: Loss, scanned: bool, over: Any) -> int:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("over", ["one batch", "a loop over microbatches"])
-@MODEL
+@pytest.mark.parametrize("model", MODELS)
 def test_what_is_kept_is_at_most_what_bfloat16_by_hand_keeps(model, over):
     loss, scanned = MODELS[model]
     one = over == "one batch"

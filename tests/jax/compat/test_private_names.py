@@ -373,6 +373,7 @@ def test_a_recorder_and_meshes(kind):
 
 def test_a_recorded_equation():
     """That it is the one that `bind` makes is shown by `test_evaluate.py`."""
+    table = np.arange(1024.0, dtype=np.float32)
 
     def f(x):
         recorder = compat.recorder([x])
@@ -381,9 +382,14 @@ def test_a_recorded_equation():
         assert compat.aval_of(a).shape == compat.aval_of(x).shape == (2, 2)
         assert recorder.tracer(a) is recorder.tracer(a)
         assert recorder.tracer(x) is x
-        return recorder.tracer(a)
+        axes = {"axes": (0,), "out_sharding": None}
+        (far,) = recorder.put(lax.reduce_sum_p, [jnp.asarray(table)], axes)
+        assert type(far) is not compat.Recorded  # its operand is a constant of the program
+        return recorder.tracer(a), recorder.tracer(far)
 
-    assert np.array_equal(core.jaxpr_as_fun(traced(f, X))(X)[0], X * 2)
+    double, total = core.jaxpr_as_fun(traced(f, X))(X)
+    assert np.array_equal(double, X * 2)
+    assert float(total) == table.sum()
 
 
 def test_plain_primitives():

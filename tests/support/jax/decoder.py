@@ -231,14 +231,7 @@ class State(NamedTuple):
 
 
 class Training:
-    """A decoder, its batch, and Adam; `step(state, tokens)` returns a state and the loss.
-
-    Args:
-        config: of the decoder.
-        seed: of its weights and tokens.
-        dtype: of all its weights.
-        linen: in flax linen and not in nnx.
-    """
+    """A decoder, its batch, and Adam; `step(state, tokens)` returns a state and the loss."""
 
     def __init__(
         self, config: Config, seed: int = 0, dtype: Any = None, linen: bool = False

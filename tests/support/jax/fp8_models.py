@@ -27,13 +27,13 @@ def policy(recipe: str) -> polymp.Policy:
     return polymp.policy("fp8").override(recipe=recipe)
 
 
-def layers(width: int = 64, depth: int = 3) -> Params:
-    keys = jax.random.split(jax.random.key(0), depth)
-    return {f"w{i}": jax.random.normal(key, (width, width)) / 8 for i, key in enumerate(keys)}
+def layers() -> Params:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {f"w{i}": jax.random.normal(key, (64, 64)) / 8 for i, key in enumerate(keys)}
 
 
-def batch(width: int = 64) -> jax.Array:
-    return jax.random.normal(jax.random.key(7), (2, 32, width))
+def batch() -> jax.Array:
+    return jax.random.normal(jax.random.key(7), (2, 32, 64))
 
 
 def loss(params: Params, x: jax.Array, layer: Callable[..., jax.Array] | None = None) -> jax.Array:

@@ -12,110 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
-
-MASKED = -2.3819763e38
-
-
-class Sizes(NamedTuple):
-    """Of Gemma."""
-
-    layers: int
-    width: int
-    heads: int
-    shared: int  # heads of keys and values
-    head: int
-    hidden: int
-    words: int
-
-
-class Norm(nnx.Module):
-    def __init__(self, width: int) -> None:
-        self.scale = nnx.Param(jnp.zeros(width))
-
-    def __call__(self, x: Array) -> Array:
-        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(variance + 1e-6) * (1 + self.scale[...])
-
-
-def weight(rngs: nnx.Rngs, *shape: int) -> nnx.Param[Array]:
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * shape[-2] ** -0.5)
-
-
-def rotated(x: Array, positions: Array) -> Array:
-    """Rotary embedding of [batch, time, heads, head] at positions [batch, time]."""
-    share = 2 * jnp.arange(x.shape[-1] // 2) / x.shape[-1]
-    angle = positions[..., None, None] / 10_000**share
-    (a, b), sin, cos = jnp.split(x, 2, axis=-1), jnp.sin(angle), jnp.cos(angle)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
-        self.query = weight(rngs, it.heads, it.width, it.head)
-        self.pair = weight(rngs, 2, it.shared, it.width, it.head)
-        self.out = weight(rngs, it.heads, it.head, it.width)
-        self.groups = it.heads // it.shared
-
-    def __call__(self, x: Array, positions: Array, mask: Array) -> Array:
-        query = jnp.einsum("btd,ndh->btnh", x, self.query[...])
-        key, value = jnp.einsum("bsd,ckdh->cbskh", x, self.pair[...])
-        query = rotated(query, positions) * query.shape[-1] ** -0.5
-        key = rotated(key, positions)
-        b, t, _, h = query.shape
-        query = query.reshape(b, t, -1, self.groups, h)
-        scores = jnp.einsum("btkgh,bskh->btkgs", query, key)
-        scores = 50 * jnp.tanh(scores / 50)
-        shares = jax.nn.softmax(jnp.where(mask[:, :, None, None], scores, MASKED), axis=-1)
-        mixed = jnp.einsum("btkgs,bskh->btkgh", shares.astype(key.dtype), value)
-        return jnp.einsum("btnh,nhd->btd", mixed.reshape(b, t, -1, h), self.out[...])
-
-
-class Feed(nnx.Module):
-    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
-        self.gate, self.up = weight(rngs, it.width, it.hidden), weight(rngs, it.width, it.hidden)
-        self.down = weight(rngs, it.hidden, it.width)
-
-    def __call__(self, x: Array) -> Array:
-        return (jax.nn.gelu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
-
-
-class GemmaBlock(nnx.Module):
-    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
-        self.before, self.after = Norm(it.width), Norm(it.width)
-        self.feed_before, self.feed_after = Norm(it.width), Norm(it.width)
-        self.attention, self.feed = Attention(it, rngs), Feed(it, rngs)
-
-    def __call__(self, x: Array, positions: Array, mask: Array) -> Array:
-        x = x + self.after(self.attention(self.before(x), positions, mask))
-        return x + self.feed_after(self.feed(self.feed_before(x)))
-
-
-class Gemma(nnx.Module):
-    """Tokens [batch, time] to scores [batch, time, words]."""
-
-    def __init__(self, it: Sizes, rngs: nnx.Rngs) -> None:
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (it.words, it.width)) * 0.1)
-        self.blocks = nnx.List(GemmaBlock(it, rngs) for _ in range(it.layers))
-        self.norm = Norm(it.width)
-
-    def __call__(self, tokens: Array) -> Array:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        mask = positions[:, :, None] >= jnp.arange(tokens.shape[1])
-        x = self.table[tokens]
-        x = x * jnp.sqrt(x.shape[-1]).astype(x.dtype)
-        for block in self.blocks:
-            x = block(x, positions, mask)
-        scores = jnp.dot(self.norm(x), self.table[...].T)
-        return 30 * jnp.tanh(scores / 30)
-
 
 Params = dict[str, Any]
 Loss = Callable[[Params, Array], Array]
@@ -220,10 +123,7 @@ def loss(
     compute: DTypeLike = jnp.float32,
     remat: bool = True,
 ) -> Array:
-    """The mean loss of the next token.
-
-    A list of layers runs one by one; a stack of them in `lax.scan`.
-    """
+    """The mean loss of the next token; a list of layers runs one by one, a stack in `lax.scan`."""
     params = jax.tree.map(lambda p: p.astype(compute), params)
     inputs, targets = batch[:, :-1], batch[:, 1:]
     x = params["embedding"][inputs] + params["position"]
@@ -240,11 +140,11 @@ def loss(
     return cross_entropy(layer_norm(params["norm"], x, compute) @ params["head"], targets)
 
 
-def train_step(loss: Loss, rate: float = 0.1) -> Callable[[Params, Array], tuple[Params, Array]]:
+def train_step(loss: Loss) -> Callable[[Params, Array], tuple[Params, Array]]:
     """One step of gradient descent, not jitted: (params, batch) -> (params, loss)."""
 
     def step(params: Params, batch: Array) -> tuple[Params, Array]:
         value, grads = jax.value_and_grad(loss)(params, batch)
-        return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     return step

@@ -17,6 +17,7 @@ from typing import Any
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 OURS = "polymp_contraction"
+OFF = "as_written"  # the scope of what a program wants as it is
 LOW = ("bfloat16", "float16")
 
 # torch's documentation, "CUDA Ops that can autocast to float32", as the primitives of JAX that do
@@ -102,14 +103,12 @@ class Violation:
         return f"{self.rule}: {self.site}"
 
 
-def equations(jaxpr: Any, off: str = "as_written") -> Iterator[Site]:
-    """Every equation at every depth; those under a named scope `off` count as left alone."""
-    yield from _walk(_open(jaxpr), "", "", False, off)
+def equations(jaxpr: Any) -> Iterator[Site]:
+    """Every equation at every depth; those under a named scope `OFF` count as left alone."""
+    yield from _walk(_open(jaxpr), "", "", False)
 
 
-def violations(
-    jaxpr: Any, run: str, off: str = "as_written", gradient: bool = False
-) -> list[Violation]:
+def violations(jaxpr: Any, run: str, gradient: bool = False) -> list[Violation]:
     """The equations that a region of dtype `run` may not contain.
 
         float32  a function of torch's float32 list has a low operand
@@ -122,11 +121,11 @@ def violations(
     set, are the program's own. In the `gradient` of a program that was rewritten before, JAX's own
     derivative rules may sum and invert in the dtypes of forward, and narrow what forward widened.
     """
-    sites = list(equations(jaxpr, off))
+    sites = list(equations(jaxpr))
     unsummed = {shape for site in sites for shape in site.unsummed}
     judged = ((site, _judge(site, run)) for site in sites)
     found = [v for x, v in judged if v is not None and not (gradient and _derived(x, unsummed))]
-    return found + [Violation("shift", site) for site in _shifts(_open(jaxpr), off)]
+    return found + [Violation("shift", site) for site in _shifts(_open(jaxpr))]
 
 
 def _judge(site: Site, run: str) -> Violation | None:
@@ -178,12 +177,12 @@ def _narrows(before: str, after: str) -> bool:
     return before == "float64" and wide.get(after, 3) < 3
 
 
-def _walk(jaxpr: Any, where: str, scope: str, as_written: bool, off: str) -> Iterator[Site]:
+def _walk(jaxpr: Any, where: str, scope: str, as_written: bool) -> Iterator[Site]:
     for eqn in jaxpr.eqns:
         op = eqn.primitive.name
         here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         name = str(eqn.params.get("name", "")) if op in ("jit", "pjit") else ""
-        left = as_written or op in AS_WRITTEN or name in LINALG or _under(here, off)
+        left = as_written or op in AS_WRITTEN or name in LINALG or _off(here)
         shapes, alone = tuple(_shape(v) for v in eqn.invars), _sums_nothing(op, eqn)
         yield Site(
             op,
@@ -200,16 +199,16 @@ def _walk(jaxpr: Any, where: str, scope: str, as_written: bool, off: str) -> Ite
             continue
         inside = f"{where}/{op}" + (f"({name})" if name else "")
         for body in _bodies(eqn.params):
-            yield from _walk(body, inside.lstrip("/"), here, left, off)
+            yield from _walk(body, inside.lstrip("/"), here, left)
 
 
-def _under(scope: str, off: str) -> bool:
-    return any(off in part for part in scope.replace("(", "/").replace(")", "/").split("/"))
+def _off(scope: str) -> bool:
+    return any(OFF in part for part in scope.replace("(", "/").replace(")", "/").split("/"))
 
 
-def _shifts(jaxpr: Any, off: str) -> Iterator[Site]:
+def _shifts(jaxpr: Any) -> Iterator[Site]:
     """Low differences whose only way on is up, into an exponential: a softmax in a low dtype."""
-    for body, scope, left in _jaxprs(jaxpr, "", False, off):
+    for body, scope, left in _jaxprs(jaxpr, "", False):
         made = {id(v): eqn for eqn in body.eqns for v in eqn.outvars}
         for eqn in body.eqns:
             if eqn.primitive.name not in ("exp", "exp2") or left:
@@ -223,7 +222,7 @@ def _shifts(jaxpr: Any, off: str) -> Iterator[Site]:
             operands = tuple(_dtype(v) for v in source.invars)
             results = tuple(_dtype(v) for v in source.outvars)
             here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
-            if results[0] in LOW and not _under(here, off):
+            if results[0] in LOW and not _off(here):
                 yield Site("sub", operands, results, source.params, "the shift", here, False)
 
 
@@ -235,7 +234,7 @@ def _sums_nothing(op: str, eqn: Any) -> bool:
     return all(eqn.invars[0].aval.shape[d] == 1 for d in contracted)
 
 
-def _jaxprs(jaxpr: Any, scope: str, left: bool, off: str) -> Iterator[tuple[Any, str, bool]]:
+def _jaxprs(jaxpr: Any, scope: str, left: bool) -> Iterator[tuple[Any, str, bool]]:
     yield jaxpr, scope, left
     for eqn in jaxpr.eqns:
         op, name = eqn.primitive.name, str(eqn.params.get("name", ""))
@@ -243,7 +242,7 @@ def _jaxprs(jaxpr: Any, scope: str, left: bool, off: str) -> Iterator[tuple[Any,
             continue
         here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
         for body in _bodies(eqn.params):
-            yield from _jaxprs(body, here, left or _under(here, off), off)
+            yield from _jaxprs(body, here, left or _off(here))
 
 
 def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -382,14 +382,18 @@ def test_a_recorded_equation():
         assert compat.aval_of(a).shape == compat.aval_of(x).shape == (2, 2)
         assert recorder.tracer(a) is recorder.tracer(a)
         assert recorder.tracer(x) is x
+        cast = {"new_dtype": np.dtype("float32"), "weak_type": False, "sharding": None}
         axes = {"axes": (0,), "out_sharding": None}
-        (far,) = recorder.put(lax.reduce_sum_p, [jnp.asarray(table)], axes)
-        assert type(far) is not compat.Recorded  # its operand is a constant of the program
-        return recorder.tracer(a), recorder.tracer(far)
+        bound = [  # a number is folded, and a constant of the program lives as its tracers do
+            *recorder.put(lax.convert_element_type_p, [np.int32(3)], cast),
+            *recorder.put(lax.reduce_sum_p, [jnp.asarray(table)], axes),
+        ]
+        assert not any(type(x) is compat.Recorded for x in bound)
+        return [recorder.tracer(x) for x in (a, *bound)]
 
-    double, total = core.jaxpr_as_fun(traced(f, X))(X)
+    double, three, total = core.jaxpr_as_fun(traced(f, X))(X)
     assert np.array_equal(double, X * 2)
-    assert float(total) == table.sum()
+    assert (float(three), float(total)) == (3, table.sum())
 
 
 def test_plain_primitives():

@@ -6,7 +6,6 @@ the result.
 """
 
 import itertools
-import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -273,12 +272,6 @@ def test_any_convolution_and_both_gradients(name, run):
     assert np.array_equal(batched[1], -got[0])
 
 
-def dtypes_of_convolutions(module):
-    """The dtypes of both operands and the result of every convolution in StableHLO."""
-    tensor = r"tensor<(?:\d+x)*(\w+)>"
-    return re.findall(rf"stablehlo.convolution.*: \({tensor}, {tensor}\) -> {tensor}", module)
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "run"), IN_TURN)
 def test_convolutions_have_one_dtype_on_gpus(name, run):
@@ -288,9 +281,9 @@ def test_convolutions_have_one_dtype_on_gpus(name, run):
     short = {"bfloat16": "bf16", "float16": "f16"}[run]
     for platform in ("cuda", "rocm"):
         module = export.export(both, platforms=[platform])(*args).mlir_module()
-        assert dtypes_of_convolutions(module) == [(short,) * 3] * 3
+        assert hlo.in_stablehlo("convolution", module) == [(short,) * 3] * 3
     module = export.export(both, platforms=["tpu"])(*args).mlir_module()
-    results = sorted(result for *_, result in dtypes_of_convolutions(module))
+    results = sorted(result for *_, result in hlo.in_stablehlo("convolution", module))
     assert results == [short, "f32", "f32"], "the first operand is low, so is its gradient"
 
 
@@ -319,29 +312,25 @@ def test_a_ragged_product_and_both_gradients():
         close(got, np.asarray(want, np.float64), 8)
 
 
+SAVEABLE = jax.checkpoint_policies
 POLICIES = {
-    "nothing": jax.checkpoint_policies.nothing_saveable,
-    "everything": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "dots without batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "these names": jax.checkpoint_policies.save_only_these_names("h"),
-    "any but these names": jax.checkpoint_policies.save_any_names_but_these("h"),
-    "anything except these names": jax.checkpoint_policies.save_anything_except_these_names("h"),
-    "both": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_saveable,
-        jax.checkpoint_policies.save_only_these_names("h"),
+    "nothing": SAVEABLE.nothing_saveable,
+    "everything": SAVEABLE.everything_saveable,
+    "dots": SAVEABLE.dots_saveable,
+    "dots without batch": SAVEABLE.dots_with_no_batch_dims_saveable,
+    "these names": SAVEABLE.save_only_these_names("h"),
+    "any but these names": SAVEABLE.save_any_names_but_these("h"),
+    "anything except these names": SAVEABLE.save_anything_except_these_names("h"),
+    "both": SAVEABLE.save_from_both_policies(
+        SAVEABLE.dots_saveable, SAVEABLE.save_only_these_names("h")
     ),
-    "offload dots": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
-    "save and offload names": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=["h"],
-        names_which_can_be_offloaded=[],
-        offload_src="device",
-        offload_dst="pinned_host",
+    "offload dots": SAVEABLE.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "save and offload names": SAVEABLE.save_and_offload_only_these_names(
+        names_which_can_be_saved=["h"], names_which_can_be_offloaded=[],
+        offload_src="device", offload_dst="pinned_host",
     ),
-    "one's own": lambda prim, *_, **params: (
-        prim.name == "dot_general" and params["precision"] is None
-    ),
-}
+    "one's own": lambda of, *_, **how: of.name == "dot_general" and how["precision"] is None,
+}  # fmt: skip
 
 
 @pytest.mark.one_in(2)

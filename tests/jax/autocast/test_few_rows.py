@@ -8,7 +8,7 @@ import pytest
 
 import polymp
 from polymp.jax import autocast, explain, freeze
-from tests.support.jax import transformer
+from tests.support.jax import transformer, walker
 from tests.support.jax.scaler_tools import bits
 
 MOST = 4
@@ -29,13 +29,7 @@ def inputs(rows: int) -> tuple[dict[str, jax.Array], jax.Array]:
 
 
 def products(fn: Any, *args: Any) -> list[str]:
-    """By product, the dtype that its operands are multiplied in."""
-    eqns = jax.make_jaxpr(fn)(*args).eqns
-    return [
-        eqn.params.get("run") or str(eqn.invars[1].aval.dtype)
-        for eqn in eqns
-        if eqn.primitive.name in ("dot_general", "polymp_contraction")
-    ]
+    return walker.products(jax.make_jaxpr(fn)(*args))
 
 
 @pytest.mark.one_in(2)

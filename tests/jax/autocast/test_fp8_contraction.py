@@ -1,7 +1,6 @@
 """Products in 8 bits: values and gradients against numpy, under every transformation of jax."""
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from polymp.fp8 import quantise
 from polymp.fp8.recipes import RECIPES
 from polymp.jax import autocast
 from tests.support import fp8_numpy
-from tests.support.jax import eight_devices, forms
+from tests.support.jax import eight_devices, forms, hlo
 from tests.support.jax.fp8_models import NAMES, batch, layers, loss, policy, product
 from tests.support.sizes import size
 
@@ -274,19 +273,13 @@ def test_sharded_programs(name):
 # --- programs -------------------------------------------------------------------------------------
 
 
-def dots(text):
-    """Of each product in a StableHLO program, the dtypes of its operands and of its result."""
-    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    return [tuple(re.findall(r"tensor<[\dx]*x(\w+)>", line.split(" : ")[1])) for line in lines]
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lowered_program_multiplies_8_bit_operands(name, platform):
     exported = jax.export.export(jax.jit(run(name)), platforms=[platform])(layers(), batch())
     text = exported.mlir_module()
     low, gradient = "f8E4M3FN", "f8E5M2" if name == "tensorwise" else "f8E4M3FN"
-    found = dots(text)
+    found = hlo.in_stablehlo("dot_general", text)
     forward = [(low, low, "f32")] * 3
     backward = [d for d in found if gradient in d] if name == "tensorwise" else found[3:]
     assert found[:3] == forward
@@ -321,7 +314,8 @@ def test_the_scales_of_a_tensor_are_scalars_behind_the_product(platform):
 
 def test_a_cpu_runs_the_program_as_it_is():
     lowered = jax.jit(autocast(lambda x, w: x @ w, policy="fp8")).lower(batch()[0], layers()["w0"])
-    assert dots(lowered.as_text()) == [("f8E4M3FN", "f8E4M3FN", "f32")]
+    found = hlo.in_stablehlo("dot_general", lowered.as_text())
+    assert found == [("f8E4M3FN", "f8E4M3FN", "f32")]
 
 
 if __name__ == "__main__":

@@ -261,18 +261,6 @@ def test_of_nested_functions_the_outermost_with_a_rule_decides() -> None:
     assert "sum" in traced(jnp.std, X, policy=lowers()).ops
 
 
-def test_keep_holds_for_all_inside() -> None:
-    def f(x: Any) -> Any:
-        return softmax(x @ x)
-
-    kept = traced(f, X, policy={"extends": "amp", "rules": {"softmax": "keep"}})
-    assert (kept.ops, kept.out) == (["linear", "softmax"], "bfloat16")
-    parts = traced(f, X, policy={"extends": "amp", "rules": {"softmax": "parts"}})
-    assert {"exp", "sum"} <= set(parts.ops)
-    assert "softmax" not in parts.ops
-    assert parts.out == "float32"
-
-
 def test_two_calls_are_two_ops() -> None:
     def loop(x: Any, fns: Any) -> Any:
         for fn in fns:
@@ -287,19 +275,6 @@ def test_two_calls_are_two_ops() -> None:
     layers = [nnx.LayerNorm(4, rngs=nnx.Rngs(0)) for _ in range(2)]
     rule = {"rules": {"layer_norm": "fp32"}}
     assert traced(lambda x: loop(x, layers), X, policy=rule).ops == ["layer_norm"] * 2
-
-
-def test_neighbouring_calls_keep_their_own_dtypes() -> None:
-    def apart(x: Any) -> Any:
-        low = x @ x
-        return softmax(low), softmax(x)
-
-    def together(x: Any) -> Any:
-        return tuple(softmax(y) for y in (x @ x, x))
-
-    policy = {"rules": {"class:matmul": "lower", "softmax": "fp32_keep"}}
-    for fn in (apart, together):
-        assert traced(fn, X, policy=policy).out == ("bfloat16", "float32")
 
 
 # --- what is not one of them ----------------------------------------------------------------------

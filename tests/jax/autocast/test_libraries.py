@@ -21,16 +21,10 @@ from polymp.errors import EscapedValueError
 from polymp.jax import GradScaler, autocast
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
-from tests.support.jax.walker import CONTRACTIONS, OURS, equations
+from tests.support.jax.walker import products
 
 STEPS = 60
 LIBRARIES = ("nnx_transformer_lm", "linen_seq2seq", "equinox_gru", "haiku_lstm")
-
-
-def products(jaxpr: Any) -> set[str]:
-    """The dtypes in which the contractions of a program run."""
-    contractions = [site for site in equations(jaxpr) if site.op in (OURS, *CONTRACTIONS)]
-    return {site.params["run"] if site.op == OURS else site.operands[0] for site in contractions}
 
 
 def train(loss: Any, params: Any, data: Any, scaled: bool) -> tuple[list[float], Any, set[str]]:
@@ -52,7 +46,7 @@ def train(loss: Any, params: Any, data: Any, scaled: bool) -> tuple[list[float],
         return params, state, scaler, value, grads
 
     carry = params, optimizer.init(params), GradScaler(enabled=scaled, growth_interval=20)
-    found, losses = products(jax.make_jaxpr(step)(*carry)), []
+    found, losses = {*products(jax.make_jaxpr(step)(*carry))}, []
     for _ in range(STEPS):
         *carry, value, grads = step(*carry)
         losses.append(float(value))

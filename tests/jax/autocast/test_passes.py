@@ -48,6 +48,11 @@ def casts(jaxpr: Any) -> int:
     return sum(old != new and old in FLOATS and new in FLOATS for old, new in pairs)
 
 
+def sizes_of_casts(jaxpr: Any) -> list[int]:
+    found = [s for s in equations(jaxpr) if s.op == "convert_element_type"]
+    return sorted(prod(s.shapes[0]) for s in found)
+
+
 def roundings(jaxpr: Any) -> int:
     """The low results that are computed, and not only moved."""
     found = [s for s in equations(jaxpr) if s.op not in {*MOVES, *CALLS}]
@@ -143,6 +148,13 @@ PAYS = [
     ("pull_up", squares, lambda *a: roundings(forward(*a)), lambda w, o: (w, o) == (1, 3)),
     ("pull_down", layouts, lambda *a: casts(forward(*a)), lambda w, o: (w, o) == (1, 3)),
     ("pull_down", layouts, lambda *a: casts(backward(*a)), lambda w, o: w < o),
+    # What is spread is cast before.
+    (
+        "pull_down",
+        a_spread_mask,
+        lambda *a: sizes_of_casts(forward(*a)),
+        lambda w, o: 8 in w and 96 in o,
+    ),
     ("pull_down", filled_up, lambda *a: casts(forward(*a)), lambda w, o: w == o - 1),
 ]
 
@@ -161,19 +173,7 @@ def test_a_pass_pays(name, fn, count, paid):
     assert count(made, W, V, X) == with_it
 
 
-def sizes_of_casts(jaxpr: Any) -> list[int]:
-    found = [s for s in equations(jaxpr) if s.op == "convert_element_type"]
-    return sorted(prod(s.shapes[0]) for s in found)
-
-
-def test_what_is_spread_is_cast_before():
-    made = autocast(a_spread_mask)
-    assert 8 in sizes_of_casts(forward(made, W, V, X))
-    with without("pull_down"):
-        assert 96 in sizes_of_casts(forward(made, W, V, X))
-
-
-def test_what_is_spread_and_differentiated_is_not():
+def test_what_is_spread_and_differentiated_is_not_cast_before():
     """The transpose of spreading is a sum, and the sum of a low cotangent would be low."""
 
     def fn(w: Any, v: Any, x: Any) -> Any:

@@ -89,14 +89,6 @@ def test_integers_in_a_product_are_left_alone():
     assert np.array_equal(out(many, jnp.ones((4, 4))), np.full((4, 4), 4004, np.float32))
 
 
-def test_fp32_keep_holds_for_products_too():
-    keep = {"rules": {"linear": "fp32_keep"}}
-    low = X.astype(jnp.bfloat16)
-    assert autocast(jnp.matmul, policy=keep)(low, low).dtype == jnp.bfloat16
-    (product,) = named("dot_general", autocast(jnp.matmul, policy=keep), low, low)
-    assert product.operands == ("float32", "float32")
-
-
 def test_branches_by_platform_survive():
     def f(x, w):
         return lax.platform_dependent(x @ w, cpu=lambda a: a + 1, default=lambda a: a - 1)

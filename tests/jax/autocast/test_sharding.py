@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from polymp.jax import autocast, lower
 from tests.support.jax import eight_devices
-from tests.support.jax.walker import OURS, equations
+from tests.support.jax.walker import products
 from tests.support.sizes import LONG
 
 X = jax.random.normal(jax.random.key(0), (16, 8))
@@ -44,13 +44,8 @@ def looped(params: Any, x: Any) -> Any:
     return (x**2).mean()
 
 
-def products(jaxpr: Any) -> set[str]:
-    found = [site for site in equations(jaxpr) if site.op in (OURS, "dot_general")]
-    return {site.params.get("run", "as written") for site in found}
-
-
 def seen(grad: Callable[..., Any], plain: Any, *args: Any) -> dict[str, Any]:
-    kinds = sorted(products(jax.make_jaxpr(grad)(*args)))
+    kinds = sorted({*products(jax.make_jaxpr(grad)(*args))})
     grads = grad(*args)  # which may use up its arguments
     errors = [
         float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max())

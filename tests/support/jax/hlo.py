@@ -159,6 +159,12 @@ def repeated_casts(text: str, size: int = 2) -> list[Instruction]:
     return [op for op in dict.fromkeys(found) if prod(op.shape) >= size]
 
 
+def in_stablehlo(op: str, text: str) -> list[tuple[str, str, str]]:
+    """The dtypes of both operands and of the result of every such op in StableHLO."""
+    tensor = r"tensor<(?:\d+x)*(\w+)>"
+    return re.findall(rf"stablehlo.{op}.*: \({tensor}, {tensor}\) -> {tensor}", text)
+
+
 def residual_bytes(loss: Callable[..., Any], params: Any, *rest: Any) -> int:
     """How much memory the forward pass of `loss` leaves to the backward pass.
 

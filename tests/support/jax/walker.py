@@ -108,6 +108,12 @@ def equations(jaxpr: Any) -> Iterator[Site]:
     yield from _walk(_open(jaxpr), "", "", False)
 
 
+def products(jaxpr: Any) -> list[str]:
+    """The dtypes in which the contractions of a program run."""
+    found = [site for site in equations(jaxpr) if site.op in (OURS, *CONTRACTIONS)]
+    return [site.params["run"] if site.op == OURS else site.operands[0] for site in found]
+
+
 def violations(jaxpr: Any, run: str, gradient: bool = False) -> list[Violation]:
     """The equations that a region of dtype `run` may not contain.
 

@@ -1,9 +1,10 @@
-"""`expect_scaler`: told apart, in every way to write a step, are scaled gradients and unscaled."""
+"""Steps in float16 that lack a scaler, by `expect_scaler`, and steps in bfloat16 that have one."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from jax import lax
 from polymp.backends.jax.scaler import expect_scaler as expecting
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
+from polymp.scaling.gradient_report import NO_EFFECT
+from tests.support.processes import in_thread
 
 W, X, S = jnp.ones((4, 4)), jnp.ones((8, 4)), GradScaler()
 HALF = jnp.float16
@@ -108,7 +111,6 @@ WAYS = {
     "remat": jax.checkpoint,
 }
 LOSSES = {
-    "autocast": low,
     "casts": cast,
     "jitted": jax.jit(low),
     "loop": looped,
@@ -132,26 +134,20 @@ def answer(step, *args, **kwargs):
     return found
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_write_a_step(way, scaled):
-    assert answer(WAYS[way](graded(low, scaled)), S, W, X) is scaled
+STEPS = {name: lambda scaled, way=way: way(graded(low, scaled)) for name, way in WAYS.items()}
+STEPS |= {f"{n} in the loss": lambda scaled, fn=fn: graded(fn, scaled) for n, fn in LOSSES.items()}
+STEPS |= {
+    "autocast": lambda scaled: autocast(graded(loss, scaled), dtype=HALF),
+    "float16": lambda scaled: (
+        lambda s, w, x: graded(loss, scaled)(s, w.astype(HALF), x.astype(HALF))
+    ),
+}
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_way_to_write_a_loss(name, scaled):
-    assert answer(graded(LOSSES[name], scaled), S, W, X) is scaled
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_an_autocast_step(scaled):
-    assert answer(autocast(graded(loss, scaled), dtype=HALF), S, W, X) is scaled
-
-
-@pytest.mark.parametrize("scaled", [True, False])
-def test_parameters_in_float16(scaled):
-    assert answer(graded(loss, scaled), S, W.astype(HALF), X.astype(HALF)) is scaled
+@pytest.mark.parametrize("name", STEPS)
+def test_every_way_to_write_a_step(name, scaled):
+    assert answer(STEPS[name](scaled), S, W, X) is scaled
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -171,65 +167,48 @@ def test_nnx(jit, scaled):
     assert model.kernel.get_value() is before, "the step ran"
 
 
-@pytest.mark.parametrize(
-    "cost",
-    [loss, autocast(loss), lambda w, x: loss(w, x.astype(jnp.bfloat16))],
-    ids=["float32", "bfloat16", "casts to bfloat16"],
-)
-def test_other_dtypes_need_no_scaler(cost):
-    assert expect_scaler(graded(cost, False), S, W, X)
+def stopped(w, x):
+    """What passes through float16 has no gradient."""
+    features = lax.stop_gradient(jnp.tanh(x.astype(HALF) @ w.astype(HALF)))
+    return (features.astype(jnp.float32) @ w).mean()
 
 
-@pytest.mark.parametrize(
-    "fn", [low, lambda w, x: jax.jvp(lambda w: low(w, x), (w,), (w,))], ids=["value", "tangents"]
-)
-def test_what_takes_no_gradient_is_fine(fn):
-    assert expect_scaler(fn, W, X)
+def weighted(w, x, weight):
+    return jax.grad(lambda w: low(w, x) * weight)(w)
 
 
-def test_a_gradient_that_does_not_pass_through_float16_is_fine():
-    def cost(w, x):
-        features = lax.stop_gradient(jnp.tanh(x.astype(HALF) @ w.astype(HALF)))
-        return (features.astype(jnp.float32) @ w).mean()
-
-    assert expect_scaler(graded(cost, False), S, W, X)
+def pulled(w, x):
+    """By a cotangent of ones, which is the loss's own."""
+    value, pull = jax.vjp(lambda w: low(w, x), w)
+    return pull(jnp.ones_like(value))
 
 
-def test_a_disabled_scaler_scales_nothing():
-    assert not answer(graded(low, True), GradScaler(enabled=False), W, X)
-    assert expect_scaler(graded(low, True), GradScaler(), W, X)
+OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool]] = {
+    "float32": (graded(loss, False), (S, W, X), True),
+    "bfloat16": (graded(autocast(loss), False), (S, W, X), True),
+    "casts to bfloat16": (
+        graded(lambda w, x: loss(w, x.astype(jnp.bfloat16)), False), (S, W, X), True
+    ),
+    "value": (low, (W, X), True),
+    "tangents": (lambda w, x: jax.jvp(lambda w: low(w, x), (w,), (w,)), (W, X), True),
+    "stopped gradient": (graded(stopped, False), (S, W, X), True),
+    "disabled scaler": (graded(low, True), (GradScaler(enabled=False), W, X), False),
+    "scaler that is no argument": (lambda w, x: graded(low, True)(S, w, x), (W, X), True),
+    "value_and_grad": (lambda s, w, x: s.value_and_grad(low)(w, x), (S, W, X), True),
+    "one of two losses": (
+        lambda s, w, x: graded(low, True)(s, w, x) + graded(low, False)(s, w, x), (S, W, X), False
+    ),
+    "factor of the step's own": (weighted, (W, X, jnp.float32(1024)), False),
+    "constant factor": (lambda w, x: weighted(w, x, 1024.0), (W, X), False),
+    "cotangent": (pulled, (W, X), False),
+    "cotangent, jitted": (jax.jit(pulled), (W, X), False),
+}  # fmt: skip
 
 
-def test_a_scaler_that_is_no_argument():
-    assert expect_scaler(lambda w, x: graded(low, True)(S, w, x), W, X)
-
-
-def test_value_and_grad():
-    assert expect_scaler(lambda s, w, x: s.value_and_grad(low)(w, x), S, W, X)
-
-
-def test_one_of_two_losses_is_not_scaled():
-    def step(s, w, x):
-        return graded(low, True)(s, w, x) + graded(low, False)(s, w, x)
-
-    assert not answer(step, S, W, X)
-
-
-def test_a_factor_of_the_step_s_own_is_no_scale():
-    def step(w, x, weight):
-        return jax.grad(lambda w: low(w, x) * weight)(w)
-
-    assert not answer(step, W, X, jnp.float32(1024))
-    assert not answer(lambda w, x: step(w, x, 1024.0), W, X)
-
-
-def test_a_cotangent_of_ones_is_the_loss_s_own():
-    def step(w, x):
-        value, pull = jax.vjp(lambda w: low(w, x), w)
-        return pull(jnp.ones_like(value))
-
-    assert not answer(step, W, X)
-    assert not answer(jax.jit(step), W, X)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_steps(name):
+    step, args, fine = OTHERS[name]
+    assert answer(step, *args) is fine
 
 
 def test_shapes_stand_for_arrays_and_other_arguments_are_as_they_are():
@@ -274,12 +253,124 @@ def test_bad_arguments():
         expect_scaler(low, W, X, action="ignore")  # type: ignore[arg-type]
 
 
-def test_these_tests_notice_a_mark_that_is_not_found(monkeypatch):
-    assert expect_scaler(graded(low, True), S, W, X)
-    monkeypatch.setattr(expecting.compat, "scope_names", lambda stack: [])
-    assert not answer(graded(low, True), S, W, X)
+@pytest.mark.parametrize(
+    ("name", "nothing", "scaled"), [("scope_names", [], True), ("in_backward", False, False)]
+)
+def test_these_tests_notice_marks_and_backward_passes_that_are_not_found(
+    monkeypatch, name, nothing, scaled
+):
+    assert answer(graded(low, scaled), S, W, X) is scaled
+    monkeypatch.setattr(expecting.compat, name, lambda stack: nothing)
+    assert answer(graded(low, scaled), S, W, X) is not scaled
 
 
-def test_these_tests_notice_a_backward_pass_that_is_not_found(monkeypatch):
-    monkeypatch.setattr(expecting.compat, "in_backward", lambda stack: False)
-    assert expect_scaler(graded(low, False), S, W, X)
+# --- a scaler says once that a bfloat16 region needs none, and to no other -----------------------
+
+brain = autocast(loss, dtype=jnp.bfloat16)
+
+
+def warned(fn):
+    """Run in a thread of its own, where nothing has been said or called yet; the warnings."""
+
+    def run():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fn()
+        return [w for w in caught if w.category is ScalerWarning]
+
+    seen = in_thread(run)
+    assert all(str(w.message) == NO_EFFECT for w in seen)
+    return seen
+
+
+def step(cost, jit=True, **options):
+    def run(scaler, w, x):
+        return jax.grad(lambda w: scaler.scale(cost(w, x)))(w)
+
+    return lambda: (jax.jit(run) if jit else run)(GradScaler(**options), W, X)
+
+
+def test_the_warning_points_at_the_line_that_scales():
+    (warning,) = warned(step(brain))
+    assert warning.filename == __file__
+    assert warning.lineno == step.__code__.co_firstlineno + 2
+
+
+def several_scalers():
+    """Two of one rule, and another."""
+    for options in ({"init_scale": 8.0}, {"init_scale": 16.0}, {"growth_interval": 3}):
+        step(brain, jit=False, **options)()
+
+
+def inside(cost, **options):
+    return lambda: jax.grad(autocast(lambda w: GradScaler().scale(cost(w, X)), **options))(W)
+
+
+def one_and_then(first, second):
+    """The latest call decides."""
+    return step(lambda w, x: first(w, x) + second(w, x))
+
+
+def evaluation(jit):
+    """In bfloat16, between steps in float16."""
+    cached = jax.jit(low)
+
+    def run():
+        step(cached, jit=jit)()
+        brain(W, X)
+        jax.jit(brain)(W, X)
+        jax.grad(brain)(W, X)
+        step(cached, jit=jit)()  # traced again, but for what is cached
+        step(low, jit=jit)()
+
+    return run
+
+
+def scaled_cotangent(scaler, w, x):
+    value, vjp = jax.vjp(lambda w: brain(w, x).astype(jnp.float32), w)
+    return vjp(scaler.scale(jnp.ones_like(value)))
+
+
+def in_another_thread():
+    assert len(warned(step(brain))) == 1
+    step(loss)()
+
+
+AROUND = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "vmap": lambda f: lambda w, x: jax.vmap(lambda row: f(w, row[None]))(x).mean(),
+    "scan": lambda f: lambda w, x: lax.scan(lambda c, row: (c + f(w, row[None]), None), 0.0, x)[0],
+}
+CALLS = {
+    "bfloat16": (step(brain), 1),
+    "bfloat16, eager": (step(brain, jit=False), 1),
+    "float16": (step(low), 0),
+    "float16, eager": (step(low, jit=False), 0),
+    "float32": (step(loss), 0),
+    "float32, eager": (step(loss, jit=False), 0),
+    **{f"bfloat16 in {name}": (step(around(brain)), 1) for name, around in AROUND.items()},
+    **{f"float16 in {name}": (step(around(low)), 0) for name, around in AROUND.items()},
+    "once for a rule": (several_scalers, 2),
+    "inside of the region": (inside(loss), 1),
+    "the region around decides": (inside(low), 1),
+    "a region that is off": (inside(loss, enabled=False), 0),
+    "float16 is called last": (one_and_then(brain, low), 0),
+    "bfloat16 is called last": (one_and_then(low, brain), 1),
+    "an evaluation": (evaluation(True), 0),
+    "an evaluation, eager": (evaluation(False), 0),
+    "a scaled cotangent": (lambda: jax.jit(scaled_cotangent)(S, W, X), 1),
+    "disabled, as the message says": (step(brain, enabled=False), 0),
+    "by its dtype, as the message says": (step(brain, dtype=jnp.bfloat16), 0),
+    "for float16": (step(low, dtype=HALF), 0),
+    "not traced": (lambda: GradScaler().scale(brain(W, X)), 0),
+    "in another thread": (in_another_thread, 0),
+    "value_and_grad in bfloat16": (lambda: GradScaler().value_and_grad(brain)(W, X), 1),
+    "value_and_grad in float16": (lambda: GradScaler().value_and_grad(low)(W, X), 0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_how_often_a_scaler_warns(name):
+    call, times = CALLS[name]
+    assert len(warned(call)) == times

@@ -1,20 +1,29 @@
-"""`GradScaler` for JAX as a value: made, refused, shown, taken apart, and saved."""
+"""`GradScaler` for JAX as a value: made, refused, shown, taken apart, and saved.
+
+A scaler out of a checkpoint is the scaler that went in, and the run goes on from there.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
+from pathlib import Path
+from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from polymp.jax import GradScaler
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
-from tests.support.jax.scaler_tools import KINDS, kinds, values
+from tests.support.jax import eight_devices
+from tests.support.jax.scaler_tools import KINDS, bits, kinds, values
 
 # --- made, shown, taken apart --------------------------------------------------------------------
 
@@ -33,10 +42,6 @@ def test_defaults_are_torchs():
         "spoiled": 0,
         "skipped": 0,
     }
-
-
-def test_an_interval_that_no_run_reaches_is_the_longest():
-    assert GradScaler(growth_interval=2**40).rule.interval == 2**31 - 1
 
 
 @pytest.mark.parametrize(
@@ -83,14 +88,9 @@ def test_no_field_is_forgotten_on_the_way_through_a_transform():
         jax.tree.map(lambda x: x, scaler),
         jax.tree_util.tree_map_with_path(lambda _, x: x, scaler),
         jax.lax.scan(lambda s, _: (s, None), scaler, None, length=2)[0],
-        copy.copy(scaler),
-        copy.deepcopy(scaler),
-        pickle.loads(pickle.dumps(scaler)),
-        GradScaler().load_state_dict(scaler.state_dict()),
     )
     assert [repr(s) for s in through] == [text] * len(through)
-    off = jax.jit(lambda s: s)(GradScaler(enabled=False))
-    assert not off.enabled
+    assert not jax.jit(lambda s: s)(GradScaler(enabled=False)).enabled
     assert kinds(ODD) == KINDS
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(ODD)]
     assert paths == [f".state.{name}" for name in ScaleState._fields]
@@ -138,6 +138,126 @@ def test_it_cannot_be_changed_in_place():
 
 
 # --- what is saved -------------------------------------------------------------------------------
+
+
+def new() -> GradScaler:
+    """One as a program has it that starts again."""
+    return GradScaler(9.0, 1.5, 0.3, 2, min_scale=2.0**-20, max_scale=2.0**20, hysteresis=1)
+
+
+def used() -> GradScaler:
+    """One of the same rule every number of which is another."""
+    scaler = new()
+    for found in ("good", "good", "overflow", "good", "spoiled", "overflow", "overflow"):
+        scaler = scaler.update(found == "good", loss_finite=found != "spoiled")
+    return scaler
+
+
+def whole(scaler: GradScaler) -> Any:
+    return bits(scaler), scaler.rule, scaler.enabled
+
+
+def goes_on(scaler: GradScaler) -> list[Any]:
+    step, seen = jax.jit(lambda s, finite: s.update(finite)), []
+    for finite in (True, True, False, False, False, True, True):
+        scaler = step(scaler, finite)
+        seen.append(whole(scaler))
+    return seen
+
+
+def by_standard_orbax(scaler: Any, folder: Path) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", {"scaler": scaler, "step": jnp.int32(7)})
+    with ocp.StandardCheckpointer() as checkpointer:
+        target = {"scaler": new(), "step": jnp.int32(0)}
+        return checkpointer.restore(folder / "state", target)["scaler"]
+
+
+def by_pytree_orbax(scaler: Any, folder: Path) -> Any:
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", {"scaler": scaler})
+        return checkpointer.restore(folder / "state", item={"scaler": new()})["scaler"]
+
+
+def by_state_dict_in_orbax(scaler: Any, folder: Path) -> Any:
+    """The state dict, which has the rule, too, as Python numbers."""
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder / "state", scaler.state_dict())
+        return GradScaler().load_state_dict(checkpointer.restore(folder / "state"))
+
+
+def by_state_dict_in_flax(scaler: Any, _: Path) -> Any:
+    data = flax.serialization.to_bytes({"scaler": scaler.state_dict()})
+    saved = flax.serialization.msgpack_restore(data)["scaler"]
+    return GradScaler().load_state_dict(saved)
+
+
+def by_flax(scaler: Any, _: Path) -> Any:
+    """As a part of a train state."""
+    data = flax.serialization.to_bytes({"scaler": scaler, "w": jnp.ones(3)})
+    return flax.serialization.from_bytes({"scaler": new(), "w": jnp.zeros(3)}, data)["scaler"]
+
+
+def by_leaves(scaler: Any, folder: Path) -> Any:
+    np.savez(folder / "leaves", *jax.tree.leaves(scaler))
+    with np.load(folder / "leaves.npz") as saved:
+        return jax.tree.unflatten(jax.tree.structure(new()), list(saved.values()))
+
+
+WAYS = {
+    "pickle": lambda scaler, _: pickle.loads(pickle.dumps(scaler)),
+    "copy": lambda scaler, _: copy.copy(scaler),
+    "deepcopy": lambda scaler, _: copy.deepcopy(scaler),
+    "json": lambda scaler, _: GradScaler().load_state_dict(
+        json.loads(json.dumps(scaler.state_dict()))
+    ),
+    "orbax": by_standard_orbax,
+    "orbax, pytree": by_pytree_orbax,
+    "orbax, json": by_state_dict_in_orbax,
+    "flax": by_flax,
+    "flax, state dict": by_state_dict_in_flax,
+    "leaves": by_leaves,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_comes_back_is_what_went_in_and_goes_on(way, tmp_path):
+    scaler = used()
+    back = WAYS[way](scaler, tmp_path)
+    assert isinstance(back, GradScaler)
+    assert whole(back) == whole(scaler) != whole(new())
+    assert goes_on(back) == goes_on(scaler) != goes_on(new())
+
+
+@pytest.mark.parametrize("way", ["pickle", "copy", "deepcopy"])
+def test_a_disabled_scaler_stays_disabled(way, tmp_path):
+    assert WAYS[way](GradScaler(enabled=False), tmp_path).scale(3.0) == 3.0
+
+
+def test_a_copy_of_one_that_is_donated_lives_on():
+    scaler = used()
+    kept, wanted = copy.deepcopy(scaler), whole(scaler)
+    after = jax.jit(lambda s: s.update(True), donate_argnums=0)(scaler)
+    assert scaler.state.scale.is_deleted()
+    assert not after.state.scale.is_deleted()
+    assert whole(kept) == wanted
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    run = "tests.support.jax.planted_run", "resumed_on_more", folder
+    return eight_devices.run(*run, strict=False)
+
+
+@pytest.mark.parametrize("devices", ["2", "4", "8"])
+def test_a_run_saved_on_two_devices_goes_on_on_more(resumed, devices):
+    whole, before = resumed["alone"]["history"], resumed["before"]
+    assert before == whole[: len(before)]
+    assert before[-1][:4] == [128.0, 1.0, 0.0, 0.0], "saved in the middle of a streak"
+    assert resumed[devices]["history"] == whole[len(before) :]
+    assert resumed[devices]["params"] == resumed["alone"]["params"]
 
 
 def test_bounds_and_hysteresis_are_kept_where_torch_has_saved_none():
@@ -201,15 +321,20 @@ def test_scale_and_inverse_are_normal_at_both_ends(finite):
 
 @pytest.mark.parametrize(
     ("finite", "shown"),
-    [(1.0, "float32[]"), (1, "int32[]"), (np.ones(2, bool), "bool[2]")],
-    ids=["float", "int", "two"],
+    [
+        (1.0, "float32[]"),
+        (1, "int32[]"),
+        (np.ones(2, bool), "bool[2]"),
+        ({"a": 1}, "{'a': 1}"),
+        (None, "None"),
+    ],
+    ids=["float", "int", "two", "dict", "None"],
 )
 @pytest.mark.parametrize("name", ["finite", "loss_finite"])
 def test_update_wants_one_bool(name, finite, shown):
-    found = {"finite": True, "loss_finite": True} | {name: finite}
-    with pytest.raises(TypeError) as raised:
-        GradScaler().update(**found)
-    assert raised.value.args[0] == f"{name} must be one bool, got {shown}."
+    said = re.escape(f"{name} must be one bool, got {shown}.")
+    with pytest.raises(TypeError, match=f"^{said}$"):
+        GradScaler().update(**{"finite": True, name: finite})
 
 
 @pytest.mark.parametrize(
@@ -226,12 +351,6 @@ def test_update_wants_one_bool(name, finite, shown):
 def test_a_loss_is_looked_at_as_it_is(loss, finite):
     seen = GradScaler(2.0**-100).loss_finite(loss)
     assert (seen.dtype, seen.shape, bool(seen)) == (jnp.bool_, (), finite)
-
-
-@pytest.mark.parametrize(("value", "shown"), [({"a": 1}, "{'a': 1}"), (None, "None")])
-def test_update_says_what_it_was_given(value, shown):
-    with pytest.raises(TypeError, match=re.escape(f"finite must be one bool, got {shown}.")):
-        GradScaler().update(value)
 
 
 def test_a_state_is_taken_outside_of_traced_code():

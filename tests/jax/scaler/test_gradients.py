@@ -1,6 +1,12 @@
-"""`GradScaler` for JAX multiplies a loss and divides gradients, and finds every Inf and NaN."""
+"""`GradScaler` for JAX multiplies a loss and divides gradients, and finds every Inf and NaN.
+
+`GradScaler.value_and_grad` does so with what `jax.value_and_grad` gives.
+"""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,65 +18,48 @@ from hypothesis import strategies as st
 from polymp.jax import GradScaler
 from polymp.scaling.scale_rule import LARGEST, SMALLEST
 from tests.conftest import need
+from tests.support.jax.scaler_tools import KINDS, bits, kinds, numbers
 
 FLOATS = ("float16", "bfloat16", "float32", "float8_e5m2", "complex64")
 WIDE = {"float64": "float64", "complex64": "complex64", "complex128": "complex128"}
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_scale_and_unscale_are_in_float32_or_wider(dtype):
-    scaler = GradScaler(2.0**20)
-    x = jnp.asarray([1.5, -0.25, 0.0], jnp.float32).astype(dtype)
-    if dtype == "complex64":
-        x = x * (1 - 2j)
-    scaled = scaler.scale({"a": [x]})["a"][0]
-    wide = "complex64" if dtype == "complex64" else "float32"
-    assert scaled.dtype == wide  # 1.5 * 2**20 is too large for float16
-    assert np.array_equal(scaled, np.asarray(x).astype(wide) * 2**20)
-    back, finite = scaler.unscale({"a": [scaled]})
-    assert np.array_equal(back["a"][0], np.asarray(x).astype(wide))
-    assert back["a"][0].dtype == wide
-    assert finite
+EAGER_OR_JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
-@pytest.mark.one_in(2)
+@EAGER_OR_JIT
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64", "complex128"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_gradients_of_every_dtype(wrap, dtype):
+def test_scale_and_unscale_are_in_float32_or_wider(wrap, dtype):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         x = jnp.asarray([12.0, -3.0, 0.0], jnp.float64).astype(dtype)
         if "complex" in dtype:
             x = jax.lax.complex(x.real, x.real[::-1])
+        scaler, factor = GradScaler(2.0**20), 2.0**20  # beyond float16
+        scale = wrap(lambda scaler, tree: scaler.scale(tree))
         unscale = wrap(lambda scaler, grads: scaler.unscale(grads))
-        (back,), finite = unscale(GradScaler(4.0), [x])
-        assert back.dtype == WIDE.get(dtype, "float32")
-        assert np.array_equal(back, np.asarray(x).astype(back.dtype) / 4)
+        scaled, (back, finite) = scale(scaler, {"a": [x]}), unscale(scaler, {"a": [x]})
         assert finite
+        for (found,), wanted in ((scaled["a"], factor), (back["a"], 1 / factor)):
+            assert found.dtype == WIDE.get(dtype, "float32")
+            assert np.array_equal(found, np.asarray(x).astype(found.dtype) * wanted)
         for bad in (np.inf, np.nan):
-            _, finite = unscale(GradScaler(4.0), [x, x.at[1].set(bad)])
-            assert not finite
+            assert not unscale(scaler, {"a": [x, x.at[1].set(bad)]})[1]
 
 
 def test_doubles_stay_doubles():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         scaler = GradScaler(3.0)
         x = jnp.asarray([0.1, 1e300])
-        z = jax.lax.complex(x, x)
-        kinds = [jnp.float32, *[jnp.int32] * 4]
-        assert [s.dtype for s in jax.tree.leaves(scaler)] == kinds
-        (back, complex_back), finite = scaler.unscale([x, z])
-        assert (back.dtype, complex_back.dtype) == (jnp.float64, jnp.complex128)
+        (back, complex_back), finite = scaler.unscale([x, jax.lax.complex(x, x)])
         assert np.array_equal(back, np.asarray(x) * (1 / 3))
         assert np.array_equal(complex_back.imag, np.asarray(x) * (1 / 3))
         assert finite
-        assert scaler.scale(x).dtype == jnp.float64
-        after = jax.jit(scaler.update)(False)
-        assert [s.dtype for s in jax.tree.leaves(after)] == kinds
+        assert kinds(scaler) == kinds(jax.jit(scaler.update)(False)) == KINDS
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 2), (0,)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 def test_a_low_loss_of_any_shape_does_not_overflow_at_the_first_scale(wrap, dtype, shape):
     loss = jnp.full(shape, 60000.0, dtype)
     scaled = wrap(lambda scaler, loss: scaler.scale(loss))(GradScaler(), loss)
@@ -126,7 +115,7 @@ def test_gradients_whose_sum_overflows_are_finite():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 def test_what_is_finite_scaled_and_not_unscaled_is_found(wrap, dtype):
     """A scale below 1 makes gradients larger: the quotients are what is looked at."""
     unscale = wrap(lambda scaler, grads: scaler.unscale(grads))
@@ -142,7 +131,7 @@ def test_what_is_finite_scaled_and_not_unscaled_is_found(wrap, dtype):
     assert (new.tolist(), bool(finite), int(after.state.skipped)) == ([1.0, 1.0], False, 1)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 def test_the_largest_scale_loses_nothing(wrap):
     """Its inverse is the smallest normal number."""
     unscale = wrap(lambda scaler, grads: scaler.unscale(grads))
@@ -181,3 +170,171 @@ def test_disabled_passes_everything_through():
     )
     assert (new.tolist(), bool(finite), after.enabled) == ([-np.inf], True, False)
     assert (scaler.state_dict(), scaler.load_state_dict({})) == ({}, scaler)
+
+
+# --- `GradScaler.value_and_grad` ------------------------------------------------------------------
+
+W = jnp.asarray([1.5, -2.0, 0.25])
+X = jnp.asarray([2.0, 0.5, -4.0])
+
+
+def loss_fn(w: Any, x: Any = X) -> Any:
+    return ((w * x) ** 2).sum()
+
+
+def with_aux(w: Any, x: Any = X) -> Any:
+    return loss_fn(w, x), {"seen": w * x, "n": 3}
+
+
+WAYS = {
+    "eager": lambda run: run,
+    "jit": jax.jit,
+    "scan": lambda run: (
+        lambda s, *a: jax.tree.map(
+            lambda x: x[0], jax.lax.scan(lambda c, _: (c, run(s, *a)), 0, None, length=1)[1]
+        )
+    ),
+    "vmap": lambda run: (
+        lambda *a: jax.tree.map(
+            lambda x: x[0], jax.vmap(run)(*jax.tree.map(lambda x: jnp.asarray(x)[None], a))
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_value_and_gradients_are_those_of_jax(way, has_aux):
+    """The scale is a power of two and nothing here is subnormal: so bit for bit."""
+    fun = with_aux if has_aux else loss_fn
+
+    run = WAYS[way](lambda s, w, x: s.value_and_grad(fun, has_aux=has_aux)(w, x))
+    plain = WAYS[way](lambda s, w, x: jax.value_and_grad(fun, 0, has_aux)(w, x))
+    (value, grads), after, finite = run(GradScaler(growth_interval=1), W, X)
+    expected, true = plain(GradScaler(), W, X)
+    assert bits((value, grads)) == bits((expected, true))
+    assert finite
+    assert numbers(after.state) == (2.0**17, 0, 0, 0, 0)
+
+
+def hand_written(scaler: GradScaler, w: Any, x: Any) -> Any:
+    """The same from the scaler's own verbs."""
+
+    def scaled_loss(w: Any) -> Any:
+        loss = loss_fn(w, x)
+        return scaler.scale(loss), loss
+
+    grads, loss = jax.grad(scaled_loss, has_aux=True)(w)
+    true, finite = scaler.unscale(grads)
+    loss_finite = scaler.loss_finite(loss)
+    return (loss, true), scaler.update(finite, loss_finite=loss_finite), finite
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("x", "scale", "counts"),
+    [
+        ([1.0, 1.0, 1.0], 24.0, (0, 0, 0, 0)),  # factors that are not powers of two
+        (
+            [1e18, 1.0, 1.0],
+            2.0**9,
+            (0, 1, 0, 1),
+        ),  # the scaled gradient overflows alone
+        ([np.nan, 1.0, 1.0], 6.0, (0, 1, 1, 1)),
+        ([1e30, 1.0, 1.0], 6.0, (0, 1, 1, 1)),  # the loss is Inf
+    ],
+)
+def test_it_is_a_loop_by_hand_bit_for_bit(way, x, scale, counts):
+    start = GradScaler(2 * scale if counts[-1] else scale / 2, growth_interval=1)
+    run = WAYS[way](lambda s, w, x: s.value_and_grad(loss_fn)(w, x))
+    by_hand = WAYS[way](hand_written)
+    seen, expected = (f(start, W, jnp.asarray(x)) for f in (run, by_hand))
+    assert bits(seen) == bits(expected)
+    assert bool(seen[2]) is (counts[-1] == 0)
+    assert numbers(seen[1].state) == (scale, *counts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_loss_keeps_its_dtype_and_gradients_are_float32_or_wider(dtype):
+    with jax.enable_x64(True):
+        w = jnp.asarray([1.0, 2.0], dtype)
+        run = jax.jit(lambda s, w: s.value_and_grad(lambda w: (w * w).sum())(w))
+        (loss, grads), _, finite = run(GradScaler(2.0**10), w)
+        assert (loss.dtype, float(loss)) == (dtype, 5.0)
+        assert grads.dtype == ("float64" if dtype == "float64" else "float32")
+        assert (grads.tolist(), bool(finite)) == ([2.0, 4.0], True)
+
+
+def test_complex_parameters():
+    z = jnp.asarray([1 + 2j, -3j])
+    (loss, grads), _, finite = GradScaler().value_and_grad(lambda z: (z * z.conj()).real.sum())(z)
+    assert (float(loss), bool(finite)) == (14.0, True)
+    assert np.array_equal(grads, jax.grad(lambda z: (z * z.conj()).real.sum())(z))
+
+
+def test_argnums_keywords_and_integers():
+    def fun(a: Any, b: Any, *, c: Any) -> Any:
+        return a["w"] * b * c, c
+
+    args, rest = ({"w": 2.0}, 3.0), {"c": 5.0}
+    for argnums in (0, 1, (0, 1), (1, 0)):
+        ours, _, _ = GradScaler().value_and_grad(fun, argnums, True)(*args, **rest)
+        theirs = jax.value_and_grad(fun, argnums, True)(*args, **rest)
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        assert jax.tree.map(float, ours) == jax.tree.map(float, theirs)
+    whole = GradScaler().value_and_grad(lambda n, w: n * w, (0, 1), allow_int=True)
+    (_, (none, grad)), _, finite = whole(3, 2.0)
+    assert (none.dtype, float(grad), bool(finite)) == (jax.dtypes.float0, 3.0, True)
+
+
+def test_disabled_it_is_jaxs_own():
+    scaler = GradScaler(enabled=False)
+    w = W.astype(jnp.float16).at[0].set(jnp.inf)
+    (loss, grads), after, finite = jax.jit(lambda s, w: s.value_and_grad(loss_fn)(w))(scaler, w)
+    expected = jax.jit(jax.value_and_grad(loss_fn))(w)
+    assert bits((loss, grads)) == bits(expected)
+    assert (after.enabled, bool(finite)) == (False, True)
+
+
+SCALAR = "Reduce it to one, by .mean() for instance."
+HINT = f"{SCALAR} Or pass has_aux=True, if it returns (loss, aux)."
+NEEDS = "the function given to value_and_grad must return a loss that is one float, got "
+
+
+@pytest.mark.parametrize(
+    ("fun", "has_aux", "message"),
+    [
+        (lambda w: w, False, f"{NEEDS}float32[3]. {HINT}"),
+        (lambda w: 3, False, f"{NEEDS}int32[]. {HINT}"),
+        (lambda w: True, False, f"{NEEDS}bool[]. {HINT}"),
+        (lambda w: w[0] + 0j, False, f"{NEEDS}complex64[]. {HINT}"),
+        (lambda w: None, False, f"{NEEDS}<class 'NoneType'>. {HINT}"),
+        (lambda w: (w.sum(), 1), False, f"{NEEDS}<class 'tuple'>. {HINT}"),
+        (lambda w: (w, 1), True, f"{NEEDS}float32[3]. {SCALAR}"),
+        (
+            lambda w: w.sum(),
+            True,
+            "with has_aux=True, the function given to value_and_grad must return (loss, aux), got "
+            "float32[].",
+        ),
+    ],
+)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_function_that_returns_no_loss(fun, has_aux, message, enabled):
+    run = GradScaler(enabled=enabled).value_and_grad(fun, has_aux=has_aux)
+    for call in (run, jax.jit(run)):
+        with pytest.raises(TypeError) as raised:
+            call(W)
+        assert raised.value.args[0] == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([3.0], "value_and_grad needs the function that computes the loss, got 3.0."),
+        ([loss_fn, "w"], "argnums must be an int or several of them, got 'w'."),
+    ],
+)
+def test_what_is_no_function_is_refused_at_once(arguments, message):
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        GradScaler().value_and_grad(*arguments)

@@ -31,6 +31,7 @@ def found() -> dict[str, Any]:
 def test_the_run_is_that_of_one_device(found, way):
     assert found[way]["history"] == found["alone"]["history"]
     assert found[way]["params"] == found["alone"]["params"]
+    assert way not in ONE_PER_DEVICE or found[way]["same"], "the devices end with other parameters"
 
 
 def test_the_run_has_what_it_is_for(found):
@@ -42,14 +43,8 @@ def test_the_run_has_what_it_is_for(found):
     assert (scales[1], scales[2], scales[3], scales[7], scales[8]) == (512, 256, 128, 128, 64)
     assert [row[3] for row in history].index(1) == 8
     for values in found["alone"]["params"].values():
-        flat = {x for row in values for x in row}
-        assert len(flat) > 4
-        assert all(-1 < x < 2 for x in flat)
-
-
-@pytest.mark.parametrize("way", ONE_PER_DEVICE)
-def test_every_device_ends_with_the_same_parameters(found, way):
-    assert found[way]["same"]
+        assert len(np.unique(values)) > 4
+        assert np.all(np.abs(values) < 2)
 
 
 def test_this_oracle_notices_devices_that_differ():
@@ -60,19 +55,12 @@ def test_this_oracle_notices_devices_that_differ():
 # --- Two processes that share every array: both see the run of one device, bit for bit ------------
 
 
-MESHES = ("data", "model")
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def found_processes() -> list[dict[str, Any]]:
     """Return the output of each process."""
-    address = f"localhost:{free_port()}"
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
     given = [("over_processes", rank, address) for rank in range(2)]
     return eight_devices.at_once("tests.support.jax.planted_run", *given)
 
@@ -82,24 +70,20 @@ def alone() -> planted_run.Run:
     return planted_run.alone()
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["data", "model"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_both_see_the_history_of_one_device(found_processes, alone, rank, mesh):
-    assert found_processes[rank].keys() == set(MESHES)
-    assert found_processes[rank][mesh]["history"] == alone.history
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_shard_is_a_part_of_the_parameters_of_one_device(found_processes, alone, rank, mesh):
-    for name, shards in found_processes[rank][mesh]["params"].items():
-        whole = np.asarray(alone.params[name])
-        assert len(shards) == 1
-        for starts, values in shards:
-            rows, columns = (start or 0 for start in starts)
-            values = np.asarray(values)
-            part = whole[rows:, columns:][: values.shape[0], : values.shape[1]]
-            assert np.array_equal(part, values)
+def test_both_see_the_run_of_one_device(found_processes, alone, rank, mesh):
+    """Each has a part of the parameters, and counts the shards of both in its report."""
+    assert found_processes[rank].keys() == {"data", "model"}
+    mine = found_processes[rank][mesh]
+    assert mine["history"] == alone.history
+    assert mine["report"] == ["b (1 Inf, 0 NaN of 128)"]
+    for name, shards in mine["params"].items():
+        ((starts, values),) = shards
+        rows, columns = (start or 0 for start in starts)
+        values = np.asarray(values)
+        part = np.asarray(alone.params[name])[rows:, columns:]
+        assert np.array_equal(part[: values.shape[0], : values.shape[1]], values)
 
 
 def test_the_two_hold_different_shards_of_what_is_split_over_them(found_processes):
@@ -109,7 +93,45 @@ def test_the_two_hold_different_shards_of_what_is_split_over_them(found_processe
     assert [*mine, *theirs] == [[None, 0], [None, 4]]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_report_counts_the_shards_of_both(found_processes, rank, mesh):
-    assert found_processes[rank][mesh]["report"] == ["b (1 Inf, 0 NaN of 128)"]
+# --- Steps in which one device of eight finds an Inf ----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_mesh() -> dict[str, Any]:
+    return eight_devices.run("tests.support.jax.scaler_meshes")
+
+
+SKIPPED = {"w": [1.0] * 8, "scale": [4.0] * 8, "finite": [False] * 8}
+STEPPED = {"w": [0.0] * 8, "scale": [16.0] * 8, "finite": [True] * 8}
+ALL_SKIP = {
+    f"shard_map-{check}-{name}-{kind}": after
+    for check in (True, False)
+    for name in ("found", "named")
+    for kind, after in (("sick", SKIPPED), ("healthy", STEPPED))
+}
+ALL_SKIP |= {"partly-manual-sick": SKIPPED | {"scale": [4.0] * 4, "finite": [False] * 4}}
+for way in ("step", "value_and_grad", "train_state"):  # a sharded parameter, and a whole one
+    ALL_SKIP[f"fully-sharded-by_{way}-sick"] = [[1.0] * 8, 0.0, 4.0]
+    ALL_SKIP[f"fully-sharded-by_{way}-healthy"] = [[0.0] * 8, -1.0, 16.0]
+
+
+@pytest.mark.parametrize("way", ALL_SKIP)
+def test_an_inf_on_one_device_makes_all_skip(on_mesh, way):
+    assert on_mesh[way] == ALL_SKIP[way]
+
+
+def test_devices_that_do_not_ask_each_other_drift_apart(on_mesh):
+    """The result that the test above would see if the axes were not found."""
+    for check in (True, False):
+        seen = on_mesh[f"shard_map-{check}-none-sick"]
+        assert seen["scale"] == [16.0] * 3 + [4.0] + [16.0] * 4
+        assert seen["w"] == [0.0] * 3 + [1.0] + [0.0] * 4
+
+
+def test_a_step_on_a_mesh_whose_shardings_are_types(on_mesh):
+    healthy, sick = on_mesh["explicit-healthy"], on_mesh["explicit-sick"]
+    assert healthy["finite"]
+    assert all(healthy["updates"])
+    assert (sick["updates"], sick["finite"]) == ([0.0] * 8, False)
+    assert healthy["spec"] == sick["spec"]
+    assert "data" in sick["spec"]

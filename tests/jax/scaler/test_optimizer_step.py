@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,69 +12,60 @@ import optax
 import pytest
 from flax import nnx
 
+from polymp.backends.jax.scaler import optimizer_step
 from polymp.jax import GradScaler, autocast
+from tests.jax.scaler.test_gradients import EAGER_OR_JIT, WAYS
 from tests.support.jax.scaler_tools import bits, numbers, values
 
-
-def descend(grads, weights, count):
-    return jax.tree.map(lambda w, g: w - 0.5 * g, weights, grads), count + 1
-
-
-HARD = {  # numbers that arithmetic, and some copies, would change
+HARD = {  # arrays that arithmetic, and some copies, would change, and other kinds
+    "w": jnp.asarray([1.0, -0.0, 1e-40, jnp.inf]),
     "nan": jax.lax.bitcast_convert_type(jnp.uint32(0x7FC12345), jnp.float32),
-    "zero": jnp.float32(-0.0),
-    "tiny": jnp.asarray([1e-40, -1e-42]),
-    "inf": jnp.asarray([jnp.inf, -1.5]),
+    "low": jnp.asarray([0.1], jnp.bfloat16),
+    "n": jnp.int32(7),
+    "yes": jnp.bool_(True),
+    "key": jax.random.key(3),
+    "complex": jnp.asarray([1 + 2j]),
 }
 
 
-@pytest.mark.parametrize("way", ["eager", "jit", "donated", "vmap", "scan"])
+def changed(grads, state):
+    return {
+        "w": state["w"] - grads["w"],
+        "nan": state["nan"] * 2,
+        "low": state["low"] * 2,
+        "n": state["n"] + 1,
+        "yes": ~state["yes"],
+        "key": jax.random.split(state["key"])[0],
+        "complex": state["complex"] / grads["w"].sum(),
+    }
+
+
+@pytest.mark.parametrize("way", [*WAYS, "donated", "selected"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_skipped_step_leaves_every_bit(way, bad):
-    def run(scaler, grads, weights, state):
-        return scaler.step(
-            grads,
-            lambda g, w, s: (descend(g, w, 0)[0], jax.tree.map(lambda x: x, s)),
-            weights,
-            state,
-        )
+def test_a_skipped_step_leaves_every_bit(monkeypatch, way, bad):
+    """Also where steps are selected, as on GPUs: then those that are skipped compute with zeros."""
+    if way == "selected":
+        monkeypatch.setattr(optimizer_step, "SELECTING", ("cpu", *optimizer_step.SELECTING))
 
-    weights = jax.tree.map(jnp.array, HARD)
-    state = {"n": jnp.int32(7), "yes": jnp.bool_(True), "low": jnp.asarray([0.1], jnp.bfloat16)}
-    grads = jax.tree.map(jnp.ones_like, weights)
-    grads["tiny"] = grads["tiny"].at[1].set(bad)
-    before = bits((weights, state))
-    scaler = GradScaler(8.0)
-    arguments = (scaler, grads, weights, state)
-    if way == "jit":
-        run = jax.jit(run)
-    elif way == "donated":
-        run = jax.jit(run, donate_argnums=(0, 2, 3))
-        arguments = jax.tree.map(jnp.array, arguments)
-    elif way == "vmap":
-        one, run = run, jax.jit(jax.vmap(run))
-        arguments = jax.tree.map(lambda x: x[None], arguments)
-        before = bits(jax.tree.map(lambda x: x[None], (weights, state)))
-    elif way == "scan":
-        one = run
+    def step(scaler, grads, state):
+        return scaler.step(grads, changed, state)
 
-        @jax.jit
-        def run(scaler, grads, weights, state):
-            def body(carry, _):
-                new, scaler, finite = one(carry[0], grads, *carry[1])
-                return (scaler, new), finite
-
-            (scaler, new), finite = jax.lax.scan(body, (scaler, (weights, state)), None, length=1)
-            return new, scaler, finite[0]
-
-    new, after, finite = run(*arguments)
-    assert not finite.any()
-    assert bits(new) == before
-    assert after.state.scale.tolist() == ([4.0] if way == "vmap" else 4.0)
-    assert after.state.skipped.tolist() == ([1] if way == "vmap" else 1)
+    ways = WAYS | {"donated": lambda f: jax.jit(f, donate_argnums=(0, 2)), "selected": jax.jit}
+    run, grads = ways[way](step), jnp.full(4, 8.0)
+    number = {"n": 7} if way == "selected" else {}
+    state = jax.tree.map(jnp.copy, HARD) | number
+    taken, after, finite = run(GradScaler(8.0), {"w": grads}, state)
+    assert (bool(finite), int(taken["n"])) == (True, 8)
+    assert taken["w"][:3].tolist() == [0.0, -1.0, -1.0]
+    assert after.state.scale == 8.0
+    state = jax.tree.map(jnp.copy, HARD) | number
+    skipped, after, finite = run(GradScaler(8.0), {"w": grads.at[2].set(bad)}, state)
+    assert not finite
+    assert bits(skipped) == bits(HARD)
+    assert numbers(after.state) == (4.0, 0, 1, 0, 1)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 def test_gradients_are_divided_by_the_scale_that_they_were_multiplied_with(wrap):
     """With interval 1 every good step grows the scale: it must be too late for this step."""
     weights = jnp.asarray([1.0, 2.0])
@@ -81,14 +73,11 @@ def test_gradients_are_divided_by_the_scale_that_they_were_multiplied_with(wrap)
     @wrap
     def train(scaler, weights, count):
         grads = jax.grad(lambda w: scaler.scale((3.0 * w).sum()))(weights)
-        (weights, count), scaler, finite = scaler.step(grads, descend, weights, count)
-        return weights, count, scaler, finite
+        return scaler.step(grads, lambda g, w, n: (w - 0.5 * g, n + 1), weights, count)
 
-    scaler = GradScaler(4.0, growth_interval=1)
-    seen = []
-    count = jnp.int32(0)
+    scaler, count, seen = GradScaler(4.0, growth_interval=1), jnp.int32(0), []
     for _ in range(3):
-        weights, count, scaler, finite = train(scaler, weights, count)
+        (weights, count), scaler, finite = train(scaler, weights, count)
         seen.append((weights.tolist(), int(count), values(scaler), bool(finite)))
     assert seen == [
         ([-0.5, 0.5], 1, (8.0, 0), True),
@@ -108,7 +97,7 @@ def test_one_state_comes_back_as_itself_and_several_as_a_tuple():
     assert int(new[1]) == 4
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 def test_leaves_that_are_no_arrays_stay(wrap):
     state = {"w": jnp.ones(2), "act": jax.nn.relu, "name": "layer", "count": 3}
 
@@ -123,18 +112,12 @@ def test_leaves_that_are_no_arrays_stay(wrap):
         assert new["name"] == "layer"
         return new["w"], new["count"], scaler
 
-    scaler = GradScaler(2.0)
-    assert [x.tolist() for x in map(jnp.asarray, run(scaler, jnp.full(2, 4.0))[:2])] == [
-        [-1, -1],
-        4,
-    ]
-    assert [x.tolist() for x in map(jnp.asarray, run(scaler, jnp.full(2, np.inf))[:2])] == [
-        [1, 1],
-        3,
-    ]
+    for g, weights, count in ((4.0, [-1, -1], 4), (np.inf, [1, 1], 3)):
+        w, n, _ = run(GradScaler(2.0), jnp.full(2, g))
+        assert (w.tolist(), int(n)) == (weights, count)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 def test_what_update_changes_in_place_is_its_own(wrap):
     state = {"w": jnp.ones(2), "none": np.zeros(3, jax.dtypes.float0)}
 
@@ -154,6 +137,12 @@ def test_what_update_changes_in_place_is_its_own(wrap):
     assert state["w"] is before
 
 
+KEEP = (
+    "update must keep the shapes and dtypes of the state, and what is no array; state[0]{} was {} "
+    "and came back as {}."
+)
+
+
 @pytest.mark.parametrize(
     ("update", "message"),
     [
@@ -164,22 +153,13 @@ def test_what_update_changes_in_place_is_its_own(wrap):
         ),
         (
             lambda g, w: w | {"w": w["w"].astype(jnp.float16)},
-            "update must keep the shapes and dtypes of the state, and what is no array; "
-            "state[0]['w'] was float32[2] and came back as float16[2].",
+            KEEP.format("['w']", "float32[2]", "float16[2]"),
         ),
-        (
-            lambda g, w: w | {"w": w["w"][:1]},
-            "update must keep the shapes and dtypes of the state, and what is no array; "
-            "state[0]['w'] was float32[2] and came back as float32[1].",
-        ),
-        (
-            lambda g, w: w | {"act": "gelu"},
-            "update must keep the shapes and dtypes of the state, and what is no array; "
-            "state[0]['act'] was relu and came back as gelu.",
-        ),
+        (lambda g, w: w | {"w": w["w"][:1]}, KEEP.format("['w']", "float32[2]", "float32[1]")),
+        (lambda g, w: w | {"act": "gelu"}, KEEP.format("['act']", "relu", "gelu")),
     ],
 )
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 def test_an_update_that_changes_what_the_state_is(wrap, update, message):
     run = wrap(lambda g, w: GradScaler().step(g, update, {"w": w, "act": "relu"})[1])
     with pytest.raises(TypeError) as raised:
@@ -213,7 +193,7 @@ def test_an_update_that_returns_another_number_of_states(update, states, message
     assert raised.value.args[0] == message
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_OR_JIT
 @pytest.mark.parametrize(
     ("loss", "grad", "scale", "counts"),
     [
@@ -247,36 +227,29 @@ def test_an_eager_skip_does_not_even_call_update(bad):
 
 def test_no_nan_comes_out_of_a_skip():
     """`jax_debug_nans` looks at every result that leaves a compiled program."""
-    scaler = GradScaler()
+
+    def step(scaler, grads, w, loss=None):
+        return scaler.step(grads, lambda g, w: w - g, w, loss=loss)
 
     @jax.jit
-    def train(scaler, w, x):
-        def scaled_loss(w):
-            loss = (w * x).sum()
-            return scaler.scale(loss), loss
+    def train(scaler, x, w):
+        grads, loss = jax.grad(lambda w: (scaler.scale(loss := (w * x).sum()), loss), has_aux=True)(
+            w
+        )
+        return step(scaler, grads, w, loss)
 
-        grads, loss = jax.grad(scaled_loss, has_aux=True)(w)
-        new, scaler, finite = scaler.step(grads, lambda g, w: w - g, w, loss=loss)
-        return new, scaler, finite
-
-    step = jax.jit(lambda s, g, w: s.step(g, lambda g, w: w - g, w))
-    batch = jax.tree.map(lambda x: jnp.stack([x, x]), scaler)
-    steps = jax.jit(jax.vmap(lambda s, g, w: s.step(g, lambda g, w: w - g, w)))
-    nan = jnp.asarray([np.nan, np.inf])
-    two_nans = jnp.stack([nan, nan])
+    scaler, nan = GradScaler(), jnp.asarray([np.nan, np.inf])
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), (scaler, nan, jnp.ones(2)))
     with jax.debug_nans(True):
-        for new, _, finite in (
-            train(scaler, jnp.ones(2), nan),
-            step(scaler, nan, jnp.ones(2)),
-            scaler.step(nan, lambda g, w: w - g, jnp.ones(2)),
-        ):
+        for run in (train, jax.jit(step), step):
+            new, _, finite = run(scaler, nan, jnp.ones(2))
             assert (new.tolist(), bool(finite)) == ([1.0, 1.0], False)
-        new, _, finite = steps(batch, two_nans, jnp.ones((2, 2)))
+        new, _, finite = jax.jit(jax.vmap(step))(*two)
         assert (new.tolist(), finite.tolist()) == ([[1.0, 1.0]] * 2, [False] * 2)
         with pytest.raises(FloatingPointError):  # the setting works
             jax.jit(lambda g, w: w - g)(nan, jnp.ones(2))
     with jax.checking_leaks():
-        assert not step(scaler, nan, jnp.ones(2))[2]
+        assert not jax.jit(step)(scaler, nan, jnp.ones(2))[2]
 
 
 @pytest.mark.parametrize("made", ["outside", "inside"])
@@ -315,7 +288,7 @@ def test_a_factor_of_the_gradient_is_not_put_to_that_of_the_scale(n):
     assert after.state.scale == 2.0**-126
 
 
-# `GradScaler.step` with flax: a `TrainState`, and nnx modules whose forward pass changes them
+# `GradScaler.step` with models of libraries: nnx modules whose forward pass changes them, equinox
 
 
 X = jnp.linspace(-2.0, 2.0, 24).reshape(8, 3)
@@ -382,3 +355,38 @@ def test_an_nnx_module_and_its_optimizer(wrap, norm):
         # The scale is halved by the overflow and by both lost losses, as in torch.amp.
         assert numbers(scaler.state) == (2.0**10, 1, 0, 0, 3)
     assert optimizer.step[...] == sum(seen)
+
+
+def test_an_equinox_model_with_its_activation_and_flags_inside():
+    """`Dropout` branches on its flag: as an array it would be traced in the next step."""
+    keys = jax.random.split(jax.random.key(0))
+    mlp = eqx.nn.MLP(3, 1, 4, 1, key=keys[0])
+    model, sgd = eqx.nn.Sequential([mlp, eqx.nn.Dropout(0.25)]), optax.sgd(0.5, momentum=0.9)
+    state = sgd.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def loss(model: Any, x: Any) -> Any:
+        return (jax.vmap(lambda x: model(x, key=keys[1]))(x) ** 2).mean()
+
+    @eqx.filter_jit
+    def step(scaler: GradScaler, model: Any, state: Any, count: int, x: Any) -> Any:
+        def update(grads: Any, model: Any, state: Any, count: int) -> Any:
+            updates, state = sgd.update(grads, state)
+            return eqx.apply_updates(model, updates), state, count + 1
+
+        grads = eqx.filter_grad(lambda m: scaler.scale(loss(m, x)))(model)
+        return scaler.step(grads, update, model, state, count)
+
+    (stepped, state, count), scaler, finite = step(GradScaler(), model, state, 0, X)
+    assert finite
+    gradient = eqx.filter_grad(loss)(model, X)[0].layers[0].weight
+    expected = mlp.layers[0].weight - 0.5 * gradient
+    assert jnp.allclose(stepped[0].layers[0].weight, expected, rtol=1e-5, atol=1e-6)
+    (skipped, state, count), scaler, finite = step(scaler, stepped, state, count, X * jnp.inf)
+    assert not finite
+    assert eqx.tree_equal(skipped, stepped)
+    assert scaler.state.scale == 2.0**15
+    (model, state, count), scaler, _ = step(scaler, skipped, state, count, X)
+    assert count == 2
+    assert model[0].activation is mlp.activation
+    assert (model[1].p, model[1].inference) == (0.25, False)
+    assert type(model[1].inference) is bool

@@ -17,7 +17,7 @@ from jax import export
 from polymp.backends.jax.scaler import optimizer_step
 from polymp.jax import GradScaler, autocast, upper
 from tests.support.jax.hlo import AS_FOR_USERS
-from tests.support.jax.scaler_tools import KINDS, bits, flat, kinds, numbers, values, with_shape
+from tests.support.jax.scaler_tools import KINDS, flat, kinds, numbers, values, with_shape
 
 
 def test_a_batch_of_scalers_under_vmap():
@@ -219,54 +219,10 @@ def test_an_update_with_effects_is_a_conditional_everywhere() -> None:
     assert [e.params.get("branches_platforms") is None for e in conds] == [False, True]  # the check
 
 
-@pytest.fixture
-def selecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are selected on CPUs, as they are on GPUs."""
+def test_steps_by_selection_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
     monkeypatch.setattr(optimizer_step, "SELECTING", ("cpu", *optimizer_step.SELECTING))
 
-
-@pytest.mark.usefixtures("selecting")
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_a_selected_skip_leaves_every_bit_and_computes_with_zeros(bad: float) -> None:
-    state = {
-        "w": jnp.asarray([1.0, -0.0, 1e-40, jnp.inf]),
-        "nan": jax.lax.bitcast_convert_type(jnp.uint32(0x7FC12345), jnp.float32),
-        "low": jnp.asarray([0.1], jnp.bfloat16),
-        "n": 7,
-        "yes": jnp.bool_(True),
-        "key": jax.random.key(3),
-        "complex": jnp.asarray([1 + 2j]),
-    }
-
-    def update(grads: Any, state: Any) -> Any:
-        return {
-            **state,
-            "w": state["w"] - grads["w"],
-            "nan": state["nan"] * 2,
-            "n": state["n"] + 1,
-            "yes": ~state["yes"],
-            "key": jax.random.split(state["key"])[0],
-            "complex": state["complex"] / grads["w"].sum(),
-        }
-
-    run = jax.jit(lambda scaler, grads, state: scaler.step(grads, update, state))
-    grads = {"w": jnp.ones(4) * 8}
-    taken, after, finite = run(GradScaler(8.0), grads, state)
-    assert finite
-    assert taken["w"][:3].tolist() == [0.0, -1.0, -1.0]
-    assert int(taken["n"]) == 8
-    assert after.state.scale == 8.0
-    grads = {"w": grads["w"].at[2].set(bad)}
-    skipped, after, finite = run(GradScaler(8.0), grads, state)
-    assert not finite
-    key, was = (jax.random.key_data(s.pop("key")) for s in (skipped, state))
-    assert key.tolist() == was.tolist()
-    assert bits(skipped) == bits(jax.tree.map(jnp.asarray, state))
-    assert after.state.scale == 4.0
-
-
-@pytest.mark.usefixtures("selecting")
-def test_steps_by_selection_are_the_plain_ones() -> None:
     def selected(*args: Any) -> Any:  # not traced before
         return adam_step(*args)
 
@@ -346,9 +302,36 @@ def test_a_region_casts_none_of_the_scalers_arithmetic(what, scale, slope):
             np.testing.assert_allclose(a, b, rtol=2e-3)
 
 
+@pytest.mark.parametrize("given", ["closed over", "argument"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_float16_loss_scaled_inside_an_autocast_function(given, jit):
+    x = jnp.asarray([1.5, -2.0, 0.25, 4.0], jnp.float32)
+    w = jnp.asarray([3.0, 1.0, 8.0, -0.5], jnp.float32)
+    scaler = GradScaler()  # 2**16 is Inf in float16, and so is any loss above 1 times it
+
+    def losses(scaler: GradScaler, w: Any) -> tuple[Any, Any]:
+        loss = x @ w
+        return scaler.scale(loss), loss
+
+    low = autocast(losses, dtype=jnp.float16)
+    if given == "closed over":
+        low = autocast(lambda _, w: losses(scaler, w), dtype=jnp.float16)
+    scaled, loss = (jax.jit(low) if jit else low)(scaler, w)
+    assert (loss.dtype, float(loss)) == (jnp.float16, 2.5)
+    assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.5 * 2.0**16)
+    # The cotangent of a float16 loss is float16, and the scale has no place in it.
+    grads = jax.grad(lambda w: low(scaler, w)[0])(w)
+    assert grads.dtype == jnp.float32
+    assert not scaler.unscale(grads)[1]
+    smaller = GradScaler(2.0**15)
+    grads = jax.grad(lambda w: autocast(losses, dtype=jnp.float16)(smaller, w)[0])(w)
+    true, finite = smaller.unscale(grads)
+    assert finite
+    assert np.array_equal(true, x)
+
+
 def test_a_policy_that_lowers_everything_lowers_no_scale():
-    scaler = GradScaler(2.0**20, growth_interval=1)
-    policy = {"rules": {"default": "lower"}}
+    scaler, policy = GradScaler(2.0**20, growth_interval=1), {"rules": {"default": "lower"}}
     run = autocast(lambda s: (s.update(True), s.scale(1.0)), dtype=jnp.float16, policy=policy)
     after, scale = run(scaler)
     assert (float(after.state.scale), float(scale)) == (2.0**21, 2.0**20)

@@ -36,12 +36,20 @@ USERS = {"xla_backend_optimization_level": 3, **AS_FOR_USERS}
 SMALL = replace(transformer.SMALL, layers=1)
 
 
-def perceptron() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
-    one, two = jax.random.split(jax.random.key(0))
-    params = {
-        "up": jax.random.normal(one, (16, 64)) / 4,
-        "down": jax.random.normal(two, (64, 4)) / 8,
+Model = tuple[Any, Callable[..., Any], Callable[[Any], Any]]  # parameters, loss, batch of a key
+
+
+def weights(seed: int, **shapes: tuple[int, ...]) -> dict[str, Any]:
+    """Normal numbers, divided by the root of how many inputs each has."""
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / np.sqrt(np.prod(shape[:-1]))
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
+
+
+def perceptron() -> Model:
+    params = weights(0, up=(16, 64), down=(64, 4))
 
     def loss(params: Any, x: Any) -> Any:
         out = jax.nn.relu(x @ params["up"]) @ params["down"]
@@ -50,13 +58,8 @@ def perceptron() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
     return params, loss, lambda key: jax.random.normal(key, (32, 16))
 
 
-def convolutions() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
-    one, two, three = jax.random.split(jax.random.key(1), 3)
-    params = {
-        "first": jax.random.normal(one, (3, 3, 2, 8)) / 4,
-        "second": jax.random.normal(two, (3, 3, 8, 8)) / 8,
-        "head": jax.random.normal(three, (8, 2)) / 3,
-    }
+def convolutions() -> Model:
+    params = weights(1, first=(3, 3, 2, 8), second=(3, 3, 8, 8), head=(8, 2))
 
     def loss(params: Any, x: Any) -> Any:
         y = x
@@ -71,7 +74,7 @@ def convolutions() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
     return params, loss, lambda key: jax.random.normal(key, (4, 8, 8, 2))
 
 
-def language_model() -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
+def language_model() -> Model:
     """Its embeddings, norms and some biases are read in float32, and are kept."""
     params = transformer.parameters(SMALL)
 
@@ -198,19 +201,13 @@ class Nnx(nnx.Module):
         return self.last(self.norm(nnx.relu(self.first(x))))
 
 
-@autocast
-def linen_loss(params: Any, x: Any) -> Any:
-    return jnp.mean((Linen().apply(params, x) - x[:, :4]) ** 2)
+def error(y: Any, x: Any) -> Any:
+    return jnp.mean((y - x[:, :4]) ** 2)
 
 
-@autocast
-def module_loss(model: Any, x: Any) -> Any:
-    return jnp.mean((model(x) - x[:, :4]) ** 2)
-
-
-@autocast
-def equinox_loss(model: Any, x: Any) -> Any:
-    return jnp.mean((jax.vmap(model)(x) - x[:, :4]) ** 2)
+linen_loss = autocast(lambda params, x: error(Linen().apply(params, x), x))
+module_loss = autocast(lambda model, x: error(model(x), x))
+equinox_loss = autocast(lambda model, x: error(jax.vmap(model)(x), x))
 
 
 @pytest.mark.one_in(2)

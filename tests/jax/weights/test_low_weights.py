@@ -16,7 +16,6 @@ import optax
 import pytest
 
 import polymp
-from polymp.backends.jax.weights.low_weights import LowLeaf
 from polymp.errors import PolicyError
 from polymp.jax import GradScaler, LowWeightsState, autocast, low_weights
 from polymp.weights import store
@@ -75,26 +74,17 @@ def run(tx: Any, params: Any, steps: int = STEPS) -> Any:
     return params, state
 
 
-@pytest.mark.parametrize("mode", EXACT)
-def test_the_float32_weights_and_the_state_of_a_plain_run(mode: str) -> None:
-    """As docs/low-weights.md takes them out, bit for bit."""
-    params, state = run(low_weights(OPTIMIZERS["adamw"], mode), PARAMS)
-    plain, inner = run(OPTIMIZERS["adamw"], PARAMS)
+def wide(mode: str, params: Any, state: Any) -> Any:
+    """The float32 weights that low ones stand for, as docs/low-weights.md takes them out."""
     cast = jax.lax.bitcast_convert_type
-    for name, p in params.items():
-        full = state.beside[name]
-        if mode == "split":
-            full = cast(cast(p.astype(jnp.float32), jnp.int32) + full, jnp.float32)
-        assert bits(full) == bits(plain[name])
-    assert jax.tree.structure(state.inner) == jax.tree.structure(inner)
-    assert bits(state.inner) == bits(inner)
 
+    def joined(p: Any, rest: Any) -> Any:
+        return cast(cast(p.astype(jnp.float32), jnp.int32) + rest, jnp.float32)
 
-def wide(mode: str, params: Any, state: Any, dtype: str = "bfloat16") -> Any:
-    """The float32 weights that low ones stand for."""
-    leaf = LowLeaf(store.mode(mode), dtype, 0)
-    beside = state.beside if store.mode(mode).beside else jax.tree.map(lambda _: None, params)
-    return jax.tree.map(leaf.loaded, params, beside)
+    if mode == "split":
+        return jax.tree.map(joined, params, state.beside)
+    low = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return state.beside if mode == "master" else low
 
 
 @pytest.mark.one_in(12)
@@ -111,6 +101,7 @@ def test_an_optimizer_steps_as_on_float32(name, mode):
     if mode in EXACT:
         assert bits(got) == bits(want)
         assert bits(state.inner) == bits(inner)
+        assert jax.tree.structure(state.inner) == jax.tree.structure(inner)
         return
     bound = STEPS * 2.0**-7  # each step is rounded to 8 bits at random
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -261,13 +252,10 @@ def test_a_part_of_the_parameters(mode):
 
 def test_as_the_last_of_a_chain():
     tx = low_weights(optax.adam(1e-2))
-    chain = optax.chain(optax.clip_by_global_norm(0.5), tx)
-    want, _ = run(
-        low_weights(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))), PARAMS
-    )
-    params, state = tx.weights(PARAMS), chain.init(PARAMS)
-    for number in range(STEPS):
-        params, state = step_of(chain)(params, state, gradients(number))
+    clip = optax.clip_by_global_norm(0.5)
+    want, _ = run(low_weights(optax.chain(clip, optax.adam(1e-2))), PARAMS)
+    chain = optax.chain(clip, tx)
+    params, _ = by_loop(step_of(chain), tx.weights(PARAMS), chain.init(PARAMS))
     assert bits(params) == bits(want)
 
 
@@ -328,16 +316,9 @@ def test_a_function_with_its_arguments_keeps_what_it_reads_in_float32():
 
 
 def test_arrays_that_are_no_weights_are_left_alone():
-    params = {
-        "w": PARAMS["w"],
-        "n": jnp.int32(3),
-        "z": jnp.ones(2, jnp.complex64),
-        "f": jax.nn.relu,
-    }
-    low = low_weights(optax.sgd(0.1)).weights(params)
-    assert low["n"] is params["n"]
-    assert low["z"] is params["z"]
-    assert low["f"] is params["f"]
+    others = {"n": jnp.int32(3), "z": jnp.ones(2, jnp.complex64), "f": jax.nn.relu}
+    low = low_weights(optax.sgd(0.1)).weights({"w": PARAMS["w"], **others})
+    assert all(low[name] is x for name, x in others.items())
     assert low["w"].dtype == jnp.bfloat16
 
 
@@ -363,9 +344,20 @@ def test_low_parameters_start_with_nothing_beside_them():
 def refusals() -> dict[str, Any]:
     tx, params = low_weights(optax.adam(1e-2)), {"w": PARAMS["w"]}
     state, low = tx.init(params), tx.weights(params)
-    other = low_weights(optax.adam(1e-2), "stochastic")
-    master = low_weights(optax.adam(1e-2), "master")
+    other, master = (low_weights(optax.adam(1e-2), mode) for mode in ("stochastic", "master"))
     grads = gradients(0, params)
+    alone = (
+        f"low_weights(): keep has the function {jax.nn.silu!r:.80} without its arguments. "
+        "Write keep=(autocast(loss_fn), params, batch)."
+    )
+    beside = (
+        "low_weights: beside parameter 'w' the state has int16, and mode {} there. Give the mode, "
+        "dtype and keep that the state was made with."
+    )
+    start = (
+        "Start with tx.init(params), or make the optimizer with the mode that the state was saved "
+        "with."
+    )
     return {
         "optimizer": (
             lambda: low_weights(3),
@@ -385,14 +377,12 @@ def refusals() -> dict[str, Any]:
         "keep as in torch": (
             lambda: low_weights(optax.adam(1e-2), keep=jax.nn.silu),
             TypeError,
-            f"low_weights(): keep has the function {jax.nn.silu!r:.80} without its arguments. "
-            "Write keep=(autocast(loss_fn), params, batch).",
+            alone,
         ),
         "keep of a function alone": (
             lambda: low_weights(optax.adam(1e-2), keep=["w", (jax.nn.silu,)]),
             TypeError,
-            f"low_weights(): keep has the function {jax.nn.silu!r:.80} without its arguments. "
-            "Write keep=(autocast(loss_fn), params, batch).",
+            alone,
         ),
         "path": (
             lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params),
@@ -427,27 +417,23 @@ def refusals() -> dict[str, Any]:
             lambda: other.update(grads, state, low),
             ValueError,
             "this state has something beside the weights, and mode 'stochastic' keeps nothing; "
-            "each step rounds up or down at random. Start with tx.init(params), or make the "
-            "optimizer with the mode that the state was saved with.",
+            f"each step rounds up or down at random. {start}",
         ),
         "state without": (
             lambda: tx.update(grads, other.init(params), low),
             ValueError,
             "this state has nothing beside the weights, and mode 'split' keeps the other 16 bits "
-            "of the float32 weight. Start with tx.init(params), or make the optimizer with the "
-            "mode that the state was saved with.",
+            f"of the float32 weight. {start}",
         ),
         "state of a third mode": (
             lambda: master.update(grads, state, low),
             ValueError,
-            "low_weights: beside parameter 'w' the state has int16, and mode 'master' has float32 "
-            "there. Give the mode, dtype and keep that the state was made with.",
+            beside.format("'master' has float32"),
         ),
         "state with other kept parameters": (
             lambda: low_weights(optax.adam(1e-2), keep=["w"]).update(grads, state, params),
             ValueError,
-            "low_weights: beside parameter 'w' the state has int16, and mode 'split' has nothing "
-            "there. Give the mode, dtype and keep that the state was made with.",
+            beside.format("'split' has nothing"),
         ),
     }
 
@@ -472,9 +458,6 @@ def test_the_state_is_what_optax_can_search():
 # --- `explain` of a function of low weights: in which dtype each op gets them ---------------------
 
 
-PARAMS_LOW_EXPLAIN = {
-    "gain": jnp.ones(8), "up": jnp.ones((8, 16)), "bias": jnp.ones(16), "down": jnp.ones((16, 2)),
-}  # fmt: skip
 X = jnp.ones((4, 8))
 
 
@@ -485,33 +468,22 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.sum(h @ params["down"])
 
 
-def low_params() -> Any:
-    tx = low_weights(optax.sgd(0.1), keep=(loss, PARAMS_LOW_EXPLAIN, X))
-    return tx.weights(PARAMS_LOW_EXPLAIN)
-
-
-def rows(params: Any, fn: Any = loss) -> dict[str, Any]:
+def rows(params: Any) -> dict[str, Any]:
     """The first call of each op."""
-    return {call.op: call for call in reversed(list(polymp.explain(fn, params, X)))}
+    return {call.op: call for call in reversed(list(polymp.explain(loss, params, X)))}
 
 
 def test_low_and_kept_weights_have_their_dtypes_in_the_rows() -> None:
     """A low bias is cast to the dtype of the sum, float32, by jax.numpy as it is traced."""
-    before, after = rows(PARAMS_LOW_EXPLAIN), rows(low_params())
+    params = {
+        "gain": jnp.ones(8), "up": jnp.ones((8, 16)), "bias": jnp.ones(16),
+        "down": jnp.ones((16, 2)),
+    }  # fmt: skip
+    low = low_weights(optax.sgd(0.1), keep=(loss, params, X)).weights(params)
+    before, after = rows(params), rows(low)
     assert before["mul"].inputs == after["mul"].inputs == ("float32", "float32")  # the gain
     assert before["linear"].inputs == ("float32", "float32")
     assert after["linear"].inputs == ("float32", "bfloat16")
     assert after["linear"].run == after["linear"].outputs[0] == "bfloat16"
     assert (after["to"].inputs, after["to"].outputs) == (("bfloat16",), ("float32",))
     assert [at["add"].outputs for at in (before, after)] == [("bfloat16",), ("float32",)]
-
-
-def test_float32_views_have_the_rows_of_float32_weights() -> None:
-    def views(params: Any, x: Any) -> Any:
-        return loss(jax.tree.map(lambda p: p.astype(jnp.float32), params), x)
-
-    before, after = rows(PARAMS_LOW_EXPLAIN), rows(low_params(), views)
-    assert "to" in after  # the views
-    assert {op: (c.inputs, c.outputs) for op, c in after.items() if op != "to"} == {
-        op: (c.inputs, c.outputs) for op, c in before.items() if op != "to"
-    }

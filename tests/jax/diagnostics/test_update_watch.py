@@ -46,12 +46,8 @@ def test_a_run_that_does_not_learn_is_named():
         warnings.simplefilter("always")
         train(optax.adamw(1e-3), params, watch, 12)
         (record,) = watch.finish()
-    assert (record.name, record.dtype, record.updates, record.lost) == (
-        "body.w",
-        "bfloat16",
-        2048,
-        2048,
-    )
+    assert (record.name, record.dtype) == ("body.w", "bfloat16")
+    assert (record.updates, record.lost) == (2048, 2048)
     assert [each.category for each in told] == [LowWeightsWarning]
     assert str(told[0].message) == (
         "100% of the updates of low weights were rounded away in this step: the weight keeps its "
@@ -139,12 +135,9 @@ def test_an_audit_has_the_updates_that_were_lost(jitted):
 
 
 def test_an_audit_of_low_weights_or_float32_has_none():
-    for tx, params in (
-        (low_weights(optax.adam(1e-4)), START),
-        (optax.adam(1e-9), START),
-    ):
-        audited, opt_state = audit(stepping(tx)), tx.init(params)
-        weights = tx.weights(params) if hasattr(tx, "weights") else params
+    for tx in (low_weights(optax.adam(1e-4)), optax.adam(1e-9)):
+        audited, opt_state = audit(stepping(tx)), tx.init(START)
+        weights = tx.weights(START) if hasattr(tx, "weights") else START
         audited(weights, opt_state, jnp.ones((4, 8)))
         assert list(audited.audit.lost_updates) == []
 

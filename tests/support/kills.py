@@ -122,10 +122,9 @@ class Jax:
         import jax.numpy as jnp
         import optax
 
-        optimizer = optax.sgd(0.05, 0.5)
         params = {"bias": jnp.float32(0), "weight": jnp.zeros(4)}
-        self.state = [params, optimizer.init(params), scaler]
-        self._step = jax.jit(partial(train_step, optimizer), static_argnames="kind")
+        self.state = [params, optax.sgd(0.05, 0.5).init(params), scaler]
+        self._step = jax.jit(train_step, static_argnames="kind")
 
     def step(self, kind: str, x: np.ndarray, y: np.ndarray) -> None:
         *self.state, grads = self._step(*self.state, x, y, kind=kind)
@@ -161,15 +160,15 @@ class PolympJax(Jax):
         return float(self.state[2].state.scale)
 
 
-def _apply(optimizer: Any, grads: Any, params: Any, opt: Any) -> Any:
+def _apply(grads: Any, params: Any, opt: Any) -> Any:
     import optax
 
-    updates, opt = optimizer.update(grads, opt, params)
+    updates, opt = optax.sgd(0.05, 0.5).update(grads, opt, params)
     return optax.apply_updates(params, updates), opt
 
 
 def polymp_jax(**options: Any) -> Jax:
-    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+    def train_step(params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str) -> Any:
         import jax
 
         def scaled_loss(params: Any) -> Any:
@@ -177,24 +176,19 @@ def polymp_jax(**options: Any) -> Jax:
             return scaler.scale(loss), loss
 
         grads, loss = jax.grad(scaled_loss, has_aux=True)(params)
-        update = partial(_apply, optimizer)
-        (params, opt), scaler, _ = scaler.step(grads, update, params, opt, loss=loss)
+        (params, opt), scaler, _ = scaler.step(grads, _apply, params, opt, loss=loss)
         return params, opt, scaler, grads
 
     return PolympJax(train_step, **options)
 
 
 def polymp_jax_value_and_grad(**options: Any) -> Jax:
-    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+    def train_step(params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str) -> Any:
         from jax import lax
 
         loss_fn = partial(_loss, kind=kind)
         (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, x, y)
-        params, opt = lax.cond(
-            finite,
-            lambda: _apply(optimizer, grads, params, opt),
-            lambda: (params, opt),
-        )
+        params, opt = lax.cond(finite, lambda: _apply(grads, params, opt), lambda: (params, opt))
         return params, opt, scaler, grads
 
     return PolympJax(train_step, **options)
@@ -203,13 +197,13 @@ def polymp_jax_value_and_grad(**options: Any) -> Jax:
 def flax_dynamic_scale() -> Jax:
     from flax.training.dynamic_scale import DynamicScale
 
-    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+    def train_step(params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str) -> Any:
         import jax
         import jax.numpy as jnp
 
         loss_fn = partial(_loss, kind=kind)
         scaler, finite, _, grads = scaler.value_and_grad(loss_fn)(params, x, y)
-        new = _apply(optimizer, grads, params, opt)
+        new = _apply(grads, params, opt)
         select = partial(jnp.where, finite)
         params, opt = jax.tree.map(select, new, (params, opt))
         return params, opt, scaler, grads
@@ -221,14 +215,14 @@ def jmp_dynamic_loss_scale() -> Jax:
     import jax.numpy as jnp
     import jmp
 
-    def train_step(optimizer: Any, params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str):  # type: ignore[no-untyped-def]
+    def train_step(params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str) -> Any:
         import jax
 
         grads = jax.grad(lambda params: scaler.scale(_loss(params, x, y, kind)))(params)
         grads = scaler.unscale(grads)
         finite = jmp.all_finite(grads)
         scaler = scaler.adjust(finite)
-        new = _apply(optimizer, grads, params, opt)
+        new = _apply(grads, params, opt)
         params, opt = jmp.select_tree(finite, new, (params, opt))
         return params, opt, scaler, grads
 

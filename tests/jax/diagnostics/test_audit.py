@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -48,18 +49,14 @@ PARAMS = {"w": W, "v": W.T[:, :2]}
 # Results
 
 
-def train_step(dtype: Any) -> Callable[..., Any]:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_results_are_those_of_the_function_to_the_last_bit(dtype: Any) -> None:
+    @jax.jit
     def step(params: Any, state: Any, x: Any) -> Any:
         value, grads = jax.value_and_grad(autocast(loss, dtype=dtype))(params, x)
         updates, state = optax.sgd(0.1, 0.9).update(grads, state)
         return optax.apply_updates(params, updates), state, value
 
-    return jax.jit(step)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_results_are_those_of_the_function_to_the_last_bit(dtype: Any) -> None:
-    step = train_step(dtype)
     audited = audit(step)
     plain = watched = (PARAMS, optax.sgd(0.1, 0.9).init(PARAMS))
     for _ in range(2):
@@ -265,17 +262,18 @@ def test_derivatives_by_hand_are_the_ones_that_run() -> None:
 # The infinities of masks
 
 
-MASKED: dict[str, Any] = {
-    "add": lambda s: s + jnp.triu(jnp.full((4, 4), -jnp.inf), 1),
-    "scatter": lambda s: s.at[jnp.triu_indices(4, 1)].set(-jnp.inf),
-}
-
-
-@pytest.mark.parametrize(("mask", "dtype"), [("add", "float16"), ("scatter", "bfloat16")])
-def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(mask: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("masked", "dtype"),
+    [
+        (lambda s: s + jnp.triu(jnp.full((4, 4), -jnp.inf), 1), "float16"),
+        (lambda s: s.at[jnp.triu_indices(4, 1)].set(-jnp.inf), "bfloat16"),
+    ],
+    ids=["add", "scatter"],
+)
+def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(masked: Any, dtype: str) -> None:
     @autocast(dtype=dtype)
     def loss(w: Any, x: Any) -> Any:
-        return (jax.nn.softmax(MASKED[mask](x @ w)) ** 2).sum()
+        return (jax.nn.softmax(masked(x @ w)) ** 2).sum()
 
     step = audit(jax.grad(loss))
     step(jnp.eye(4), jnp.ones((4, 4)))
@@ -306,18 +304,9 @@ def test_gradients_have_names_and_are_jax_grads_divided_by_the_scale(scale: floa
 
 
 def test_gradients_of_layers_are_named_as_the_layers_are_and_folded() -> None:
-    class Net(nnx.Module):
-        def __init__(self) -> None:
-            rngs = nnx.Rngs(0)
-            self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(4)])
-
-        def __call__(self, x: Any) -> Any:
-            for layer in self.layers:
-                x = jnp.tanh(layer(x))
-            return x.sum()
-
-    audited = audit(nnx.jit(nnx.value_and_grad(lambda net, x: net(x))))
-    audited(Net(), X)
+    net = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(4)))
+    audited = audit(nnx.jit(nnx.value_and_grad(lambda net, x: net(x).sum())))
+    audited(net, X)
     a = audited.audit
     owners = {m.module.rpartition(".")[0] for m in a.gradients}
     assert owners == {f"layers.{i}" for i in range(4)}
@@ -412,11 +401,9 @@ def test_static_arguments_and_what_cannot_be_hashed() -> None:
     audited(X, 2), audited(X, 5)
     assert rows(audited)["mul"].largest == 15.0
 
+    @dataclass
     class Config:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __init__(self, factor: float) -> None:
-            self.factor = factor
+        factor: float
 
     audited = audit(lambda x, config: x * config.factor)
     audited(X, Config(2.0)), audited(X, Config(7.0))

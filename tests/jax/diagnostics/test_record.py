@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox
@@ -229,15 +230,6 @@ class Linen(linen.Module):
         return linen.Dense(4, name="out")(jnp.tanh(linen.Dense(8, name="first")(x)))
 
 
-class Nnx(nnx.Module):
-    def __init__(self) -> None:
-        self.first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        self.out = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
-
-    def __call__(self, x: Any) -> Any:
-        return self.out(jnp.tanh(self.first(x)))
-
-
 def test_module_paths_and_names_of_parameters() -> None:
     x = jnp.ones((2, 8))
     model = Linen()
@@ -247,12 +239,13 @@ def test_module_paths_and_names_of_parameters() -> None:
     assert products == ["Linen.first", "Linen.out"]
     assert "params['params']['out']['kernel']" in kinds(found, "input")
 
-    found = rows(lambda model, x: model(x), Nnx(), x, modules=["out"])
-    assert [r.module for r in found if r.name == "linear"] == ["out"]
-    assert {"model.out.kernel", "model.first.kernel"} <= set(kinds(found, "input"))
+    net = nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2)))
+    found = rows(lambda model, x: model(x), net, x, modules=["layers.1"])
+    assert [r.module for r in found if r.name == "linear"] == ["layers.1"]
+    assert {f"model.layers[{at}].kernel" for at in range(2)} <= set(kinds(found, "input"))
 
-    for model, paths in ((Nnx(), {""}), (scoped(Nnx()), {"first", "out"})):
-        graph, state = nnx.split(model)
+    for each, paths in ((net, {""}), (scoped(net), {"layers.0", "layers.1"})):
+        graph, state = nnx.split(each)
         found = rows(lambda state, x, graph=graph: nnx.merge(graph, state)(x), state, x)
         assert {r.module for r in found if r.name == "linear"} == paths
 
@@ -287,18 +280,15 @@ def last(found: Any) -> dict[str, RecordedArray]:
 def test_a_product_that_rounds_its_operands_says_so() -> None:
     """By its precision and the device; tests on a GPU show that rounding explains what it does."""
 
-    class Device:
-        def __init__(self, platform: str, capability: str = "") -> None:
-            self.platform, self.compute_capability = platform, capability
-
-    def to(device: Device, precision: Any = None, dtype: Any = jnp.float32) -> str:
+    def to(device: Any, precision: Any = None, dtype: Any = jnp.float32) -> str:
         x = jnp.ones((2, 2), dtype)
         eqn = jax.make_jaxpr(lambda x: lax.dot(x, x, precision=precision))(x).eqns[0]
-        return rounds_operands(eqn, device)  # type: ignore[arg-type]
+        return rounds_operands(eqn, device)
 
-    gpu, old, tpu = Device("gpu", "9.0"), Device("gpu", "7.5"), Device("tpu")
+    gpu, old = (SimpleNamespace(platform="gpu", compute_capability=of) for of in ("9.0", "7.5"))
+    tpu, cpu = (SimpleNamespace(platform=name, compute_capability="") for name in ("tpu", "cpu"))
     assert (to(gpu), to(gpu, "high"), to(gpu, "highest")) == ("tf32", "tf32", "")
-    assert (to(old), to(Device("cpu")), to(gpu, dtype=jnp.bfloat16)) == ("", "", "")
+    assert (to(old), to(cpu), to(gpu, dtype=jnp.bfloat16)) == ("", "", "")
     assert (to(tpu), to(tpu, ("default", "highest")), to(tpu, "highest")) == (*["bfloat16"] * 2, "")
     assert to(old, lax.DotAlgorithmPreset.TF32_TF32_F32) == "tf32"
 
@@ -352,25 +342,21 @@ def test_results_are_what_they_are_without(tmp_path: Path) -> None:
 
 
 def test_modules_are_changed_in_place_once() -> None:
-    class Counting(nnx.Module):
-        def __init__(self) -> None:
-            self.linear = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-            self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+    def made() -> Any:
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(8, 1, rngs=rngs), nnx.BatchNorm(1, rngs=rngs))
 
     def step(model: Any, x: Any) -> Any:
-        def loss(model: Any) -> Any:
-            return jnp.mean(model.norm(model.linear(x)) ** 3)
-
-        value, gradients = nnx.value_and_grad(loss)(model)
+        value, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 3))(model)
         nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), gradients))
         return value
 
     x = jax.random.normal(jax.random.key(0), (4, 8))
-    model, other = Counting(), Counting()
+    model, other = made(), made()
     found = rows(step, model, x)
     step(other, x)
     assert bits(nnx.state(model)) == bits(nnx.state(other))
-    assert {"model.linear.kernel", "model.norm.mean"} <= set(kinds(found, "update"))
+    assert {"model.layers[0].kernel", "model.layers[1].mean"} <= set(kinds(found, "update"))
 
 
 def test_an_optimizer_in_a_branch_of_a_scaler() -> None:

@@ -57,34 +57,26 @@ def test_a_run_that_does_not_learn_is_named():
     )
 
 
-@pytest.mark.parametrize("mode", ["split", "stochastic"])
-def test_low_weights_is_left_alone(mode):
-    watch = UpdateWatch(every=2, first=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(low_weights(optax.adamw(1e-3), mode), LARGE, watch, 6)
-        assert watch.finish() == ()
+TABLE = {"rows": jnp.ones((32, 4), jnp.bfloat16)}
+HALF_OF_THE_ROWS = {"rows": jnp.zeros((32, 4)).at[::2].set(1.0)}
 
 
 @pytest.mark.parametrize(
-    ("tx", "params", "lost"),
-    [(optax.sgd(0.5), low(LARGE), [0, 0]), (optax.adamw(1e-9), LARGE, [])],
-    ids=["learns", "float32"],
-)  # fmt: skip
-def test_weights_that_learn_or_are_float32_are_not_named(tx: Any, params: Any, lost: list[int]):
+    ("tx", "params", "grads", "records"),
+    [
+        (optax.sgd(0.5), low(LARGE), None, [(2048, 0), (8, 0)]),  # of a sample
+        (optax.sgd(0.5), TABLE, HALF_OF_THE_ROWS, [(64, 0)]),
+        (optax.adamw(1e-9), LARGE, None, []),
+        (low_weights(optax.adamw(1e-3), "split"), LARGE, None, []),
+        (low_weights(optax.adamw(1e-3), "stochastic"), LARGE, None, []),
+    ],
+    ids=["learns", "rows without a gradient", "float32", "split", "stochastic"],
+)
+def test_weights_that_learn_or_are_not_plain_low_ones_are_not_named(tx, params, grads, records):
+    """Weights without a gradient are not counted."""
     watch = UpdateWatch(every=2, first=1)
-    train(tx, params, watch, 6)
-    assert [record.lost for record in watch.finish()] == lost
-
-
-def test_weights_without_a_gradient_are_not_counted():
-    """Half the rows of a table were read; all of those move."""
-    table = {"rows": jnp.ones((32, 4), jnp.bfloat16)}
-    grads = {"rows": jnp.zeros((32, 4)).at[::2].set(1.0)}
-    watch = UpdateWatch(every=2, first=1)
-    train(optax.sgd(0.5), table, watch, 4, grads)
-    (record,) = watch.finish()
-    assert (record.updates, record.lost) == (64, 0)
+    train(tx, params, watch, 6, grads)
+    assert [(record.updates, record.lost) for record in watch.finish()] == records
 
 
 def test_traced_parameters_are_refused():

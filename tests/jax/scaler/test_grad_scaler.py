@@ -22,7 +22,6 @@ import pytest
 from polymp.jax import GradScaler
 from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
-from tests.support.jax import eight_devices
 from tests.support.jax.scaler_tools import KINDS, bits, kinds, values
 
 # --- made, shown, taken apart --------------------------------------------------------------------
@@ -132,11 +131,6 @@ def test_numbers_of_other_types_are_the_same_constants():
     assert jax.tree.structure(other) == jax.tree.structure(ODD)
 
 
-def test_it_cannot_be_changed_in_place():
-    with pytest.raises(AttributeError):
-        ODD.rule = ScaleRule()  # type: ignore[misc]
-
-
 # --- what is saved -------------------------------------------------------------------------------
 
 
@@ -242,22 +236,6 @@ def test_a_copy_of_one_that_is_donated_lives_on():
     assert scaler.state.scale.is_deleted()
     assert not after.state.scale.is_deleted()
     assert whole(kept) == wanted
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    run = "tests.support.jax.planted_run", "resumed_on_more", folder
-    return eight_devices.run(*run, strict=False)
-
-
-@pytest.mark.parametrize("devices", ["2", "4", "8"])
-def test_a_run_saved_on_two_devices_goes_on_on_more(resumed, devices):
-    whole, before = resumed["alone"]["history"], resumed["before"]
-    assert before == whole[: len(before)]
-    assert before[-1][:4] == [128.0, 1.0, 0.0, 0.0], "saved in the middle of a streak"
-    assert resumed[devices]["history"] == whole[len(before) :]
-    assert resumed[devices]["params"] == resumed["alone"]["params"]
 
 
 def test_bounds_and_hysteresis_are_kept_where_torch_has_saved_none():

@@ -108,38 +108,24 @@ def test_the_report_holds_rule_and_state_as_python_numbers():
     )
 
 
-def test_an_empty_tree():
+def test_an_empty_tree_and_a_disabled_scaler():
     assert GradScaler().report({}).gradients == ()
-
-
-def test_a_disabled_scaler_reports():
     report = GradScaler(enabled=False).report(jnp.array([jnp.inf]))
     assert (report.state.scale, counts(report.gradients[0])) == (1.0, (1, 0, 0, 0))
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(nn.Dense(3)(x))
-
-
-class Module(nnx.Module):
-    def __init__(self):
-        self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0)) for _ in range(2)])
-
-
 def test_names_are_paths():
-    params = Net().init(jax.random.key(0), jnp.ones((1, 2)))["params"]
-    names = [g.name for g in GradScaler().report(params).gradients]
-    assert names == ["Dense_0.bias", "Dense_0.kernel", "Dense_1.bias", "Dense_1.kernel"]
-    model = Module()
-    wanted = ["layers.0.bias", "layers.0.kernel", "layers.1.bias", "layers.1.kernel"]
-    for tree in (nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model))):
-        assert [g.name for g in GradScaler().report(tree).gradients] == wanted
-    assert [g.name for g in GradScaler().report(jnp.ones(2)).gradients] == ["gradient"]
-    mixed = [jnp.ones(2), {"value": (jnp.ones(1), 1.5)}]
-    names = [g.name for g in GradScaler().report(mixed).gradients]
-    assert names == ["0", "1.value.0", "1.value.1"]
+    params = nn.Sequential([nn.Dense(3), nn.Dense(2)]).init(jax.random.key(0), jnp.ones((1, 2)))
+    model = nnx.state(nnx.Sequential(*(nnx.Linear(2, 2, rngs=nnx.Rngs(0)) for _ in range(2))))
+    of_layers = ["0.bias", "0.kernel", "1.bias", "1.kernel"]
+    for tree, names in (
+        (params["params"], [f"layers_{name}" for name in of_layers]),
+        (model, [f"layers.{name}" for name in of_layers]),
+        (nnx.to_pure_dict(model), [f"layers.{name}" for name in of_layers]),
+        (jnp.ones(2), ["gradient"]),
+        ([jnp.ones(2), {"value": (jnp.ones(1), 1.5)}], ["0", "1.value.0", "1.value.1"]),
+    ):
+        assert [g.name for g in GradScaler().report(tree).gradients] == names
 
 
 def test_names_can_be_given():

@@ -52,6 +52,22 @@ def test_this_oracle_notices_devices_that_differ():
         planted_run.one(planted_run.jnp.array([1.0, 1.0, 2.0]))
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    run = "tests.support.jax.planted_run", "resumed_on_more", folder
+    return eight_devices.run(*run, strict=False)
+
+
+@pytest.mark.parametrize("devices", ["2", "4", "8"])
+def test_a_run_saved_on_two_devices_goes_on_on_more(resumed, devices):
+    whole, before = resumed["alone"]["history"], resumed["before"]
+    assert before == whole[: len(before)]
+    assert before[-1][:4] == [128.0, 1.0, 0.0, 0.0], "saved in the middle of a streak"
+    assert resumed[devices]["history"] == whole[len(before) :]
+    assert resumed[devices]["params"] == resumed["alone"]["params"]
+
+
 # --- Two processes that share every array: both see the run of one device, bit for bit ------------
 
 

@@ -86,17 +86,6 @@ def test_gradients_are_divided_by_the_scale_that_they_were_multiplied_with(wrap)
     ]
 
 
-def test_one_state_comes_back_as_itself_and_several_as_a_tuple():
-    scaler = GradScaler(2.0)
-    grads = scaler.scale([jnp.ones(2)])
-    new, _, _ = scaler.step(grads, lambda g, w: [w[0] - g[0]], [jnp.zeros(2)])
-    assert isinstance(new, list)
-    assert new[0].tolist() == [-1.0, -1.0]
-    new, _, _ = scaler.step(grads, lambda g, w, n: (w, n + 1), [jnp.zeros(2)], jnp.int32(3))
-    assert isinstance(new, tuple)
-    assert int(new[1]) == 4
-
-
 @EAGER_OR_JIT
 def test_leaves_that_are_no_arrays_stay(wrap):
     state = {"w": jnp.ones(2), "act": jax.nn.relu, "name": "layer", "count": 3}
@@ -141,55 +130,49 @@ KEEP = (
     "update must keep the shapes and dtypes of the state, and what is no array; state[0]{} was {} "
     "and came back as {}."
 )
-
-
-@pytest.mark.parametrize(
-    ("update", "message"),
-    [
-        (
-            lambda g, w: {"w": w["w"], "v": w["w"]},
-            "update must return the state in the structure that it came in, "
-            "PyTreeDef(({'act': *, 'w': *},)); it returned PyTreeDef(({'v': *, 'w': *},)).",
-        ),
-        (
-            lambda g, w: w | {"w": w["w"].astype(jnp.float16)},
-            KEEP.format("['w']", "float32[2]", "float16[2]"),
-        ),
-        (lambda g, w: w | {"w": w["w"][:1]}, KEEP.format("['w']", "float32[2]", "float32[1]")),
-        (lambda g, w: w | {"act": "gelu"}, KEEP.format("['act']", "relu", "gelu")),
-    ],
-)
-@EAGER_OR_JIT
-def test_an_update_that_changes_what_the_state_is(wrap, update, message):
-    run = wrap(lambda g, w: GradScaler().step(g, update, {"w": w, "act": "relu"})[1])
-    with pytest.raises(TypeError) as raised:
-        run(jnp.ones(2), jnp.ones(2))
-    assert raised.value.args[0] == message
-
-
 TWO = (
     "step(grads, update, *state) got 2 states, so update must return a tuple of the 2 new ones, in "
     "the same order; it returned {}."
 )
+STATE = {"w": jnp.ones(2), "act": "relu"}
 
 
 @pytest.mark.parametrize(
     ("update", "states", "message"),
     [
-        (lambda g, *state: None, 2, TWO.format("NoneType")),
-        (lambda g, *state: list(state), 2, TWO.format("list")),
-        (lambda g, *state: (*state, g), 2, TWO.format("a tuple of 3")),
         (
-            lambda g: g,
-            0,
-            "step(grads, update) got no state to update, and update returned ArrayImpl. Write "
+            lambda g, w: {"w": w["w"], "v": w["w"]},
+            [STATE],
+            "update must return the state in the structure that it came in, "
+            "PyTreeDef(({'act': *, 'w': *},)); it returned PyTreeDef(({'v': *, 'w': *},)).",
+        ),
+        (
+            lambda g, w: w | {"w": w["w"].astype(jnp.float16)},
+            [STATE],
+            KEEP.format("['w']", "float32[2]", "float16[2]"),
+        ),
+        (
+            lambda g, w: w | {"w": w["w"][:1]},
+            [STATE],
+            KEEP.format("['w']", "float32[2]", "float32[1]"),
+        ),
+        (lambda g, w: w | {"act": "gelu"}, [STATE], KEEP.format("['act']", "relu", "gelu")),
+        (lambda g, *state: None, [STATE] * 2, TWO.format("NoneType")),
+        (lambda g, *state: list(state), [STATE] * 2, TWO.format("list")),
+        (lambda g, *state: (*state, g), [STATE] * 2, TWO.format("a tuple of 3")),
+        (
+            lambda g: None,
+            [],
+            "step(grads, update) got no state to update, and update returned NoneType. Write "
             "step(grads, update, params).",
         ),
     ],
 )
-def test_an_update_that_returns_another_number_of_states(update, states, message):
+@EAGER_OR_JIT
+def test_an_update_that_returns_another_state(wrap, update, states, message):
+    run = wrap(lambda g: GradScaler().step(g, update, *states)[1])
     with pytest.raises(TypeError) as raised:
-        GradScaler().step(jnp.ones(2), update, *[jnp.ones(2)] * states)
+        run(jnp.ones(2))
     assert raised.value.args[0] == message
 
 
@@ -210,7 +193,8 @@ def test_the_gradients_decide_and_a_lost_loss_is_counted(wrap, loss, grad, scale
         return scaler.step(grads, lambda g, w: w - g, weights, loss=loss)
 
     weights = jnp.asarray([1.0, -0.0])
-    new, after, finite = run(GradScaler(8.0), jnp.asarray([8.0, grad]), weights)
+    with jax.numpy_dtype_promotion("strict"):
+        new, after, finite = run(GradScaler(8.0), jnp.asarray([8.0, grad]), weights)
     assert numbers(after.state) == (scale, *counts)
     assert bool(finite) is (counts[-1] == 0)
     if not finite:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 from polymp.scaling.scale_rule import step as next_state
 from tests.conftest import need
 from tests.support.jax import forms
+from tests.support.processes import run
 
 need("keras")
 
@@ -127,32 +125,6 @@ def test_fit_gets_as_far_as_in_float32(dtype: str) -> None:
     assert kinds <= {"float32", "int32", "uint32"}
 
 
-@pytest.mark.parametrize("low", ["bfloat16", "float16"])
-@pytest.mark.parametrize("policy", ["amp", "lean"])
-@pytest.mark.parametrize(
-    ("loss", "activation", "y"),
-    [
-        ("binary_crossentropy", "sigmoid", Y[:, :1] > 0),
-        ("categorical_crossentropy", "softmax", np.eye(4)[Y.argmax(1)]),
-        ("kl_divergence", "sigmoid", np.eye(4)[Y.argmax(1)]),
-    ],
-)
-def test_losses_of_certain_probabilities(
-    loss: str, activation: str, y: Any, policy: str, low: str
-) -> None:
-    """A low dtype makes them 1, whose complement has no logarithm."""
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((12,)), keras.layers.Dense(y.shape[1], activation=activation)]
-    )
-    model.set_weights([8 * weight for weight in model.get_weights()])
-    model.compile("sgd", loss, metrics=["mae"])
-    y = y.astype("float32")
-    exact = model.evaluate(X, y, verbose=0)
-    polymp.keras.use(model, policy=policy, dtype=low)
-    assert model.evaluate(X, y, verbose=0) == pytest.approx(exact, rel=0.02)
-
-
 CLASSES = np.eye(4, dtype="float32")[Y.argmax(1)]
 TARGETS = {
     "binary_crossentropy": (Y > 0).astype("float32"),
@@ -162,6 +134,29 @@ TARGETS = {
     "huber": Y,
     "kl_divergence": CLASSES,
 }
+
+
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", ["amp", "lean"])
+@pytest.mark.parametrize(
+    ("loss", "activation"),
+    [
+        ("binary_crossentropy", "sigmoid"),
+        ("categorical_crossentropy", "softmax"),
+        ("kl_divergence", "sigmoid"),
+    ],
+)
+def test_losses_of_certain_probabilities(loss: str, activation: str, policy: str, low: str) -> None:
+    """A low dtype makes them 1, whose complement has no logarithm."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4, activation)])
+    model.set_weights([8 * weight for weight in model.get_weights()])
+    model.compile("sgd", loss, metrics=["mae"])
+    exact = model.evaluate(X, TARGETS[loss], verbose=0)
+    polymp.keras.use(model, policy=policy, dtype=low)
+    assert model.evaluate(X, TARGETS[loss], verbose=0) == pytest.approx(exact, rel=0.02)
+
+
 CELLS = [
     (loss, activation, low)
     for loss in TARGETS
@@ -188,14 +183,9 @@ def test_losses_and_activations_get_as_far_as_in_float32(
         model.compile(keras.optimizers.Adam(0.01), of)
         if dtype:
             polymp.keras.use(model, dtype=dtype)
-        return fit_to(model, TARGETS[loss])
+        return model.fit(X, TARGETS[loss], 16, 15, verbose=0, shuffle=False).history["loss"][-1]
 
     assert last(low) == pytest.approx(last(None), rel=0.05)
-
-
-def fit_to(model: Any, y: Any) -> float:
-    """The last loss."""
-    return model.fit(X, y, 16, 15, verbose=0, shuffle=False).history["loss"][-1]
 
 
 def test_evaluate_and_predict_are_in_the_region() -> None:
@@ -481,14 +471,7 @@ except ValueError as error:
 @pytest.mark.long
 def test_keras_on_torch_is_refused_and_says_why() -> None:
     need("torch")
-    run = subprocess.run(
-        [sys.executable, "-c", OTHER],
-        env={**os.environ, "KERAS_BACKEND": "torch"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.strip() == (
+    assert run(OTHER, env={"KERAS_BACKEND": "torch"}).strip() == (
         "polymp.keras.use() is for Keras on JAX, and Keras runs on torch here, where its layers "
         "cast results back to float32 after each product of a region. Keras' own policy is the "
         "better choice: keras.config.set_dtype_policy('mixed_bfloat16'), before the model is made. "

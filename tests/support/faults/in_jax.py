@@ -254,14 +254,7 @@ def graph(random: Random) -> Training:
     return Training(Graph(random), (table, x, y), loss)
 
 
-MADE: dict[str, Callable[[Random], Training]] = {
-    "regression": regression,
-    "pooling": pooling,
-    "unit": unit,
-    "sparse": sparse,
-    "classes": classes,
-    "graph": graph,
-}
+MADE = {f.__name__: f for f in (regression, pooling, unit, sparse, classes, graph)}
 
 
 def made(name: str) -> Training:

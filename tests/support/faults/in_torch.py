@@ -161,8 +161,7 @@ class Rates(nn.Module):
 class Counts:
     """Counts in a time: the loss of a Poisson distribution, written out."""
 
-    def __init__(self) -> None:
-        self.time = 1.0
+    time = 1.0
 
     def __call__(self, model: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
         logs = model(x)
@@ -194,8 +193,7 @@ class Recurrent(nn.Module):
 class Weighted:
     """The squared error, with a weight as where there are several losses."""
 
-    def __init__(self) -> None:
-        self.weight = 1.0
+    weight = 1.0
 
     def __call__(self, model: nn.Module, sequence: Tensor, target: Tensor) -> Tensor:
         return functional.mse_loss(model(sequence), target) * self.weight
@@ -211,9 +209,7 @@ def recurrent() -> Training:
 class Unit(nn.Module):
     """Each row divided by its mean magnitude; rows of zeros stay zero."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.eps = 1e-4
+    eps = 1e-4
 
     def forward(self, x: Tensor) -> Tensor:
         return x / (x.abs().mean(-1, keepdim=True) + self.eps)
@@ -282,14 +278,7 @@ def stream() -> Training:
     return Training(Stream(), (x, x[:, 0] * x[:, 1]), loss, adam(1e-2))
 
 
-MADE: dict[str, Callable[[], Training]] = {
-    "attention": attention,
-    "convolution": convolution,
-    "counting": counting,
-    "recurrent": recurrent,
-    "embedding": embedding,
-    "stream": stream,
-}
+MADE = {f.__name__: f for f in (attention, convolution, counting, recurrent, embedding, stream)}
 
 
 def made(name: str) -> Training:

@@ -124,12 +124,6 @@ class Scaler:
         weights, self.it, _ = update
         return weights
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.it.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.it = self.it.load_state_dict(state)
-
 
 def _conv(x: Any, w: Any, groups: int = 1) -> Any:
     spatial = "DHW"[5 - x.ndim :]
@@ -252,29 +246,21 @@ ops: dict[str, Callable[..., Any]] = {
     **named(jsp.special, "erfinv erf digamma gammainc i0e i1e"),
     **named(jnp.linalg, "solve inv det pinv eigvalsh cond"),
     # Matrix products
-    "mm": lambda a, b: a @ b,
-    "bmm": lambda a, b: a @ b,
-    "mv": lambda a, b: a @ b,
-    "addmm": lambda c, a, b: c + a @ b,
-    "addmv": lambda c, a, b: c + a @ b,
+    **dict.fromkeys(["mm", "bmm", "mv"], jnp.matmul),
+    **dict.fromkeys(["addmm", "addmv", "baddbmm"], lambda c, a, b: c + a @ b),
     "addr": lambda c, a, b: c + jnp.outer(a, b),
     "addbmm": lambda c, a, b: c + jnp.einsum("nij,njk->ik", a, b),
-    "baddbmm": lambda c, a, b: c + a @ b,
     "linear": lambda x, w, b: x @ w.T + b,
     "linear without bias": lambda x, w: x @ w.T,
     "einsum": lambda a, b: jnp.einsum("ij,jk->ik", a, b),
     "linalg_multi_dot": lambda *m: jnp.linalg.multi_dot(m),
     "linalg_vecdot": jnp.linalg.vecdot,
     # Convolutions
-    "conv1d": _conv,
+    **dict.fromkeys(["conv1d", "conv2d", "conv3d"], _conv),
     "conv1d with bias": lambda x, w, b: _conv(x, w) + b[:, None],
-    "conv2d": _conv,
-    "conv3d": _conv,
     "conv_tbc": _conv_tbc,
     "depthwise conv1d": lambda x, w: _conv(x, w, groups=x.shape[1]),
-    "conv_transpose1d": _conv_transpose,
-    "conv_transpose2d": _conv_transpose,
-    "conv_transpose3d": _conv_transpose,
+    **{f"conv_transpose{n}d": _conv_transpose for n in (1, 2, 3)},
     # Attention and cells
     "attention": _attention,
     "rnn_tanh_cell": _rnn(jnp.tanh),
@@ -307,10 +293,8 @@ ops: dict[str, Callable[..., Any]] = {
     # Losses
     "mse_loss": lambda a, b: ((a - b) ** 2).mean(),
     "l1_loss": lambda a, b: jnp.abs(a - b).mean(),
-    "huber_loss": _huber,
-    "smooth_l1_loss": _huber,
-    "nll_loss": _nll,
-    "nll_loss2d": _nll,
+    **dict.fromkeys(["huber_loss", "smooth_l1_loss"], _huber),
+    **dict.fromkeys(["nll_loss", "nll_loss2d"], _nll),
     "cross_entropy": lambda x, y: _nll(jax.nn.log_softmax(x), y),
     "binary_cross_entropy": lambda p, t: -(t * jnp.log(p) + (1 - t) * jnp.log(1 - p)).mean(),
     "binary_cross_entropy_with_logits": _bce_with_logits,

@@ -108,12 +108,6 @@ class Scaler:
         self.it.update()
         return weights.detach()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.it.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.it.load_state_dict(state)
-
 
 ops: dict[str, Callable[..., Any]] = {
     **named(

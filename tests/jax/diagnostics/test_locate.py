@@ -279,13 +279,18 @@ def test_an_audit_of_gradients_measures_the_op_s_result() -> None:
 
 @pytest.mark.parametrize("low", [None, jnp.bfloat16])
 def test_an_index_out_of_range_is_named_with_its_module(low: Any) -> None:
-    net = nnx.Sequential(nnx.Embed(10, 4, rngs=nnx.Rngs(0)), lambda x: x.astype(jnp.float32).sum())
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.emb = nnx.Embed(10, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, at: Any) -> Any:
+            return self.emb(at).astype(jnp.float32).sum()
 
     def taken(x: Any, at: Any) -> Any:
         return jnp.take(x, at, axis=0).sum()
 
     at = jnp.array([1, 12])
-    for fn, args, module in ((taken, (jnp.ones((10, 4)), at), ""), (net, (at,), "layers.0")):
+    for fn, args, module in ((taken, (jnp.ones((10, 4)), at), ""), (Net(), (at,), "emb")):
         called = fn if low is None else autocast(fn, dtype=low)
         fault = fault_of(called if module else jax.value_and_grad(called), *args)
         assert fault.why == "index 12 is outside 0..9: take filled with NaN"
@@ -422,16 +427,23 @@ def test_a_constant_that_nothing_hangs_on_is_not_blamed() -> None:
 
 
 def test_arguments_beside_modules_go_by_the_names_of_their_parameters() -> None:
-    def step(model: Any, batch: Any) -> Any:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.parts = nnx.List([nnx.Linear(3, 2, rngs=nnx.Rngs(0))])
+
+        def __call__(self, x: Any) -> Any:
+            return self.parts[0](x)
+
+    def step(model: Net, batch: Any) -> Any:
         return model(batch["x"]).sum()
 
-    net, bad = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), jnp.full((4, 3), jnp.nan)
+    net, bad = Net(), jnp.full((4, 3), jnp.nan)
     fault = locate(step, net, {"x": bad})
     assert fault.why.startswith("batch['x'] is not finite")
-    assert fault.inputs[1].name == "model.layers[0].kernel"
+    assert fault.inputs[1].name == "model.parts[0].kernel"
     fault = locate(net, bad)
     assert fault.why.startswith("x is not finite")
-    assert fault.inputs[1].name == "self.layers[0].kernel"
+    assert fault.inputs[1].name == "self.parts[0].kernel"
 
 
 # What the program has that is not finite

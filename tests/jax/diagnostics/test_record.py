@@ -239,12 +239,14 @@ def test_module_paths_and_names_of_parameters() -> None:
     assert products == ["Linen.first", "Linen.out"]
     assert "params['params']['out']['kernel']" in kinds(found, "input")
 
-    net = nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2)))
-    found = rows(lambda model, x: model(x), net, x, modules=["layers.1"])
+    def net() -> Any:
+        return nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2)))
+
+    found = rows(lambda model, x: model(x), net(), x, modules=["layers.1"])
     assert [r.module for r in found if r.name == "linear"] == ["layers.1"]
     assert {f"model.layers[{at}].kernel" for at in range(2)} <= set(kinds(found, "input"))
 
-    for each, paths in ((net, {""}), (scoped(net), {"layers.0", "layers.1"})):
+    for each, paths in ((net(), {""}), (scoped(net()), {"layers.0", "layers.1"})):
         graph, state = nnx.split(each)
         found = rows(lambda state, x, graph=graph: nnx.merge(graph, state)(x), state, x)
         assert {r.module for r in found if r.name == "linear"} == paths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -85,8 +85,8 @@ def value_of(row: Row, column: str) -> float:
     return SQUARED[column] if isinstance(row.value, str) else row.value
 
 
-def programs(row: Row, column: str) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """The calls of a row, each with its name."""
+def programs(row: Row, column: str, **region: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """The functions of a row and their arguments, by name; a region may have another dtype."""
     fn, value, low = row.fn, value_of(row, column), REGIONS[column]
     dtype = jnp.float16 if column == "plain" and row.value == BIG else jnp.float32
     x, w = jnp.eye(4, dtype=dtype), jnp.full((4, 4), value, dtype)
@@ -109,7 +109,7 @@ def programs(row: Row, column: str) -> Iterator[tuple[str, Callable[..., Any], t
         return jax.vmap(model, (None, None, 0))(w, out, x[None]).mean()
 
     def inside(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return fn if low is None else autocast(fn, dtype=low)
+        return fn if low is None else autocast(fn, **{"dtype": low, **region})
 
     def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.value_and_grad(inside(fn), argnums=(0, 1))
@@ -120,19 +120,20 @@ def programs(row: Row, column: str) -> Iterator[tuple[str, Callable[..., Any], t
 
         found, grads = jax.value_and_grad(loss, argnums=(0, 1))(w, out)
         grads, finite = scaler.unscale(grads)
-        new = [
-            jnp.where(finite, p - 0.1 * g.astype(p.dtype), p)
-            for p, g in zip((w, out), grads, strict=True)
-        ]
-        return new, scaler.update(finite), found
+        new = (p - 0.1 * g.astype(p.dtype) for p, g in zip((w, out), grads, strict=True))
+        kept = [jnp.where(finite, n, p) for n, p in zip(new, (w, out), strict=True)]
+        return kept, scaler.update(finite), found
 
-    yield "forward", inside(model), (w, out, x)
-    yield "gradients", gradients(model), (w, out, x)
-    yield "jit", jax.jit(gradients(model)), (w, out, x)
-    yield "scan", gradients(scanned), (w, out, x)
-    yield "remat", gradients(again), (w, out, x)
-    yield "vmap", gradients(mapped), (w, out, x)
-    yield "step", step, (GradScaler(2.0**8), w, out, x)
+    args = w, out, x
+    return {
+        "forward": (inside(model), args),
+        "gradients": (gradients(model), args),
+        "jit": (jax.jit(gradients(model)), args),
+        "scan": (gradients(scanned), args),
+        "remat": (gradients(again), args),
+        "vmap": (gradients(mapped), args),
+        "step": (step, (GradScaler(2.0**8), *args)),
+    }
 
 
 PROGRAMS = ("forward", "gradients", "jit", "scan", "remat", "vmap", "step")
@@ -160,7 +161,7 @@ def kind_of(row: Row, column: str) -> str:
 @pytest.mark.one_in(SLICE)
 @pytest.mark.parametrize(("row", "column", "name"), CELLS)
 def test_the_op_is_blamed_that_failed(row: Row, column: str, name: str) -> None:
-    fn, args = {of: (fn, args) for of, fn, args in programs(row, column)}[name]
+    fn, args = programs(row, column)[name]
     fault = locate(fn, *args)
     assert fault is not None
     line = f"test_blame_matrix.py:{row.fn.__code__.co_firstlineno}"
@@ -191,7 +192,7 @@ def line_of(row: Row) -> str:
     ],
 )
 def test_a_remedy_helps_or_there_is_none(row: Row, low: str) -> None:
-    step, args = {of: (fn, args) for of, fn, args in programs(row, low)}["step"]
+    step, args = programs(row, low)["step"]
     audited = audit(step)
     audited(*args)
     found = audited.audit.suggest()
@@ -201,13 +202,7 @@ def test_a_remedy_helps_or_there_is_none(row: Row, low: str) -> None:
         assert found.reasons
         return
     assert isinstance(row.value, str), "in float32 it is not finite either"
-    policy, dtype = found.apply("amp"), found.dtype or low
-    _, out, x = args[1:]
-
-    def loss(w: Any) -> Any:
-        y = row.fn(x @ w)
-        return (y @ out).astype(jnp.float32).mean()
-
-    w = args[1]
-    grad = jax.grad(autocast(loss, dtype=jnp.dtype(dtype), policy=policy))(w)
+    region = {"policy": found.apply("amp"), "dtype": jnp.dtype(found.dtype or low)}
+    gradients, args = programs(row, low, **region)["gradients"]
+    _, (grad, _) = gradients(*args)
     assert np.isfinite(np.asarray(grad)).all()

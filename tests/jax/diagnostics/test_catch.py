@@ -30,15 +30,15 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean(jnp.tanh(x @ params["up"]) @ params["down"]) ** 2
 
 
-def start() -> tuple[Any, Any, GradScaler]:
+def start(dtype: str = "bfloat16") -> tuple[Any, Any, GradScaler]:
     key = jax.random.key(0)
     params = {"up": jax.random.normal(key, (8, 6)), "down": jax.random.normal(key, (6, 2))}
-    return params, TX.init(params), GradScaler(init_scale=2.0**10)
+    return params, TX.init(params), GradScaler(init_scale=2.0**10, dtype=dtype)
 
 
 @cache
 def train_step(dtype: str, donate: bool) -> Any:
-    """A step that returns its state and the loss, with a scaler in float16."""
+    """A step that returns its state and the loss, with a scaler that is off in bfloat16."""
     low = autocast(loss_fn, dtype=dtype)
 
     def update(grads: Any, params: Any, moments: Any) -> Any:
@@ -46,21 +46,18 @@ def train_step(dtype: str, donate: bool) -> Any:
         return optax.apply_updates(params, updates), moments
 
     def step(params: Any, moments: Any, scaler: GradScaler, x: Any) -> Any:
-        if dtype == "float16":
-            grads, loss = jax.grad(lambda p: (scaler.scale(loss := low(p, x)), loss), has_aux=True)(
-                params
-            )
-            (params, moments), scaler, _ = scaler.step(grads, update, params, moments)
-        else:
-            loss, grads = jax.value_and_grad(low)(params, x)
-            params, moments = update(grads, params, moments)
+        def scaled(params: Any) -> Any:
+            return scaler.scale(loss := low(params, x)), loss
+
+        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        (params, moments), scaler, _ = scaler.step(grads, update, params, moments)
         return params, moments, scaler, loss
 
     return jax.jit(step, donate_argnums=(0, 1, 2) if donate else ())
 
 
 def by_hand(dtype: str, factors: list[float]) -> Any:
-    state = start()
+    state = start(dtype)
     for factor in factors:
         *state, _ = train_step(dtype, False)(*state, X * np.float32(factor))
     return state
@@ -79,7 +76,11 @@ def checked(step: Any, *args: Any) -> Any:
 def test_a_healthy_training_is_left_alone_and_the_state_before_a_bad_step_is_given(
     dtype: str, donate: bool
 ) -> None:
-    step, state, factors = catch(train_step(dtype, donate), every=3), start(), [1.0, 0.5, 2.0, 1.5]
+    step, state, factors = (
+        catch(train_step(dtype, donate), every=3),
+        start(dtype),
+        [1.0, 0.5, 2.0, 1.5],
+    )
     for factor in factors:
         *state, _ = step(*state, X * np.float32(factor))
     expected = by_hand(dtype, factors)
@@ -107,7 +108,7 @@ def test_training_goes_on_without_the_bad_batches(
     """`on_bad="report"`: the state is that of a training that never saw them."""
     bad[0] = False  # before the first step has returned there is no state to go back to
     step = catch(train_step(dtype, donate), every=every, on_bad="report")
-    state, taken = start(), list[float]()
+    state, taken = start(dtype), list[float]()
     for at, spoiled in enumerate(bad):
         factor = math.nan if spoiled else 1.0 + at / 8
         with warnings.catch_warnings():

@@ -79,10 +79,6 @@ def microbatches(step):
     return scanned
 
 
-def in_cond(step):
-    return lambda s, w, x: lax.cond(x[0, 0] > 0, lambda: step(s, w, x), lambda: w)
-
-
 def in_while(step):
     def run(s, w, x):
         return lax.while_loop(lambda c: c[1] < 3, lambda c: (step(s, c[0], x), c[1] + 1), (w, 0))
@@ -90,18 +86,14 @@ def in_while(step):
     return run
 
 
-def over_rows(step):
-    return lambda s, w, x: jax.vmap(lambda row: step(s, w, row[None]))(x)
-
-
 WAYS = {
     "plain": lambda step: step,
     "jitted": jax.jit,
     "already run": already_run,
     "microbatches": microbatches,
-    "cond": in_cond,
+    "cond": lambda step: lambda s, w, x: lax.cond(x[0, 0] > 0, lambda: step(s, w, x), lambda: w),
     "while": in_while,
-    "vmap": over_rows,
+    "vmap": lambda step: lambda s, w, x: jax.vmap(lambda row: step(s, w, row[None]))(x),
     "shard_map": mapped(True),
     "shard_map unchecked": mapped(False),
     "pmap": lambda step: (

@@ -130,10 +130,7 @@ def test_no_select_and_no_more_passes_than_the_check():
     assert len(entry(others)) > 1
     assert temp < 1.3  # that gradient
     assert more > 1.8  # and some of the state, old and new
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA on CPU makes of it")
-def test_weights_that_only_the_loss_reads_are_not_copied_for_the_step():
+    # Weights that only the loss reads are not copied for the step.
     text, temp = compiled(partial(adam_step, penalty=0.1))
     assert not [line for line in entry(text) if " copy(" in line]
     assert temp < 1.3

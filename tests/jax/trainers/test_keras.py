@@ -50,16 +50,10 @@ def layers() -> list[Any]:
 def made(cls: type = keras.Sequential, optimizer: Any = None, **compiled: Any) -> Any:
     """A model with the same weights each time."""
     keras.utils.set_random_seed(0)
-    if cls is keras.Sequential:
-        model = cls(layers(), name="net")
-    else:
-        start, *rest = layers()
-        x = start
-        for layer in rest:
-            x = layer(x)
-        model = cls(start, x, name="net")
-    optimizer = keras.optimizers.Adam(0.01) if optimizer is None else optimizer
-    model.compile(optimizer, "mse", **compiled)
+    model = keras.Sequential(layers(), name="net")
+    if cls is not keras.Sequential:
+        model = cls(model.inputs[0], model.outputs[0], name="net")
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", **compiled)
     return model
 
 

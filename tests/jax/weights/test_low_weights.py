@@ -65,13 +65,15 @@ def step_of(tx: Any) -> Any:
     return step
 
 
-def run(tx: Any, params: Any, steps: int = STEPS) -> Any:
-    state = tx.init(params)
-    params = tx.weights(params) if hasattr(tx, "weights") else params
-    step = step_of(tx)
+def by_loop(step: Any, params: Any, state: Any, steps: int = STEPS) -> Any:
     for number in range(steps):
-        params, state = step(params, state, gradients(number, PARAMS))
+        params, state = step(params, state, gradients(number))
     return params, state
+
+
+def run(tx: Any, params: Any, steps: int = STEPS) -> Any:
+    start = tx.weights(params) if hasattr(tx, "weights") else params
+    return by_loop(step_of(tx), start, tx.init(params), steps)
 
 
 def wide(mode: str, params: Any, state: Any) -> Any:
@@ -136,12 +138,6 @@ def test_float16_weights_have_a_float32_copy():
 
 
 # --- transformations ------------------------------------------------------------------------------
-
-
-def by_loop(step: Any, params: Any, state: Any) -> Any:
-    for number in range(STEPS):
-        params, state = step(params, state, gradients(number))
-    return params, state
 
 
 def by_scan(step: Any, params: Any, state: Any) -> Any:

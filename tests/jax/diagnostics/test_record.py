@@ -22,6 +22,8 @@ from polymp.backends.jax.diagnostics.perturb import rounds_operands
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import RecordedArray
 from polymp.jax import GradScaler, autocast, record, scoped
+from tests.shared import test_record_faults as faults
+from tests.support.decoder import Config
 from tests.support.jax.scaler_tools import bits
 
 LAYERS, WIDTH = 3, 8
@@ -450,3 +452,42 @@ def test_a_sum_of_zero_has_no_rounding_relative_to_itself() -> None:
     recorded(x)
     last = recorded.record.steps[0].arrays[-1]
     assert (last.values[run_record.RMS], last.own) == (0.0, 0.0)
+
+
+# On a GPU, against a CPU and, on the GPU, against torch
+
+
+CONFIG = Config(layers=2, layer=1)
+
+
+def on_a_gpu(test: Any) -> Any:
+    needs = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and jax for it")
+    return pytest.mark.gpu(needs(test))
+
+
+def on_gpu(low: str, precision: str | None = "highest") -> run_record.RunRecord:
+    with jax.default_matmul_precision(precision):
+        return faults.recorded("nnx", 0, config=CONFIG._replace(low=low))
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    ("low", "precision"), [("", "highest"), ("", None), ("bfloat16", "highest")]
+)
+def test_a_gpu_and_a_cpu_raise_no_alarm(low: str, precision: str | None) -> None:
+    """Also where the GPU may take TF32."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        cpu = faults.recorded("nnx", 0, config=CONFIG._replace(low=low))
+    comparison = polymp.compare(on_gpu(low, precision), cpu)
+    assert comparison.explained, str(comparison)
+    assert max(faults.shares(comparison)) > 0, "the two are one"
+
+
+@on_a_gpu
+def test_both_frameworks_on_a_gpu_raise_no_alarm() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU for torch")
+    theirs = faults.recorded("torch", 0, config=CONFIG, device="cuda")
+    comparison = polymp.compare(on_gpu(""), theirs)
+    assert comparison.explained, str(comparison)

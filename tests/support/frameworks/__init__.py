@@ -39,3 +39,33 @@ def load(name: str) -> ModuleType:
 def named(home: Any, names: str) -> dict[str, Callable[..., Any]]:
     """Functions of a module, by their own names."""
     return {name: getattr(home, name) for name in names.split()}
+
+
+def alike(xp: Any) -> dict[str, Callable[..., Any]]:
+    """Ops that are written with the same words in both; `xp` is `torch` or `jax.numpy`."""
+    return {
+        "number ** x": lambda x: 3.0**x,
+        "x ** 1.5": lambda x: x**1.5,
+        "x ** 2": lambda x: x**2,
+        "x + number": lambda x: x + 0.1,
+        "x * number": lambda x: x * 0.5,
+        "number / x": lambda x: 3.0 / x,
+        "x - tiny number": lambda x: x - 1e-12,
+        "x + 0-d array": xp.add,
+        "reshape": lambda x: x.reshape(-1),
+        "x * integers": lambda x, i: x * i,
+        "x * bools": lambda x, m: x * m,
+        "x * chosen numbers": lambda x, m: x * xp.where(m, 1.0, 0.0),
+        "where": lambda x, y, m: xp.where(m, x, y),
+        "stack": lambda *x: xp.stack(x),
+        "einsum": lambda a, b: xp.einsum("ij,jk->ik", a, b),
+        "linalg_multi_dot": lambda *m: xp.linalg.multi_dot(m),
+        "linalg_vecdot": xp.linalg.vecdot,
+        "linalg_vector_norm": xp.linalg.vector_norm,
+        "slogdet": lambda x: xp.linalg.slogdet(x)[1],
+        "cumsum": lambda x: xp.cumsum(x, 1),
+        "cumprod": lambda x: xp.cumprod(x, 1),
+        "argmax": lambda x: xp.argmax(x, -1),
+        "sum of rows": lambda x: x.sum(1),
+        "prod of rows": lambda x: x.prod(1),
+    }

@@ -50,11 +50,9 @@ OPTIMIZERS = {
 }
 
 
-def gradients(number: Any, params: Any = None) -> Any:
-    key = jax.random.key(100)
-    return jax.tree.map(
-        lambda x: jax.random.normal(jax.random.fold_in(key, number), x.shape), params or PARAMS
-    )
+def gradients(number: Any) -> Any:
+    key = jax.random.fold_in(jax.random.key(100), number)
+    return jax.tree.map(lambda x: jax.random.normal(key, x.shape), PARAMS)
 
 
 def step_of(tx: Any) -> Any:
@@ -312,7 +310,7 @@ def refusals() -> dict[str, Any]:
     tx, params = low_weights(optax.adam(1e-2)), {"w": PARAMS["w"]}
     state, low = tx.init(params), tx.weights(params)
     other, master = (low_weights(optax.adam(1e-2), mode) for mode in ("stochastic", "master"))
-    grads = gradients(0, params)
+    grads = {"w": gradients(0)["w"]}
     alone = (
         f"low_weights(): keep has the function {jax.nn.silu!r:.80} without its arguments. "
         "Write keep=(autocast(loss_fn), params, batch)."

@@ -25,8 +25,8 @@ X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
 LENGTH = 5
 
 
-def graded(fn: Callable[..., Any], dtype: str = "bfloat16") -> Report:
-    return explain(jax.grad(autocast(fn, dtype=dtype), argnums=(0, 1)), X, W)
+def graded(fn: Callable[..., Any]) -> Report:
+    return explain(jax.grad(autocast(fn), argnums=(0, 1)), X, W)
 
 
 def layer(x: Any, w: Any) -> Any:

@@ -61,8 +61,8 @@ def unrolled(params: Any, x: Any) -> Any:
     return jnp.mean(h**2)
 
 
-def parameters(seed: int = 0) -> tuple[Any, Any]:
-    rng = np.random.default_rng(seed)
+def parameters() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
     w = rng.normal(size=(LAYERS, WIDTH, WIDTH)) * WIDTH**-0.5
     params = {"w": w.astype(np.float32), "b": np.zeros((LAYERS, WIDTH), np.float32)}
     return jax.tree.map(jnp.asarray, params), jnp.asarray(rng.normal(size=(4, WIDTH)), np.float32)

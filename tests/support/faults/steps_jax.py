@@ -12,20 +12,14 @@ from polymp.jax import audit, autocast, locate
 
 
 class Step:
-    """A step with its input.
+    """A step in a float16 region: `forward`, from the input to the loss, and its input."""
 
-    Args:
-        forward: from the input to the loss.
-        x: the input.
-        dtype: of the region.
-    """
-
-    def __init__(self, forward: Callable[[Any], Any], x: Any, dtype: str = "float16") -> None:
-        self.forward, self.x, self.dtype = forward, x, dtype
+    def __init__(self, forward: Callable[[Any], Any], x: Any) -> None:
+        self.forward, self.x = forward, x
         self.policy: Any = "amp"
 
     def step(self, x: Any) -> Any:
-        return autocast(self.forward, dtype=self.dtype, policy=self.policy)(x)
+        return autocast(self.forward, dtype="float16", policy=self.policy)(x)
 
     def is_finite(self) -> bool:
         return bool(jnp.isfinite(self.step(self.x)))

@@ -119,9 +119,8 @@ class Scaler:
     def scale(self, loss: Any) -> Any:
         return self.it.scale(loss)
 
-    def step(self, weights: Any, grad: Any, rate: float, loss: Any = None) -> Any:
-        update = self.it.step(grad, lambda grad, w: w - rate * grad, weights, loss=loss)
-        weights, self.it, _ = update
+    def step(self, weights: Any, grad: Any, rate: float) -> Any:
+        weights, self.it, _ = self.it.step(grad, lambda grad, w: w - rate * grad, weights)
         return weights
 
 

@@ -99,11 +99,9 @@ class Scaler:
     def scale(self, loss: Any) -> Any:
         return self.it.scale(loss)
 
-    def step(self, weights: Any, grad: Any, rate: float, loss: Any = None) -> Any:
-        loss = (torch.ones(()) if loss is None else loss).clone().requires_grad_()
-        (factor,) = torch.autograd.grad(self.it.scale(loss), loss)  # NaN if the loss is not finite
+    def step(self, weights: Any, grad: Any, rate: float) -> Any:
         weights = weights.clone().requires_grad_()
-        weights.grad = torch.where(factor.isnan(), factor, grad)
+        weights.grad = grad
         self.it.step(torch.optim.SGD([weights], lr=rate))
         self.it.update()
         return weights.detach()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -67,22 +68,6 @@ HISTORY: tuple[Plant | None, ...] = (
 SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.125, momentum=0.5)
-
-
-def fused_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.125, momentum=0.5, fused=True)
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.125)
-
-
-def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.125, fused=True)
-
-
 class Way(NamedTuple):
     """How a step is made."""
 
@@ -92,6 +77,9 @@ class Way(NamedTuple):
 
 
 ON_DEVICE = {"skip_on": "device"}
+sgd = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
+adamw = partial(torch.optim.AdamW, lr=0.125)
+fused_sgd, fused_adamw = partial(sgd, fused=True), partial(adamw, fused=True)
 WAYS = {
     "sgd": Way(sgd, {}),
     "sgd, clipped": Way(sgd, {}, clip=True),
@@ -103,8 +91,6 @@ WAYS = {
     "adamw, fused, clipped": Way(fused_adamw, {}, clip=True),
 }
 PLAIN_ONLY = ("sgd, fused",)  # torch 2.13 has no fused SGD for DTensors
-
-
 FEW = ("sgd", "adamw, device", "adamw, fused, clipped")
 
 
@@ -137,10 +123,14 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
+def is_of_this_rank(plant: Plant) -> bool:
+    return dist.get_rank() == plant.rank % dist.get_world_size()
+
+
 @torch.no_grad()
 def put(plant: Plant, params: dict[str, torch.nn.Parameter]) -> bool:
     """Plant a value in a gradient, if it is this rank's; in any that it has, if not in that one."""
-    if dist.get_rank() != plant.rank % dist.get_world_size():
+    if not is_of_this_rank(plant):
         return False
     by_choice = [params[plant.where]] if plant.where in params else []
     for p in (*by_choice, *params.values()):
@@ -152,7 +142,7 @@ def put(plant: Plant, params: dict[str, torch.nn.Parameter]) -> bool:
 
 def before_adding(cut: Cut, plant: Plant) -> Any:
     """For DDP: plant a value in what this rank adds to the gradient."""
-    mine = dist.get_rank() == plant.rank % dist.get_world_size()
+    mine = is_of_this_rank(plant)
     return named(cut.model)[plant.where].register_hook(
         lambda grad: grad.index_fill(0, torch.tensor(0), plant.what) if mine else grad
     )
@@ -192,7 +182,7 @@ class Run:
         early = self.early and plant is not None and plant.where
         hook = before_adding(cut, plant) if early and plant else None
         loss = cut.model(x, t)
-        here = plant is not None and dist.get_rank() == plant.rank % dist.get_world_size()
+        here = plant is not None and is_of_this_rank(plant)
         if here and plant and plant.what == "loss":
             loss = loss * NAN
         if here and plant and plant.what == "apart":
@@ -319,18 +309,11 @@ def checkpoint_cases(folder: Path) -> dict[Any, Any]:
         load(run, folder, how)
         go_on(run, SAVED, len(RESUMED_HISTORY))
         notes["resumed", how] = run.notes
-    forgotten = start_resumed()
-    load(forgotten, folder, "without the scaler")
-    go_on(forgotten, SAVED, len(RESUMED_HISTORY))
-    return notes | {"forgotten": forgotten.notes}
+    return notes
 
 
 Notes = dict[Any, Any]
 LAST = Plant(INF, "a.weight", -1)
-# What is played with torch.amp's scaler and with ours: everything, and a loss of NaN whose
-# gradients are finite on one rank.
-BESIDE = {"everything": HISTORY, "apart": (LAST, Plant("apart", "", -1))}
-BESIDE_WAYS = ("sgd, clipped", "adamw, fused")
 FIRST_WAYS = ("sgd", "adamw, device", "adamw, fused")
 
 
@@ -426,7 +409,7 @@ def stuck() -> Notes:
     return {"stuck": told, "raised": (len(run.notes), said)}
 
 
-def partial() -> Notes:
+def partial_sums() -> Notes:
     """Gradients whose ranks hold terms of a sum: each finite, the sum perhaps not."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -500,57 +483,23 @@ def closure() -> Notes:
     return {"closure": seen}
 
 
-def defect_cases(ranks: int) -> list[tuple[str, str]]:
-    """The cuts and ways in which a plant is not told to all ranks."""
+def mute_cases(ranks: int) -> list[tuple[str, str]]:
+    """The cuts and ways in which a plant is not told to all ranks, if these do not talk."""
     plain = [(cut, way) for cut in ("fsdp2", "fsdp1") for way in ("sgd", "adamw, fused")]
     grid = [("fsdp2_and_tp", way) for way in ("sgd", "adamw, fused")]
     return plain if ranks == 2 else [*(plain if LONG else ()), *grid]
 
 
-@contextmanager
-def without_agreement() -> Iterator[None]:
-    """The library as it would be if ranks did not talk."""
-    agree = unscale.agree
-    unscale.agree = lambda findings, groups: None
-    try:
-        yield
-    finally:
-        unscale.agree = agree
-
-
-def defects() -> Notes:
-    """The same plant with torch.amp's scaler, and with ours without its exchange."""
-    notes: Notes = {}
-    makers: dict[str, Callable[[], Any]] = {
-        "torch": lambda: torch.amp.GradScaler("cpu", **SETTINGS),
-        "polymp": lambda: GradScaler("cpu", **SETTINGS),
-    }
-    for cut, way in defect_cases(dist.get_world_size()):
-        for who, make in makers.items():
-            key = "defect", who, cut, way
-            notes[key] = go(Run(CUTS[cut](), WAYS[way], make()), [LAST])
-        with without_agreement():
-            key = "defect", "mute", cut, way
-            notes[key] = go(Run(CUTS[cut](), WAYS[way], makers["polymp"]()), [LAST])
-    try:
-        go(Run(CUTS["tp"](), WAYS["sgd"], makers["torch"]()), [None])
-    except RuntimeError as error:
-        notes["defect", "torch", "tp"] = str(error)
-    return notes
-
-
-def beside_torch() -> Notes:
-    """FSDP2 with torch.amp's scaler, and with ours."""
-    makers: dict[str, Callable[[], Any]] = {
-        "torch": lambda: torch.amp.GradScaler("cpu", **SETTINGS),
-        "polymp": lambda: GradScaler("cpu", **SETTINGS),
-    }
-    return {
-        ("beside", who, name, way): go(Run(CUTS["fsdp2"](), WAYS[way], make()), history)
-        for who, make in makers.items()
-        for name, history in BESIDE.items()
-        for way in some(BESIDE_WAYS, dist.get_world_size())
-    }
+def mute() -> Notes:
+    """A plant, and the library as it would be if ranks did not talk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unscale, "agree", lambda *_: None)
+        return {
+            ("mute", cut, way): go(
+                Run(CUTS[cut](), WAYS[way], GradScaler("cpu", **SETTINGS)), [LAST]
+            )
+            for cut, way in mute_cases(dist.get_world_size())
+        }
 
 
 def meshes() -> Notes:
@@ -614,10 +563,10 @@ def groups_that_are_not() -> Notes:
 
 
 def single_cases() -> Notes:
-    cases = [below_one, absent, pipeline, stuck, partial, closure, defects, meshes]
-    cases += [groups_that_are_not, beside_torch]
+    cases = [below_one, absent, pipeline, stuck, partial_sums, closure, mute, meshes]
+    cases += [groups_that_are_not]
     if dist.get_world_size() == 4:  # in `make test` what two ranks cannot show
-        cases = [*(cases if LONG else (defects, meshes)), subgroup]
+        cases = [*(cases if LONG else (mute, meshes)), subgroup]
     notes: Notes = {}
     for case in cases:
         notes |= case()

@@ -8,9 +8,8 @@ gradients of finite losses: a loss that is not finite itself is among the differ
 
 from __future__ import annotations
 
-import functools
-import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,7 @@ from torch import nn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Iterations whose gradient is spoiled, and how.
-NO_SPOILS: dict[int, float] = {}
 SPOILS = {1: float("inf"), 4: float("nan"), 5: 1e30}
-
 
 # What torch.amp's scaler saves; polymp's saves more.
 ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -94,18 +91,23 @@ def loss_of(amp: Amp, model: nn.Module, step: int, spoils: dict[int, float]) -> 
     return spoiled(loss, spoils.get(step, 1.0))
 
 
-def plain(
+def train(
     amp: Amp,
-    make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+    make: Callable[[Any], torch.optim.Optimizer],
     spoils: dict[int, float] = SPOILS,
-    steps: int = 8,
+    clip: Callable[[Any], Any] | None = None,
     **arguments: Any,
 ) -> Log:
+    """Train a model; gradients may be clipped between `unscale_` and `step`."""
     log, model = Log(), net()
     optimizer, scaler = make(model.parameters()), new_scaler(amp, **arguments)
-    for step in range(steps):
+    for step in range(8):
         optimizer.zero_grad()
         scaler.scale(loss_of(amp, model, step, spoils)).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            log.bits(clip(model.parameters()))
+            log.model(model)
         end_step(log, scaler, optimizer)
         log.model(model)
         log.append(sorted(vars(optimizer).keys() & {"grad_scale", "found_inf"}))
@@ -119,38 +121,9 @@ def end_step(log: Log, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     log.scaler(scaler)
 
 
-def sgd(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, **arguments)
-
-
-def at_a_bound(amp: Amp, start: float, spoils: dict[int, float], make: Any, steps: int) -> Log:
-    """Without a region, gradients of 1: only the scale is out of the ordinary."""
-    log, weight = Log(), torch.ones(3, requires_grad=True)
-    optimizer, scaler = make([weight]), new_scaler(amp, init_scale=start)
-    for step in range(steps):
-        optimizer.zero_grad()
-        scaler.scale(spoiled(weight, spoils.get(step, 1.0)).sum()).backward()
-        end_step(log, scaler, optimizer)
-        log.bits(weight, weight.grad)
-    return log
-
-
-def clipped(amp: Amp, make: Any, by_value: bool = False, spoils: dict[int, float] = SPOILS) -> Log:
-    """Gradients are clipped between `unscale_` and `step`."""
-    log, model = Log(), net()
-    optimizer, scaler = make(model.parameters()), new_scaler(amp)
-    for step in range(7):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(amp, model, step, spoils)).backward()
-        scaler.unscale_(optimizer)
-        if by_value:
-            nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        else:
-            log.bits(nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-        log.model(model)
-        end_step(log, scaler, optimizer)
-        log.model(model)
-    return log
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+by_norm = partial(nn.utils.clip_grad_norm_, max_norm=0.05)
+by_value = partial(nn.utils.clip_grad_value_, clip_value=0.01)
 
 
 def accumulated(amp: Amp, unscale: bool) -> Log:
@@ -171,31 +144,14 @@ def accumulated(amp: Amp, unscale: bool) -> Log:
     return log
 
 
-def penalised(amp: Amp) -> Log:
-    """The norm of the gradient is part of the loss: scaled gradients, unscaled by hand."""
-    log, model = Log(), net()
-    optimizer, scaler = sgd(model.parameters()), new_scaler(amp)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = loss_of(amp, model, step, NO_SPOILS)
-        scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
-        gradients = [g * (1.0 / scaler.get_scale()) for g in scaled]
-        with amp.autocast("cpu", dtype=FP16):
-            loss = loss + torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-        scaler.scale(spoiled(loss, float("inf") if step == 2 else 1.0)).backward()
-        end_step(log, scaler, optimizer)
-        log.model(model)
-    return log
-
-
 def several(amp: Amp, unscale: tuple[int, ...] = ()) -> Log:
-    """Two models, two losses, three optimizers, one of them fused; each skips for itself."""
+    """Two models, two losses, three optimizers, two of them fused; each skips for itself."""
     log, first, second = Log(), net(1), net(2)
     head = nn.Linear(2, 1)
     optimizers = [
         sgd(first.parameters()),
         torch.optim.AdamW(second.parameters(), lr=0.01, fused=True),
-        torch.optim.Adam(head.parameters(), lr=0.01),
+        torch.optim.Adam(head.parameters(), lr=0.01, fused=True),
     ]
     scaler = new_scaler(amp)
     for step in range(8):
@@ -280,74 +236,7 @@ def mixed_parameters(amp: Amp) -> Log:
     return log
 
 
-def scheduled(amp: Amp) -> Log:
-    """A schedule that goes on only when the step was not skipped, seen by the scale."""
-    log, model = Log(), net()
-    optimizer, scaler = sgd(model.parameters()), new_scaler(amp)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in range(8):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(amp, model, step, SPOILS)).backward()
-        scaler.step(optimizer)
-        before = scaler.get_scale()
-        scaler.update()
-        if before <= scaler.get_scale():
-            schedule.step()
-        log.append(schedule.get_last_lr())
-        log.model(model)
-    return log
-
-
-def set_by_hand(amp: Amp) -> Log:
-    """Scale, factors and interval changed on the way."""
-    log, model = Log(), net()
-    optimizer, scaler = sgd(model.parameters()), new_scaler(amp, growth_interval=3)
-    for step in range(12):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(amp, model, step, {7: float("inf"), 10: float("inf")})).backward()
-        log.append(scaler.step(optimizer))
-        match step:
-            case 1:
-                scaler.update(128.0)
-            case 3:
-                scaler.update(torch.tensor(32.0))
-            case _:
-                scaler.update()
-        if step == 5:
-            scaler.set_growth_factor(1.25)
-            scaler.set_backoff_factor(0.75)
-            scaler.set_growth_interval(4)
-        log.append((scaler.get_growth_factor(), scaler.get_backoff_factor()))
-        log.append((scaler.get_growth_interval(), scaler.is_enabled()))
-        log.scaler(scaler)
-        log.model(model)
-    return log
-
-
-def resumed(amp: Amp, at: int, before_first: bool = False) -> Log:
-    """Saved to a file in mid-training, and continued by new objects."""
-    log, model = Log(), net()
-    optimizer, scaler = sgd(model.parameters()), new_scaler(amp, growth_interval=3)
-    for step in range(9):
-        if step == at:
-            file = io.BytesIO()
-            torch.save([o.state_dict() for o in (model, optimizer, scaler)], file)
-            file.seek(0)
-            model, scaler = net(7), new_scaler(amp, init_scale=2.0, growth_interval=50)
-            optimizer = sgd(model.parameters())
-            if before_first:  # loaded into a scaler that has scaled already
-                scaler.scale(torch.ones(()))
-            saved = torch.load(file, weights_only=True)
-            for made, state in zip((model, optimizer, scaler), saved, strict=True):
-                made.load_state_dict(state)
-        optimizer.zero_grad()
-        scaler.scale(loss_of(amp, model, step, {2: float("inf"), 6: float("nan")})).backward()
-        end_step(log, scaler, optimizer)
-        log.model(model)
-    return log
-
-
-def in_float16(amp: Amp) -> Log:
+def every_dtype(amp: Amp) -> Log:
     """Losses of every dtype, in nested iterables; the products' dtypes and bits."""
     log, scaler = Log(), new_scaler(amp)
     made = [torch.ones((), dtype=d) / 3 for d in (FP16, BF16, FP32, torch.float64)]
@@ -359,52 +248,37 @@ def in_float16(amp: Amp) -> Log:
 
 
 def fused(kind: str) -> Any:
-    return functools.partial(getattr(torch.optim, kind), lr=0.01, fused=True)
+    return partial(getattr(torch.optim, kind), lr=0.01, fused=True)
 
 
 PLAIN = {
     "SGD": sgd,
-    "SGD, for-loop": functools.partial(sgd, foreach=False),
-    "Adam, foreach": functools.partial(torch.optim.Adam, lr=0.01, foreach=True),
-    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01),
+    "SGD, for-loop": partial(sgd, foreach=False),
+    "Adam, foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01),
     **{f"{kind}, fused": fused(kind) for kind in ("SGD", "Adam", "AdamW", "Adagrad")},
 }
 SPARSE = {
-    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
-    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
-    "SparseAdam": functools.partial(torch.optim.SparseAdam, lr=0.1),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "SparseAdam": partial(torch.optim.SparseAdam, lr=0.1),
 }
 PROGRAMS: dict[str, Callable[[Amp], Log]] = {
-    **{f"plain {name}": functools.partial(plain, make=make) for name, make in PLAIN.items()},
-    "no overflow": functools.partial(plain, make=sgd, spoils=NO_SPOILS),
-    "only overflows": functools.partial(plain, make=sgd, spoils={n: 1e38 for n in range(8)}),
-    # Two growths, or two overflows, after which the scale is where polymp's would stay.
-    "up to the bound": functools.partial(
-        at_a_bound, start=2.0**124, spoils=NO_SPOILS, make=sgd, steps=5
-    ),
-    "up to the bound, fused": functools.partial(
-        at_a_bound, start=2.0**124, spoils=NO_SPOILS, make=fused("SGD"), steps=5
-    ),
-    "down to the bound": functools.partial(
-        at_a_bound, start=2.0**-124, spoils={0: float("nan"), 1: float("inf")}, make=sgd, steps=3
-    ),
-    "odd factors": functools.partial(plain, make=sgd, growth_factor=1.7, backoff_factor=0.3),
-    "disabled": functools.partial(plain, make=sgd, spoils=NO_SPOILS, enabled=False),
-    **{f"clipped {name}": functools.partial(clipped, make=make) for name, make in PLAIN.items()},
-    "clipped by value": functools.partial(clipped, make=sgd, by_value=True),
-    "accumulated": functools.partial(accumulated, unscale=False),
-    "accumulated and clipped": functools.partial(accumulated, unscale=True),
-    "gradient penalty": penalised,
+    **{f"plain {name}": partial(train, make=make) for name, make in PLAIN.items()},
+    "no overflow": partial(train, make=sgd, spoils={}),
+    "only overflows": partial(train, make=sgd, spoils={n: 1e38 for n in range(8)}),
+    "odd factors": partial(train, make=sgd, growth_factor=1.7, backoff_factor=0.3),
+    "disabled": partial(train, make=sgd, spoils={}, enabled=False),
+    **{f"clipped {name}": partial(train, make=make, clip=by_norm) for name, make in PLAIN.items()},
+    "clipped by value": partial(train, make=sgd, clip=by_value),
+    "accumulated": partial(accumulated, unscale=False),
+    "accumulated and clipped": partial(accumulated, unscale=True),
     "several": several,
-    "several, one unscaled": functools.partial(several, unscale=(1,)),
-    "several, all unscaled": functools.partial(several, unscale=(0, 1, 2)),
-    **{f"sparse {name}": functools.partial(sparse, make=make) for name, make in SPARSE.items()},
-    "sparse bfloat16": functools.partial(sparse, make=SPARSE["SGD"], dtype=BF16),
+    "several, one unscaled": partial(several, unscale=(1,)),
+    "several, all unscaled": partial(several, unscale=(0, 1, 2)),
+    **{f"sparse {name}": partial(sparse, make=make) for name, make in SPARSE.items()},
+    "sparse bfloat16": partial(sparse, make=SPARSE["SGD"], dtype=BF16),
     "coalesced half": coalesced_half,
     "mixed parameters": mixed_parameters,
-    "scheduled": scheduled,
-    "set by hand": set_by_hand,
-    **{f"resumed at {at}": functools.partial(resumed, at=at) for at in (0, 1, 3, 5)},
-    "resumed by a scaler in use": functools.partial(resumed, at=4, before_first=True),
-    "every dtype": in_float16,
+    "every dtype": every_dtype,
 }

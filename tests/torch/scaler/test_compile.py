@@ -143,7 +143,10 @@ IN_BOTH = ("SGD", "SGD, momentum", "Adam")
 @pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [(name, "eager") for name in OPTIMIZERS] + [(name, "aot_eager") for name in IN_BOTH],
+    [(name, "eager") for name in OPTIMIZERS]
+    + [(name, "aot_eager") for name in IN_BOTH]
+    # Inductor compiles C++ for most of its time.
+    + [pytest.param("Adam", "inductor", marks=pytest.mark.long)],
 )
 def test_two_graphs_and_the_history_of_eager_code(name: str, backend: str) -> None:
     make = OPTIMIZERS[name]
@@ -157,15 +160,6 @@ def test_two_graphs_and_the_history_of_eager_code(name: str, backend: str) -> No
             assert torch.equal(w, expected)
     # One for each part, a second forward now that there is a scale, a second step with momentum.
     assert ours.graphs[1:] == [3 + ("SGD, " in name)] * (STEPS - 1)
-
-
-@pytest.mark.long  # it compiles C++ for most of its time; the same graphs run above on AOT autograd
-def test_inductor() -> None:
-    eager, ours = run(OPTIMIZERS["Adam"]), run(OPTIMIZERS["Adam"], "inductor")
-    assert ours.states == eager.states
-    assert ours.graphs[1:] == [3] * (STEPS - 1)
-    for w, expected in zip(ours.weights, eager.weights, strict=True):
-        torch.testing.assert_close(w, expected)
 
 
 @pytest.mark.one_in(3)
@@ -392,32 +386,20 @@ def test_hooks_see_a_compiled_step_under_a_learning_rate_scheduler() -> None:
 # --- what stays impossible -----------------------------------------------------------------------
 
 
-def refuses(make: Make, match: str, **options: Any) -> None:
-    part = Part(make, **options)
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({"fused": True}, {}, "does not trace fused optimizers"),
+        ({"momentum": 0.9, "dampening": 0.5}, {}, "data-dependent"),
+        ({}, {"skip_on": "host"}, "item|data-dependent|Data-dependent"),
+    ],
+    ids=["fused", "first step with dampening", "skipped by the host"],
+)
+def test_steps_that_need_the_host_cannot_be_in_a_graph(
+    settings: Any, options: Any, message: str
+) -> None:
+    part = Part(partial(optim.SGD, lr=0.1, **settings), **options)
     update = torch.compile(part.update, backend="eager", fullgraph=True)
     part.forward(part.x).backward()
-    with pytest.raises(Exception, match=match):
+    with pytest.raises(Exception, match=message):
         update()
-
-
-def test_dynamo_does_not_trace_fused_steps() -> None:
-    refuses(partial(optim.SGD, lr=0.1, fused=True), "does not trace fused optimizers")
-    part = Part(partial(optim.SGD, lr=0.1, fused=True))
-    part.weights[0].grad = torch.ones_like(part.weights[0])
-    with pytest.raises(Exception, match="graph_break"):  # nor without a scaler
-        torch.compile(lambda: part.optimizer.step(), backend="eager", fullgraph=True)()
-
-
-def test_a_first_step_with_dampening_needs_the_host() -> None:
-    refuses(partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), "data-dependent")
-
-
-def test_a_step_that_the_host_skips_cannot_be_in_a_graph() -> None:
-    refuses(OPTIMIZERS["SGD"], "item|data-dependent|Data-dependent", skip_on="host")
-
-
-def test_dynamo_does_not_trace_backward_unless_told_to() -> None:
-    part = Part(OPTIMIZERS["SGD"])
-    whole = torch.compile(lambda: part.forward(part.x).backward(), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="backward"):
-        whole()

@@ -1,18 +1,15 @@
-"""`GradScaler` with parameters on several devices, and as the base of other scalers."""
+"""`GradScaler` with parameters on several devices, and with findings that subclasses change."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polymp.backends.torch.scaler.grad_scaler import _refresh_per_optimizer_state
 from polymp.torch import GradScaler
 from tests.support.torch.each_op import EachOp
-from tests.support.torch.training import entries
 from tests.torch.scaler.test_torch_amp_interface import BOTH, ready, sgd, weight
 
 
@@ -97,9 +94,6 @@ def test_a_finding_on_any_device_skips_the_whole_step_and_counts_once(which: int
     assert (found.item(), scale) == ((0.0, 8.0) if which is None else (1.0, 2.0))
 
 
-# --- subclasses ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("factor", [2.0, 0.5], ids=["sum", "mean"])
 @pytest.mark.parametrize("kind", ["host", "fused", "undone"])
 def test_sums_and_means_of_findings_over_ranks_skip_and_count_once(
@@ -120,60 +114,3 @@ def test_sums_and_means_of_findings_over_ranks_skip_and_count_once(
     assert w.tolist() == [1.0, 1.0]
     state = scaler.state_dict()
     assert (state["skips"], state["skipped"], state["scale"]) == (1, 1, 2.0**15)
-
-
-# --- subclasses ----------------------------------------------------------------------------------
-
-
-def sharded(kind: Any) -> Any:
-    """A scaler in the manner of torch's for FSDP: dtype kept, findings exchanged, own update."""
-
-    class Sharded(kind):  # type: ignore[misc]
-        def __init__(self, device: str, peers: list[float], **arguments: Any) -> None:
-            super().__init__(device, **arguments)
-            self.peers = peers
-            if self._enabled:
-                self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-
-        def scale(self, outputs: torch.Tensor) -> torch.Tensor:
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(outputs.device)
-            return (outputs * self._scale).type(outputs.dtype)
-
-        def unscale_(self, optimizer: Any) -> None:
-            self._check_scale_growth_tracker("unscale_")
-            state = self._per_optimizer_states[id(optimizer)]
-            if state["stage"].name == "UNSCALED":
-                raise RuntimeError("unscaled twice")
-            inverse = self._scale.double().reciprocal().float()
-            found = torch.zeros((1,))
-            state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found, True)
-            state["stage"] = type(state["stage"]).UNSCALED
-            for tensor in state["found_inf_per_device"].values():
-                tensor += self.peers.pop(0)
-
-    return Sharded
-
-
-@pytest.mark.parametrize("make", [sgd, lambda w: torch.optim.SGD([w], lr=0.5, fused=True)])
-def test_a_subclass_that_exchanges_findings(make: Any) -> None:
-    def run(kind: Any) -> list[Any]:
-        log: list[Any] = []
-        scaler = sharded(kind)("cpu", [0.0, 1.0, 0.0, 0.0], init_scale=4.0, growth_interval=2)
-        w = torch.ones(2, requires_grad=True)
-        optimizer = make(w)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = scaler.scale(w.sum().half())
-            assert loss.dtype is torch.float16
-            (loss * (float("inf") if step == 0 else 1.0)).backward()
-            scaler.unscale_(optimizer)
-            log.append((scaler.step(optimizer), w.tolist()))
-            scaler.update()
-            log.append(entries(scaler.state_dict()))
-        return log
-
-    ours = run(GradScaler)
-    assert ours == run(torch.amp.GradScaler)
-    assert [state["scale"] for state in ours[1::2]] == [2.0, 1.0, 1.0, 2.0]
-    assert [weights for _, weights in ours[::2]] == [[1.0] * 2, [1.0] * 2, [0.5] * 2, [0.0] * 2]

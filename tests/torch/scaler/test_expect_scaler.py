@@ -37,13 +37,13 @@ class Run:
         make = make or (lambda p: torch.optim.SGD(p, lr=0.25))
         self.optimizer = make(self.model.parameters())
 
-    def loss(self, dtype: torch.dtype | None = LOW, region: Any = autocast) -> torch.Tensor:
-        with region("cpu", dtype or LOW, enabled=dtype is not None):
+    def loss(self, dtype: torch.dtype | None = LOW) -> torch.Tensor:
+        with autocast("cpu", dtype or LOW, enabled=dtype is not None):
             return self.model(torch.ones(1, 2)).float().sum()
 
-    def backward(self, dtype: torch.dtype | None = LOW, region: Any = autocast) -> None:
+    def backward(self, dtype: torch.dtype | None = LOW) -> None:
         self.optimizer.zero_grad()
-        self.loss(dtype, region).backward()
+        self.loss(dtype).backward()
 
     def step(self, dtype: torch.dtype | None = LOW) -> None:
         self.backward(dtype)
@@ -123,17 +123,17 @@ def test_an_optimizer_of_ones_own_is_flagged() -> None:
 # --- not flagged ----------------------------------------------------------------------------------
 
 
-def by_scaler(run: Run) -> None:
-    scaler = GradScaler("cpu")
-    scaler.scale(run.loss()).backward()
-    scaler.step(run.optimizer)
-    scaler.update()
-
-
-def by_scaler_on_the_device(run: Run) -> None:
-    scaler = GradScaler("cpu", skip_on="device")
-    scaler.scale(run.loss()).backward()
-    scaler.step(run.optimizer)
+def iterate(run: Run, scaler: Any, times: int = 1, *, by_hand: bool = False) -> None:
+    """Iterations with a scaler; `by_hand` it unscales only, and the optimizer steps itself."""
+    for _ in range(times):
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss()).backward()
+        if by_hand:
+            scaler.unscale_(run.optimizer)
+            run.optimizer.step()
+        else:
+            scaler.step(run.optimizer)
+        scaler.update()
 
 
 def by_scaler_with_a_closure(run: Run) -> None:
@@ -150,54 +150,16 @@ def by_scaler_with_a_closure(run: Run) -> None:
     scaler.step(run.optimizer, closure)
 
 
-def by_torchs(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    for _ in range(2):
-        run.optimizer.zero_grad()
-        scaler.scale(run.loss()).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
-
-
 def by_a_subclass(run: Run) -> None:
     class Mine(torch.amp.GradScaler):
         def _maybe_opt_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             return optimizer.step()
 
-    scaler = Mine("cpu")
-    scaler.scale(run.loss()).backward()
-    scaler.step(run.optimizer)
+    iterate(run, Mine("cpu"))
 
 
-def unscaled_by_hand(run: Run) -> None:
-    scaler = GradScaler("cpu")
-    scaler.scale(run.loss()).backward()
-    scaler.unscale_(run.optimizer)
-    run.optimizer.step()
-    scaler.update()
-
-
-def unscaled_by_torchs_by_hand(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    for _ in range(2):
-        run.optimizer.zero_grad()
-        scaler.scale(run.loss()).backward()
-        scaler.unscale_(run.optimizer)
-        run.optimizer.step()
-        scaler.update()
-
-
-def by_a_disabled_scaler(run: Run) -> None:
-    scaler = GradScaler("cpu", enabled=False)
-    scaler.scale(run.loss()).backward()
-    scaler.step(run.optimizer)
-
-
-def in_bfloat16(run: Run) -> None:
+def in_other_dtypes(run: Run) -> None:
     run.step(torch.bfloat16)
-
-
-def in_float32(run: Run) -> None:
     run.step(None)
 
 
@@ -232,19 +194,22 @@ def gradients_on_another_device(run: Run) -> None:
 def beside_a_float32_model(run: Run) -> None:
     scaler, other = GradScaler("cpu"), Run()
     for _ in range(2):
-        run.optimizer.zero_grad()
-        scaler.scale(run.loss()).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
+        iterate(run, scaler)
         other.step(None)
 
 
-FINE = (
-    by_scaler, by_scaler_on_the_device, by_scaler_with_a_closure, by_torchs,
-    by_a_subclass, unscaled_by_hand, unscaled_by_torchs_by_hand, by_a_disabled_scaler, in_bfloat16,
-    in_float32, after_inference, after_a_skip, without_gradients, gradients_on_another_device,
-    beside_a_float32_model,
+FUNCTIONS: tuple[Callable[[Run], None], ...] = (
+    by_scaler_with_a_closure, by_a_subclass, in_other_dtypes, after_inference, after_a_skip,
+    without_gradients, gradients_on_another_device, beside_a_float32_model,
 )  # fmt: skip
+FINE: dict[str, Callable[[Run], None]] = {f.__name__: f for f in FUNCTIONS} | {
+    "by scaler": lambda run: iterate(run, GradScaler("cpu")),
+    "on the device": lambda run: iterate(run, GradScaler("cpu", skip_on="device")),
+    "disabled": lambda run: iterate(run, GradScaler("cpu", enabled=False)),
+    "unscaled": lambda run: iterate(run, GradScaler("cpu"), by_hand=True),
+    "by torch's": lambda run: iterate(run, torch.amp.GradScaler("cpu"), 2),
+    "unscaled by torch's": lambda run: iterate(run, torch.amp.GradScaler("cpu"), 2, by_hand=True),
+}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -252,7 +217,7 @@ FINE = (
 def test_not_flagged(train, fused) -> None:
     run = Run(lambda p: torch.optim.SGD(p, lr=0.25, fused=fused))
     with expect_scaler("raise"):
-        train(run)
+        FINE[train](run)
         with pytest.raises(UnscaledError):  # the check is awake
             Run().step()
 

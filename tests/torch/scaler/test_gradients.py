@@ -134,9 +134,7 @@ def test_float16_and_complex_are_those_of_torchs_kernel(kind) -> None:
 @every
 @kinds
 @given(
-    at=st.integers(0, len(VALUES) - 1),
-    bad=st.sampled_from([INF, -INF, NAN]),
-    part=st.booleans(),
+    at=st.integers(0, len(VALUES) - 1), bad=st.sampled_from([INF, -INF, NAN]), part=st.booleans()
 )
 def test_one_bad_value_is_found_anywhere(dtype, kind, at, bad, part) -> None:
     p = KINDS[kind](dtype, 1.0)
@@ -156,13 +154,6 @@ def test_float16_gradients_are_refused_unless_asked_for_and_nothing_has_changed(
         with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
             ready(allow_fp16=False).unscale_(optimizer)
         assert (bits(first.grad), bits(p.grad)) == before
-
-
-def test_float16_entries_of_one_place_that_overflow_together_are_found() -> None:
-    p = torch.zeros(4, dtype=torch.float16, requires_grad=True)
-    each = torch.tensor([60000.0, 60000.0], dtype=torch.float16)
-    p.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), each, (4,))
-    assert unscaled(ready(), [p])
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
@@ -213,38 +204,6 @@ def test_an_optimizer_may_have_gradients_of_every_kind(chosen, spoiled) -> None:
         assert (p.grad is None) == (w.grad is None)
         if p.grad is not None and at != spoiled:
             assert bits(p.grad) == bits(w.grad)
-
-
-def test_complex_training_is_that_of_float32_parts() -> None:
-    """A complex weight trained with the scaler, and its real and imaginary part without."""
-    start = torch.complex(torch.linspace(-1, 1, 5), torch.linspace(2, 0, 5))
-    w = start.clone().requires_grad_()
-    parts = torch.view_as_real(start).clone().requires_grad_()
-    target = torch.complex(torch.ones(5), -torch.ones(5))
-    optimizer, plain = torch.optim.SGD([w], lr=0.25), torch.optim.SGD([parts], lr=0.25)
-    scaler = GradScaler("cpu", growth_interval=2)
-    for _ in range(6):
-        optimizer.zero_grad()
-        scaler.scale(torch.view_as_real(w - target).square().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        plain.zero_grad()
-        (parts - torch.view_as_real(target)).square().sum().backward()
-        plain.step()
-    assert bits(w) == bits(parts)
-    assert scaler.get_scale() == 2.0**19
-
-
-# --- without gradients ---------------------------------------------------------------------------
-
-
-def test_a_gradient_without_values() -> None:
-    p = torch.zeros(0, requires_grad=True)
-    p.grad = torch.zeros(0)
-    assert not unscaled(ready(), [p, dense(torch.float32, 1.0)])
-
-
-# --- several losses, several optimizers -----------------------------------------------------------
 
 
 def test_two_losses_of_one_optimizer_have_a_scaler_each() -> None:

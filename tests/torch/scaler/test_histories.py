@@ -22,13 +22,7 @@ from hypothesis import strategies as st
 from polymp.backends.torch.scaler import device_state
 from polymp.torch import GradScaler, autocast
 from tests.support.sizes import size
-from tests.support.torch.training import (
-    PROGRAMS,
-    Amp,
-    Log,
-    entries,
-    spoiled,
-)
+from tests.support.torch.training import PROGRAMS, Amp, entries, spoiled
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "loop": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9, foreach=False),
@@ -62,20 +56,20 @@ factors = {
 }
 
 
-def games(scales: list[float], new: float, large: float, kinds: list[str]) -> Any:
+def games(scales: list[float], new: float, large: float) -> Any:
     """Draw the settings of a history.
 
     The scaler's arguments, a scale to set, a large gradient, and the kinds of three optimizers.
     """
     start = st.fixed_dictionaries({"init_scale": st.sampled_from(scales)} | factors)
-    three = st.lists(st.sampled_from(kinds), min_size=3, max_size=3)
+    three = st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=3, max_size=3)
     return st.tuples(start, st.just(new), st.just(large), three)
 
 
 # The low ones are not so low that dividing a gradient again and again makes it overflow: below 1
 # that is seen, see docs/differences.md.
-high = games([2.0**24, 3.0 * 2**22, 2.0**100], 1e9, 1e36, sorted(OPTIMIZERS))
-low = games([2.0**16, 1.0, 3.0, 2.0**-20], 3.3, 1e8, sorted(OPTIMIZERS))
+high = games([2.0**24, 3.0 * 2**22, 2.0**100], 1e9, 1e36)
+low = games([2.0**16, 1.0, 3.0, 2.0**-20], 3.3, 1e8)
 
 
 def bits(t: torch.Tensor) -> bytes:
@@ -132,11 +126,13 @@ class Player:
         made["tensor"] = torch.tensor(self.number) / 3
         self.scaler.update(new if new is None else made[new])
 
-    def growth(self, factor: float) -> None:
+    def growth(self, factor: float) -> Any:
         self.scaler.set_growth_factor(factor)
+        return self.scaler.get_growth_factor()
 
-    def backoff(self, factor: float) -> None:
+    def backoff(self, factor: float) -> Any:
         self.scaler.set_backoff_factor(factor)
+        return self.scaler.get_backoff_factor()
 
     def raise_interval(self, by: int) -> None:
         self.scaler.set_growth_interval(self.scaler.get_growth_interval() + by)
@@ -234,9 +230,15 @@ class NoBackoff(GradScaler):
             self._scale.copy_(before)
 
 
+class ForgetsTheCount(GradScaler):
+    def state_dict(self) -> Any:
+        return super().state_dict() | ({"_growth_tracker": 0} if self._enabled else {})
+
+
 def test_a_wrong_scaler_is_noticed() -> None:
     history = [
         ("iterate", ["good", "good", "good"], False),
+        ("save", None),
         ("iterate", ["inf", "good", "nan"], False),
         ("backward", ["good", "good", "good"]),
         ("double_step", 0),
@@ -245,7 +247,8 @@ def test_a_wrong_scaler_is_noticed() -> None:
     game = {"init_scale": 8.0, "growth_interval": 3}, 3.3, 1e8, ["loop", "foreach", "adamw"]
     expected = play(torch.amp.GradScaler, game, history)
     assert play(GradScaler, game, history) == expected
-    assert play(NoBackoff, game, history) != expected
+    for wrong in (NoBackoff, ForgetsTheCount):
+        assert play(wrong, game, history) != expected
 
 
 # --- fused optimizers, which divide by themselves: nothing reads the scale before the end --------
@@ -357,15 +360,10 @@ def test_small_gradients_of_float16_weights_reach_a_fused_optimizer() -> None:
     assert eight(GradScaler) != eight(DividesBefore)
 
 
-# `GradScaler` in training programs, against torch.amp's bit for bit, and without interruption
+# --- training programs ---------------------------------------------------------------------------
 
 
 POLYMP, TORCH = Amp(autocast, GradScaler), Amp(torch.autocast, torch.amp.GradScaler)
-
-
-@functools.cache
-def torch_log(program: str) -> Log:
-    return PROGRAMS[program](TORCH)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -373,7 +371,7 @@ def torch_log(program: str) -> Log:
 def test_every_bit_is_torch_s(program: str) -> None:
     log = PROGRAMS[program](POLYMP)
     assert len(log) > 3
-    assert log == torch_log(program)
+    assert log == PROGRAMS[program](TORCH)
 
 
 # --- scalers that are wrong ----------------------------------------------------------------------
@@ -389,27 +387,14 @@ class ForgetsToUnscale(GradScaler):
         return super()._unscale_grads_(optimizer, torch.ones_like(inverse), *args)
 
 
-class ForgetsTheCount(GradScaler):
-    def state_dict(self) -> Any:
-        return super().state_dict() | ({"_growth_tracker": 0} if self._enabled else {})
-
-
 MUTANTS = {
-    NeverSkips: {"plain SGD", "clipped SGD", "accumulated", "several", "sparse SGD"},
-    ForgetsToUnscale: {"plain SGD", "clipped SGD, fused", "gradient penalty", "mixed parameters"},
-    ForgetsTheCount: {"resumed at 1", "resumed at 5", "resumed by a scaler in use"},
+    NeverSkips: ("plain SGD", "clipped SGD", "accumulated", "several", "sparse SGD"),
+    ForgetsToUnscale: ("plain SGD", "clipped SGD, fused", "mixed parameters"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.__name__)
 def test_a_wrong_scaler_is_seen(mutant: type[GradScaler]) -> None:
-    missed = set()
     for program in MUTANTS[mutant]:
-        try:
-            same = PROGRAMS[program](Amp(autocast, mutant)) == torch_log(program)
-        except (AssertionError, AttributeError, TypeError):
-            same = False
-        if same:
-            missed.add(program)
-    assert missed == set()
+        assert PROGRAMS[program](Amp(autocast, mutant)) != PROGRAMS[program](TORCH), program

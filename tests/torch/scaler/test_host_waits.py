@@ -490,9 +490,7 @@ def test_on_a_gpu_nothing_waits(name: str, syncs_raise: Callable[[bool], None]) 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_a_gpu_the_host_waits_where_it_is_told_to(
-    syncs_raise: Callable[[bool], None],
-) -> None:
+def test_on_a_gpu_the_host_waits_where_it_is_told_to(syncs_raise: Callable[[bool], None]) -> None:
     """The check above can fail."""
     with pytest.raises(RuntimeError, match="synchronizing"):
         train_on_gpu(partial(optim.SGD, lr=0.1), {"skip_on": "host"}, syncs_raise)

@@ -28,6 +28,13 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 BAD = math.nan
 
 
+def report_of(call: Callable[..., Any], *args: Any) -> Any:
+    """The report of the error that a call raises."""
+    with pytest.raises(BadStepError) as raised:
+        call(*args)
+    return raised.value.report
+
+
 def trained(training: Training, factors: list[float]) -> list[torch.Tensor]:
     """The state of a training after some steps by hand."""
     torch.manual_seed(1)
@@ -48,10 +55,8 @@ def test_a_healthy_training_is_left_alone_and_a_bad_step_undone(what: Any, every
         step(factor)
     by_hand = trained(Training(*what), factors)
     assert same(caught.state(), by_hand)
-    with pytest.raises(BadStepError) as raised:
-        step(BAD)
+    report = report_of(step, BAD)
     assert same(caught.state(), by_hand)
-    report = raised.value.report
     assert (report.step, report.found, report.undone) == (5, "the loss is NaN", 1)
     assert report.fault.kind == "operation"  # the batch is multiplied by NaN in the step
     assert step(1.0).isfinite()
@@ -81,11 +86,10 @@ def test_training_goes_on_without_the_bad_batches(
     """`on_bad="report"`: the state is that of a training that never saw them."""
     caught = Training(*what)
     step = catch(caught.step, every=every, on_bad="report")
-    taken, row = list[float](), 0
+    taken = list[float]()
     torch.manual_seed(1)
     for at, spoiled in enumerate(bad):
         factor = BAD if spoiled else 1.0 + at / 8
-        row = row + 1 if spoiled else 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CatchWarning)
             try:
@@ -151,9 +155,7 @@ def test_a_bad_gradient_under_a_finite_loss() -> None:
     step = catch(sgd(net))
     step(torch.ones(3))
     before = net.scale.detach().clone()
-    with pytest.raises(BadStepError) as raised:
-        step(torch.tensor([1.0, 0.0, 1.0]))
-    report = raised.value.report
+    report = report_of(step, torch.tensor([1.0, 0.0, 1.0]))
     assert report.found == "the gradient of scale is NaN"
     assert (report.fault.op, report.fault.direction) == ("sqrt", "backward")
     assert torch.equal(net.scale, before)
@@ -231,12 +233,8 @@ def test_random_numbers_that_a_data_loader_draws_are_repeated() -> None:
 
     epoch()
     data[9, 0] = math.nan
-    with pytest.raises(BadStepError) as raised:
-        epoch()
-    report = raised.value.report
-    assert (report.step, report.undone) == (5, 1)
-    assert report.fault is not None
-    assert report.fault.kind == "input"
+    report = report_of(epoch)
+    assert (report.step, report.undone, report.fault.kind) == (5, 1, "input")
     assert all(p.isfinite().all() for p in net.parameters())
 
 
@@ -288,9 +286,8 @@ def test_a_step_that_reads_its_batch_itself_is_told(ends: bool) -> None:
 
 
 def test_a_step_that_reads_other_batches_when_repeated_is_told() -> None:
-    given = *torch.eye(2), torch.full((2,), BAD), *torch.full((9, 2), 0.5)
-    net, batches = nn.Linear(2, 1), iter(given)
-    inner = sgd(net)
+    batches = iter([*torch.eye(2), torch.full((2,), BAD), *torch.full((9, 2), 0.5)])
+    inner = sgd(nn.Linear(2, 1))
     step = catch(lambda: inner(next(batches)))
     step()
     step()
@@ -360,9 +357,7 @@ def test_an_optimizer_that_cannot_be_found_is_met_when_it_steps(kind: Any, every
     for at in range(9):
         step(torch.full((2, 2), 1.0 + at))
         twin.step(torch.full((2, 2), 1.0 + at))
-    with pytest.raises(BadStepError) as raised:
-        step(torch.full((2, 2), BAD))
-    report = raised.value.report
+    report = report_of(step, torch.full((2, 2), BAD))
     assert (report.step, report.note, report.fault.kind) == (9, "", "input")
     assert torch.equal(hiding.net.weight, twin.net.weight)
     hiding.step(torch.ones(2, 2)), twin.step(torch.ones(2, 2))
@@ -385,9 +380,7 @@ def test_a_replay_of_another_training_names_the_step_by_its_own_losses() -> None
         for _ in range(40):
             caught(torch.ones(1, 1))
 
-    with pytest.raises(BadStepError) as raised:
-        go_on()
-    report = raised.value.report
+    report = report_of(go_on)
     assert report.step == caught.step - 1
     assert (report.undone, report.fault, report.remedy) == (0, None, "")
     assert re.search(r"Repeating step 0 gave the loss .*, where it was", report.note)
@@ -432,33 +425,27 @@ def test_a_decorator_with_arguments() -> None:
     assert step.__name__ == "step"
 
 
-class Trainer:
-    """A training as an object, whose method is the step."""
+def test_an_optimizer_in_a_list_in_a_dict_and_a_schedule_are_found() -> None:
+    net = nn.Linear(2, 1)
+    parts = {"optimizers": [torch.optim.Adam(net.parameters())]}
+    schedule = torch.optim.lr_scheduler.LinearLR(parts["optimizers"][0])
 
-    def __init__(self) -> None:
-        self.net = nn.Linear(2, 1)
-        self.parts = {"optimizers": [torch.optim.Adam(self.net.parameters())]}
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.parts["optimizers"][0])
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.net(x).sum()
+    def train(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).sum()
         loss.backward()
-        for optimizer in self.parts["optimizers"]:
+        for optimizer in parts["optimizers"]:
             optimizer.step()
-        self.schedule.step()
+        schedule.step()
         return loss.detach()
 
-
-def test_a_method_of_a_trainer() -> None:
-    trainer = Trainer()
-    step = catch(trainer.step)
+    step = catch(train)
     for _ in range(3):
         step(torch.ones(1, 2))
-    before = [trainer.net.weight.detach().clone(), trainer.schedule.get_last_lr()]
+    before = net.weight.detach().clone(), schedule.get_last_lr()
     with pytest.raises(BadStepError):
         step(torch.full((1, 2), BAD))
-    assert torch.equal(trainer.net.weight, before[0])
-    assert trainer.schedule.get_last_lr() == before[1]
+    assert torch.equal(net.weight, before[0])
+    assert schedule.get_last_lr() == before[1]
 
 
 def test_it_is_no_context_manager() -> None:
@@ -468,21 +455,17 @@ def test_it_is_no_context_manager() -> None:
 
 
 def test_what_is_not_found_is_named_by_hand() -> None:
-    nets = [Net()]
+    net = Net()
 
     class Hidden:
         __slots__ = ()
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return sgd(nets[0])(x)
+            return sgd(net)(x)
 
-    hidden = Hidden()
-    step = catch(hidden)
     with pytest.raises(ValueError, match=re.escape("catch(step, of=[model, optimizer])")):
-        step(torch.ones(3))
-    net = nets[0]
-    step = catch(hidden, of=[net])
-    step(torch.ones(3))
+        catch(Hidden())(torch.ones(3))
+    catch(Hidden(), of=[net])(torch.ones(3))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
@@ -491,9 +474,7 @@ def test_a_compiled_step() -> None:
     step = catch(torch.compile(training.step, backend="eager"))
     step(1.0)
     before = training.state()
-    with pytest.raises(BadStepError) as raised:
-        step(BAD)
-    assert raised.value.report.step == 1
+    assert report_of(step, BAD).step == 1
     assert same(training.state(), before)
 
 
@@ -558,9 +539,7 @@ def test_an_eps_that_is_zero_in_the_weights_dtype_is_the_cause(
             caught()
         caught.check()
 
-    with pytest.raises(BadStepError) as raised:
-        train()
-    report = raised.value.report
+    report = report_of(train)
     assert re.match(rf"{name}'s eps=1e-\d+ is zero in torch.float16, .* eps=0.0001", report.remedy)
     assert report.remedy in str(report)
     assert report.step > 0 or all(map(torch.equal, before, model.parameters()))

@@ -51,7 +51,7 @@ class Planted(nn.Module):
 
 
 def run(operand: str, value: float, recipe: str):
-    """A model with a planted operand, its optimizer, and a step that returns the scaler."""
+    """A model with a planted operand, and a step that returns the scaler."""
     torch.manual_seed(0)
     model = Planted()
     model.operand, model.value = operand, value
@@ -67,31 +67,24 @@ def run(operand: str, value: float, recipe: str):
         scaler.update()
         return scaler
 
-    return model, optimizer, step
-
-
-PLACES = [
-    (operand, value, recipe)
-    for operand in ("activation", "weight", "gradient")
-    for value in BAD
-    for recipe in RECIPES
-]  # 27 places
+    return model, step
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(("operand", "value", "recipe"), PLACES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("operand", ["activation", "weight", "gradient"])
 def test_a_planted_inf_or_nan_is_seen(operand, value, recipe):
-    model, _, step = run(operand, value, recipe)
+    model, step = run(operand, value, recipe)
     before = [p.detach().clone() for p in model.parameters()]
-    scaler = step()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert scaler.get_scale() == 4.0
+    assert step().get_scale() == 4.0
+    assert all(map(torch.equal, model.parameters(), before))
     assert locate(step, model=model) is not None
 
 
 @pytest.mark.parametrize("value", BAD)
 def test_an_infinite_parameter_is_seen(value):
-    model, _, step = run("", 0.0, "tensorwise")
+    model, step = run("", 0.0, "tensorwise")
     with torch.no_grad():
         model.middle.weight[3, 5] = value
     before = model.last.weight.detach().clone()
@@ -104,7 +97,7 @@ def test_an_infinite_parameter_is_seen(value):
 
 
 def test_without_a_fault_none_is_seen():
-    model, _, step = run("", 0.0, "rowwise")
+    model, step = run("", 0.0, "rowwise")
     before = model.last.weight.detach().clone()
     assert step().get_scale() == 8.0
     assert not torch.equal(model.last.weight, before)
@@ -120,7 +113,7 @@ def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
         return dtypes.get(recipe.format_of(role)).max / amax.clamp(1e-12)
 
     monkeypatch.setattr(fp8_product.quantise, "scale_of", bare)
-    model, _, step = run("weight", -float("inf"), "rowwise")
+    model, step = run("weight", -float("inf"), "rowwise")
     before = model.last.weight.detach().clone()
     step()
     assert not torch.equal(model.last.weight, before), "the step was not skipped"
@@ -165,22 +158,18 @@ def test_explain_has_the_recipe_and_the_reason():
     assert found.fallbacks == {REASON: 2}
 
 
-def test_the_text_of_a_report():
-    text = " ".join(str(report()).split())
+def test_the_text_and_the_page_of_a_report():
+    text, page = " ".join(str(report()).split()), report().to_html()
     kept = "2.00 KiB kept for the backward pass instead of 4.00 KiB in bfloat16"
     assert f"4 products in 8 bits; {kept}" in text
     assert f"2 as lower: {REASON}" in text
-    assert "fp8, tensorwise" in text
     assert "fp8, run as lower:" in text
+    assert page.count(f"run as lower: {REASON}") == 2
+    for said in (kept, "fp8, tensorwise"):
+        assert said in text
+        assert said in page
     plain = explain(Odd(), torch.randn(32, 64), policy="lean", dtype="bf16")
     assert "8 bits" not in str(plain)
-
-
-def test_the_page_of_a_report():
-    page = report().to_html()
-    assert "2.00 KiB kept for the backward pass instead of 4.00 KiB in bfloat16" in page
-    assert page.count(f"run as lower: {REASON}") == 2
-    assert "fp8, tensorwise" in page
 
 
 def test_two_recipes_differ_and_so_do_bfloat16_and_8_bits():

@@ -21,10 +21,6 @@ from tests.support.torch.audit_trainings import CASES, OPTIMIZERS, Training, sam
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 
-def gradients(training: Training) -> list[Any]:
-    return [p.grad for p in training.model.parameters()]
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("started", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("what", CASES, ids=lambda what: "-".join(map(str, what)))
@@ -34,12 +30,13 @@ def test_all_that_a_step_writes_is_put_back(what: tuple[Any, ...], started: bool
     for training in (replayed, plain) if started else ():
         torch.manual_seed(2)
         training.step()
-    before, grads = replayed.state(), gradients(replayed)
+    parameters = list(replayed.model.parameters())
+    before, grads = replayed.state(), [p.grad for p in parameters]
     for factor in (1.0, 1e6):
         found = locate(replayed.step, factor, model=replayed.model)
         assert (found is None) == (factor == 1.0 or not what[1].startswith("fp16"))
         assert same(replayed.state(), before)
-        assert all(a is b for a, b in zip(gradients(replayed), grads, strict=True))
+        assert all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
     assert len(replayed.optimizer.state) == len(plain.optimizer.state)
     after = []
     for training in (replayed, plain):
@@ -133,12 +130,6 @@ def test_a_loss_is_found_though_its_gradients_are_zero() -> None:
     assert (found.op, found.kind) == ("nll_loss", "operation")
 
 
-def test_what_is_in_an_object_is_an_argument() -> None:
-    x = torch.tensor([1.0, math.nan])
-    fault: Any = locate(lambda batch: batch.x * 2, SimpleNamespace(x=x))
-    assert fault.why.startswith("an argument (float32 2)")
-
-
 def test_what_an_op_was_given_is_exact_to_subnormal_numbers() -> None:
     x, y = torch.randn(5, 7), torch.randn(5, 7)
     x[0, :3] = torch.tensor([0.0, 1e38, 1e-40])
@@ -147,6 +138,12 @@ def test_what_an_op_was_given_is_exact_to_subnormal_numbers() -> None:
     assert fault.kind == "operation"
     names = "an argument (float32 5x7)", "a tensor that no op computed (float32 5x7)"
     assert fault.inputs == (operand(x, names[0]), operand(y, names[1]))
+
+
+def test_what_is_in_an_object_is_an_argument() -> None:
+    x = torch.tensor([1.0, math.nan])
+    fault: Any = locate(lambda batch: batch.x * 2, SimpleNamespace(x=x))
+    assert fault.why.startswith("an argument (float32 2)")
 
 
 def test_what_the_step_has_of_no_op_is_not_called_an_argument() -> None:

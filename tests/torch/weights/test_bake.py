@@ -373,10 +373,7 @@ def checkpointed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 NUMBERS = {"rules": {"linear": "lower", "mul": "fp32", "add": "lower", "div": "keep"}}
 USES: dict[str, tuple[Callable[..., torch.Tensor], Any]] = {
     "a cast without gradients": (without_gradients_first, REGIONS["torch"]),
-    "numbers": (
-        lambda layer, x: (layer(x) * 3 + 1) / 2,
-        lambda: autocast("cpu", policy=NUMBERS),
-    ),
+    "numbers": (lambda layer, x: (layer(x) * 3 + 1) / 2, lambda: autocast("cpu", policy=NUMBERS)),
     "checkpointed parts": (checkpointed, REGIONS["own"]),
 }
 
@@ -522,11 +519,7 @@ def test_what_is_no_model_and_what_are_no_inputs(x):
     graph = torch.fx.symbolic_trace(Thrice())
     for model, inputs, message in (
         (torch.relu, (x,), f"bake() takes a torch.nn.Module and its inputs, not {torch.relu!r}."),
-        (
-            Thrice(),
-            x,
-            "bake() takes the inputs of Thrice as a tuple, such as (x,), not as Tensor.",
-        ),
+        (Thrice(), x, "bake() takes the inputs of Thrice as a tuple, such as (x,), not as Tensor."),
         (
             graph,
             (x,),

@@ -110,14 +110,6 @@ def written(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def cast_written(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, m.weight.to(BF16).mul_(2))
-
-
-def cast_attributes(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, m.weight) + m.weight.data.element_size()
-
-
 LOW_USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "linear": lambda m, x: F.linear(x, m.weight),
     "view": lambda m, x: x @ m.weight.view(2, 4, 8).flatten(0, 1)[:, :].t(),
@@ -156,7 +148,10 @@ HIGH_USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
         "read in float32 by aten.view.dtype",
     ),
     "written": (written, "written by aten.mul_.Tensor"),
-    "its cast is written": (cast_written, "its cast is written by aten.mul_.Tensor"),
+    "its cast is written": (
+        lambda m, x: F.linear(x, m.weight.to(BF16).mul_(2)),
+        "its cast is written by aten.mul_.Tensor",
+    ),
     "its cast is returned": (lambda m, x: (x, m.weight.to(BF16)), "its cast is returned"),  # type: ignore[dict-item,return-value]
     "dtype": (
         lambda m, x: F.linear(x, m.weight) if m.weight.dtype is FP32 else x,
@@ -166,7 +161,10 @@ HIGH_USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
         lambda m, x: F.linear(x, m.weight) if m.weight[0].data.dtype is FP32 else x,
         "its dtype is read",
     ),
-    "size in bytes": (cast_attributes, "its dtype is read"),
+    "size in bytes": (
+        lambda m, x: F.linear(x, m.weight) + m.weight.data.element_size(),
+        "its dtype is read",
+    ),
     "type_as": (lambda m, x: F.linear(x.type_as(m.weight), m.weight), "its dtype is read"),
     "to another": (lambda m, x: F.linear(x.to(m.weight), m.weight), "its dtype is read"),
     "to float32": (lambda m, x: F.linear(x, m.weight.float()), "its dtype is read"),

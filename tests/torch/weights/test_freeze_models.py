@@ -23,7 +23,8 @@ from polymp.torch import autocast, freeze
 from tests.support.sizes import size
 from tests.support.torch.compiled import Count
 from tests.support.torch.fp8_models import LowRank
-from tests.support.torch.models import ConvNet
+from tests.support.torch.freezable_models import plainly
+from tests.support.torch.models import ConvNet, First
 from tests.support.torch.version_changes import need_lstm
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -63,6 +64,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.up(self.after(x))))
 
 
+checkpointed = functools.partial(checkpoint, use_reentrant=False)
+
+
 class LM(nn.Module):
     """A language model with rotary buffers, checkpoints if asked, and a head that may be tied."""
 
@@ -95,13 +99,9 @@ class LM(nn.Module):
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn, self.head = kind(8, 6, 2, batch_first=True, bidirectional=True), nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rnn(x)[0])
+def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
+    layer = kind(8, 6, 2, batch_first=True, bidirectional=True)
+    return nn.Sequential(First(layer), nn.Linear(12, 3))
 
 
 class Attention(nn.Module):
@@ -115,14 +115,9 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(x))
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(8, 3))
 
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(4))
@@ -131,13 +126,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "LM": (LM, IDS),
     "LM, tied": (lambda: LM(tied=True), IDS),
     "LM that asks": (lambda: LM(asks=True), IDS),
-    "LM, checkpoints": (lambda: LM(again=lambda *a: checkpoint(*a, use_reentrant=False)), IDS),
+    "LM, checkpoints": (lambda: LM(again=checkpointed), IDS),
     "convolutions": (ConvNet, IMAGES),
     "channels last": (lambda: ConvNet().to(memory_format=torch.channels_last), IMAGES),
-    "LSTM": (lambda: Recurrent(nn.LSTM), X),
-    "GRU": (lambda: Recurrent(nn.GRU), X),
+    "LSTM": (lambda: recurrent(nn.LSTM), X),
+    "GRU": (lambda: recurrent(nn.GRU), X),
     "attention": (Attention, X),
-    "encoder": (Encoder, X),
+    "encoder": (encoder, X),
 }
 
 
@@ -179,10 +174,11 @@ def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train
         assert freeze_usage.same(results[1], results[2])
 
 
+RECURRENT = {"0.layer.weight_ih_l0", "0.layer.bias_hh_l1_reverse", "1.weight", "1.bias"}
 EXPECTED = {
     "LM": {"head.weight", *(f"blocks.0.{n}.weight" for n in ("q", "k", "v", "o", "up", "down"))},
-    "LSTM": {"rnn.weight_ih_l0", "rnn.bias_hh_l1_reverse", "head.weight", "head.bias"},
-    "GRU": {"rnn.weight_ih_l0", "rnn.bias_hh_l1_reverse", "head.weight", "head.bias"},
+    "LSTM": RECURRENT,
+    "GRU": RECURRENT,
     "channels last": {f"body.{at}.weight" for at in (0, 3, 7, 8)},
 }
 
@@ -201,25 +197,25 @@ def test_a_fast_path_is_what_runs_in_an_example() -> None:
     """Without gradients a TransformerEncoder runs as one kernel, which autocast leaves float32."""
     slow, inputs = made("encoder")
     fast = copy.deepcopy(slow).eval()
-    why = "read in float32 by aten._transformer_encoder_layer_fwd.default in encoder.layers.0"
+    why = "read in float32 by aten._transformer_encoder_layer_fwd.default in 0.layers.0"
     handle = freeze(fast, (inputs,))
-    assert handle.stored == ("head.weight", "head.bias")
-    assert handle.kept["encoder.layers.0.linear1.weight"] == why
+    assert handle.stored == ("1.weight", "1.bias")
+    assert handle.kept["0.layers.0.linear1.weight"] == why
     handle = freeze(slow.train(), (inputs,))
-    assert "encoder.layers.0.linear1.weight" in handle.stored
-    asked = "its dtype is read in encoder.layers.0.self_attn"
-    assert handle.kept["encoder.layers.0.self_attn.in_proj_weight"] == asked
+    assert "0.layers.0.linear1.weight" in handle.stored
+    asked = "its dtype is read in 0.layers.0.self_attn"
+    assert handle.kept["0.layers.0.self_attn.in_proj_weight"] == asked
 
 
 # --- training adapters ----------------------------------------------------------------------------
 
 
-def steps(model: nn.Module, region: Callable[[], Any], optimizer: Any) -> list[Any]:
+def steps(model: nn.Module, policy: Any) -> list[Any]:
     """Losses, gradients and weights of three steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer, found = optimizer(trained, lr=0.1), []
+    optimizer, found = torch.optim.AdamW(trained, lr=0.1), []
     for step in range(3):
-        with region():
+        with autocast("cpu", policy=policy):
             loss = F.cross_entropy(model((IDS + step) % 11).flatten(0, 1), IDS.flatten())
         loss.backward()
         found += [loss.detach().clone(), [p.grad.clone() for p in trained if p.grad is not None]]
@@ -228,39 +224,19 @@ def steps(model: nn.Module, region: Callable[[], Any], optimizer: Any) -> list[A
     return [*found, [p.detach().clone() for p in trained]]
 
 
-AGAIN: dict[str, Any] = {
-    "": None,
-    "checkpoint": lambda *a: checkpoint(*a, use_reentrant=False),
-}
-TRAINED = [
-    (None, ""),
-    (None, "checkpoint"),
-    ("lean", ""),
-    ("lean", "checkpoint"),
-]
-
-
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("policy", "again"), TRAINED)
-def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: Any, again: str) -> None:
-    frozen, plain = LM(lora=True, again=AGAIN[again]), LM(lora=True, again=AGAIN[again])
+@pytest.mark.parametrize("policy", [None, "lean"])
+@pytest.mark.parametrize("again", [None, checkpointed])
+def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: Any, again: Any) -> None:
+    frozen, plain = LM(lora=True, again=again), LM(lora=True, again=again)
     handle = freeze(frozen, (IDS,), policy=policy)
     assert {"blocks.0.q.base.weight", "head.weight"} <= {*handle.stored}
     assert handle.kept["blocks.1.o.up.weight"] == "requires gradients"
-
-    def region() -> Any:
-        return autocast("cpu", policy=policy)
-
-    ours, theirs = steps(frozen, region, torch.optim.AdamW), steps(plain, region, torch.optim.AdamW)
+    ours, theirs = steps(frozen, policy), steps(plain, policy)
     assert freeze_usage.same(ours, theirs)
     moved = freeze_usage.same(ours[-1], [p for p in LM(lora=True).parameters() if p.requires_grad])
     assert not moved, "nothing was trained"
-    assert freeze_usage.same(frozen(IDS), plain_call(plain, policy))
-
-
-def plain_call(model: nn.Module, policy: Any) -> torch.Tensor:
-    with autocast("cpu", policy=policy):
-        return model(IDS)  # type: ignore[no-any-return]
+    assert freeze_usage.same(frozen(IDS), plainly(plain, IDS, policy=policy))
 
 
 # --- torch.compile, torch.func --------------------------------------------------------------------
@@ -312,11 +288,15 @@ def test_a_graph_of_before_is_not_used_after(count: Count) -> None:
         assert freeze_usage.same(compiled(X), expected)
 
 
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).requires_grad_(False)
+
+
 @pytest.mark.long  # it compiles C++ for most of its time
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_inductor() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).requires_grad_(False)
+    net = perceptron()
     plain = torch.compile(copy.deepcopy(net), fullgraph=True)
     freeze(net, (X,))
     frozen = torch.compile(net, fullgraph=True)
@@ -328,9 +308,7 @@ def test_inductor() -> None:
 
 
 def test_under_torch_func() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).requires_grad_(False)
-    other = copy.deepcopy(net)
+    net, other = perceptron(), perceptron()
     freeze(net, (X,))
     rows = X.flatten(0, 1)
     with autocast("cpu"):
@@ -424,11 +402,7 @@ several = st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.booleans()), min_
 
 
 @settings(max_examples=size(3, 15))
-@given(
-    several,
-    st.sampled_from(POLICIES),
-    st.sampled_from([BF16, FP16]),
-)
+@given(several, st.sampled_from(POLICIES), st.sampled_from([BF16, FP16]))
 def test_random_models(ways: list[tuple[str, bool]], policy: str | None, dtype: Any) -> None:
     model, other = Random(ways), Random(ways)
     each = {way for way, grad in ways if not grad} & {

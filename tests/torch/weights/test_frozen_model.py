@@ -72,9 +72,6 @@ def test_without_gradients_only_that_is_tried(x: torch.Tensor) -> None:
         freeze(Uses(use), (x,))
     assert {*seen} == {False}
     seen.clear()
-    with torch.inference_mode():
-        model = Uses(use)
-    del model
     outside = Uses(use)
     with torch.inference_mode():
         freeze(outside, (x,))
@@ -150,10 +147,6 @@ def test_what_was_moved_and_cast_since_comes_back_unless_it_was_written(
     assert bits(model.weight) == expected
 
 
-def copied(pair: Any) -> Any:
-    return copy.deepcopy(pair)
-
-
 def pickled(pair: Any) -> Any:
     return pickle.loads(pickle.dumps(pair))
 
@@ -165,7 +158,7 @@ def saved(pair: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("way", [copied, pickled, saved])
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled, saved])
 @pytest.mark.parametrize("policy", [None, "lean"])
 def test_it_goes_with_copies_and_the_handle_with_it(
     way: Any, policy: str | None, x: torch.Tensor
@@ -218,10 +211,7 @@ def test_pinned_weights_stay(x: torch.Tensor) -> None:
     assert bits(model(x)) == bits(plainly(other, x))
 
 
-# --- `freeze`: a weight that is stored low wrongly is noticed, and nothing else is changed --------
-
-
-# --- the proof ------------------------------------------------------------------------------------
+# --- a weight that is stored low wrongly is noticed, and nothing else is changed ------------------
 
 
 @pytest.fixture
@@ -363,11 +353,10 @@ def test_random_numbers_buffers_and_attributes_are_as_before(x: torch.Tensor) ->
 
 def test_an_example_that_raises_leaves_the_model_as_it_was(x: torch.Tensor) -> None:
     def fails(m: Any, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, m.weight)
+        F.linear(x, m.weight)
         m.other.extra = 1
         m.weight.zero_()
         raise ValueError("no")
-        return y
 
     model = Uses(fails)
     before = held(model)

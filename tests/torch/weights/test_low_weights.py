@@ -65,8 +65,7 @@ def test_the_optimizer_and_its_parameters_stay_the_same_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "beside", "most"),
-    [("master", 4, 16.1), ("split", 2, 14.1), ("stochastic", 0, 12.1)],
+    ("mode", "beside", "most"), [("master", 4, 16.1), ("split", 2, 14.1), ("stochastic", 0, 12.1)]
 )
 def test_bytes_a_parameter_with_adam(mode: str, beside: int, most: float) -> None:
     """All tensors that are alive between backward and the step, counted by their storages."""
@@ -82,7 +81,6 @@ def test_bytes_a_parameter_with_adam(mode: str, beside: int, most: float) -> Non
         alive += [p, p.grad, *(t for t in optimizer.state[p].values() if torch.is_tensor(t))]
     stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
     each = sum(stored.values()) / sum(p.numel() for p in model.parameters())
-    print(f"{mode}: {each:.3f} bytes a parameter")
     assert 12 + beside <= each <= most
 
 
@@ -166,12 +164,12 @@ def test_step_hooks_run_once_and_see_the_low_parameters() -> None:
     model = made("mlp")
     optimizer = low_weights(adamw(model))
     seen: list[Any] = []
-    optimizer.register_step_pre_hook(
-        lambda o, *_: seen.append([p.dtype for p in o.param_groups[0]["params"]])
-    )
-    optimizer.register_step_post_hook(
-        lambda o, *_: seen.append([p.dtype for p in o.param_groups[0]["params"]])
-    )
+
+    def see(optimizer: Any, *_: Any) -> None:
+        seen.append([p.dtype for p in optimizer.param_groups[0]["params"]])
+
+    optimizer.register_step_pre_hook(see)
+    optimizer.register_step_post_hook(see)
     step(model, optimizer, 0)
     assert seen == [[torch.bfloat16] * 4] * 2
 

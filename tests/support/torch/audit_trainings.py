@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polymp.torch
 from polymp.torch import autocast
+from tests.support.torch.models import seen
 
 # Of each dtype: dtype, and the scaler that goes with it.
 DTYPES: dict[str, tuple[torch.dtype | None, Any]] = {
@@ -121,10 +122,4 @@ class Training:
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """True if all bits are, NaN among them."""
-    if [(t.dtype, t.shape) for t in one] != [(t.dtype, t.shape) for t in other]:
-        return False
-    return all(
-        torch.equal(a.contiguous().reshape(-1).view(torch.uint8),
-                    b.contiguous().reshape(-1).view(torch.uint8))
-        for a, b in zip(one, other, strict=True)
-    )  # fmt: skip
+    return seen(one) == seen(other)  # type: ignore[no-any-return]

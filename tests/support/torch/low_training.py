@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from polymp.torch import autocast, low_weights
+from tests.support.torch.models import seen
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -121,6 +122,4 @@ def weights(model: nn.Module, optimizer: Any = None) -> dict[str, torch.Tensor]:
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether two state_dicts of float32 weights have the same bits."""
-    return one.keys() == other.keys() and all(
-        torch.equal(one[k].view(torch.int32), other[k].view(torch.int32)) for k in one
-    )
+    return seen(one) == seen(other)  # type: ignore[no-any-return]

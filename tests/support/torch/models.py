@@ -266,7 +266,11 @@ MODELS = build()
 
 
 def seen(t: Any) -> Any:
-    """Return everything that can be seen of a tensor, as plain data."""
+    """Return everything that can be seen of a tensor, or of all in lists and dicts, as data."""
+    if isinstance(t, dict):
+        return {key: seen(value) for key, value in t.items()}
+    if isinstance(t, (list, tuple)):
+        return [seen(value) for value in t]
     if not isinstance(t, torch.Tensor):
         return t
     dense = t.detach().to_dense() if t.is_sparse else t.detach()
@@ -285,7 +289,6 @@ def outcome(
     inputs = tuple(t.to(device) for t in inputs)
     leaves = [t.requires_grad_() for t in inputs if t.is_floating_point() and way not in WITHOUT]
     leaves += list(module.parameters())
-    result: dict[str, Any] = {}
 
     def loss_of(outputs: Any) -> torch.Tensor:
         parts = [t.float().square().mean() for t in tree_leaves(outputs)]
@@ -305,11 +308,10 @@ def outcome(
                     loss.backward()
         except Exception as error:
             return {"error": (type(error).__name__, str(error))}
-    result["outputs"] = [seen(t) for t in tree_leaves(outputs)]
-    result["loss"] = seen(loss)
-    result["gradients"] = [seen(t.grad) for t in leaves]
-    result["buffers"] = [seen(t) for t in module.buffers()]
-    return result
+    gradients, buffers = [t.grad for t in leaves], list(module.buffers())
+    return seen(  # type: ignore[no-any-return]
+        {"outputs": tree_leaves(outputs), "loss": loss, "gradients": gradients, "buffers": buffers}
+    )
 
 
 Outcomes = dict[tuple[str, str, str], dict[str, Any]]

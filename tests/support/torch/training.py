@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.torch.models import seen
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # Iterations whose gradient is spoiled, and how.
@@ -54,14 +56,7 @@ def spoiled(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 class Log(list[Any]):
     def bits(self, *tensors: torch.Tensor | None) -> None:
-        for t in tensors:
-            if t is None:
-                self.append(None)
-                continue
-            t = t.detach()
-            dense = (t.to_dense() if t.is_sparse else t).reshape(-1)
-            bits = dense.view(torch.uint8).numpy().tobytes()
-            self.append((str(t.dtype), t.shape, t.is_sparse, bits))
+        self.extend(map(seen, tensors))
 
     def model(self, model: nn.Module) -> None:
         for p in model.parameters():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from polymp.torch import GradScaler
+from tests.support.torch.models import seen
 
 INF, NAN = float("inf"), float("nan")
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -90,18 +91,9 @@ class Task:
         self.scaler.update()
         return result
 
-    def bits(self) -> list[bytes]:
+    def bits(self) -> str:
         """Parameters, and the tensors and numbers of the optimizer's state."""
-        found = [p.detach().numpy().tobytes() for p in self.model.parameters()]
-        return [*found, repr(flat(self.optimizer.state_dict()["state"])).encode()]
-
-
-def flat(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().numpy().tobytes()
-    if isinstance(value, dict):
-        return {k: flat(v) for k, v in value.items()}
-    return [flat(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return repr(seen([*self.model.parameters(), self.optimizer.state_dict()["state"]]))
 
 
 def scaler(**options: Any) -> GradScaler:

@@ -16,16 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.torch.models import seen
 from tests.support.torch.ranks import launch
 from tests.support.torch.training import Amp, entries
 
 STEPS = 6
 # The iteration in which the data of one rank is spoiled, and that rank.
 SPOILED, BY = 2, 1
-
-
-def bits(tensors: Any) -> list[Any]:
-    return [(str(t.dtype), t.detach().numpy().tobytes()) for t in tensors]
 
 
 def setting(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,19 +54,19 @@ def train(amp: Amp, rank: int, dtype: torch.dtype, kind: str) -> list[Any]:
                 scaler.scale(loss).backward()
         if kind == "clipped":
             scaler.unscale_(optimizer)
-            notes.append(bits([nn.utils.clip_grad_norm_(model.parameters(), 0.5)]))
-        before = bits(model.parameters())
+            notes.append(seen(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        parameters = list(model.parameters())
+        before = seen(parameters)
         scaler.step(optimizer)
         scaler.update()
-        skipped = bits(model.parameters()) == before
         notes.append(
             {
                 "scale": scaler.get_scale(),
                 "count": scaler._get_growth_tracker(),
-                "skipped": skipped,
+                "skipped": seen(parameters) == before,
                 "dtype": str(out.dtype),
-                "gradients": bits(p.grad for p in model.parameters()),
-                "parameters": bits(model.parameters()),
+                "gradients": seen([p.grad for p in parameters]),
+                "parameters": seen(parameters),
             }
         )
     return notes

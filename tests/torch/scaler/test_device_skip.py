@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import optim
 from polymp.backends.torch.scaler import optimizer_step
 from polymp.torch import GradScaler
 from tests.support.torch.each_op import EachOp
+from tests.support.torch.models import seen
 
 # torch's SparseAdam and Adagrad make sparse tensors without saying whether they are to be checked.
 pytestmark = [
@@ -73,24 +74,11 @@ def give(name: str, params: list[torch.Tensor], at: int, *, bad: bool) -> None:
             p.grad = p.grad.to_sparse(1)
 
 
-def everything(params: list[torch.Tensor], optimizer: optim.Optimizer) -> Any:
-    states = [optimizer.state.get(p, {}) for p in params]
+def everything(params: list[torch.Tensor], optimizer: optim.Optimizer) -> str:
+    """All bits of parameters and states, and the settings of the groups."""
+    states = [sorted(optimizer.state.get(p, {}).items()) for p in params]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    return copy.deepcopy([[p.detach() for p in params], states, groups])
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, torch.Tensor):
-        return (
-            isinstance(theirs, torch.Tensor)
-            and ours.dtype is theirs.dtype
-            and ours.reshape(-1).view(torch.uint8).equal(theirs.reshape(-1).view(torch.uint8))
-        )
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(v, theirs[k]) for k, v in ours.items())
-    if isinstance(ours, list):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return type(ours) is type(theirs) and ours == theirs
+    return repr(seen([params, states, groups]))
 
 
 def makes(name: str) -> Any:
@@ -114,7 +102,7 @@ def first_difference(name: str, history: str, step: Any) -> int | None:
         step(mine, torch.tensor(float(bad)))
         if bad == "0":
             plain.step()
-        if not same(everything(ours, mine), everything(theirs, plain)):
+        if everything(ours, mine) != everything(theirs, plain):
             return at
     return None
 
@@ -360,7 +348,7 @@ def test_every_bit_is_put_back_or_kept(dtype: torch.dtype, found: float) -> None
     optimizer = Replaces([w], {})
     optimizer.state[w]["kept"] = old.clone()
     optimizer_step.step_or_undo(optimizer, torch.tensor(found))
-    assert same(optimizer.state[w]["kept"], old if found else new)
+    assert seen(optimizer.state[w]["kept"]) == seen(old if found else new)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, about its functions
@@ -389,29 +377,6 @@ def test_dtensors(alone: Any, foreach: bool) -> None:
             assert torch.equal(value, expected)
 
 
-# --- asked for by the scaler ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["SGD, momentum", "AdamW", "Adam, capturable", "SparseAdam"])
-def test_a_scaler_gives_the_same_whether_host_or_device_skips(name: str) -> None:
-    def run(skip_on: Any) -> Any:
-        params = weights(name)
-        optimizer = makes(name)(params)
-        scaler = GradScaler("cpu", 8.0, growth_interval=2, skip_on=skip_on)
-        log = []
-        for at, bad in enumerate("10011000101"):
-            give(name, params, at, bad=bad == "1")
-            scaler.scale(torch.ones(()))
-            scaler.step(optimizer)
-            log.append(scaler.step_skipped(optimizer).item())
-            scaler.update()
-            log.append(scaler.state_dict())
-        return [log, everything(params, optimizer)]
-
-    assert same(run("host"), run("device"))
-    assert same(run("host"), run("auto"))
-
-
 @pytest.mark.parametrize("found", [0.0, 1.0])
 @pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])
 def test_a_step_that_raises_is_undone_where_it_was_to_be_skipped(steps: int, found: float) -> None:
@@ -429,3 +394,114 @@ def test_a_step_that_raises_is_undone_where_it_was_to_be_skipped(steps: int, fou
     assert (w.tolist() == before) == bool(found)
     if found:
         assert str(optimizer.state_dict()["state"]) == str(was)
+
+
+# --- a fused SGD whose first step is skipped -----------------------------------------------------
+
+
+# What the gradients are, before they are scaled: the first two steps are skipped.
+HISTORY = (float("inf"), float("nan"), 1.0, -0.5, 2.0)
+
+
+@pytest.fixture
+def no_memory_is_zero_by_chance() -> Iterator[None]:
+    """In this mode torch fills with NaN what it makes without a value."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+garbage = pytest.mark.usefixtures("no_memory_is_zero_by_chance")
+
+
+def train(kind: Any, late: bool = False, **options: Any) -> tuple[list[list[float]], float]:
+    """Both parameters after each step, and the last scale; `late`: one's gradient comes later."""
+    params = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    optimizer = torch.optim.SGD(params, lr=0.25, **options)
+    scaler = kind("cpu", init_scale=2.0**10)
+    log = []
+    for at, value in enumerate(HISTORY):
+        optimizer.zero_grad()
+        used = params[:1] if late and at < 3 else params
+        scale = scaler.scale(torch.ones(()))
+        for p in used:
+            p.grad = torch.full_like(p, value) * scale
+        scaler.step(optimizer)
+        scaler.update()
+        log += [p.tolist() for p in params]
+    return log, scaler.get_scale()
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"momentum": 0.5},
+    {"momentum": 0.5, "dampening": 0.25},
+    {"momentum": 0.5, "nesterov": True, "weight_decay": 0.125},
+    {"momentum": 0.5, "maximize": True},
+    {},
+]
+
+
+@garbage
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_steps_of_a_fused_sgd_are_those_of_one_that_is_not(options: dict[str, Any]) -> None:
+    expected = train(torch.amp.GradScaler, fused=False, foreach=False, **options)
+    assert train(GradScaler, fused=True, **options) == expected
+    assert expected[1] == 256.0
+
+
+@garbage
+def test_a_parameter_of_a_fused_sgd_may_have_its_first_gradient_later() -> None:
+    expected = train(torch.amp.GradScaler, True, fused=False, foreach=False, momentum=0.5)
+    assert train(GradScaler, True, fused=True, momentum=0.5) == expected
+
+
+@garbage
+def test_momentum_of_garbage_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_step, "prepare_to_skip", lambda optimizer, found: True)
+    log, _ = train(GradScaler, fused=True, momentum=0.5)
+    assert str(log[-1]) == "[nan, nan]"
+
+
+def test_a_fused_sgd_waits_only_with_dampening() -> None:
+    """Reading the finding would raise: a tensor on the device meta has no value."""
+    p = torch.ones(2, requires_grad=True)
+    p.grad = torch.ones(2)
+    found = torch.zeros((), device="meta")
+    plain = torch.optim.SGD([p], lr=0.1, momentum=0.5, fused=True)
+    assert optimizer_step.prepare_to_skip(plain, found)
+    assert plain.state[p]["momentum_buffer"].tolist() == [0.0, 0.0]
+    damped = torch.optim.SGD([p], lr=0.1, momentum=0.5, dampening=0.1, fused=True)
+    with pytest.raises(RuntimeError, match="meta"):
+        optimizer_step.prepare_to_skip(damped, found)
+    assert optimizer_step.prepare_to_skip(torch.optim.AdamW([p], fused=True), found)
+
+
+KINDS = {
+    "SGD": lambda w: torch.optim.SGD(w, lr=0.01, fused=True),
+    "Adam": lambda w: torch.optim.Adam(w, lr=0.01, eps=1e-3, fused=True),
+    "AdamW": lambda w: torch.optim.AdamW(w, lr=0.01, eps=1e-3, fused=True),
+    "Adagrad": lambda w: torch.optim.Adagrad(w, lr=0.01, eps=1e-3, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float16, 1.0), (torch.float32, 1e30), (torch.float64, 1e300)],
+    ids=str,
+)
+def test_below_a_scale_of_1_no_quotient_makes_a_weight_inf(kind, dtype, value) -> None:
+    """Of 35 elements torch's kernels for a CPU divide the last three in the weight's own dtype."""
+    for scale in (2.0**-8, 2.0**-24, 2.0**-40, 2.0**-100, 2.0**-126):
+        weight = torch.ones(35, dtype=dtype, requires_grad=True)
+        scaler, optimizer = GradScaler("cpu", init_scale=scale), KINDS[kind]([weight])
+        scaler.scale(torch.ones(()))
+        weight.grad = torch.full_like(weight, value)
+        weight.grad[3] = 0
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.isfinite().all()
+        fits = value / scale < torch.finfo(dtype).max and (dtype, scale) != (torch.float16, 2**-40)
+        assert bool(scaler.step_skipped(optimizer)) == (not fits)
+        assert weight.grad[0] == (value if not fits else value / scale)

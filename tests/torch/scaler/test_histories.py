@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from polymp.backends.torch.scaler import device_state
 from polymp.torch import GradScaler, autocast
 from tests.support.sizes import size
+from tests.support.torch.models import seen
 from tests.support.torch.training import PROGRAMS, Amp, entries, spoiled
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -70,10 +71,6 @@ def games(scales: list[float], new: float, large: float) -> Any:
 # that is seen, see docs/differences.md.
 high = games([2.0**24, 3.0 * 2**22, 2.0**100], 1e9, 1e36)
 low = games([2.0**16, 1.0, 3.0, 2.0**-20], 3.3, 1e8)
-
-
-def bits(t: torch.Tensor) -> bytes:
-    return t.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class Player:
@@ -155,13 +152,10 @@ class Player:
             outcome: Any = repr(getattr(self, call[0])(*call[1:]))
         except Exception as error:
             outcome = type(error), str(error)
-        states = [
-            sorted((key, bits(value)) for key, value in optimizer.state[p].items())
-            for optimizer, p in zip(self.optimizers, self.params, strict=True)
-        ]
+        states = [o.state[p] for o, p in zip(self.optimizers, self.params, strict=True)]
         scale, tracker = self.scaler.get_scale(), self.scaler._get_growth_tracker()
-        grads = [None if p.grad is None else bits(p.grad) for p in self.params]
-        return call, outcome, repr(scale), tracker, grads, list(map(bits, self.params)), states
+        tensors = seen([self.params, [p.grad for p in self.params], states])
+        return call, outcome, repr(scale), tracker, tensors
 
 
 def play(make: type, game: Any, history: Any) -> list[Any]:
@@ -190,7 +184,7 @@ shapes = st.tuples(
 def scales(scaler: Any, optimizer_of: Any, history: Any) -> list[Any]:
     """Scale, count and the weight after steps with losses of any kind, and double backward."""
     w = torch.linspace(-1, 1, 3).requires_grad_()
-    optimizer, seen = optimizer_of([w]), []
+    optimizer, log = optimizer_of([w]), []
     for factor, added, weight in history:
         optimizer.zero_grad()
         loss = (w.square() * factor).sum() + added
@@ -200,10 +194,10 @@ def scales(scaler: Any, optimizer_of: Any, history: Any) -> list[Any]:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        seen.append((scaler.get_scale(), scaler._get_growth_tracker(), bits(w)))
+        log.append((scaler.get_scale(), scaler._get_growth_tracker(), seen(w)))
         with torch.no_grad():
             w.copy_(torch.linspace(-1, 1, 3))
-    return seen
+    return log
 
 
 @pytest.mark.sized
@@ -269,7 +263,7 @@ STEPS = 50
 
 def fifty(
     make: Any, kind: str, dtype: torch.dtype, seed: int, device: str = "cpu", **start: Any
-) -> list[bytes]:
+) -> Any:
     """Weights, gradients, optimizer states and the scale after 50 steps; up to four overflow.
 
     Gradients go from 1 down to 2**-36, which is 0 in float16.
@@ -294,9 +288,8 @@ def fifty(
         scaler.step(optimizer)
         scaler.update()
     assert all(w.isfinite().all() for w in weights)
-    states = [optimizer.state[w][key] for w in weights for key in sorted(optimizer.state[w])]
-    grads = [w.grad for w in weights if w.grad is not None]
-    return list(map(bits, [*weights, *grads, *states, torch.tensor(scaler.get_scale())]))
+    states, grads = [optimizer.state[w] for w in weights], [w.grad for w in weights]
+    return seen([weights, grads, states, scaler.get_scale()])
 
 
 fused_runs = st.fixed_dictionaries(
@@ -347,14 +340,14 @@ def test_small_gradients_of_float16_weights_reach_a_fused_optimizer() -> None:
     def eight(make: Any) -> list[float]:
         weight = torch.zeros(1, dtype=torch.float16, requires_grad=True)
         optimizer = torch.optim.Adam([weight], lr=0.01, fused=True)
-        scaler, seen = make("cpu"), []
+        scaler, values = make("cpu"), []
         for _ in range(8):
             optimizer.zero_grad()
             scaler.scale((weight.float() * 2.0**-30).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-            seen.append(weight.item())
-        return seen
+            values.append(weight.item())
+        return values
 
     assert eight(GradScaler) == eight(torch.amp.GradScaler)
     assert eight(GradScaler) != eight(DividesBefore)

@@ -1,4 +1,4 @@
-"""`GradScaler`: misuse, and the names that others reach for, beside torch.amp's."""
+"""`GradScaler`: misuse, names that others reach for, and several devices, beside torch.amp's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch.amp.grad_scaler import OptState as TorchOptState
 
 from polymp.backends.torch.scaler.grad_scaler import OptState, _refresh_per_optimizer_state
 from polymp.torch import GradScaler, cpu, cuda
+from tests.support.torch.each_op import EachOp
 from tests.support.torch.training import entries
 
+INF, NAN = float("inf"), float("nan")
 CLASSES = (GradScaler, torch.amp.GradScaler)
 BOTH = pytest.mark.parametrize("kind", CLASSES, ids=["polymp", "torch"])
 
@@ -246,3 +248,239 @@ def test_a_lost_loss_inside_a_transform_has_its_own_gradients(kind: Any) -> None
     rows = torch.tensor([[1.0, 2.0], [float("inf"), 1.0]])
     made = torch.vmap(torch.func.grad(lambda w: scaler.scale(w.sum())))(rows)
     assert made.tolist() == [[scaler.get_scale()] * 2] * 2
+
+
+# --- misuse that torch.amp has no word for, and optimizers that it refuses -----------------------
+
+
+# Arguments that this scaler alone has, and what is said about them.
+OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    (
+        {"dtype": 16},
+        TypeError,
+        "GradScaler(): dtype 16 is not a dtype. Write float8_e4m3fn (fp8_e4m3), float8_e5m2 "
+        "(fp8_e5m2), float16 (fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64), or such a "
+        "dtype of torch, jax or numpy.",
+    ),
+    (
+        {"dtype": torch.int32},
+        TypeError,
+        "dtype must be the region's low dtype, a float dtype, got torch.int32.",
+    ),
+    (
+        {"device": 1024.0},
+        TypeError,
+        "device must be a name such as 'cuda' or 'cpu', got 1024.0. The first scale is "
+        "GradScaler(device, init_scale).",
+    ),
+    ({"skip_on": "gpu"}, ValueError, "skip_on must be 'auto', 'host' or 'device', got 'gpu'."),
+    (
+        {"on_stuck": "ignore"},
+        ValueError,
+        "on_stuck must be 'warn', 'raise' or a function, got 'ignore'.",
+    ),
+    *(
+        ({"stuck_after": x}, ValueError, f"stuck_after must be a whole number from 1 up, got {x}.")
+        for x in (0, True)
+    ),
+    (
+        {"named": 3},
+        TypeError,
+        "named must be a module, got 3. Without one, names come from an optimizer that is made "
+        "with model.named_parameters().",
+    ),
+)
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), OWN, ids=lambda v: str(v)[:40])
+def test_wrong_arguments_raise_what_names_them(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    assert outcome(lambda: GradScaler(**{"device": "cpu"} | arguments)) == (error, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("growth_factor", 1.0, ValueError, "growth_factor must be finite and above 1, got 1.0."),
+        ("backoff_factor", 2.0, ValueError, "backoff_factor must be between 0 and 1, got 2.0."),
+        ("growth_interval", 0, ValueError, "growth_interval must be at least 1, got 0."),
+        ("growth_interval", 2.5, TypeError, "growth_interval must be a whole number, got 2.5."),
+    ],
+)
+def test_constants_out_of_range_are_not_set(
+    name: str, value: float, error: type[Exception], message: str
+) -> None:
+    scaler = ready(GradScaler)
+    before = scaler.state_dict()
+    assert outcome(lambda: getattr(scaler, f"set_{name}")(value)) == (error, message)
+    assert scaler.state_dict() == before
+
+
+NEW = f"new_scale must be from min_scale to max_scale, {2.0**-126!r} to {2.0**126!r}; got "
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "message"),
+    [
+        *((x, ValueError, f"{NEW}{x!r}.") for x in (0.0, -1.0, 2.0**127, INF, NAN)),
+        ("8", TypeError, "new_scale must be a number, got '8'."),
+    ],
+    ids=str,
+)
+def test_a_new_scale_that_is_none_changes_nothing(
+    new: Any, error: type[Exception], message: str
+) -> None:
+    scaler = ready(GradScaler)
+    before, looked = scaler.state_dict(), sgd()
+    scaler.step(looked)
+    assert outcome(lambda: scaler.update(new)) == (error, message)
+    assert scaler.state_dict() == before
+    scaler.update()  # the iteration is still open
+    assert scaler._get_growth_tracker() == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "scale"),
+    [(0.0, 2.0**-126), (INF, 2.0**126), (2.0**127, 2.0**126), (NAN, 4.0), (-3.0, 2.0**-126)],
+)
+def test_a_new_scale_on_the_device_is_brought_between_the_bounds(new: float, scale: float) -> None:
+    scaler = ready(GradScaler)
+    scaler.update(torch.tensor(new))
+    assert scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
+    scaler, w = ready(GradScaler), torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0, momentum=0.9, weight_decay=0.5, fused=fused)
+    before = scaler.state_dict()
+    assert scaler.step(optimizer) is None
+    assert (w.tolist(), dict(optimizer.state)) == ([1.0, 1.0], {})
+    assert scaler.step_skipped(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+    assert scaler.state_dict() == before
+    scaler.step(sgd())  # another one goes on
+    scaler.update()
+    assert scaler._get_growth_tracker() == 1
+    assert not scaler.found_inf(optimizer)
+
+
+def test_a_strict_scaler_wants_gradients_as_torch_s_does() -> None:
+    without, fused = (sgd(torch.ones(2, requires_grad=True), fused=f) for f in (False, True))
+    for misuse in (
+        lambda scaler: scaler.step(without),
+        lambda scaler: (scaler.unscale_(without), scaler.update()),
+    ):
+        ours = outcome(lambda m=misuse: m(ready(GradScaler, strict=True)))
+        assert ours == outcome(lambda m=misuse: m(ready(torch.amp.GradScaler)))
+        assert ours[0] is AssertionError
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        ready(GradScaler, strict=True).step(fused)  # torch.amp raises in update() only
+
+
+# --- parameters on several devices, and findings that subclasses change --------------------------
+
+
+def unscaled(op: Any, args: Any, _: Any) -> list[tuple[str, torch.dtype]] | None:
+    """Devices and dtypes of the gradients that are unscaled in one call."""
+    if op is not torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return None
+    gradients, found, inverse = args
+    assert {t.device for t in gradients} == {found.device} == {inverse.device}
+    return [(str(t.device), t.dtype) for t in gradients]
+
+
+class Fused(torch.optim.Optimizer):
+    """Keeps what a scaler hands to an optimizer that decides on the device."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> Any:
+        return self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+
+
+@BOTH
+def test_gradients_of_several_devices_are_unscaled_where_they_are(kind: Any) -> None:
+    """On fake devices: each has a copy of the inverse and a finding of its own."""
+    devices = [torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")]
+    calls: list[tuple[Any, ...]] = []
+
+    class Watched(kind):  # type: ignore[misc]
+        def _unscale_grads_(self, *args: Any) -> Any:
+            found = super()._unscale_grads_(*args)
+            calls.append(tuple(found))
+            return found
+
+    with FakeTensorMode():
+        scaler = Watched("cpu")
+        scaled = scaler.scale([torch.ones((), device=d) for d in devices])
+        assert [t.device for t in scaled] == devices
+        assert scaler._scale.device == devices[0]
+        weights = [torch.ones(2, device=d) for d in (*devices, devices[2])]
+        weights.append(torch.ones(2, device=devices[1], dtype=torch.float64))
+        for w in weights:
+            w.grad = torch.ones_like(w)
+        optimizer, other = Fused(weights, {}), Fused(weights[1:2], {})
+        with EachOp(unscaled) as unscalings:
+            scaler.unscale_(optimizer)
+        assert sorted(unscalings.seen, key=str) == [
+            [("cpu", torch.float32)],
+            [("cuda:0", torch.float32)],
+            [("cuda:0", torch.float64)],
+            [("cuda:1", torch.float32)] * 2,
+        ]
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        assert [(d, t.device, t.dtype, t.shape) for d, t in found.items()] == [
+            (d, d, torch.float32, torch.Size([])) for d in devices
+        ]
+        scale, combined = scaler.step(optimizer)
+        assert (scale, combined.device) == (None, devices[0])
+        scale, combined = scaler.step(other)
+        assert (scale.device, combined.device) == (devices[0], devices[0])
+        scaler.update()
+        assert scaler._scale.device == devices[0]
+    assert calls == [tuple(devices), (devices[1],)]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, None])
+def test_a_finding_on_any_device_skips_the_whole_step_and_counts_once(which: int | None) -> None:
+    class Devices(GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            super()._unscale_grads_(*args)
+            return {at: torch.tensor(float(at == which)) for at in range(3)}
+
+    def run(optimizer: Any) -> tuple[Any, ...]:
+        scaler = ready(Devices, growth_interval=1)
+        result = scaler.step(optimizer)
+        scaler.update()
+        return result, scaler.get_scale()
+
+    w = weight()
+    run(sgd(w))
+    assert w.tolist() == ([0.875, 0.875] if which is None else [1.0, 1.0])
+    (_, found), scale = run(Fused([weight()], {}))
+    assert (found.item(), scale) == ((0.0, 8.0) if which is None else (1.0, 2.0))
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5], ids=["sum", "mean"])
+@pytest.mark.parametrize("kind", ["host", "fused", "undone"])
+def test_sums_and_means_of_findings_over_ranks_skip_and_count_once(
+    kind: str, factor: float
+) -> None:
+    """Fused kernels of torch skip for 1 and for nothing else."""
+    w = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.5, fused=kind == "fused")
+    scaler = GradScaler("cpu", skip_on="device" if kind == "undone" else "auto")
+    scaler.scale(w.sum()).backward()
+    assert w.grad is not None
+    w.grad[0] = float("inf")
+    scaler.unscale_(optimizer)
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.mul_(factor)
+    scaler.step(optimizer)
+    scaler.update()
+    assert w.tolist() == [1.0, 1.0]
+    state = scaler.state_dict()
+    assert (state["skips"], state["skipped"], state["scale"]) == (1, 1, 2.0**15)

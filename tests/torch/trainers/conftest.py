@@ -3,6 +3,9 @@
 import importlib
 import importlib.util
 import warnings
+from collections.abc import Iterator
+
+import pytest
 
 IMPORTED = {
     "lightning": ("lightning.pytorch.plugins",),
@@ -16,3 +19,13 @@ with warnings.catch_warnings():
         if importlib.util.find_spec(_name) is not None:
             for _module in _modules:
                 importlib.import_module(_module)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps the mode of the first Accelerator for the whole process."""
+    from tests.support.torch.trainer_models import reset
+
+    reset()
+    yield
+    reset()

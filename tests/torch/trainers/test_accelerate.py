@@ -6,50 +6,36 @@ import copy
 import io
 import math
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
-from polymp.accelerate import use
-from polymp.torch import GradScaler
 from tests.conftest import need
-from tests.support.torch.ranks import launch
 
 need("accelerate")
 
+from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import (  # noqa: E402
     AutocastKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     TorchDynamoPlugin,
 )
 
-import polymp  # noqa: E402
 import polymp.torch  # noqa: E402
+from polymp.accelerate import use  # noqa: E402
 from polymp.errors import BadStepError  # noqa: E402
-from tests.support.torch.trainer_models import losses_of_closures  # noqa: E402
+from polymp.torch import GradScaler  # noqa: E402
+from tests.support.torch.ranks import launch  # noqa: E402
+from tests.support.torch.trainer_models import losses_of_closures, reset  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("left_as_found")
+pytestmark = pytest.mark.usefixtures("left_as_found", "fresh_accelerate")
 
 FP32 = {"name": "mine", "rules": {"linear": "fp32"}}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """accelerate keeps the mode of the first Accelerator for the whole process."""
-    yield
-    reset()
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 def make(mode: str = "bf16", policy: Any = None, own: bool = True, **settings: Any) -> Any:
@@ -196,43 +182,30 @@ def test_lbfgs() -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def clipped_by_part(accelerator: Any) -> list[torch.Tensor]:
-    """Weights after steps of two optimizers, each clipped right before it steps."""
+def two_optimizers(accelerator: Any, by_part: bool) -> list[torch.Tensor]:
+    """Weights after steps of two optimizers; gradients are clipped together, or before each."""
     net = make_net()
     parts = net[:2], net[2:]
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     model, *optimizers = accelerator.prepare(net, *optimizers)
     for x, y in batches():
         accelerator.backward(nn.functional.mse_loss(model(x), y))
+        if not by_part:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
         for part, optimizer in zip(parts, optimizers, strict=True):
-            accelerator.clip_grad_norm_(part.parameters(), 0.1)
+            if by_part:
+                accelerator.clip_grad_norm_(part.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
     return [net[0].weight.detach(), net[3].weight.detach()]
 
 
-def two_optimizers(accelerator: Any) -> list[torch.Tensor]:
-    """Weights after steps of two optimizers that share each backward pass, with clipping."""
-    net = make_net()
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net[:2], net[2:])]
-    model, *optimizers = accelerator.prepare(net, *optimizers)
-    for x, y in batches():
-        accelerator.backward(nn.functional.mse_loss(model(x), y))
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [net[0].weight.detach(), net[3].weight.detach()]
-
-
-@pytest.mark.parametrize("train", [two_optimizers, clipped_by_part])
-def test_two_optimizers_that_share_a_backward_pass_get_true_gradients(
-    train: Callable[[Any], list[torch.Tensor]],
-) -> None:
+@pytest.mark.parametrize("by_part", [False, True])
+def test_two_optimizers_that_share_a_backward_pass_get_true_gradients(by_part: bool) -> None:
     """The scale grows after every step, and is used for both."""
     scaler = GradScaler("cpu", init_scale=2.0**4, growth_interval=1)
-    found = train(make("fp16", scaler=scaler))
-    exact = train(make("bf16", {"name": "none", "rules": {}}))
+    found = two_optimizers(make("fp16", scaler=scaler), by_part)
+    exact = two_optimizers(make("bf16", {"name": "none", "rules": {}}), by_part)
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one, other, rtol=0.01, atol=1e-3)
     assert scaler.get_scale() == 2.0 ** (4 + 12)
@@ -312,9 +285,6 @@ def test_a_compiled_model_is_one_graph_with_the_policy(by: str, count: Any) -> N
 # --- accelerate in two processes, with polymp's scaler and policy: DDP, FSDP1 and FSDP2 -----------
 
 
-need("accelerate")
-
-
 OVERFLOW = 2  # the batch in which the gradients of rank 1 overflow
 
 
@@ -332,8 +302,7 @@ class Net(nn.Module):
 
 def make_accelerate_ranks(strategy: str, mode: str) -> Any:
     """An `Accelerator`; accelerate has FSDP for accelerators only, so here its state is told."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset()
     accelerator = Accelerator(mixed_precision=mode, cpu=True)
     if strategy != "ddp":
         plugin = FullyShardedDataParallelPlugin(
@@ -430,16 +399,7 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(ranks: Any, strategy: st
 def test_catch_stops_a_loop_at_the_bad_step(mode: str) -> None:
     """A method that steps with what `prepare` returned: all of it is put back and replayed."""
 
-    class Training:
-        def __init__(self) -> None:
-            self.accelerator = make(mode, own=mode != "no")
-            net = make_net()
-            loader = torch.utils.data.DataLoader(torch.randn(12, 16), batch_size=2)
-            optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-            self.model, self.optimizer, self.loader = self.accelerator.prepare(
-                net, optimizer, loader
-            )
-
+    class Training(Run):
         def step(self, x: torch.Tensor) -> torch.Tensor:
             self.optimizer.zero_grad()
             loss: torch.Tensor = self.model(x).square().mean()
@@ -448,11 +408,13 @@ def test_catch_stops_a_loop_at_the_bad_step(mode: str) -> None:
             return loss
 
         def run(self) -> None:
+            loader = torch.utils.data.DataLoader(torch.randn(12, 16), batch_size=2)
+            self.loader = self.accelerator.prepare(loader)
             step = polymp.torch.catch(self.step)
             for at, x in enumerate(self.loader):
                 step(x * float("nan") if at == 4 else x)
 
-    training = Training()
+    training = Training(make(mode, own=mode != "no"))
     with pytest.raises(BadStepError) as raised:
         training.run()
     report = raised.value.report

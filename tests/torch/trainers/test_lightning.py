@@ -8,28 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import plugins, strategies
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
-from polymp.lightning import Precision
-from polymp.torch import GradScaler
 from tests.conftest import need
-from tests.support.torch.lightning_models import (
+
+need("lightning")
+
+import lightning  # noqa: E402
+from lightning.pytorch import plugins, strategies  # noqa: E402
+
+from polymp.errors import BadStepError  # noqa: E402
+from polymp.lightning import Precision, catch  # noqa: E402
+from polymp.torch import GradScaler  # noqa: E402
+from tests.support.torch.lightning_models import (  # noqa: E402
+    QUIET,
     Regression,
     StartedRanks,
     batches,
     fit,
 )
-from tests.support.torch.ranks import launch
-
-need("lightning")
-
-import lightning  # noqa: E402
-
-from polymp.errors import BadStepError  # noqa: E402
-from polymp.lightning import catch  # noqa: E402
-from tests.support.torch.lightning_models import QUIET  # noqa: E402
+from tests.support.torch.ranks import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("left_as_found"),
@@ -173,17 +172,14 @@ def test_a_training_step_that_returns_none_is_left_out() -> None:
     assert model.trainer.precision_plugin.scaler._get_growth_tracker() == len(model.norms)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("theirs", "ours"), ("ours", "theirs"), ("ours", "ours")]
-)
-def test_each_resumes_the_other(first: str, second: str, tmp_path: Path) -> None:
-    make = {"theirs": theirs, "ours": ours}
+@pytest.mark.parametrize(("first", "second"), [(theirs, ours), (ours, theirs), (ours, ours)])
+def test_each_resumes_the_other(first: Any, second: Any, tmp_path: Path) -> None:
     data = batches()
     data[2][1][0] = 1e6  # a skip, so that the scale says where it comes from
     whole = fit(theirs("16-mixed"), epochs=2, data=data)
-    start = fit(make[first]("16-mixed"), epochs=1, data=data)
+    start = fit(first("16-mixed"), epochs=1, data=data)
     start.trainer.save_checkpoint(tmp_path / "here.ckpt")
-    plugin = make[second]("16-mixed")
+    plugin = second("16-mixed")
     rest = fit(plugin, epochs=2, data=data, ckpt_path=tmp_path / "here.ckpt")
     assert start.losses + rest.losses == whole.losses
     assert plugin.scaler.get_scale() == whole.trainer.precision_plugin.scaler.get_scale()
@@ -191,8 +187,6 @@ def test_each_resumes_the_other(first: str, second: str, tmp_path: Path) -> None
 
 
 def test_validation_runs_in_the_region_without_a_fit() -> None:
-    import lightning
-
     model = Regression()
     trainer = lightning.Trainer(plugins=[ours("bf16-mixed", "lean")], **QUIET)
     trainer.validate(model, DataLoader(batches(), batch_size=None), verbose=False)  # type: ignore[arg-type]
@@ -231,9 +225,7 @@ def test_catch_stops_the_trainer_at_the_bad_step(precision: str) -> None:
 # --- Lightning's strategies in two processes: DDP, FSDP, and ModelParallelStrategy with FSDP2 -----
 
 
-need("lightning")
-
-
+STRATEGIES = ("ddp", "fsdp", "fsdp2")
 OVERFLOW = 3  # the batch in which the gradients of rank 1 overflow
 
 
@@ -289,23 +281,15 @@ def train(name: str, plugin: Any, rank: int, ranks: int, clip: float | None) -> 
 
 def main(rank: int, ranks: int, folder: Path) -> dict[tuple[str, ...], Any]:
     notes: dict[tuple[str, ...], Any] = {}
-    for name in ("ddp", "fsdp", "fsdp2"):
-        for precision in ("bf16-mixed", "16-mixed"):
-            half = precision == "16-mixed"
+    for name in STRATEGIES:
+        for precision in MIXED:
             for policy in (None, "lean"):
-                scaler = GradScaler("cpu", init_scale=2.0**10) if half else None
-                plugin = Precision(precision, policy, scaler=scaler)
+                plugin = ours(precision, policy)
                 notes[name, precision, str(policy)] = train(name, plugin, rank, ranks, 0.1)
         clip = None if name == "fsdp" else 0.1  # Lightning's plugin for FSDP refuses to clip
-        for who, plain in (
-            ("ours", Precision("bf16-mixed")),
-            ("theirs", theirs_lightning_ranks(name)),
-        ):
-            notes[name, who] = train(name, plain, rank, ranks, clip)
+        notes[name, "ours"] = train(name, ours("bf16-mixed"), rank, ranks, clip)
+        notes[name, "theirs"] = train(name, theirs_lightning_ranks(name), rank, ranks, clip)
     return notes
-
-
-STRATEGIES = ("ddp", "fsdp", "fsdp2")
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +308,7 @@ def test_losses_are_lightnings_bit_for_bit(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", MIXED)
 def test_with_a_policy_every_strategy_computes_the_same(ranks: Any, precision: str) -> None:
     """With clipping by norm; FSDP gathers the weights in float32, and the policy casts them."""
     for notes in ranks:
@@ -337,7 +321,5 @@ def test_with_a_policy_every_strategy_computes_the_same(ranks: Any, precision: s
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_all_ranks_skip_the_step_in_which_one_overflows(ranks: Any, name: str) -> None:
     for notes in ranks:
-        assert notes[name, "16-mixed", "lean"]["metrics"] == {
-            "loss_scale": 2.0**9,
-            "skipped_steps": 1.0,
-        }
+        metrics = notes[name, "16-mixed", "lean"]["metrics"]
+        assert metrics == {"loss_scale": 2.0**9, "skipped_steps": 1.0}

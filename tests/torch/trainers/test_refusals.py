@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,21 +31,14 @@ import polymp.lightning  # noqa: E402
 import polymp.transformers  # noqa: E402
 from polymp.lightning import FabricPrecision, Precision  # noqa: E402
 from tests.support import forks  # noqa: E402
-from tests.support.torch.lightning_models import Regression, fit  # noqa: E402
+from tests.support.torch.lightning_models import fit  # noqa: E402
 from tests.support.torch.trainer_models import accelerator, reset, trainer  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("left_as_found"),
+    pytest.mark.usefixtures("left_as_found", "fresh_accelerate"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    reset()
-    yield
-    reset()
 
 
 def prepared() -> Any:
@@ -60,12 +53,6 @@ class DeepSpeed(Accelerator):
     distributed_type = DistributedType.DEEPSPEED  # type: ignore[assignment]
 
 
-def deepspeed() -> Any:
-    found = accelerator()
-    found.__class__ = DeepSpeed
-    return found
-
-
 def two_gpus() -> Any:
     found = trainer(bf16=True)
     found.args._n_gpu = 2
@@ -78,23 +65,16 @@ def prepared_trainer() -> Any:
     return found
 
 
-def trainer_plugin_in_fabric() -> None:
-    fabric = Fabric(accelerator="cpu", plugins=[Precision()])
-    fabric.setup(nn.Linear(2, 2))(torch.ones(1, 2))
-
-
 def fabric_clips_twice() -> None:
-    fabric = Fabric(accelerator="cpu", plugins=[FabricPrecision("16-mixed")])
-    net = nn.Linear(2, 2)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net, used = nn.Linear(2, 2), fabric(FabricPrecision("16-mixed"))
+    model, optimizer = used.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for _ in range(2):
-        fabric.backward(model(torch.ones(1, 2)).sum())
-        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        used.backward(model(torch.ones(1, 2)).sum())
+        used.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
 
 
 def accumulate_after_clipping() -> None:
-    used = use(accelerator("fp16"))
-    net = nn.Linear(2, 2)
+    net, used = nn.Linear(2, 2), use(accelerator("fp16"))
     model, _ = used.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for _ in range(2):
         used.backward(model(torch.ones(1, 2)).sum())
@@ -118,8 +98,10 @@ class Head(nn.Module):
         return y
 
 
-def called(accelerator: Any, model: nn.Module) -> None:
-    accelerator.prepare(model)(torch.ones(1, 2))
+def called(used: Any, model: nn.Module | None = None) -> None:
+    """Call a model, a linear layer by default, as an accelerator or Fabric prepares it."""
+    prepare = used.setup if isinstance(used, Fabric) else used.prepare
+    prepare(model or nn.Linear(2, 2))(torch.ones(1, 2))
 
 
 def two_of_lightning() -> None:
@@ -190,9 +172,8 @@ def around(call: Callable[[], Any]) -> None:
         call()
 
 
-def fabric_module() -> Any:
-    plugin = FabricPrecision("bf16-mixed", "amp")
-    return lightning.Fabric(accelerator="cpu", plugins=[plugin]).setup(nn.Linear(2, 2))
+def fabric(plugin: Any) -> Any:
+    return Fabric(accelerator="cpu", plugins=[plugin])
 
 
 class Refusal(NamedTuple):
@@ -204,6 +185,7 @@ class Refusal(NamedTuple):
     text: str  # its text
 
 
+PLUGINS = Precision, FabricPrecision
 use, use_trainer = polymp.accelerate.use, polymp.transformers.use
 ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()"
 
@@ -244,7 +226,7 @@ REFUSALS = (
         "Precision('32-true'). Lightning's other modes work without this plugin.",
     ),
     Refusal(
-        "the Trainer's plugin in Fabric", trainer_plugin_in_fabric, RuntimeError,
+        "the Trainer's plugin in Fabric", lambda: called(fabric(Precision())), RuntimeError,
         "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
         "Fabric(plugins=[FabricPrecision('bf16-mixed', policy=...)]).",
     ),
@@ -273,7 +255,7 @@ REFUSALS = (
         "polymp.transformers.use(trainer, policy=...).",
     ),
     Refusal(
-        "DeepSpeed", lambda: use(deepspeed(), "lean"), ValueError,
+        "DeepSpeed", lambda: use(DeepSpeed(mixed_precision="bf16", cpu=True), "lean"), ValueError,
         f"{ACCELERATE}: DEEPSPEED casts and scales by itself, and no policy sees it. Use DDP or "
         "FSDP.",
     ),
@@ -373,25 +355,22 @@ REFUSALS = (
     ),
     Refusal(
         "Lightning: inside a region",
-        lambda: around(lambda: fit(Precision("bf16-mixed", "amp"), Regression())), PolicyError,
+        lambda: around(lambda: fit(Precision("bf16-mixed", "amp"))), PolicyError,
         f"Precision {INSIDE} Precision('bf16-mixed', policy=...).",
     ),
     Refusal(
         "Fabric: inside a region",
-        lambda: around(lambda: fabric_module()(torch.ones(1, 2))), PolicyError,
+        lambda: around(lambda: called(fabric(FabricPrecision("bf16-mixed", "amp")))), PolicyError,
         f"FabricPrecision {INSIDE} FabricPrecision('bf16-mixed', policy=...).",
     ),
     Refusal(
         "accelerate: inside a region",
-        lambda: around(lambda: called(use(accelerator("bf16"), "amp"), nn.Linear(2, 2))),
-        PolicyError,
+        lambda: around(lambda: called(use(accelerator("bf16"), "amp"))), PolicyError,
         f"accelerate {INSIDE} polymp.accelerate.use(accelerator, policy=...).",
     ),
     Refusal(
         "transformers: inside a region",
-        lambda: around(
-            lambda: called(use_trainer(trainer(bf16=True), "amp").accelerator, nn.Linear(2, 2))
-        ),
+        lambda: around(lambda: called(use_trainer(trainer(bf16=True), "amp").accelerator)),
         PolicyError,
         f"the Trainer {INSIDE} polymp.transformers.use(trainer, policy=...).",
     ),
@@ -402,14 +381,29 @@ REFUSALS = (
         "none here. Wrap the function that is called from outside: polymp.jax.autocast(fn), or "
         "autocast(fn, enabled=False) if the rest of it is to run as written.",
     ),
-    Refusal(
-        "Lightning: float16 without a scaler",
-        lambda: Precision("16-mixed", scaler=OFF), ValueError, f"Precision('16-mixed') {DISABLED}",
+    *(
+        Refusal(
+            f"{kind.__name__}: float16 without a scaler",
+            lambda kind=kind: kind("16-mixed", scaler=OFF), ValueError,
+            f"{kind.__name__}('16-mixed') {DISABLED}",
+        )
+        for kind in PLUGINS
     ),
-    Refusal(
-        "Fabric: float16 without a scaler",
-        lambda: FabricPrecision("16-mixed", scaler=OFF), ValueError,
-        f"FabricPrecision('16-mixed') {DISABLED}",
+    *(
+        Refusal(
+            f"{kind.__name__}: rules for modules",
+            lambda kind=kind: kind("16-mixed", SCOPED), PolicyError,
+            f"{SCOPES}[{kind.__name__}('16-mixed')].",
+        )
+        for kind in PLUGINS
+    ),
+    *(
+        Refusal(
+            f"{kind.__name__}: no mixed precision",
+            lambda kind=kind: kind("32-true", SCOPED), ValueError,
+            f"{kind.__name__}{NO_REGION.format(kind.__name__)}",
+        )
+        for kind in PLUGINS
     ),
     Refusal(
         "accelerate: float16 without a scaler",
@@ -427,26 +421,6 @@ REFUSALS = (
         "polymp.keras.use(model, dtype='float16') needs a loss scaler, and the one given is "
         "disabled, so that small gradients would become zero. Leave scaler out, or write "
         "scaler=polymp.jax.GradScaler(init_scale=...).",
-    ),
-    Refusal(
-        "Lightning: rules for modules",
-        lambda: Precision("bf16-mixed", SCOPED), PolicyError,
-        f"{SCOPES}[Precision('bf16-mixed')].",
-    ),
-    Refusal(
-        "Fabric: rules for modules",
-        lambda: FabricPrecision("16-mixed", SCOPED), PolicyError,
-        f"{SCOPES}[FabricPrecision('16-mixed')].",
-    ),
-    Refusal(
-        "Lightning: no mixed precision",
-        lambda: Precision("32-true", SCOPED), ValueError,
-        f"Precision{NO_REGION.format('Precision')}",
-    ),
-    Refusal(
-        "Fabric: no mixed precision",
-        lambda: FabricPrecision("32-true", SCOPED), ValueError,
-        f"FabricPrecision{NO_REGION.format('FabricPrecision')}",
     ),
     Refusal(
         "accelerate: no mixed precision",
@@ -544,11 +518,7 @@ def test_the_names_of_the_frameworks_that_the_adapters_rely_on() -> None:
 
     assert list(inspect.signature(Base._after_closure).parameters) == ["self", "model", "optimizer"]
     found = accelerator()
-    assert (found._models, found._optimizers, found.scaler, found.native_amp) == (
-        [],
-        [],
-        None,
-        True,
-    )
+    assert (found._models, found._optimizers, found.scaler) == ([], [], None)
+    assert found.native_amp
     assert isinstance(inspect.getattr_static(AcceleratedOptimizer, "step_was_skipped"), property)
     assert "create_accelerator_and_postprocess" in vars(Trainer)

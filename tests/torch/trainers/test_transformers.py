@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.conftest import need
 need("transformers")
 
 import transformers  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from transformers import (  # noqa: E402
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -26,10 +24,10 @@ import polymp  # noqa: E402
 from polymp.errors import BadStepError  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
 from polymp.transformers import catch, use  # noqa: E402
-from tests.support.torch.trainer_models import MODELS, examples  # noqa: E402
+from tests.support.torch.trainer_models import MODELS, examples, reset  # noqa: E402
 
 pytestmark = [
-    pytest.mark.usefixtures("left_as_found"),
+    pytest.mark.usefixtures("left_as_found", "fresh_accelerate"),
     # The old versions of transformers know no other name.
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing.*is deprecated:FutureWarning"),
 ]
@@ -55,12 +53,9 @@ QUIET: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.PrinterCallback, "on_log", lambda *_, **__: None)
     monkeypatch.setattr(transformers.ProgressCallback, "on_log", lambda *_, **__: None)
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 @pytest.fixture
@@ -73,8 +68,7 @@ def made(
     kind: str, folder: Path, *, policy: Any = False, scaler: Any = None,
     trainer: Any = Trainer, arguments: Any = TrainingArguments, **settings: Any,
 ) -> Any:  # fmt: skip
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    reset()
     torch.manual_seed(1)
     args = arguments(str(folder), **{**QUIET, **settings})
     data = examples(kind)

@@ -16,6 +16,7 @@ from torch import nn
 
 from polymp.torch import autocast, low_weights
 from tests.support.low_weights import edges, spread
+from tests.support.torch.models import seen
 
 MODES = ("master", "split", "stochastic")
 CUDA = pytest.param(
@@ -40,23 +41,20 @@ def numbers(mode: str) -> torch.Tensor:
     return torch.from_numpy(x if mode == "split" else x[~np.isnan(x)])
 
 
-def made_bits(params: list[nn.Parameter], optimizer: Any) -> list[bytes]:
+def made_bits(params: list[nn.Parameter], optimizer: Any) -> Any:
     """Weights, everything in the optimizer's state, and the float32 values of the weights."""
-    tensors = [p.detach() for p in params]
-    for entries in optimizer.state_dict()["state"].values():
-        tensors += [t for _, t in sorted(entries.items()) if torch.is_tensor(t)]
-    tensors += optimizer.float32_state_dict(nn.ParameterList(params)).values()
-    return [t.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+    full = optimizer.float32_state_dict(nn.ParameterList(params))
+    return seen([params, optimizer.state_dict()["state"], full])
 
 
-def stored(device: str, mode: str) -> list[bytes]:
+def stored(device: str, mode: str) -> Any:
     params = [nn.Parameter(numbers(mode).to(device))]
     optimizer = low_weights(torch.optim.SGD(params, lr=0.1), mode)
     assert params[0].device.type == device
     return made_bits(params, optimizer)
 
 
-def trained(device: str, mode: str, make: Callable[[Any], Any]) -> list[bytes]:
+def trained(device: str, mode: str, make: Callable[[Any], Any]) -> Any:
     """The bits after five steps with given gradients."""
     g = torch.Generator().manual_seed(0)
     shapes = (64, 33), (7,)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from polymp.torch import low_weights
 from tests.support.torch.low_training import low, made, same_bits, step, weights
+from tests.support.torch.models import seen
 
 MODES = ("master", "split", "stochastic")
 
@@ -35,10 +36,7 @@ def through_file(value: Any) -> Any:
 
 
 def state_bits(optimizer: Any) -> Any:
-    return [
-        {k: (str(v.dtype), v.reshape(-1).view(torch.uint8).tolist()) for k, v in own.items()}
-        for own in optimizer.state_dict()["state"].values()
-    ]
+    return seen(optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -183,9 +183,7 @@ def test_gradients_are_those_of_parameters_without_the_scale(kind: Any) -> None:
     named = dict(plain.model.named_parameters())
     assert {g.module for g in without.gradients} == {*named}
     for g, h in zip(without.gradients, with_scale.gradients, strict=True):
-        grad = named[g.module].grad
-        assert grad is not None
-        exact = magnitudes(grad.numpy())
+        exact = magnitudes(named[g.module].grad.numpy())
         assert (g.magnitudes.bins, g.magnitudes.largest) == (exact.bins, exact.largest)
         assert (h.module, h.magnitudes) == (g.module, g.magnitudes)
     for one, two in zip(without.results, with_scale.results, strict=False):
@@ -284,14 +282,6 @@ def test_float8_is_measured(low: torch.dtype) -> None:
     assert found.fault is not None
 
 
-def test_a_model_in_float64_is_measured() -> None:
-    model = Training(dtype="fp32").model.double()
-    with audit(model) as found:
-        model(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
-    assert {r.run for r in found.results} == {"float64"}
-    assert len(found.gradients) == 4
-
-
 def test_what_has_no_numbers_to_measure_is_passed_over() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -306,7 +296,6 @@ def test_what_has_no_numbers_to_measure_is_passed_over() -> None:
     table = nn.Embedding(5, 3, sparse=True)
     with audit(table) as found:
         table(torch.tensor([1, 2])).sum().backward()
-    assert table.weight.grad is not None
     assert table.weight.grad.is_sparse
     assert found.gradients == []
     assert found.fault is None
@@ -374,7 +363,6 @@ def test_a_bad_batch_is_found_in_memory_that_was_used_before() -> None:
                 batch = np.ones((2, 300), np.float32)
                 batch[0] = math.nan if at == 5 else 1.0
                 net(torch.from_numpy(batch)).relu().sum()
-        assert found.fault is not None
         assert found.fault.kind == "input"
         assert "an argument (float32 2x300)" in found.fault.why
 

@@ -136,7 +136,6 @@ def test_a_step_that_talks_is_replayed_by_all_ranks(ranks: list[Any], name: str)
         found = notes[name]
         assert found["good"] is None
         assert found["again"] is None
-        assert found["bad"] is not None
         assert (found["bad"].op, found["bad"].kind) == ("addmm", "operation")
         assert found["put back"]
         assert found["goes on"]
@@ -159,7 +158,6 @@ def test_dtensors_that_are_written_are_put_back(ranks: list[Any]) -> None:
     for notes in ranks:
         fine, fault = notes["written"]["faults"]
         assert fine is None
-        assert fault is not None
         assert fault.op == "add"
         assert torch.equal(notes["written"]["w"], torch.ones(2))
 

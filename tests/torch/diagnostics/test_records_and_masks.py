@@ -24,7 +24,6 @@ def test_gradients_that_overflow_by_a_large_scale_need_another_scale() -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert a.fault is not None
     assert a.fault.direction == "backward"
     suggestion = a.suggest()
     assert suggestion.dtype is None

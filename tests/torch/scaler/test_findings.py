@@ -315,15 +315,6 @@ def test_a_scheduler_goes_on_with_taken_steps_only_and_does_not_warn(by, first, 
         assert scheduler.get_last_lr() == [0.5 * 0.5**taken]
 
 
-def test_without_the_recipe_torch_warns_of_a_first_step_that_is_skipped() -> None:
-    """So the test above can fail."""
-    w, optimizer, scaler = start("host")
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    iterate(scaler, optimizer, w, INF)
-    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step\(\)"):
-        scheduler.step()
-
-
 def test_gradients_that_are_not_unscaled_yet_are_not_counted_as_those_of_the_last_step() -> None:
     """They are scaled: to scale them once more would hide what underflowed."""
     w = torch.ones(2, requires_grad=True)

@@ -20,7 +20,7 @@ from tests.support.sizes import LONG
 from tests.support.torch import run_ranks
 from tests.support.torch.ranks import bits, launch
 from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways
-from tests.support.torch.sharded_models import FOR_FOUR, Toy, cuts, data
+from tests.support.torch.sharded_models import Toy, data
 
 pytestmark = pytest.mark.sized
 
@@ -240,25 +240,6 @@ def test_an_evaluation_of_a_closure_that_overflows_on_one_rank(worlds: Any, rank
     assert all(np.isfinite(array(p)).all() for p in parameters[2].values())
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_meshes_and_groups(worlds: Any, ranks: int) -> None:
-    every = list(range(ranks))
-    for rank, of_rank in enumerate(worlds[ranks]):
-        seen = of_rank["meshes"]
-        assert seen["same"] == (False, 1), "equal meshes count as one"
-        assert seen["of one rank"] == seen["plain"] == ([], False)
-        assert seen["one"] == seen["given"] == seen["given and one"] == ([every], True)
-        if ranks == 4:
-            dp, tp = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-            assert seen["grid"] == ([dp, tp], True)
-            assert seen["dp, tp"] == ([dp, tp], False)
-            assert seen["tp, dp"] == ([tp, dp], False)
-            assert seen["tp, grid"] == ([tp, dp], True)
-            assert seen["dp, given"] == ([dp, tp], False)
-            assert seen["given first"] == ([dp], False)
-            assert seen["dp, one"] == ([every], True)
-
-
 @WORLD
 def test_a_group_that_this_process_is_not_in(worlds: Any, ranks: int) -> None:
     for rank, of_rank in enumerate(worlds[ranks]):
@@ -317,8 +298,6 @@ def test_the_oracles_can_differ() -> None:
     assert states(settled) != states(unsettled)
     one, other = alone(settled, "sgd"), alone(["good"] * len(HISTORY), "sgd")
     assert any(not torch.equal(one[-1][n], other[-1][n]) for n in one[-1])
-    assert set(FOR_FOUR) < set(cuts(4))
-    assert not set(FOR_FOUR) & set(cuts(2))
 
 
 @pytest.mark.gpu

@@ -45,7 +45,6 @@ class Run:
         for factor in factors:
             self.scaler.scale((self.w * factor).sum()).backward()
         if overflow:
-            assert self.w.grad is not None
             self.w.grad[1] = INF
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -263,13 +262,6 @@ def test_a_function_is_called_once_for_each_row_that_is_too_long(by, after) -> N
 
 
 @everywhere
-def test_no_row_that_is_too_short_is_told_of(by) -> None:
-    told: list[GradientReport] = []
-    play(Run(by, on_stuck=told.append, stuck_after=6), [5] * 8)
-    assert told == []
-
-
-@everywhere
 def test_warn_says_it_once(by) -> None:
     run = Run(by, on_stuck="warn", stuck_after=5)
     with warnings.catch_warnings(record=True) as caught:
@@ -318,18 +310,24 @@ def test_the_message_says_what_was_seen_and_what_to_try() -> None:
     )
 
 
-def test_the_message_tells_lost_losses_from_overflows() -> None:
-    for kinds, said, unsaid in (
+@pytest.mark.parametrize(
+    ("kinds", "said", "unsaid"),
+    [
         ((NAN, NAN), "In 2 of these steps the loss itself was not finite", "overflow at any"),
         ((1.0, NAN), "In 1 of these steps the loss itself was not finite", "nothing"),
         ((1.0, 1.0), "Gradients that overflow at any loss scale", "loss itself"),
-    ):
-        run = Run(stuck_after=2)
-        run.skip(kinds[0])
-        with pytest.raises(StuckError) as raised:
-            run.skip(kinds[1])
-        assert said in str(raised.value)
-        assert unsaid not in str(raised.value)
+        ((1.0, 1.0), "the loss scale is 4 (its lower bound).", "loss itself"),
+    ],
+)
+def test_the_message_says_what_was_skipped_and_at_which_scale(
+    kinds: tuple[float, float], said: str, unsaid: str
+) -> None:
+    run = Run(stuck_after=2, min_scale=4.0)
+    run.skip(kinds[0])
+    with pytest.raises(StuckError) as raised:
+        run.skip(kinds[1])
+    assert said in str(raised.value)
+    assert unsaid not in str(raised.value)
 
 
 def test_the_message_says_when_the_gradients_that_overflowed_are_gone() -> None:
@@ -339,12 +337,6 @@ def test_the_message_says_when_the_gradients_that_overflowed_are_gone() -> None:
     run.w.grad.zero_()
     with pytest.raises(StuckError, match="No gradient here has Inf or NaN now"):
         run.scaler.update()
-
-
-def test_the_message_says_when_the_scale_is_at_its_bound() -> None:
-    run = Run(stuck_after=3, min_scale=4.0)
-    with pytest.raises(StuckError, match=r"the loss scale is 4 \(its lower bound\)\."):
-        play(run, [3])
 
 
 # --- honest use ----------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ class Run:
             self.optimizer.zero_grad()
             self.scaler.scale((self.w.square() * (NAN if what == "?" else 1.0)).sum()).backward()
             if what == "-":
-                assert self.w.grad is not None
                 self.w.grad[0] = INF
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -81,20 +80,6 @@ every = pytest.mark.parametrize("kind", KINDS)
 @every
 @settings(max_examples=size(5, 20))
 @given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
-def test_into_torchs_scaler_which_goes_on_as_ours(kind, history, after) -> None:
-    one = Run(polymps(kind), kind)
-    one.play(history)
-    other = Run(torchs(init_scale=2.0, growth_interval=7), kind)
-    other.scaler.load_state_dict(one.scaler.state_dict())
-    other.take_over(one)
-    for (mine, w), (theirs, v) in zip(one.play(after), other.play(after), strict=True):
-        assert {k: mine[k] for k in TORCHS} == theirs
-        assert w == v
-
-
-@every
-@settings(max_examples=size(5, 20))
-@given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
 def test_out_of_torchs_scaler(kind, history, after) -> None:
     one = Run(torchs(), kind)
     one.play(history)
@@ -124,10 +109,8 @@ def test_the_entries_are_numbers_of_python() -> None:
         run.play(history)
         state = run.scaler.state_dict()
         assert tuple(state) == TORCHS + OWN
-        assert [type(v) for v in state.values()] == (
-            [float] * 3 + [int] * 2 + [float] * 2 + [int] * 4
-        )
-        assert json.loads(json.dumps(state)) == state
+        kinds = [float] * 3 + [int] * 2 + [float] * 2 + [int] * 4
+        assert [type(v) for v in state.values()] == kinds
 
 
 # --- files and copies -----------------------------------------------------------------------------
@@ -214,7 +197,6 @@ def test_a_scale_written_without_a_new_version_is_the_one_that_is_divided_by(kin
     run.optimizer.zero_grad()
     run.scaler.scale(run.w.sum()).backward()
     run.scaler.unscale_(run.optimizer)
-    assert run.w.grad is not None
     assert run.w.grad.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -230,7 +212,6 @@ def test_a_quotient_that_overflows_by_a_scale_that_others_wrote_is_a_skip(kind, 
     before = run.w.tolist()
     run.optimizer.zero_grad()
     run.scaler.scale(run.w.sum()).backward()
-    assert run.w.grad is not None
     run.w.grad.fill_(1e37)
     run.scaler.step(run.optimizer)
     run.scaler.update()

@@ -474,7 +474,6 @@ def test_sums_and_means_of_findings_over_ranks_skip_and_count_once(
     optimizer = torch.optim.SGD([w], lr=0.5, fused=kind == "fused")
     scaler = GradScaler("cpu", skip_on="device" if kind == "undone" else "auto")
     scaler.scale(w.sum()).backward()
-    assert w.grad is not None
     w.grad[0] = float("inf")
     scaler.unscale_(optimizer)
     for found in scaler._found_inf_per_device(optimizer).values():

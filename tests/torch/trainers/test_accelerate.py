@@ -288,18 +288,6 @@ def test_a_compiled_model_is_one_graph_with_the_policy(by: str, count: Any) -> N
 OVERFLOW = 2  # the batch in which the gradients of rank 1 overflow
 
 
-class Net(nn.Module):
-    """A small network whose linear layers FSDP wraps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.norm(self.up(x)))
-        return out
-
-
 def make_accelerate_ranks(strategy: str, mode: str) -> Any:
     """An `Accelerator`; accelerate has FSDP for accelerators only, so here its state is told."""
     reset()
@@ -319,14 +307,13 @@ def make_accelerate_ranks(strategy: str, mode: str) -> Any:
 
 
 def train(accelerator: Any, rank: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    net = Net()
+    net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
     model, optimizer = accelerator.prepare(net, optimizer)
     made = torch.Generator().manual_seed(10 + rank)
     notes: dict[str, Any] = {"losses": [], "skipped": [], "norms": []}
     for at in range(6):
-        x, y = torch.randn(4, 8, generator=made), torch.randn(4, 2, generator=made)
+        x, y = torch.randn(4, 16, generator=made), torch.randn(4, 4, generator=made)
         if accelerator.scaler is not None and (at, rank) == (OVERFLOW, 1):
             y[0] = 1e6
         loss = nn.functional.mse_loss(model(x).float(), y)

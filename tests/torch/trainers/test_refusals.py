@@ -41,12 +41,6 @@ pytestmark = [
 ]
 
 
-def prepared() -> Any:
-    found = accelerator()
-    found.prepare(nn.Linear(2, 2))
-    return found
-
-
 class DeepSpeed(Accelerator):
     """An Accelerator that says that it has another engine."""
 
@@ -59,9 +53,9 @@ def two_gpus() -> Any:
     return found
 
 
-def prepared_trainer() -> Any:
-    found = trainer(bf16=True)
-    found.accelerator.prepare(found.model)
+def prepared(found: Any) -> Any:
+    """The accelerator or trainer, which has prepared a model."""
+    getattr(found, "accelerator", found).prepare(nn.Linear(2, 2))
     return found
 
 
@@ -190,6 +184,14 @@ use, use_trainer = polymp.accelerate.use, polymp.transformers.use
 ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()"
 
 TWICE = "Call it once, with the policy and the scaler."
+LATE = "comes too late: a model or an optimizer is prepared already."
+MODES = "precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write"
+OTHERS = "Lightning's other modes work without this plugin."
+NO_SCALER = "takes no scaler: loss scaling is for float16. Leave it out, or write"
+CLIPPED = (
+    "these gradients were clipped before the last backward pass, which has added scaled ones. Clip "
+    "once, before the step."
+)
 INSIDE = (
     "opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 with policy 'lean', "
     "which would have no effect. Leave the outer region out, and write"
@@ -211,19 +213,15 @@ REFUSALS = (
     # Lightning and Fabric.
     Refusal(
         "an unknown precision", lambda: Precision("bf16-true"), ValueError,
-        "Precision('bf16-true'): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
-        "Precision('bf16-mixed', policy=...). Lightning's other modes work without this plugin.",
+        f"Precision('bf16-true'): {MODES} Precision('bf16-mixed', policy=...). {OTHERS}",
     ),
     Refusal(
         "Lightning's number for a precision", lambda: FabricPrecision(16), ValueError,  # type: ignore[arg-type]
-        "FabricPrecision(16): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
-        "FabricPrecision('16-mixed', policy=...). Lightning's other modes work without this "
-        "plugin.",
+        f"FabricPrecision(16): {MODES} FabricPrecision('16-mixed', policy=...). {OTHERS}",
     ),
     Refusal(
         "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
-        "Precision(32): precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write "
-        "Precision('32-true'). Lightning's other modes work without this plugin.",
+        f"Precision(32): {MODES} Precision('32-true'). {OTHERS}",
     ),
     Refusal(
         "the Trainer's plugin in Fabric", lambda: called(fabric(Precision())), RuntimeError,
@@ -232,15 +230,13 @@ REFUSALS = (
     ),
     Refusal(
         "Fabric clips twice", fabric_clips_twice, RuntimeError,
-        "these gradients were clipped before the last backward pass, which has added scaled ones. "
-        "Clip once, before the step. Call fabric.clip_gradients(...) after the last "
-        "fabric.backward(...) and before optimizer.step().",
+        f"{CLIPPED} Call fabric.clip_gradients(...) after the last fabric.backward(...) and before "
+        "optimizer.step().",
     ),
     Refusal(
         "a scaler for bfloat16", lambda: Precision("bf16-mixed", scaler=GradScaler("cpu")),
         ValueError,
-        "Precision('bf16-mixed') takes no scaler: loss scaling is for float16. Leave it out, or "
-        "write Precision('16-mixed', scaler=scaler).",
+        f"Precision('bf16-mixed') {NO_SCALER} Precision('16-mixed', scaler=scaler).",
     ),
     Refusal(
         "Fabric without a device", lambda: FabricPrecision().forward_context(), RuntimeError,
@@ -260,20 +256,18 @@ REFUSALS = (
         "FSDP.",
     ),
     Refusal(
-        "too late", lambda: use(prepared(), "lean"), ValueError,
-        f"{ACCELERATE} comes too late: a model or an optimizer is prepared already. Write "
-        "accelerator = polymp.accelerate.use(Accelerator(...), ...), and then "
-        "accelerator.prepare(...).",
+        "too late", lambda: use(prepared(accelerator()), "lean"), ValueError,
+        f"{ACCELERATE} {LATE} Write accelerator = polymp.accelerate.use(Accelerator(...), ...), "
+        "and then accelerator.prepare(...).",
     ),
     Refusal(
         "twice", lambda: use(use(accelerator()), "lean"), ValueError,
-        f"{ACCELERATE} was called for this Accelerator before. Call it once, with the policy and "
-        "the scaler.",
+        f"{ACCELERATE} was called for this Accelerator before. {TWICE}",
     ),
     Refusal(
         "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
-        f"{ACCELERATE} with Accelerator(mixed_precision='bf16') takes no scaler: loss scaling is "
-        "for float16. Leave it out, or write Accelerator(mixed_precision='fp16').",
+        f"{ACCELERATE} with Accelerator(mixed_precision='bf16') {NO_SCALER} "
+        "Accelerator(mixed_precision='fp16').",
     ),
     Refusal(
         "fp16 with GradScalerKwargs that disable the scaler",
@@ -284,10 +278,9 @@ REFUSALS = (
     ),
     Refusal(
         "gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,
-        "these gradients were clipped before the last backward pass, which has added scaled ones. "
-        "Clip once, before the step. To accumulate gradients, write "
-        "Accelerator(gradient_accumulation_steps=...) and with accelerator.accumulate(model): "
-        "..., and if accelerator.sync_gradients: accelerator.clip_grad_norm_(...).",
+        f"{CLIPPED} To accumulate gradients, write Accelerator(gradient_accumulation_steps=...) "
+        "and with accelerator.accumulate(model): ..., and if accelerator.sync_gradients: "
+        "accelerator.clip_grad_norm_(...).",
     ),
     # transformers.
     Refusal(
@@ -296,16 +289,14 @@ REFUSALS = (
         "and then polymp.transformers.use(trainer, policy=...).",
     ),
     Refusal(
-        "a Trainer that has prepared its model", lambda: use_trainer(prepared_trainer(), "lean"),
-        ValueError,
-        f"{TRANSFORMERS} comes too late: a model or an optimizer is prepared already. Call it "
-        "right after Trainer(...), before trainer.train(), trainer.evaluate() and "
-        "trainer.predict().",
+        "a Trainer that has prepared its model",
+        lambda: use_trainer(prepared(trainer(bf16=True)), "lean"), ValueError,
+        f"{TRANSFORMERS} {LATE} Call it right after Trainer(...), before trainer.train(), "
+        "trainer.evaluate() and trainer.predict().",
     ),
     Refusal(
         "a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
-        f"{TRANSFORMERS} was called for this Trainer before. Call it once, with the policy and the "
-        "scaler.",
+        f"{TRANSFORMERS} was called for this Trainer before. {TWICE}",
     ),
     Refusal(
         "DataParallel", lambda: use_trainer(two_gpus()), ValueError,
@@ -315,8 +306,8 @@ REFUSALS = (
     Refusal(
         "a Trainer with a scaler for bf16",
         lambda: use_trainer(trainer(bf16=True), scaler=GradScaler("cpu")), ValueError,
-        f"{TRANSFORMERS} with TrainingArguments(bf16=True) takes no scaler: loss scaling is for "
-        "float16. Leave it out, or write TrainingArguments(fp16=True).",
+        f"{TRANSFORMERS} with TrainingArguments(bf16=True) {NO_SCALER} "
+        "TrainingArguments(fp16=True).",
     ),
     # The same combinations in every adapter.
     Refusal(

@@ -76,7 +76,6 @@ def test_a_sample_counts_what_a_step_left() -> None:
     sample = update_watch.Sample(optimizer)
     optimizer.step()
     counts = sample.counts()
-    assert counts is not None
     assert counts.tolist() == [[3, 1]]
     assert [r.name for r in sample.records(counts)] == ["parameter 0 of group 0"]
 

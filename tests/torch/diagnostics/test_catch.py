@@ -122,17 +122,24 @@ class Net(nn.Module):
         return (self.scale * x).abs().sqrt().sum()
 
 
-def sgd(net: nn.Module, rate: float = 0.1) -> Callable[..., torch.Tensor]:
+def sgd(
+    net: nn.Module, rate: float = 0.1, loss_of: Callable[[Any], Any] = torch.sum
+) -> Callable[..., torch.Tensor]:
+    """A step of a training."""
     optimizer = torch.optim.SGD(net.parameters(), rate)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = net(x)
+        loss = loss_of(net(x))
         loss.backward()
         optimizer.step()
         return loss.detach()
 
     return step
+
+
+def mean_square(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64,
@@ -217,15 +224,7 @@ def test_a_learning_rate_that_other_code_sets_is_repeated() -> None:
 def test_random_numbers_that_a_data_loader_draws_are_repeated() -> None:
     """It draws one at the start of each epoch, between two steps with dropout."""
     net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
-    optimizer, data = torch.optim.SGD(net.parameters(), 0.1), torch.randn(12, 4)
-
-    @catch
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    step, data = catch(sgd(net, loss_of=mean_square)), torch.randn(12, 4)
 
     def epoch() -> None:
         for (batch,) in DataLoader(TensorDataset(data), 4):
@@ -273,7 +272,6 @@ def test_a_step_that_reads_its_batch_itself_is_told(ends: bool) -> None:
     more = () if ends else (torch.ones(1, 2),)
     net, batches = nn.Linear(2, 1), iter([torch.ones(1, 2), torch.full((1, 2), BAD), *more])
     inner = sgd(net)
-    net.register_forward_hook(lambda _, __, out: out.sum())
     step = catch(lambda: inner(next(batches)))
     step()
     with pytest.raises(
@@ -483,21 +481,12 @@ def test_a_compiled_step() -> None:
 def test_no_step_waits_for_the_gpu() -> None:
     net = nn.Linear(64, 64, device="cuda")
     x = torch.ones(8, 64, device="cuda")
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-
-    def train() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step = catch(train, every=1000)
-    step()
+    step = catch(sgd(net, 1e-3, mean_square), every=1000)
+    step(x)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(50):
-            step()
+            step(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -283,10 +283,9 @@ def test_what_is_kept_is_what_is_saved(title: str, region: bool) -> None:
 
 def everything(module: nn.Module, run: Callable[[], Any]) -> Any:
     torch.manual_seed(3)
-    outputs = run()
-    found = [seen(t) for t in tree_leaves(outputs)]
-    gradients = [seen(p.grad) for p in module.parameters()]
-    return found, gradients, torch.get_rng_state().tolist(), [seen(b) for b in module.buffers()]
+    outputs = tree_leaves(run())
+    gradients = [p.grad for p in module.parameters()]
+    return seen([outputs, gradients, torch.get_rng_state(), list(module.buffers())])
 
 
 EXAMPLE = "transformer of the example"

@@ -55,10 +55,7 @@ class Run:
 
     def skip(self, factor: float) -> None:
         """One iteration that is skipped: an overflow, or a loss that is NaN by its factor."""
-        if factor == 1.0:
-            self.overflow()
-        else:
-            self.iterate(factor)
+        self.iterate(factor, overflow=factor == 1.0)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -88,14 +88,17 @@ def makes(name: str) -> Any:
     return make
 
 
+def made(name: str) -> tuple[list[torch.Tensor], optim.Optimizer]:
+    params = weights(name)
+    return params, makes(name)(params)
+
+
 HISTORIES = ("1011010001", "0110100010")
 
 
 def first_difference(name: str, history: str, step: Any) -> int | None:
     """The first iteration after which a twin, not stepped at all where it is bad, is different."""
-    (ours, mine), (theirs, plain) = (
-        (params, makes(name)(params)) for params in (weights(name), weights(name))
-    )
+    (ours, mine), (theirs, plain) = made(name), made(name)
     for at, bad in enumerate(history):
         for params in (ours, theirs):
             give(name, params, at, bad=bad == "1")
@@ -117,28 +120,22 @@ def test_a_step_is_the_plain_one_or_none(name: str, history: str) -> None:
 # --- steps that are wrong ------------------------------------------------------------------------
 
 
-def keeps_the_state(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
-    """Undoes the parameters only."""
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    before = [p.detach().clone() for p in params]
-    optimizer.step()
-    if found:
-        for p, was in zip(params, before, strict=True):
-            p.data.copy_(was)
+WRONG: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
+    "parameters alone are undone": torch.where,
+    "undone by a product, into which NaN runs": lambda bad, was, p: bad * was + ~bad * p,
+}
 
 
-def by_arithmetic(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
-    """Undoes by a product, into which NaN runs."""
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    before = [p.detach().clone() for p in params]
-    optimizer.step()
-    for p, was in zip(params, before, strict=True):
-        p.data.copy_(found * was + (1 - found) * p)
-
-
-@pytest.mark.parametrize("step", [keeps_the_state, by_arithmetic])
+@pytest.mark.parametrize("way", WRONG)
 @pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "Rprop", "SparseAdam"])
-def test_a_wrong_step_is_seen(name: str, step: Any) -> None:
+def test_a_wrong_step_is_seen(name: str, way: str) -> None:
+    def step(optimizer: optim.Optimizer, found: torch.Tensor) -> None:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        for p, was in zip(params, before, strict=True):
+            p.data.copy_(WRONG[way](found.bool(), was, p))
+
     assert first_difference(name, HISTORIES[0], step) is not None
 
 
@@ -155,17 +152,13 @@ def reads(step: Callable[[], Any]) -> int:
 @every
 def test_the_first_step_waits_and_later_ones_as_listed(name: str) -> None:
     """On the CPU; values that the optimizer reads by itself do not count."""
-    (ours, mine), (theirs, plain) = (
-        (params, makes(name)(params)) for params in (weights(name), weights(name))
-    )
+    (ours, mine), (theirs, plain) = made(name), made(name)
     waits = []
     for at in range(3, 8):
         for params in (ours, theirs):
             give(name, params, at, bad=False)
-        found = torch.zeros(())
-        waits.append(
-            reads(lambda f=found: optimizer_step.step_or_undo(mine, f)) - reads(plain.step)
-        )
+        step = partial(optimizer_step.step_or_undo, mine, torch.zeros(()))
+        waits.append(reads(step) - reads(plain.step))
     first = name not in ("SGD", "Adagrad")  # which make no state in a step
     later = OPTIMIZERS[name][1] == ALWAYS
     assert waits == [int(first)] + [int(later)] * 4
@@ -200,7 +193,7 @@ def test_every_optimizer_of_torch_is_here() -> None:
         n for n, v in vars(optim).items()
         if isinstance(v, type) and issubclass(v, optim.Optimizer) and v is not optim.Optimizer
     }  # fmt: skip
-    tried = {type(makes(name)(weights(name))).__name__ for name in OPTIMIZERS}
+    tried = {type(made(name)[1]).__name__ for name in OPTIMIZERS}
     assert there - tried == {"LBFGS"}  # which needs a closure
 
 

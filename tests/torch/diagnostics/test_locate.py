@@ -163,15 +163,6 @@ def test_what_the_step_has_of_no_op_is_not_called_an_argument() -> None:
     assert fault.why.startswith("a tensor that no op computed (float32 3) is not finite")
 
 
-def test_the_share_of_what_is_bad_in_an_input() -> None:
-    x = torch.ones(10, 10)
-    x[0, :3], x[1, :2] = math.nan, math.inf
-    fault: Any = locate(lambda x: (x * 2).sum(), x)
-    assert (fault.kind, fault.op) == ("input", "mul")
-    (given,) = fault.inputs
-    assert (given.nan, given.inf, given.largest) == pytest.approx((0.03, 0.02, 1.0))
-
-
 def test_the_backward_op_that_breaks_is_named_with_its_line() -> None:
     def step(x: torch.Tensor) -> None:
         x.sqrt().sum().backward()  # 1 / (2 * sqrt(0))

@@ -162,15 +162,6 @@ def test_a_first_step_that_is_spoiled_leaves_no_state(kind) -> None:
     assert run.bits() == plain.bits(), "the skipped step has left something behind"
 
 
-@pytest.mark.parametrize("kind", ["lbfgs", "sgd"])
-def test_the_closure_by_position_or_name(kind) -> None:
-    by_position, by_name = Task(kind, scaler()), Task(kind, scaler())
-    by_position.step()
-    by_name.scaler.step(by_name.optimizer, closure=by_name.closure)
-    by_name.scaler.update()
-    assert by_position.bits() == by_name.bits()
-
-
 @every
 def test_a_closure_that_forgets_to_scale_is_told_so(kind) -> None:
     run = Task(kind, scaler())

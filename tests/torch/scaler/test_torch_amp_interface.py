@@ -340,16 +340,6 @@ def test_a_new_scale_that_is_none_changes_nothing(
     assert scaler._get_growth_tracker() == 1
 
 
-@pytest.mark.parametrize(
-    ("new", "scale"),
-    [(0.0, 2.0**-126), (INF, 2.0**126), (2.0**127, 2.0**126), (NAN, 4.0), (-3.0, 2.0**-126)],
-)
-def test_a_new_scale_on_the_device_is_brought_between_the_bounds(new: float, scale: float) -> None:
-    scaler = ready(GradScaler)
-    scaler.update(torch.tensor(new))
-    assert scaler.get_scale() == scale
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
     scaler, w = ready(GradScaler), torch.ones(2, requires_grad=True)

@@ -116,17 +116,6 @@ def test_the_policy_holds_in_the_model_and_in_autocast() -> None:
     assert sum(call.times for call in calls) == 5
 
 
-def test_rules_for_modules() -> None:
-    policy = polymp.policy("amp").override(scopes={"3": {"linear": "fp32"}})
-    accelerator = make("bf16", policy)
-    model = accelerator.prepare(make_net())
-    dtypes = []
-    for at in (0, 3):
-        model[at].register_forward_hook(lambda _m, _i, out: dtypes.append(out.dtype))
-    model(batches()[0][0])
-    assert dtypes == [torch.bfloat16, torch.float32]
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_fp16_trains_on_the_cpu_and_says_which_step_was_skipped(fused: bool) -> None:
     run = Run(make("fp16", scaler=GradScaler("cpu", init_scale=2.0**10)), fused).train(0.1, 5)

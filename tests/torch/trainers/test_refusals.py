@@ -80,15 +80,16 @@ OFF = GradScaler("cpu", enabled=False)
 
 
 class Head(nn.Module):
-    """A model whose one layer has the path in `SCOPED`; it notes the dtype of its result."""
+    """A model one of whose layers has the path in `SCOPED`; it looks at the dtypes of both."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(2, 2)
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
         y: torch.Tensor = self.head(x)
-        assert y.dtype is torch.float32
+        assert (x.dtype, y.dtype) == (torch.bfloat16, torch.float32)
         return y
 
 

@@ -118,15 +118,7 @@ class Decoder(nn.Module):
 
 
 class Training:
-    """A decoder, its batch, and Adam.
-
-    Args:
-        config: of the decoder.
-        seed: of its weights and tokens.
-        dtype: of all its weights.
-        compiled: the model is; the loss is not.
-        device: of all that it has.
-    """
+    """A decoder, its batch, and Adam; `compiled` is the model, and not the loss."""
 
     def __init__(
         self,

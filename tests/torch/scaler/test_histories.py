@@ -58,10 +58,7 @@ factors = {
 
 
 def games(scales: list[float], new: float, large: float) -> Any:
-    """Draw the settings of a history.
-
-    The scaler's arguments, a scale to set, a large gradient, and the kinds of three optimizers.
-    """
+    """The scaler's arguments, a scale to set, a large gradient, the kinds of three optimizers."""
     start = st.fixed_dictionaries({"init_scale": st.sampled_from(scales)} | factors)
     three = st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=3, max_size=3)
     return st.tuples(start, st.just(new), st.just(large), three)
@@ -264,10 +261,7 @@ STEPS = 50
 def fifty(
     make: Any, kind: str, dtype: torch.dtype, seed: int, device: str = "cpu", **start: Any
 ) -> Any:
-    """Weights, gradients, optimizer states and the scale after 50 steps; up to four overflow.
-
-    Gradients go from 1 down to 2**-36, which is 0 in float16.
-    """
+    """Weights, gradients, states and scale after 50 steps; gradients go from 1 down to 2**-36."""
     dice = torch.Generator().manual_seed(seed)
     made = [torch.randn(n, generator=dice) for n in (17, 4, 1)]
     weights = [w.to(device, dtype).requires_grad_() for w in made]

@@ -20,7 +20,39 @@ from tests.support.torch.compiled import Net
 
 MASK = torch.tensor([True, False, True])
 Kind = Callable[[Net, torch.Tensor], torch.Tensor]
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, Kind] = {
+    # Shapes that depend on numbers.
+    "rows_of_a_mask": lambda net, y: net.second(y[MASK]),
+    "rows_not_zero": lambda net, y: net.second(y[MASK.nonzero().squeeze(1)]),
+    "rows_where": lambda net, y: net.second(y[torch.where(y.sum(1) > -1e9)]),
+    "masked_select": lambda net, y: net.second(torch.masked_select(y, MASK[:, None]).view(-1, 8)),
+    "a_slice_of_data": lambda net, y: net.second(y[: int(MASK.sum())]),
+    "unique_numbers": lambda net, y: net.second(y) + torch.unique(y.detach()).sum(),
+    "repeated_rows": lambda net, y: net.second(
+        torch.repeat_interleave(y, torch.tensor([1, 2, 1]), 0)
+    ),
+    # Numbers that are read, and branches on them.
+    "a_number_read": lambda net, y: net.second(y * (1 + 0 * y.sum().item())),
+    "a_list_read": lambda net, y: net.second(y) * len(y[0].tolist()),
+    "a_branch_on_data": lambda net, y: net.second(y) if y.sum() > -1e9 else y,
+    "a_conditional": lambda net, y: torch.cond(
+        torch.tensor(True), lambda t: net.second(t), lambda t: t + t, (y,)
+    ),
+    "a_tensor_of_a_tensor": lambda net, y: (
+        net.second(y) * torch.tensor([y.sum().item(), 1.0]).sum()
+    ),
+    # What Python does outside of tensors.
+    "numpy_and_back": lambda net, y: (
+        net.second(y) + torch.from_numpy(y.detach().float().numpy() * 2)
+    ),
+    "an_address": lambda net, y: net.second(y) if y.data_ptr() else y,
+    "a_partial_function": lambda net, y: functools.partial(lambda a, b: net.second(a) + b, b=1)(y),
+    # Tensors of other kinds.
+    "complex_numbers": lambda net, y: (
+        net.second(y) + torch.view_as_complex(y.float().view(3, 4, 2)).abs().sum()
+    ),
+    "a_buffer_grown": lambda net, y: net.second(y) + torch.empty(0).resize_(3, 8).zero_(),
+}
 graph_break = torch._dynamo.graph_break
 
 
@@ -30,49 +62,11 @@ def kind(function: Kind) -> Kind:
     return function
 
 
-# Shapes and branches that depend on numbers.
-
-
 @kind
 def rows_by_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
     rows = torch.zeros(3, 8)
     rows[MASK] = y[:2].float()
     return net.second(rows)
-
-
-@kind
-def rows_of_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y[MASK])
-
-
-@kind
-def rows_not_zero(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y[MASK.nonzero().squeeze(1)])
-
-
-@kind
-def rows_where(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y[torch.where(y.sum(1) > -1e9)])
-
-
-@kind
-def masked_select(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(torch.masked_select(y, MASK[:, None]).view(-1, 8))
-
-
-@kind
-def a_number_read(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y * (1 + 0 * y.sum().item()))
-
-
-@kind
-def a_list_read(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) * len(y[0].tolist())
-
-
-@kind
-def a_branch_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) if y.sum() > -1e9 else y
 
 
 @kind
@@ -84,38 +78,12 @@ def a_loop_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
 
 
 @kind
-def a_slice_of_data(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y[: int(MASK.sum())])
-
-
-@kind
 def an_assertion(net: Net, y: torch.Tensor) -> torch.Tensor:
     assert y.isfinite().all()
     return net.second(y)
 
 
-@kind
-def unique_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) + torch.unique(y.detach()).sum()
-
-
-@kind
-def repeated_rows(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(torch.repeat_interleave(y, torch.tensor([1, 2, 1]), 0))
-
-
-@kind
-def a_conditional(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return torch.cond(torch.tensor(True), lambda t: net.second(t), lambda t: t + t, (y,))
-
-
 # What Python does outside of tensors.
-
-
-@kind
-def a_break(net: Net, y: torch.Tensor) -> torch.Tensor:
-    graph_break()
-    return net.second(y)
 
 
 @kind
@@ -124,16 +92,6 @@ def a_warning(net: Net, y: torch.Tensor) -> torch.Tensor:
         warnings.simplefilter("ignore")
         warnings.warn("a break", stacklevel=1)
     return net.second(y)
-
-
-@kind
-def numpy_and_back(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) + torch.from_numpy(y.detach().float().numpy() * 2)
-
-
-@kind
-def an_address(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) if y.data_ptr() else y
 
 
 @kind
@@ -197,11 +155,6 @@ def containers(net: Net, y: torch.Tensor) -> torch.Tensor:
     graph_break()
     made = tree_map(net.second, {"a": pair.tensor})
     return made["a"] * pair.times  # type: ignore[no-any-return]
-
-
-@kind
-def a_partial_function(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return functools.partial(lambda a, b: net.second(a) + b, b=1)(y)  # type: ignore[no-any-return]
 
 
 @kind
@@ -272,12 +225,7 @@ def a_mode(net: Net, y: torch.Tensor) -> torch.Tensor:
         return net.second(y)
 
 
-# Tensors of other kinds, and writes.
-
-
-@kind
-def complex_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) + torch.view_as_complex(y.float().view(3, 4, 2)).abs().sum()
+# Writes, and numbers from outside.
 
 
 @kind
@@ -287,11 +235,6 @@ def a_view_written(net: Net, y: torch.Tensor) -> torch.Tensor:
     graph_break()
     y.view(-1)[3:5].mul_(2)
     return net.second(y)
-
-
-@kind
-def a_buffer_grown(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) + torch.empty(0).resize_(3, 8).zero_()
 
 
 @kind
@@ -305,11 +248,6 @@ def a_parameter_written(net: Net, y: torch.Tensor) -> torch.Tensor:
 def random_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(0)
     return net.second(y * torch.rand(3, 8))
-
-
-@kind
-def a_tensor_of_a_tensor(net: Net, y: torch.Tensor) -> torch.Tensor:
-    return net.second(y) * torch.tensor([y.sum().item(), 1.0]).sum()
 
 
 # Regions inside, and code that asks for the region.

@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import Unsupported
+from torch.utils._pytree import tree_leaves
 
 import polymp.torch
 from polymp import PolicyError, policy
@@ -103,14 +104,6 @@ def test_a_region_around_a_compiled_region(count: Count, net: Net, x: torch.Tens
         for region in (None, B16, RELU32, OFF):
             result = around(lambda: compiled(net, x), region)
             assert_same(result, around(lambda: one_region(net, x), region))
-
-
-def test_a_decorated_compiled_function(count: Count, net: Net, x: torch.Tensor) -> None:
-    compiled = torch.compile(net, fullgraph=True, backend=count)
-    for dtype in (BF16, FP16):
-        ours, eager = (autocast("cpu", dtype=dtype)(f) for f in (compiled, net))
-        assert_same([ours(x)], [eager(x)], net)
-    assert compiled(x).dtype is FP32
 
 
 def test_the_weights_of_a_compiled_model_may_change(
@@ -282,6 +275,7 @@ def test_a_graph_break_keeps_the_region(at: str, count: Count, net: Net, x: torc
     assert_same(result, eager)
 
 
+# What aot_eager and inductor cannot compile, as they cannot compile nonzero; and other kinds.
 BREAKS = (
     "rows_by_mask",
     "rows_of_a_mask",
@@ -292,49 +286,32 @@ BREAKS = (
 )
 
 
+BROKEN = [
+    *itertools.product(BREAKS, (False, True)),
+    *(
+        pytest.param(name, bool(len(name) % 2), marks=pytest.mark.long if at % 2 else ())
+        for at, name in enumerate(name for name in KINDS if name not in BREAKS)
+    ),
+]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("region", [F16, RELU32], ids=["no policy", "policy"])
-@pytest.mark.parametrize("name", BREAKS)
-def test_what_a_backend_refuses_breaks_the_graph(
-    name: str, region: dict[str, Any], count: Count, net: Net
+@pytest.mark.parametrize(("name", "ruled"), BROKEN)
+def test_breaks_of_all_kinds_keep_the_region(
+    name: str, ruled: bool, count: Count, net: Net
 ) -> None:
-    """Inside a region as outside: aot_eager and inductor cannot compile nonzero."""
-    kind, x = KINDS[name], torch.ones(3, 8)
-
-    def inside() -> torch.Tensor:
-        with autocast("cpu", **region):
-            return kind(net, net.first(x))
-
-    def gradients(y: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(y.float().sum(), list(net.parameters())))
-
-    decorated = autocast("cpu", **region)(lambda: kind(net, net.first(x)))
-    for function in (inside, decorated):
-        y, eager = torch.compile(function, backend=count)(), function()
-        assert torch.equal(y, eager)
-        assert all(map(torch.equal, gradients(y), gradients(eager)))
-        assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in BREAKS])
-def test_breaks_of_all_kinds_keep_the_region(name: str, count: Count, net: Net) -> None:
     """A compiled function has the bits of the eager one, and so have its gradients."""
-    x, region = torch.ones(3, 8), RELU32 if len(name) % 2 else F16
+    x, given = torch.ones(3, 8), RELU32 if ruled else F16
 
     def inside() -> torch.Tensor:
-        with autocast("cpu", **region):
+        with autocast("cpu", **given):
             return KINDS[name](net, net.first(x))
 
-    y, eager = torch.compile(inside, backend=count)(), inside()
-    assert torch.equal(y, eager)
-    for ours, theirs in zip(
-        *(torch.autograd.grad(t.float().sum(), list(net.parameters())) for t in (y, eager)),
-        strict=True,
-    ):
-        assert torch.equal(ours, theirs)
-    assert not torch.is_autocast_enabled("cpu")
+    decorated = autocast("cpu", **given)(lambda: KINDS[name](net, net.first(x)))
+    for function in (inside, decorated) if name in BREAKS else (inside,):
+        compiled = torch.compile(function, backend=count)
+        assert_same([compiled()], [function()], net)
+        assert not torch.is_autocast_enabled("cpu")
 
 
 MADE_OUTSIDE = {
@@ -429,12 +406,8 @@ def test_tracing_before_autocast_keeps_the_region(model: type[nn.Module], x: tor
     net = model()
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):  # the backend prints
         result = torch.compile(net, backend="pre_dispatch_eager", fullgraph=True)(x)
-        eager = net(x)
+        assert_same(tree_leaves(result), tree_leaves(net(x)))
     torch._dynamo.reset()
-    if model is Decorated:
-        result, eager = [result], [eager]
-    assert dtypes(result) == dtypes(eager)
-    assert all(map(torch.equal, result, eager))
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -442,12 +415,5 @@ def test_tracing_before_autocast_keeps_the_region(model: type[nn.Module], x: tor
 def test_export_keeps_the_region(model: type[nn.Module], strict: bool, x: torch.Tensor) -> None:
     net = model()
     program = torch.export.export(net, (x,), strict=strict)
-    regions = called(program.graph_module)
-    assert ("cpu", FP16, True) in regions
-    result, eager = program.module()(x), net(x)
-    if model is Decorated:
-        result, eager = [result], [eager]
-    assert dtypes(result) == dtypes(eager)
-    assert all(map(torch.equal, result, eager))
-    with autocast("cpu", dtype=BF16):  # the program brings its own region
-        assert dtypes(result) == dtypes(eager)
+    assert ("cpu", FP16, True) in called(program.graph_module)
+    assert_same(tree_leaves(program.module()(x)), tree_leaves(net(x)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import polymp
-from polymp.backends.torch.autocast import fp8_product
 from polymp.torch import autocast, explain
 from tests.support import examples
 from tests.support.sizes import LONG, size
@@ -34,6 +32,7 @@ from tests.support.torch.fp8_models import (
 )
 from tests.support.torch.ranks import bits, launch
 from tests.support.torch.sharded_models import named, whole
+from tests.torch.autocast.test_lean_policy import losses
 
 STEPS = 3
 
@@ -87,15 +86,9 @@ def test_a_backward_pass_in_a_region_is_the_same(recipe, net, x):
     plain = step(net, x, policy(recipe))
     net.zero_grad()
     with autocast("cpu", policy=policy(recipe)):
-        y = net(x)
-        (y.float() ** 2).sum().backward()
-    assert (
-        differing(
-            {name: plain[name] for name, _ in net.named_parameters()},
-            {name: p.grad for name, p in net.named_parameters()},
-        )
-        == []
-    )
+        (net(x).float() ** 2).sum().backward()
+    found = {name: p.grad for name, p in net.named_parameters()}
+    assert differing({name: plain[name] for name in found}, found) == []
 
 
 @pytest.mark.one_in(3)
@@ -150,17 +143,9 @@ def test_two_ranks_have_the_bits_of_one_process(how, ranks):
 
 def test_products_of_one_activation_save_it_once():
     a, b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = a, b
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.a(x), self.b(x)
-
     x = torch.randn(32, 64)
-    assert saved_bytes(Both(), x, "fp8") == saved_bytes(a, x, "fp8") == 32 * 64 + 4
+    both = saved_bytes(nn.ModuleList([a, b]), x, "fp8", lambda x: (a(x), b(x)))
+    assert both == saved_bytes(a, x, "fp8") == 32 * 64 + 4
 
 
 # Products with rule fp8 that run as under rule lower: no error, the same bits, and the reason
@@ -168,7 +153,14 @@ def test_products_of_one_activation_save_it_once():
 
 X, W = torch.randn(32, 64), torch.randn(48, 64)
 SPARSE = torch.eye(64).to_sparse()
+EVERY_PRODUCT = polymp.policy("fp8").override(fp8=["class:matmul"])
 
+
+def product_in(dtype: str) -> torch.Tensor:
+    return X.to(getattr(torch, dtype)) @ W.to(getattr(torch, dtype)).t()
+
+
+NO_KERNEL = "{} has no 8-bit product; linear, matmul, mm and addmm have one"
 FALLBACKS = {
     "odd rows": (lambda: F.linear(X[:31], W), "m = 31 is not a multiple of 16"),
     "odd sum": (lambda: F.linear(X[:, :40], W[:, :40]), "k = 40 is not a multiple of 16"),
@@ -181,25 +173,23 @@ FALLBACKS = {
         lambda: X.view(2, 16, 64) @ W.t().expand(2, 64, 48),
         "it is a batch of 2 products, which no 8-bit kernel takes",
     ),
-    "float64": (
-        lambda: X.double() @ W.double().t(),
-        "an operand is float64, which is not quantised to 8 bits",
-    ),
-    "integers": (
-        lambda: X.long() @ W.long().t(),
-        "an operand is int64, which is not quantised to 8 bits",
-    ),
-    "complex": (
-        lambda: X.cfloat() @ W.cfloat().t(),
-        "an operand is complex64, which is not quantised to 8 bits",
-    ),
+    **{
+        dtype: (
+            partial(product_in, dtype),
+            f"an operand is {dtype}, which is not quantised to 8 bits",
+        )
+        for dtype in ("float64", "int64", "complex64")
+    },
     "sparse": (lambda: torch.mm(SPARSE, W.t()), "an operand is sparse"),
+    "bmm": (lambda: torch.bmm(X[None], W.t()[None]), NO_KERNEL.format("bmm")),
+    "einsum": (lambda: torch.einsum("ik,jk->ij", X, W), NO_KERNEL.format("einsum")),
+    "mv": (lambda: torch.mv(W, X[0]), NO_KERNEL.format("mv")),
 }
 
 
-def falls_back(call: Any, reason: str, policy: Any = "fp8") -> None:
+def falls_back(call: Any, reason: str) -> None:
     """A call has a reason in `explain`, and runs as under lean."""
-    with explain() as report, autocast("cpu", policy=policy):
+    with explain() as report, autocast("cpu", policy=EVERY_PRODUCT):
         y = call()
     told = [(c.recipe, c.fallback) for c in report if c.rule == "fp8"]
     assert told == [("", reason)]
@@ -216,63 +206,12 @@ def test_a_call_that_falls_back_runs_as_under_lean(name):
     falls_back(*FALLBACKS[name])
 
 
-# A device's name and compute capability, the recipe, and why its products do not run in 8 bits.
-DEVICES = [
-    ("xpu", None, "tensorwise", "polymp has no 8-bit products on xpu"),
-    ("mps", None, "tensorwise", "polymp has no 8-bit products on mps"),
-    (
-        "cuda",
-        (8, 0),
-        "tensorwise",
-        "the GPU has compute capability 8.0; 8-bit products need 8.9 or newer",
-    ),
-    (
-        "cuda",
-        (12, 0),
-        "rowwise",
-        "rowwise kernels fail on GPUs of compute capability 12.0; use recipe tensorwise",
-    ),
-    (
-        "cuda",
-        (9, 0),
-        "tensorwise",
-        "k = 64, n = 48 is so small that 8 bits are slower than bfloat16",
-    ),
-]
-
-
-@pytest.mark.parametrize(("device", "capability", "recipe", "reason"), DEVICES)
-def test_a_device_that_cannot(device, capability, recipe, reason, monkeypatch):
-    """The call runs here; that the device is another one is what the rules are told."""
-    rules = fp8_product.recipes.why_not
-
-    def why_not(product, recipe):
-        return rules(product._replace(device=device, capability=capability), recipe)
-
-    monkeypatch.setattr(fp8_product.recipes, "why_not", why_not)
-    falls_back(lambda: F.linear(X, W), reason, policy(recipe))
-
-
 @pytest.mark.parametrize("device", ["xpu", "mps"])
 def test_a_report_for_a_device_that_cannot(device):
     report = explain(nn.Linear(64, 64), torch.randn(32, 64), policy="fp8", device=device)
     (call,) = report.of("linear")
     assert (call.rule, call.recipe, call.run) == ("fp8", "", "bfloat16")
     assert call.fallback == f"polymp has no 8-bit products on {device}"
-
-
-OTHERS = {
-    "bmm": lambda: torch.bmm(X[None], W.t()[None]),
-    "einsum": lambda: torch.einsum("ik,jk->ij", X, W),
-    "mv": lambda: torch.mv(W, X[0]),
-}
-
-
-@pytest.mark.parametrize("op", OTHERS)
-def test_products_without_an_8_bit_kernel(op):
-    own = polymp.policy("lean").override(fp8=["class:matmul"])
-    reason = f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
-    falls_back(OTHERS[op], reason, own)
 
 
 def test_a_tensor_of_other_tensors():
@@ -331,34 +270,13 @@ def example() -> Iterator[Namespace]:
     with examples.modules("train_torch", "job") as found:
         job = found.job
         args = job.arguments(job.parser("train_torch.py", "", job.SMALL), [])
-        text = job.read(None, args.context)
-        yield Namespace(job=job, script=found.train_torch, args=args, text=text)
-
-
-def example_trained(example: Namespace, policy: Any) -> float:
-    """The held-out loss after the example's training."""
-    job, script, args = example.job, example.script, copy.copy(example.args)
-    args.steps = STEPS_OF_EXAMPLE
-    model = script.first_model(example.text, args)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    for number, tokens in enumerate(job.batches(example.text, args)):
-        for group in optimizer.param_groups:
-            group["lr"] = job.learning_rate(number, args)
-        optimizer.zero_grad()
-        with autocast("cpu", torch.bfloat16, policy=policy):
-            loss = script.loss_on(model, torch.from_numpy(tokens))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    exam = torch.from_numpy(job.held_out(example.text, args))
-    with torch.no_grad(), autocast("cpu", torch.bfloat16, policy=policy):
-        found: float = script.loss_on(model, exam).item()
-    return found
+        yield Namespace(**vars(found), args=args, text=job.read(None, args.context))
 
 
 @pytest.mark.sized
 def test_the_example_learns_as_in_bfloat16(example):
-    loss, in_bfloat16 = example_trained(example, "fp8"), example_trained(example, None)
+    options = ["--steps", str(STEPS_OF_EXAMPLE)]
+    loss, in_bfloat16 = (losses(example, policy, options)[1] for policy in ("fp8", None))
     print(f"loss {loss:.4f}, in bfloat16 {in_bfloat16:.4f}, after {STEPS_OF_EXAMPLE} steps")
     assert abs(loss - in_bfloat16) <= LIMIT * in_bfloat16
     assert loss != in_bfloat16
@@ -370,14 +288,9 @@ def test_the_example_learns_as_in_bfloat16(example):
 HIGH = ("torch-cpu", "torch-cuda", "amp", "lean")
 
 
-def of_the_example(example: Namespace, with_loss: bool) -> Any:
-    """A function of a policy: the bytes that the model, or its loss as well, saves."""
-    model = example.script.first_model(example.text, example.args)
-    tokens = torch.from_numpy(next(iter(example.job.batches(example.text, example.args))))
-    if with_loss:
-        loss = partial(example.script.loss_on, model)
-        return lambda policy: saved_bytes(model, tokens, policy, loss)
-    return lambda policy: saved_bytes(model, tokens[:, :-1], policy)
+def model_and_tokens(example: Namespace) -> tuple[nn.Module, torch.Tensor]:
+    tokens = next(iter(example.job.batches(example.text, example.args)))
+    return example.train_torch.first_model(example.text, example.args), torch.from_numpy(tokens)
 
 
 def ratios(count: Any) -> dict[str, dict[str, float]]:
@@ -402,7 +315,13 @@ def within(found: dict[str, float], bars: tuple[float, ...]) -> bool:
 
 @pytest.mark.parametrize("with_loss", [False, True], ids=["model", "with its loss"])
 def test_what_the_example_saves(with_loss, example):
-    count = of_the_example(example, with_loss)
+    model, tokens = model_and_tokens(example)
+
+    def count(policy: Any) -> int:
+        if with_loss:
+            return saved_bytes(model, tokens, policy, partial(example.train_torch.loss_on, model))
+        return saved_bytes(model, tokens[:, :-1], policy)
+
     assert count(None) == count("torch-cpu"), "the table of the device"
     found = ratios(count)
     print(*found.items(), sep="\n")
@@ -412,14 +331,11 @@ def test_what_the_example_saves(with_loss, example):
 
 def test_casts_of_weights_among_it(example):
     """In bfloat16 casts of weights are saved, too; in 8 bits that of the head, which falls back."""
-    model = example.script.first_model(example.text, example.args)
-    tokens = torch.from_numpy(next(iter(example.job.batches(example.text, example.args))))[:, :-1]
-    casts = {high: saved_casts(model, tokens, high) for high in HIGH}
-    parts = {high: casts[high] / saved_bytes(model, tokens, high) for high in HIGH}
-    print({high: f"{part:.3f}" for high, part in parts.items()})
+    model, tokens = model_and_tokens(example)
+    casts = {high: saved_casts(model, tokens[:, :-1], high) for high in (*HIGH, "fp8")}
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    assert casts.pop("fp8") == 2 * model.head.weight.numel()
     assert set(casts.values()) == {2 * weights}
-    assert saved_casts(model, tokens, "fp8") == 2 * model.head.weight.numel()
 
 
 @pytest.mark.parametrize(("heads", "inner"), [(4, 768), (8, 704)])

@@ -162,27 +162,27 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def losses(parts: Any, policy: str | None, steps: int) -> tuple[float, float]:
-    """Held-out losses of the example, before and after, with attention written out."""
+def losses(parts: Any, policy: str | None, options: list[str]) -> tuple[float, float]:
+    """Held-out losses of the example, before and after."""
     args = parts.job.arguments(
-        parts.job.parser("train_torch.py", "", parts.job.SMALL),
-        [*TINY, "--steps", str(steps), "--quiet"],
+        parts.job.parser("train_torch.py", "", parts.job.SMALL), [*options, "--quiet"]
     )
+    region = torch.autocast if policy is None else partial(autocast, policy=policy)
+    parts.train_torch.autocast = region
     text = parts.job.read(None, args.context)
-    parts.train_torch.autocast = (
-        torch.autocast if policy is None else partial(autocast, policy=policy)
-    )
-    with saved_dtypes.attention(parts.train_torch, saved_dtypes.written_out):
-        run = parts.train_torch.train("bf16", text, args, torch.device("cpu"))
+    run = parts.train_torch.train("bf16", text, args, torch.device("cpu"))
     return run.held_out[0][1], run.loss
 
 
 @pytest.mark.long
 def test_training_ends_within_half_a_percent_of_torchs(one_thread):
+    """With attention written out."""
     with modules("job", "train_torch") as parts:
-        before, theirs = losses(parts, None, STEPS)
-        _, amp = losses(parts, "amp", STEPS)
-        _, lean = losses(parts, "lean", STEPS)
+        with saved_dtypes.attention(parts.train_torch, saved_dtypes.written_out):
+            (before, theirs), (_, amp), (_, lean) = (
+                losses(parts, policy, [*TINY, "--steps", str(STEPS)])
+                for policy in (None, "amp", "lean")
+            )
     assert theirs < 0.8 * before
     assert lean != amp, "nothing of lean's own has run"
     assert math.isclose(lean, theirs, rel_tol=0.005)

@@ -16,9 +16,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from tests.support.processes import in_thread
 
 Amp = Any
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -47,7 +51,7 @@ def on() -> bool:
     return bool(torch.is_autocast_enabled("cpu"))
 
 
-def after_a_change(amp: Amp, change: Callable[[torch.Tensor], None]) -> float:
+def after_a_change(amp: Amp, change: Callable[[torch.Tensor], Any]) -> float:
     """Use a weight, change it from 1 to 2, use it again, and return the second result."""
     w = weight()
     with amp.autocast("cpu"):
@@ -65,39 +69,32 @@ def two_dtypes_on_one_weight(amp: Amp) -> str:
             return name(torch.mm(X, w))
 
 
+WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda w: w.add_(torch.eye(4)),
+    lambda w: w.copy_(2 * torch.eye(4)),
+    lambda w: w.__setitem__((0, 0), 2.0),
+)
+
+
 @program
 def weight_written_in_a_region(amp: Amp) -> list[float]:
-    def add(w: torch.Tensor) -> None:
-        with torch.no_grad():
-            w.add_(torch.eye(4))
-
-    def copy(w: torch.Tensor) -> None:
-        with torch.no_grad():
-            w.copy_(2 * torch.eye(4))
-
-    def one_entry(w: torch.Tensor) -> None:
-        with torch.no_grad():
-            w[0, 0] = 2.0
-
-    return [after_a_change(amp, change) for change in (add, copy, one_entry)]
+    return [after_a_change(amp, torch.no_grad()(write)) for write in WRITES]
 
 
 @program
 def optimizer_stepped_in_a_region(amp: Amp) -> list[float]:
-    def step(**kind: bool) -> Callable[[torch.Tensor], None]:
-        def change(w: torch.Tensor) -> None:
-            w.grad = -torch.eye(4)
-            torch.optim.SGD([w], lr=1.0, **kind).step()
-
-        return change
+    def step(w: torch.Tensor, **kind: bool) -> None:
+        w.grad = -torch.eye(4)
+        torch.optim.SGD([w], lr=1.0, **kind).step()
 
     kinds: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
-    return [after_a_change(amp, step(**kind)) for kind in kinds]
+    return [after_a_change(amp, partial(step, **kind)) for kind in kinds]
 
 
-def with_a_region_open_elsewhere(amp: Amp, w: torch.Tensor, meanwhile: Callable[[], Any]) -> Any:
-    """Call `meanwhile` while another thread is in a region and has used the weight."""
-    used, done = threading.Event(), threading.Event()
+@program
+def casts_of_another_thread(amp: Amp) -> float:
+    """A weight is written while another thread is in a region and has used it."""
+    w, used, done = weight(), threading.Event(), threading.Event()
 
     def other() -> None:
         with amp.autocast("cpu"):
@@ -108,24 +105,13 @@ def with_a_region_open_elsewhere(amp: Amp, w: torch.Tensor, meanwhile: Callable[
     thread = threading.Thread(target=other)
     thread.start()
     used.wait(60)
-    try:
-        return meanwhile()
-    finally:
-        done.set()
-        thread.join(60)
-
-
-@program
-def casts_of_another_thread(amp: Amp) -> float:
-    w = weight()
-
-    def meanwhile() -> float:
-        with torch.no_grad():
-            w.add_(torch.eye(4))
-        with amp.autocast("cpu"):
-            return float(torch.mm(X, w)[0, 0])
-
-    return float(with_a_region_open_elsewhere(amp, w, meanwhile))
+    with torch.no_grad():
+        w.add_(torch.eye(4))
+    with amp.autocast("cpu"):
+        second = torch.mm(X, w)[0, 0].item()
+    done.set()
+    thread.join(60)
+    return second
 
 
 @program
@@ -139,9 +125,7 @@ def casts_after_another_thread_left(amp: Amp) -> bool:
 
     with amp.autocast("cpu"):
         first = torch.mm(X, w).grad_fn
-        thread = threading.Thread(target=visit)
-        thread.start()
-        thread.join(60)
+        in_thread(visit)
         second = torch.mm(X, w).grad_fn
     return bool(first.next_functions[1][0] is second.next_functions[1][0])  # type: ignore[union-attr]
 
@@ -188,7 +172,6 @@ def decorated_function_in_two_threads(amp: Amp) -> bool:
         shared(False)
     leave.set()
     thread.join(60)
-    del thread
     return left_on[0]
 
 
@@ -247,30 +230,19 @@ def with_blocks_interleaved(amp: Amp) -> bool:
 
 def inside_forward(amp: Amp, value: Any) -> Any:
     """Return the value that the forward of an autograd function with cast_inputs gets."""
-    seen = []
 
-    class Look(torch.autograd.Function):
-        @staticmethod
-        @amp.custom_fwd(device_type="cpu", cast_inputs=FP16)
-        def forward(ctx: Any, x: torch.Tensor, value: Any) -> torch.Tensor:
-            seen.append(value)
-            return x.clone()
+    @amp.custom_fwd(device_type="cpu", cast_inputs=FP16)
+    def forward(ctx: Any, value: Any) -> Any:
+        return value
 
     with amp.autocast("cpu"):
-        Look.apply(X, value)
-    return seen[0]
+        return forward(SimpleNamespace(), value)
 
 
-@program
-def cast_inputs_in_a_named_tuple(amp: Amp) -> list[str]:
-    pair = inside_forward(amp, Pair(X, X))
-    return [type(pair).__name__, name(pair.first)]
-
-
-@program
-def cast_inputs_in_a_mapping(amp: Amp) -> list[str]:
-    found = inside_forward(amp, collections.OrderedDict(a=X))
-    return [type(found).__name__, name(found["a"])]
+def kinds(value: Any) -> list[str]:
+    """The type of a collection, and the dtype of the tensor that is its first value."""
+    first = next(iter(value.values() if isinstance(value, dict) else value))
+    return [type(value).__name__, name(first)]
 
 
 @program
@@ -280,23 +252,6 @@ def region_inside_a_region_of_torch(amp: Amp) -> str:
         torch.mm(X, w)
         with amp.autocast("cpu", BF16):
             return name(torch.mm(X, w))
-
-
-def main(package: str) -> None:
-    amp = importlib.import_module(package)
-    assert (package == "torch.amp") == ("polymp" not in sys.modules)
-    outcomes: dict[str, Any] = {}
-    for key, function in PROGRAMS.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                outcomes[key] = function(amp)
-        except Exception as error:
-            outcomes[key] = f"{type(error).__name__}: {error}".splitlines()[0]
-        torch.set_autocast_enabled("cpu", False)  # what one left on must not reach the next
-        torch.set_autocast_dtype("cpu", BF16)
-        torch.clear_autocast_cache()
-    print(json.dumps(outcomes))
 
 
 INF = float("inf")
@@ -347,25 +302,6 @@ def state_without_an_entry(amp: Amp) -> Any:
     except KeyError:
         return scaler.get_scale()
     return "loaded"
-
-
-@program
-def update_with_an_int(amp: Amp) -> float:
-    scaler, _ = scaled(amp)
-    scaler.update(4)
-    return float(scaler.get_scale())
-
-
-@program
-def scale_a_named_tuple(amp: Amp) -> str:
-    scaled_pair = amp.GradScaler("cpu").scale(Pair(torch.ones(1), torch.ones(1)))
-    return type(scaled_pair).__name__
-
-
-def option(amp: Amp, **options: Any) -> dict[str, Any]:
-    """The options of `GradScaler` that the package has; torch's has none of them."""
-    there = inspect.signature(amp.GradScaler).parameters
-    return {key: value for key, value in options.items() if key in there}
 
 
 def one_step(
@@ -474,15 +410,16 @@ def optimizer_without_gradients(amp: Amp) -> Any:
     return [said, scaler.get_scale(), scaler._get_growth_tracker()]
 
 
-def with_closure(amp: Amp, call: Callable[[Any, Any, Callable[[], Any]], Any]) -> list[float]:
-    """Take a step with a closure, and return its result and the parameter, which starts at 3."""
+def with_closure(
+    amp: Amp, factor: float, make: Callable[[Any], Any], call: Callable[[Any, Any, Any], Any]
+) -> list[float]:
+    """The result of a step with a closure, and the parameter, which starts at 3."""
     p = torch.full((1,), 3.0, requires_grad=True)
-    optimizer = torch.optim.SGD([p], lr=0.5)
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
+    optimizer, scaler = make([p]), amp.GradScaler("cpu", init_scale=8.0)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = p.square().sum()
+        loss = factor * p.square().sum()
         scaler.scale(loss).backward()
         return loss
 
@@ -492,38 +429,12 @@ def with_closure(amp: Amp, call: Callable[[Any, Any, Callable[[], Any]], Any]) -
     return [float(loss), p.item()]
 
 
-@program
-def closure(amp: Amp) -> list[float]:
-    return with_closure(amp, lambda scaler, optimizer, it: scaler.step(optimizer, closure=it))
-
-
-@program
-def closure_by_position(amp: Amp) -> list[float]:
-    return with_closure(amp, lambda scaler, optimizer, it: scaler.step(optimizer, it))
-
-
-@program
-def lbfgs(amp: Amp) -> list[float]:
-    p = torch.full((1,), 3.0, requires_grad=True)
-    optimizer = torch.optim.LBFGS([p], lr=0.5, max_iter=1)
-    scaler = amp.GradScaler("cpu", init_scale=8.0)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = 0.125 * p.square().sum()
-        scaler.scale(loss).backward()
-        return loss
-
-    loss = scaler.step(optimizer, closure=closure)
-    scaler.update()
-    return [float(loss), p.item()]
-
-
-def with_gradients_of(amp: Amp, dtype: torch.dtype, **options: Any) -> list[Any]:
+def with_gradients_of(amp: Amp, dtype: torch.dtype) -> list[Any]:
     """The parameter after a good step and after one that overflows, and the scale."""
     p = torch.zeros(1, dtype=dtype, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0)
-    scaler = amp.GradScaler("cpu", init_scale=8.0, **option(amp, **options))
+    known = "allow_fp16" in inspect.signature(amp.GradScaler).parameters  # not to torch
+    scaler = amp.GradScaler("cpu", init_scale=8.0, **({"allow_fp16": True} if known else {}))
     made: list[Any] = []
     for value in (8.0, INF):
         scaler.scale(torch.ones(()))
@@ -532,16 +443,6 @@ def with_gradients_of(amp: Amp, dtype: torch.dtype, **options: Any) -> list[Any]
         scaler.update()
         made.append(torch.view_as_real(p).tolist() if p.is_complex() else p.tolist())
     return [*made, scaler.get_scale()]
-
-
-@program
-def complex_gradients(amp: Amp) -> list[Any]:
-    return [with_gradients_of(amp, dtype) for dtype in (torch.complex64, torch.complex128)]
-
-
-@program
-def float16_gradients_when_allowed(amp: Amp) -> list[Any]:
-    return with_gradients_of(amp, FP16, allow_fp16=True)
 
 
 @program
@@ -573,11 +474,6 @@ def warned_of(run: Callable[[], Any]) -> list[str]:
 
 
 @program
-def fifty_skips_in_a_row(amp: Amp) -> list[str]:
-    return warned_of(lambda: one_step(amp, overflow, after=60))
-
-
-@program
 def scaler_of_a_bfloat16_region(amp: Amp) -> list[str]:
     def train() -> None:
         scaler = amp.GradScaler("cpu")
@@ -587,11 +483,6 @@ def scaler_of_a_bfloat16_region(amp: Amp) -> list[str]:
             scaler.scale(loss)
 
     return warned_of(train)
-
-
-@program
-def entries_of_a_state(amp: Amp) -> list[str]:
-    return list(amp.GradScaler("cpu").state_dict())
 
 
 def then(amp: Amp, run: Callable[[Any], Any], look: Callable[[Any], Any]) -> str:
@@ -613,25 +504,6 @@ def state_that_had_lost_its_scale(amp: Amp) -> list[str]:
         then(amp, lambda s, x=x: load(s, x), lambda s: (s.get_scale(), s.get_growth_interval()))
         for x in (0.0, INF, float("nan"))
     ]
-
-
-@program
-def update_out_of_the_bounds(amp: Amp) -> list[str]:
-    news = 0.0, INF, 2.0**127
-    return [then(amp, lambda s, n=new: s.update(n), lambda s: s.get_scale()) for new in news]
-
-
-@program
-def update_with_a_tensor_out_of_the_bounds(amp: Amp) -> list[str]:
-    news = [torch.tensor(x) for x in (0.0, INF, float("nan"))]
-    return [then(amp, lambda s, n=new: s.update(n), lambda s: s.get_scale()) for new in news]
-
-
-@program
-def update_with_a_tensor_of_one_dimension(amp: Amp) -> float:
-    scaler, _ = scaled(amp)
-    scaler.update(torch.tensor([4.0]))
-    return float(scaler.get_scale())
 
 
 @program
@@ -665,3 +537,59 @@ def constants_set_out_of_range(amp: Amp) -> list[str]:
         )
         for name, value in constants
     ]
+
+
+def updated(amp: Amp, *news: Any) -> list[str]:
+    """Of each new scale: the exception, and the scale after it."""
+    return [then(amp, lambda s, n=new: s.update(n), lambda s: s.get_scale()) for new in news]
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.5, max_iter=1)
+
+
+PROGRAMS |= {
+    "cast-inputs-in-a-named-tuple": lambda amp: kinds(inside_forward(amp, Pair(X, X))),
+    "cast-inputs-in-a-mapping": lambda amp: kinds(
+        inside_forward(amp, collections.OrderedDict(a=X))
+    ),
+    "scale-a-named-tuple": lambda amp: (
+        type(amp.GradScaler("cpu").scale(Pair(torch.ones(1), torch.ones(1)))).__name__
+    ),
+    "closure": lambda amp: with_closure(amp, 1.0, sgd, lambda s, o, it: s.step(o, closure=it)),
+    "closure-by-position": lambda amp: with_closure(amp, 1.0, sgd, lambda s, o, it: s.step(o, it)),
+    "lbfgs": lambda amp: with_closure(amp, 0.125, lbfgs, lambda s, o, it: s.step(o, closure=it)),
+    "complex-gradients": lambda amp: [
+        with_gradients_of(amp, dtype) for dtype in (torch.complex64, torch.complex128)
+    ],
+    "float16-gradients-when-allowed": lambda amp: with_gradients_of(amp, FP16),
+    "entries-of-a-state": lambda amp: list(amp.GradScaler("cpu").state_dict()),
+    "fifty-skips-in-a-row": lambda amp: warned_of(lambda: one_step(amp, overflow, after=60)),
+    "update-with-an-int": lambda amp: float(*updated(amp, 4)),
+    "update-with-a-tensor-of-one-dimension": lambda amp: float(*updated(amp, torch.tensor([4.0]))),
+    "update-out-of-the-bounds": lambda amp: updated(amp, 0.0, INF, 2.0**127),
+    "update-with-a-tensor-out-of-the-bounds": lambda amp: updated(
+        amp, *map(torch.tensor, (0.0, INF, float("nan")))
+    ),
+}
+
+
+def main(package: str) -> None:
+    amp = importlib.import_module(package)
+    assert (package == "torch.amp") == ("polymp" not in sys.modules)
+    outcomes: dict[str, Any] = {}
+    for key, function in PROGRAMS.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outcomes[key] = function(amp)
+        except Exception as error:
+            outcomes[key] = f"{type(error).__name__}: {error}".splitlines()[0]
+        torch.set_autocast_enabled("cpu", False)  # what one left on must not reach the next
+        torch.set_autocast_dtype("cpu", BF16)
+        torch.clear_autocast_cache()
+    print(json.dumps(outcomes))

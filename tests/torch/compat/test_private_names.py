@@ -1,14 +1,18 @@
 """Every private name of torch that polymp uses does what `compat` says; loud when one changes."""
 
-import importlib
 import math
 import warnings
 from contextlib import ExitStack
 
 import pytest
 import torch
+import torch._dynamo.eval_frame
+import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,23 +32,6 @@ from tests.support import processes
 from tests.support.processes import in_thread
 from tests.support.torch.compiled import Count
 from tests.support.torch.each_op import EachOp
-
-
-def test_autocast_keys_exist_for_the_devices_that_have_tables():
-    for device in ("cpu", "cuda", "mps", "xpu"):
-        key = dispatcher.autocast_key(device)
-        assert hasattr(torch._C.DispatchKey, key)
-        assert dispatcher.registered(key), f"torch registers nothing on {key}"
-
-
-def test_torch_knows_autocast_on_these_devices():
-    assert accelerators.knows_autocast("cpu")
-    assert accelerators.knows_autocast("cuda")
-    assert not accelerators.knows_autocast("vulkan")
-    with pytest.raises(RuntimeError):
-        accelerators.knows_autocast("no_such_device")
-    assert accelerators.is_private("privateuseone")
-    assert not accelerators.is_private("cuda")
 
 
 def test_a_function_mode_is_noticed():
@@ -90,15 +77,6 @@ def test_compiled_code_runs_under_a_mode_that_lets_it(runs):
         compiled(x)
     assert graphs.graphs == runs, "torch asks ignore_compile_internals no more, or another way"
     assert TorchDispatchMode.ignore_compile_internals() is False
-
-
-def test_registered_names_are_overloads():
-    for name in dispatcher.registered("AutocastCPU") | dispatcher.registered("AutocastCUDA"):
-        op = dispatcher.overload(name)
-        assert op is not None, name
-        assert op.name() == f"aten::{name}"
-    assert dispatcher.overload("no_such_op") is None
-    assert dispatcher.overload("mm.no_such_overload") is None
 
 
 def test_excluding_the_key_turns_autocast_off_inside():
@@ -171,20 +149,6 @@ def test_a_function_marked_as_run_at_trace_time_is():
     assert calls == [2]
 
 
-def test_fused_scaler_kernels_keep_their_signatures():
-    def arguments(name):
-        return [a.name for a in getattr(torch.ops.aten, name).default._schema.arguments]
-
-    unscale, update = "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"
-    assert arguments(unscale) == ["self", "found_inf", "inv_scale"]
-    assert arguments(update)[:3] == ["self", "growth_tracker", "found_inf"]
-    assert arguments(update)[3:] == [
-        "scale_growth_factor",
-        "scale_backoff_factor",
-        "growth_interval",
-    ]
-
-
 def test_versions():
     found = torch.__version__
     assert versions.is_supported("torch", found), f"polymp knows {versions.supported('torch')}"
@@ -243,31 +207,6 @@ def test_a_kernel_goes_over_one_of_another_library():
             dispatcher.put(library, "erfinv", lambda keys, x, n=number: x + n, "AutocastCPU")
         with torch.autocast("cpu"):
             assert torch.equal(torch.erfinv(x), x + 2)
-
-
-def test_modules_are_called_cast_and_loaded_by_the_methods_that_scoped_and_pin_replace():
-    calls = []
-
-    class Module(torch.nn.Linear):
-        def _call_impl(self, *args, **kwargs):
-            calls.append("call")
-            return super()._call_impl(*args, **kwargs)
-
-        def _apply(self, fn, *recurse):
-            calls.append("apply")
-            return super()._apply(fn, *recurse)
-
-        def _load_from_state_dict(self, *args, **kwargs):
-            calls.append("load")
-            return super()._load_from_state_dict(*args, **kwargs)
-
-    module = Module(2, 2)
-    assert module._compiled_call_impl is None
-    module(torch.ones(1, 2))
-    module.to(torch.bfloat16)
-    module.half()
-    module.load_state_dict(module.state_dict())
-    assert calls == ["call", "apply", "apply", "load"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -362,8 +301,6 @@ def test_the_fused_kernel_refuses_sparse_gradients_before_it_changes_any():
 
 
 def test_local_shares_the_memory_of_a_dtensor(alone):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     whole = distribute_tensor(torch.ones(4), alone, [Shard(0)]).requires_grad_()
     part = distributed.local(whole)
     assert type(part) is torch.Tensor
@@ -375,8 +312,6 @@ def test_local_shares_the_memory_of_a_dtensor(alone):
 
 
 def test_the_place_of_a_part_and_a_tensor_laid_out_alike(alone):
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
     whole = distribute_tensor(torch.ones(4, 3), alone, [Shard(0)])
     assert distributed.offset(whole) == (0, 0)
     assert distributed.offset(torch.ones(2, 2, 2)) == (0, 0, 0)
@@ -390,28 +325,20 @@ def test_the_place_of_a_part_and_a_tensor_laid_out_alike(alone):
 
 
 def test_meshes_are_named_once_in_the_order_of_their_use(alone):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     again = init_device_mesh("cpu", (1,))
-    made = [
-        distribute_tensor(torch.ones(2), mesh, places)
-        for mesh, places in (
-            (other, [Replicate(), Shard(0)]),
-            (alone, [Shard(0)]),
-            (again, [Shard(0)]),
-            (other, [Shard(0), Replicate()]),
-        )
-    ]
+    placed = (
+        (other, [Replicate(), Shard(0)]),
+        (alone, [Shard(0)]),
+        (again, [Shard(0)]),
+        (other, [Shard(0), Replicate()]),
+    )
+    made = [distribute_tensor(torch.ones(2), *each) for each in placed]
     assert distributed.meshes([torch.ones(1), *made]) == [other, alone]
     assert distributed.meshes([torch.ones(1)]) == []
-    assert [other.get_group(axis).size() for axis in range(other.ndim)] == [1, 1]
 
 
 def test_a_sum_that_is_not_made_yet_is_partial(alone):
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
     for placement in (Partial(), Replicate(), Shard(0)):
         tensor = DTensor.from_local(torch.ones(2), alone, [placement])
         assert distributed.is_partial(tensor) is isinstance(placement, Partial)
@@ -423,13 +350,11 @@ def test_a_sum_that_is_not_made_yet_is_partial(alone):
 
 @pytest.mark.parametrize("original", [True, False])
 def test_parameters_of_fsdp1_are_known_by_its_mark(alone, original):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     plain = torch.nn.Linear(2, 2)
     assert not any(map(distributed.in_fsdp1, plain.parameters()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP1 is deprecated
-        wrapped = FullyShardedDataParallel(
+        wrapped = fsdp.FullyShardedDataParallel(
             plain, device_id=torch.device("cpu"), use_orig_params=original
         )
     params = list(wrapped.parameters())
@@ -438,10 +363,6 @@ def test_parameters_of_fsdp1_are_known_by_its_mark(alone, original):
 
 
 def test_a_group_is_spoken_to_on_a_device_that_it_knows(alone):
-    import torch.distributed as dist
-
-    found = torch.zeros(())
-    assert distributed.speaking(dist.group.WORLD, found) is found
     with FakeTensorMode():
         elsewhere = torch.zeros((), device="cuda")
         kinds = dist.get_backend_config(dist.group.WORLD)
@@ -509,8 +430,6 @@ def test_a_step_without_hooks_and_one_without_wrappers():
 
 
 def test_dynamo_marks_init_group_on_a_wrapper_that_can_be_taken_off():
-    import torch._dynamo.eval_frame
-
     torch.compile(lambda x: x, backend="eager")(torch.ones(1))  # dynamo patches the classes
     marked = torch.optim.SGD._init_group
     plain = optimizers.traceable(marked)
@@ -520,16 +439,13 @@ def test_dynamo_marks_init_group_on_a_wrapper_that_can_be_taken_off():
 
 
 def test_low_weights_complete_their_state():
-    calls = []
-
     class Low(torch.optim.SGD):
         def complete_state(self):
             calls.append(self)
 
-    w = torch.nn.Parameter(torch.ones(2))
+    calls, w = [], torch.nn.Parameter(torch.ones(2))
     optimizers.complete_state(torch.optim.SGD([w]))
-    low = Low([w])
-    optimizers.complete_state(low)
+    optimizers.complete_state(low := Low([w]))
     assert calls == [low]
 
 
@@ -666,21 +582,20 @@ def test_flops_are_known_of_the_kernels_that_have_some() -> None:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_flops_of_convolutions_and_their_gradients(transposed: bool, groups: int) -> None:
     """One product for each weight that meets a number: `groups` times fewer of these."""
-    aten = torch.ops.aten
-    x, w = (
+    forward, backward = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
+    shape = (4, 6 // groups) if transposed else (6, 4 // groups)
+    x, w, rest = (
         torch.ones(3, 4, 8),
-        torch.ones(*((4, 6 // groups) if transposed else (6, 4 // groups)), 3),
+        torch.ones(*shape, 3),
+        ([2], [1], [1], transposed, [0], groups),
     )
-    rest = [2], [1], [1], transposed, [0], groups
-    out = aten.convolution(x, w, None, *rest)
+    out = forward(x, w, None, *rest)
     places = 3 * (8 if transposed else 4)  # each of the windows' places, in all examples
     flops = 2 * places * 4 * 6 * 3 // groups
-    assert modes.flops(aten.convolution.default, (x, w, None, *rest), {}, out) == flops
-    given = out, x, w, [0], *rest, [True, True, False]
-    made = aten.convolution_backward(*given)
-    assert modes.flops(aten.convolution_backward.default, given, {}, made) == 2 * flops
-    one = *given[:-1], [False, True, False]
-    assert modes.flops(aten.convolution_backward.default, one, {}, made) == flops
+    assert modes.flops(forward.default, (x, w, None, *rest), {}, out) == flops
+    for wanted, times in (([True, True, False], 2), ([False, True, False], 1)):
+        given = out, x, w, [0], *rest, wanted
+        assert modes.flops(backward.default, given, {}, backward(*given)) == times * flops
 
 
 def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
@@ -764,16 +679,15 @@ def test_backward_passes_have_numbers() -> None:
 def test_what_an_op_writes() -> None:
     aten = torch.ops.aten
     x, y = torch.ones(2), torch.ones(2)
-
-    def written(op: object, *args: object, **kwargs: object) -> list[int]:
-        return [id(t) for t in dispatcher.written(op, args, kwargs)]
-
-    assert written(aten.add_.Tensor, x, y) == [id(x)]
-    assert written(aten.add.out, x, x, out=y) == [id(y)]
-    assert written(aten._foreach_add_.Scalar, [x, y], 1) == [id(x), id(y)]
-    assert written(aten.add.Tensor, x, y) == []
-    assert dispatcher.writes(aten.add_.Tensor)
-    assert not dispatcher.writes(aten.add.Tensor)
+    for op, args, kwargs, expected in (
+        (aten.add_.Tensor, (x, y), {}, [x]),
+        (aten.add.out, (x, x), {"out": y}, [y]),
+        (aten._foreach_add_.Scalar, ([x, y], 1), {}, [x, y]),
+        (aten.add.Tensor, (x, y), {}, []),
+    ):
+        written = dispatcher.written(op, args, kwargs)
+        assert [id(t) for t in written] == [id(t) for t in expected]
+        assert dispatcher.writes(op) == bool(expected)
 
 
 @pytest.mark.parametrize("name", sorted(dispatcher._SILENT))
@@ -781,13 +695,9 @@ def test_batch_norms_that_write_statistics_say_nothing_of_it(name: str) -> None:
     """Once torch says so of one, its name goes from the list."""
     op = getattr(torch.ops.aten, name).default
     assert not op._schema.is_mutable
-    names = [argument.name for argument in op._schema.arguments]
-    assert dispatcher._STATISTICS <= {*names}
-    given = [torch.ones(2) for _ in names]
-    wrote = [t for t in dispatcher.written(op, given, {})]
-    assert [id(t) for t in wrote] == [
-        id(t) for t, known in zip(given, names, strict=True) if known in dispatcher._STATISTICS
-    ]
+    given = {argument.name: torch.ones(2) for argument in op._schema.arguments}
+    wrote = {id(t) for t in dispatcher.written(op, [*given.values()], {})}
+    assert {name for name, t in given.items() if id(t) in wrote} == dispatcher._STATISTICS
     assert dispatcher.writes(op)
     if name == "native_batch_norm":
         x, mean, var = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
@@ -796,9 +706,6 @@ def test_batch_norms_that_write_statistics_say_nothing_of_it(name: str) -> None:
 
 
 def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(alone) -> None:
-    from torch import distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate
-
     class Seeing(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if modes.unwrapped_first(types):
@@ -823,7 +730,6 @@ def test_ops_of_classes_that_hold_tensors_are_seen_as_the_ops_they_make(alone) -
 
 def test_fsdp_makes_room_for_what_other_ranks_send() -> None:
     """Its results are the room: this rank's part of it, and the whole, which is not written yet."""
-    importlib.import_module("torch.distributed.fsdp")
     op = torch.ops.fsdp.all_gather_copy_in.default
     parts = [torch.ones(2), torch.ones(2)]
     room = torch.full((8,), math.inf)
@@ -836,8 +742,6 @@ def test_fsdp_makes_room_for_what_other_ranks_send() -> None:
 
 
 def test_wrappers_that_are_sure_to_talk() -> None:
-    from torch.distributed import fsdp
-
     class Wrapper(torch.nn.parallel.DistributedDataParallel):
         def __init__(self, talks: bool) -> None:
             self.require_backward_grad_sync = talks

@@ -173,34 +173,45 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _made(op: str, *args: Any, outputs: tuple[int, ...] | None = None, **kwargs: Any) -> Row:
-    """A call in which tuples are the shapes of normal tensors."""
-
-    def tensor(r: Source, arg: Any) -> Any:
-        if isinstance(arg, list):
-            return [tensor(r, each) for each in arg]
-        return r.normal(*arg) if isinstance(arg, tuple) else arg
+def _row(op: str, *args: Any, outputs: tuple[int, ...] | None = None, **kwargs: Any) -> Row:
+    """A call in which tuples are the shapes of normal tensors, and functions draw arguments."""
 
     def make(r: Source) -> Call:
-        return call(*[tensor(r, x) for x in args], **{k: tensor(r, x) for k, x in kwargs.items()})
+        return call(
+            *[_argument(r, x) for x in args], **{k: _argument(r, x) for k, x in kwargs.items()}
+        )
 
     return Row(op, make, outputs)
 
 
-def _pointwise(op: str, low: float = 0.1, high: float = 0.9) -> Row:
-    return Row(op, lambda r: call(r.uniform(3, 5, low=low, high=high)))
+def _rows(ops: str, *args: Any, **more: Any) -> list[Row]:
+    """Rows of several ops with the same arguments."""
+    return [_row(op, *args, **more) for op in ops.split()]
 
 
-def _square(op: str, outputs: tuple[int, ...] | None = None, **kwargs: Any) -> Row:
-    return Row(op, lambda r: call(r.regular(4), **kwargs), outputs)
+def _argument(r: Source, given: Any) -> Any:
+    if isinstance(given, list):
+        return [_argument(r, each) for each in given]
+    if isinstance(given, tuple):
+        return r.normal(*given)
+    return given(r) if callable(given) else given
 
 
-def _loss(op: str, *more: Any) -> Row:
-    return Row(op, lambda r: call(r.uniform(3, 4), r.uniform(3, 4), *more))
+def _drawn(name: str) -> Callable[..., Callable[[Source], Any]]:
+    return lambda *shape, **ranges: lambda r: getattr(r, name)(*shape, **ranges)
 
 
-def _image(op: str, dims: int, *args: Any, outputs: tuple[int, ...] | None = None) -> Row:
-    return Row(op, lambda r: call(r.normal(2, 3, *(6,) * dims), *args), outputs)
+uniform, integers, signs, regular, symmetric, lower = map(
+    _drawn, ("uniform", "integers", "signs", "regular", "symmetric", "lower")
+)
+
+
+def constant(given: Any) -> Callable[[Source], Constant]:
+    return lambda r: Constant(_argument(r, given))
+
+
+def host(given: Any) -> Callable[[Source], Host]:
+    return lambda r: Host(_argument(r, given))
 
 
 def _spread(*shape: int, step: int) -> torch.Tensor:
@@ -246,393 +257,286 @@ def _cudnn_lstm(r: Source) -> Call:
     return call(r.normal(5, 2, 3), weights, 4, buffer, *state, *options)
 
 
-def _ctc(r: Source, *, as_tensor: bool) -> Call:
-    log_probs = torch.log_softmax(r.normal(6, 2, 4), 2)
-    targets = 1 + r.integers(3, 2, 3)
-    lengths: tuple[Any, Any] = ([6, 5], [3, 2])
-    if as_tensor:
-        lengths = (torch.tensor(lengths[0]), torch.tensor(lengths[1]))
-    return call(log_probs, targets, *lengths)
-
-
+IMAGES = {dims: (2, 3, *(6,) * dims) for dims in (1, 2, 3)}
+PROBABILITIES = uniform(3, 4), uniform(3, 4)
+# Log-probabilities and targets of ctc_loss.
+CTC = lambda r: torch.log_softmax(r.normal(6, 2, 4), 2), lambda r: 1 + r.integers(3, 2, 3)
 # Stride ... groups of the `convolution` family.
 _CONV2D = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
-LOWER = (
-    _made("_addmm_activation", (3,), (4, 5), (5, 3), outputs=()),
-    _made("_addmm_activation", (3,), (4, 5), (5, 3), beta=2, use_gelu=True, outputs=()),
-    _made("_convolution", (2, 3, 6, 6), (4, 3, 3, 3), (4,), *_CONV2D, False, True, True, True),
-    _made("_convolution.deprecated", (2, 3, 6, 6), (4, 3, 3, 3), (4,), *_CONV2D, False, True, True),
-    _made("_convolution.deprecated", (2, 3, 6, 6), (4, 3, 3, 3), None, *_CONV2D, False, True, True),
+ROWS = (
+    # Products, convolutions, cells, attention.
+    _row("_addmm_activation", (3,), (4, 5), (5, 3), outputs=()),
+    _row("_addmm_activation", (3,), (4, 5), (5, 3), beta=2, use_gelu=True, outputs=()),
+    _row("_convolution", (2, 3, 6, 6), (4, 3, 3, 3), (4,), *_CONV2D, False, True, True, True),
+    _row("_convolution.deprecated", (2, 3, 6, 6), (4, 3, 3, 3), (4,), *_CONV2D, False, True, True),
+    _row("_convolution.deprecated", (2, 3, 6, 6), (4, 3, 3, 3), None, *_CONV2D, False, True, True),
     Row("_native_multi_head_attention", _attention_layer, ()),  # inference only: no derivative
-    _made("_scaled_dot_product_flash_attention", (2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)),
-    _made("_thnn_fused_gru_cell", (2, 12), (2, 12), (2, 4), (12,), (12,)),
-    _made("_thnn_fused_lstm_cell", (2, 16), (2, 16), (2, 4), (16,), (16,)),
-    _made("addbmm", (4, 3), (2, 4, 5), (2, 5, 3)),
-    _made("addmm", (4, 3), (4, 5), (5, 3), beta=0.5, alpha=2),
-    _made("addmm", (3,), (4, 5), (5, 3)),
-    _made("addmv", (4,), (4, 5), (5,)),
-    _made("addr", (4, 3), (4,), (3,)),
-    _made("baddbmm", (2, 4, 3), (2, 4, 5), (2, 5, 3)),
-    _made("bmm", (2, 4, 5), (2, 5, 3)),
-    _made("chain_matmul", [(2, 3), (3, 4), (4, 5)]),
-    _made("conv1d", (2, 3, 8), (4, 3, 3), (4,)),
-    _made("conv1d", (2, 4, 8), (4, 2, 3), None, [2], [1], [1], 2),
-    _made("conv1d.padding", (2, 3, 8), (4, 3, 3), (4,)),
-    _made("conv1d.padding", (2, 3, 8), (4, 3, 3), (4,), [1], "same"),
-    _made("conv2d", (2, 3, 6, 6), (4, 3, 3, 3), (4,)),
-    _made("conv2d", (3, 6, 6), (4, 3, 3, 3)),
-    Row(
-        "conv2d",
-        lambda r: call(
-            r.normal(2, 3, 6, 6).to(memory_format=torch.channels_last), r.normal(4, 3, 1, 1)
-        ),
+    _row("_scaled_dot_product_flash_attention", *[(2, 2, 4, 8)] * 3),
+    _row("_thnn_fused_gru_cell", (2, 12), (2, 12), (2, 4), (12,), (12,)),
+    _row("_thnn_fused_lstm_cell", (2, 16), (2, 16), (2, 4), (16,), (16,)),
+    _row("addbmm", (4, 3), (2, 4, 5), (2, 5, 3)),
+    _row("addmm", (4, 3), (4, 5), (5, 3), beta=0.5, alpha=2),
+    _row("addmm", (3,), (4, 5), (5, 3)),
+    _row("addmv", (4,), (4, 5), (5,)),
+    _row("addr", (4, 3), (4,), (3,)),
+    _row("baddbmm", (2, 4, 3), (2, 4, 5), (2, 5, 3)),
+    _row("bmm", (2, 4, 5), (2, 5, 3)),
+    _row("chain_matmul", [(2, 3), (3, 4), (4, 5)]),
+    _row("conv1d", (2, 3, 8), (4, 3, 3), (4,)),
+    _row("conv1d", (2, 4, 8), (4, 2, 3), None, [2], [1], [1], 2),
+    _row("conv1d.padding", (2, 3, 8), (4, 3, 3), (4,)),
+    _row("conv1d.padding", (2, 3, 8), (4, 3, 3), (4,), [1], "same"),
+    _row("conv2d", (2, 3, 6, 6), (4, 3, 3, 3), (4,)),
+    _row("conv2d", (3, 6, 6), (4, 3, 3, 3)),
+    _row(
+        "conv2d", lambda r: r.normal(2, 3, 6, 6).to(memory_format=torch.channels_last), (4, 3, 1, 1)
     ),
-    _made("conv2d.padding", (2, 3, 6, 6), (4, 3, 3, 3), (4,), padding="same"),
-    _made("conv3d", (2, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,)),
-    _made("conv3d.padding", (2, 2, 4, 4, 4), (3, 2, 3, 3, 3), padding="same"),
-    _made("conv_tbc", (7, 2, 3), (3, 3, 4), (4,), 1),
-    _made("conv_transpose1d", (2, 3, 5), (3, 4, 3), (4,)),
-    _made("conv_transpose2d.input", (2, 3, 5, 5), (3, 4, 3, 3), (4,), [2, 2]),
-    _made("conv_transpose3d.input", (2, 2, 3, 3, 3), (2, 3, 2, 2, 2), bias=(3,)),
-    _made("convolution", (2, 3, 6, 6), (4, 3, 3, 3), (4,), *_CONV2D),
-    _made(
+    _row("conv2d.padding", (2, 3, 6, 6), (4, 3, 3, 3), (4,), padding="same"),
+    _row("conv3d", (2, 2, 4, 4, 4), (3, 2, 2, 2, 2), (3,)),
+    _row("conv3d.padding", (2, 2, 4, 4, 4), (3, 2, 3, 3, 3), padding="same"),
+    _row("conv_tbc", (7, 2, 3), (3, 3, 4), (4,), 1),
+    _row("conv_transpose1d", (2, 3, 5), (3, 4, 3), (4,)),
+    _row("conv_transpose2d.input", (2, 3, 5, 5), (3, 4, 3, 3), (4,), [2, 2]),
+    _row("conv_transpose3d.input", (2, 2, 3, 3, 3), (2, 3, 2, 2, 2), bias=(3,)),
+    _row("convolution", (2, 3, 6, 6), (4, 3, 3, 3), (4,), *_CONV2D),
+    _row(
         "cudnn_convolution",
         *((2, 3, 6, 6), (4, 3, 3, 3)),
         *([1, 1], [1, 1], [1, 1], 1, False, True, True),
     ),
-    _made(
+    _row(
         "cudnn_convolution_transpose",
         *((2, 3, 6, 6), (3, 4, 3, 3)),
         *([1, 1], [0, 0], [1, 1], [1, 1], 1, False, True, True),
     ),
-    _made("einsum", "bij,bjk->bik", [(2, 3, 4), (2, 4, 5)]),
-    _made("einsum", "ij,j,j->i", [(3, 4), (4,), (4,)]),
+    _row("einsum", "bij,bjk->bik", [(2, 3, 4), (2, 4, 5)]),
+    _row("einsum", "ij,j,j->i", [(3, 4), (4,), (4,)]),
     _rnn_cell("gru_cell", 3, bias=True),
     _rnn_cell("gru_cell", 3, bias=False),
-    _made("linalg_multi_dot", [(2, 3), (3, 4), (4, 5)]),
-    _made("linalg_vecdot", (3, 4), (3, 4)),
-    _made("linalg_vecdot", (3, 4), (3, 4), dim=0),
-    _made("linear", (2, 3, 4), (5, 4), (5,)),
-    _made("linear", (3, 4), (5, 4)),
+    _row("linalg_multi_dot", [(2, 3), (3, 4), (4, 5)]),
+    _row("linalg_vecdot", (3, 4), (3, 4)),
+    _row("linalg_vecdot", (3, 4), (3, 4), dim=0),
+    _row("linear", (2, 3, 4), (5, 4), (5,)),
+    _row("linear", (3, 4), (5, 4)),
     _rnn_cell("lstm_cell", 4, bias=True),
     _rnn_cell("lstm_cell", 4, bias=False),
-    _made("matmul", (2, 3, 4), (4, 5)),
-    _made("matmul", (4,), (4,)),
+    _row("matmul", (2, 3, 4), (4, 5)),
+    _row("matmul", (4,), (4,)),
     Row("_cudnn_rnn", _cudnn_lstm),
     Row("mkldnn_rnn_layer", _mkldnn_lstm, (0, 1, 2), scratch=(3,)),  # 3 is its workspace
-    _made("mm", (4, 5), (5, 3)),
-    Row("mm", lambda r: call(r.normal(4, 5), r.normal(3, 5).mT)),
-    Row("mm", lambda r: call(r.normal(1, 5).expand(4, 5), r.normal(5, 3))),
-    Row("mm", lambda r: call(r.normal(4, 5).to_sparse(), r.normal(5, 3)), ()),  # forward only
-    _made("mv", (4, 5), (5,)),
-    Row("prelu", lambda r: call(r.normal(2, 3, 4), r.uniform(3))),
+    _row("mm", (4, 5), (5, 3)),
+    _row("mm", (4, 5), lambda r: r.normal(3, 5).mT),
+    _row("mm", lambda r: r.normal(1, 5).expand(4, 5), (5, 3)),
+    _row("mm", lambda r: r.normal(4, 5).to_sparse(), (5, 3), outputs=()),  # forward only
+    _row("mv", (4, 5), (5,)),
+    _row("prelu", (2, 3, 4), uniform(3)),
     _rnn_cell("rnn_relu_cell", 1, bias=True),
     _rnn_cell("rnn_tanh_cell", 1, bias=True),
-    _made("scaled_dot_product_attention", (2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8)),
-    _made("scaled_dot_product_attention", (2, 2, 4, 8), (2, 2, 4, 8), (2, 2, 4, 8), (4, 4)),
-    _made(
+    _row("scaled_dot_product_attention", *[(2, 2, 4, 8)] * 3),
+    _row("scaled_dot_product_attention", *[(2, 2, 4, 8)] * 3, (4, 4)),
+    _row(
         "scaled_dot_product_attention",
         *((2, 2, 4, 8), (2, 1, 4, 8), (2, 1, 4, 8)),
         is_causal=True,
         scale=0.5,
         enable_gqa=True,
     ),
-)
-
-WIDEST = (
-    Row("addcdiv", lambda r: call(r.normal(3, 4), r.normal(3, 4), r.uniform(3, 4), value=2)),
-    _made("addcmul", (3, 4), (3, 4), (4,)),
-    Row("addcmul", lambda r: call(r.normal(3, 4), Host(r.normal()), r.normal(4))),
-    Row("atan2", lambda r: call(r.normal(3, 4), r.uniform(3, 4))),
-    Row("atan2", lambda r: call(r.normal(3, 4), Host(r.uniform()))),
-    _made("bilinear", (3, 2), (3, 4), (5, 2, 4), (5,)),
-    _made("bilinear", (3, 2), (3, 4), (5, 2, 4)),
-    _made("cat", [(2, 3), (1, 3), (4, 3)]),
-    Row("cat", lambda r: call([r.normal(2, 3), r.integers(5, 2, 3), r.normal(2, 1)], -1)),
-    _made("cross", (4, 3), (4, 3), 1),
-    _made("dot", (5,), (5,)),
-    _made("index_copy", (4, 3), 0, torch.tensor([2, 0]), (2, 3)),
-    _made("index_put", (4, 3), [torch.tensor([2, 0])], (2, 3)),
-    _made("index_put", (4, 3), [None, torch.tensor([1, 1])], (4, 2), True),
-    Row(
-        "scatter_add",
-        lambda r: call(r.normal(3, 4), 0, r.integers(3, 3, 4), r.normal(3, 4)),
-    ),
-    _made("stack", [(2, 3), (2, 3), (2, 3)], 1),
-    _made("tensordot", (2, 3, 4), (4, 3, 5), [1, 2], [1, 0]),
-    _made("vdot", (5,), (5,)),
-)
-
-POINTWISE = (
-    *map(_pointwise, "acos asin erfinv log log10 log1p log2 reciprocal rsqrt tan".split()),
-    *(_pointwise(op, -2, 2) for op in ("cosh", "exp", "expm1", "sinh", "softplus")),
-    _made("pow.Scalar", 2.5, (3, 4)),
-    Row("pow.Tensor_Scalar", lambda r: call(r.uniform(3, 4), 1.5)),
-    Row("pow.Tensor_Tensor", lambda r: call(r.uniform(3, 4), r.normal(3, 4))),
-    Row("pow.Tensor_Tensor", lambda r: call(Host(r.uniform()), r.normal(3, 4))),
-    Row("polar", lambda r: call(r.uniform(3, 4), r.normal(3, 4))),
-    _made("view_as_complex", (3, 4, 2)),
-    _made("fake_quantize_per_tensor_affine", (3, 4), 0.1, 0, -8, 7),
-)
-
-REDUCTIONS = (
-    Row("cumprod", lambda r: call(r.uniform(3, 4), 1)),
-    Row("cumprod", lambda r: call(r.uniform(3, 4), 1, dtype=torch.float64)),
-    _made("cumsum", (3, 4), 0),
-    _made("cumsum", (3, 4), 0, dtype=torch.bfloat16),
-    _made("frobenius_norm.dim", (3, 4), [0, 1]),
-    _made("linalg_matrix_norm", (3, 4), 1),
-    _made("linalg_matrix_norm", (3, 4), 1, dtype=torch.float64),
-    _made("linalg_matrix_norm.str_ord", (3, 4)),
-    _made("linalg_matrix_norm.str_ord", (3, 4), dtype=torch.float64),
-    _made("linalg_vector_norm", (3, 4)),
-    _made("linalg_vector_norm", (3, 4), 1, [0], dtype=torch.float64),
-    _made("log_softmax.int", (3, 4), 1),
-    _made("log_softmax.int", (3, 4), 1, torch.float64),
-    _made("logsumexp", (3, 4), [1]),
-    _made("norm.Scalar", (3, 4)),
-    _made("norm.Scalar", (3, 4), 1),
-    _made("norm.ScalarOpt_dim", (3, 4), None, [1]),
-    _made("norm.ScalarOpt_dim", (3, 4), 3, [0], True),
-    _made("nuclear_norm", (3, 4)),
-    _made("nuclear_norm.dim", (2, 3, 4), [1, 2]),
-    Row("prod", lambda r: call(r.uniform(3, 4))),
-    Row("prod", lambda r: call(r.uniform(3, 4), dtype=torch.float64)),
-    Row("prod.dim_int", lambda r: call(r.uniform(3, 4), 1)),
-    Row("prod.dim_int", lambda r: call(r.uniform(3, 4), 1, True, dtype=torch.bfloat16)),
-    _made("renorm", (3, 4), 2, 0, 1.0),
-    _made("softmax.int", (3, 4), 1),
-    _made("softmax.int", (3, 4), -1, torch.float16),
-    _made("sum", (3, 4)),
-    _made("sum", (3, 4), dtype=torch.float16),
-    _made("sum.dim_IntList", (3, 4), [1]),
-    _made("sum.dim_IntList", (3, 4), None, True, dtype=torch.int64),
-    _made("trace", (3, 4)),
-    Row("nanquantile", lambda r: call(r.normal(3, 5), Constant(r.uniform(2)), 1)),
-    _made("nanquantile.scalar", (3, 5), 0.3, 1),
-    Row("quantile", lambda r: call(r.normal(3, 5), Constant(r.uniform(2)), 0)),
-    _made("quantile.scalar", (3, 5), 0.7, interpolation="higher"),
-)
-
-NORMS_AND_DISTANCES = (
-    _made("cdist", (3, 4), (5, 4)),
-    _made("cdist", (3, 4), (5, 4), 1.0),
-    _made("cosine_similarity", (3, 4), (3, 4)),
-    _made("dist", (3, 4), (3, 4)),
-    _made("pdist", (4, 3)),
-    _made("group_norm", (2, 4, 3), 2, (4,), (4,)),
-    _made("group_norm", (2, 4, 3), 2),
-    _made("layer_norm", (3, 4), [4], (4,), (4,)),
-    _made("layer_norm", (3, 4), [4]),
-    _made("native_layer_norm", (3, 4), [4], (4,), (4,), 1e-5),
-    _made("native_layer_norm", (3, 4), [4], None, None, 1e-5),
-    _made("rms_norm", (3, 4), [4], (4,)),
-    _made("rms_norm", (3, 4), [4], eps=1e-3),
-)
-
-LOSSES = (
-    _loss("binary_cross_entropy"),
-    Row(
-        "binary_cross_entropy",
-        lambda r: call(r.uniform(3, 4), r.uniform(3, 4), Constant(r.uniform(4)), SUM),
-    ),
-    _loss("binary_cross_entropy_with_logits"),
-    Row(
+    # In the widest dtype.
+    _row("addcdiv", (3, 4), (3, 4), uniform(3, 4), value=2),
+    _row("addcmul", (3, 4), (3, 4), (4,)),
+    _row("addcmul", (3, 4), host(()), (4,)),
+    _row("atan2", (3, 4), uniform(3, 4)),
+    _row("atan2", (3, 4), host(uniform())),
+    _row("bilinear", (3, 2), (3, 4), (5, 2, 4), (5,)),
+    _row("bilinear", (3, 2), (3, 4), (5, 2, 4)),
+    _row("cat", [(2, 3), (1, 3), (4, 3)]),
+    _row("cat", [(2, 3), integers(5, 2, 3), (2, 1)], -1),
+    _row("cross", (4, 3), (4, 3), 1),
+    _row("dot", (5,), (5,)),
+    _row("index_copy", (4, 3), 0, torch.tensor([2, 0]), (2, 3)),
+    _row("index_put", (4, 3), [torch.tensor([2, 0])], (2, 3)),
+    _row("index_put", (4, 3), [None, torch.tensor([1, 1])], (4, 2), True),
+    _row("scatter_add", (3, 4), 0, integers(3, 3, 4), (3, 4)),
+    _row("stack", [(2, 3), (2, 3), (2, 3)], 1),
+    _row("tensordot", (2, 3, 4), (4, 3, 5), [1, 2], [1, 0]),
+    _row("vdot", (5,), (5,)),
+    # Elementwise.
+    *_rows("acos asin erfinv log log10 log1p log2 reciprocal rsqrt tan", uniform(3, 5)),
+    *_rows("cosh exp expm1 sinh softplus", uniform(3, 5, low=-2, high=2)),
+    _row("pow.Scalar", 2.5, (3, 4)),
+    _row("pow.Tensor_Scalar", uniform(3, 4), 1.5),
+    _row("pow.Tensor_Tensor", uniform(3, 4), (3, 4)),
+    _row("pow.Tensor_Tensor", host(uniform()), (3, 4)),
+    _row("polar", uniform(3, 4), (3, 4)),
+    _row("view_as_complex", (3, 4, 2)),
+    _row("fake_quantize_per_tensor_affine", (3, 4), 0.1, 0, -8, 7),
+    # Reductions.
+    _row("cumprod", uniform(3, 4), 1),
+    _row("cumprod", uniform(3, 4), 1, dtype=torch.float64),
+    _row("cumsum", (3, 4), 0),
+    _row("cumsum", (3, 4), 0, dtype=torch.bfloat16),
+    _row("frobenius_norm.dim", (3, 4), [0, 1]),
+    _row("linalg_matrix_norm", (3, 4), 1),
+    _row("linalg_matrix_norm", (3, 4), 1, dtype=torch.float64),
+    _row("linalg_matrix_norm.str_ord", (3, 4)),
+    _row("linalg_matrix_norm.str_ord", (3, 4), dtype=torch.float64),
+    _row("linalg_vector_norm", (3, 4)),
+    _row("linalg_vector_norm", (3, 4), 1, [0], dtype=torch.float64),
+    _row("log_softmax.int", (3, 4), 1),
+    _row("log_softmax.int", (3, 4), 1, torch.float64),
+    _row("logsumexp", (3, 4), [1]),
+    _row("norm.Scalar", (3, 4)),
+    _row("norm.Scalar", (3, 4), 1),
+    _row("norm.ScalarOpt_dim", (3, 4), None, [1]),
+    _row("norm.ScalarOpt_dim", (3, 4), 3, [0], True),
+    _row("nuclear_norm", (3, 4)),
+    _row("nuclear_norm.dim", (2, 3, 4), [1, 2]),
+    _row("prod", uniform(3, 4)),
+    _row("prod", uniform(3, 4), dtype=torch.float64),
+    _row("prod.dim_int", uniform(3, 4), 1),
+    _row("prod.dim_int", uniform(3, 4), 1, True, dtype=torch.bfloat16),
+    _row("renorm", (3, 4), 2, 0, 1.0),
+    _row("softmax.int", (3, 4), 1),
+    _row("softmax.int", (3, 4), -1, torch.float16),
+    _row("sum", (3, 4)),
+    _row("sum", (3, 4), dtype=torch.float16),
+    _row("sum.dim_IntList", (3, 4), [1]),
+    _row("sum.dim_IntList", (3, 4), None, True, dtype=torch.int64),
+    _row("trace", (3, 4)),
+    _row("nanquantile", (3, 5), constant(uniform(2)), 1),
+    _row("nanquantile.scalar", (3, 5), 0.3, 1),
+    _row("quantile", (3, 5), constant(uniform(2)), 0),
+    _row("quantile.scalar", (3, 5), 0.7, interpolation="higher"),
+    # Normalisations, norms, distances.
+    _row("cdist", (3, 4), (5, 4)),
+    _row("cdist", (3, 4), (5, 4), 1.0),
+    _row("cosine_similarity", (3, 4), (3, 4)),
+    _row("dist", (3, 4), (3, 4)),
+    _row("pdist", (4, 3)),
+    _row("group_norm", (2, 4, 3), 2, (4,), (4,)),
+    _row("group_norm", (2, 4, 3), 2),
+    _row("layer_norm", (3, 4), [4], (4,), (4,)),
+    _row("layer_norm", (3, 4), [4]),
+    _row("native_layer_norm", (3, 4), [4], (4,), (4,), 1e-5),
+    _row("native_layer_norm", (3, 4), [4], None, None, 1e-5),
+    _row("rms_norm", (3, 4), [4], (4,)),
+    _row("rms_norm", (3, 4), [4], eps=1e-3),
+    # Losses.
+    *_rows("binary_cross_entropy binary_cross_entropy_with_logits", *PROBABILITIES),
+    *_rows("huber_loss l1_loss mse_loss smooth_l1_loss", *PROBABILITIES),
+    _row("binary_cross_entropy", *PROBABILITIES, constant(uniform(4)), SUM),
+    _row(
         "binary_cross_entropy_with_logits",
-        lambda r: call(
-            *(r.normal(3, 4), r.uniform(3, 4), Constant(r.uniform(4))),
-            pos_weight=Constant(r.uniform(4)),
-            reduction=NONE,
-        ),
+        *((3, 4), uniform(3, 4), constant(uniform(4))),
+        pos_weight=constant(uniform(4)),
+        reduction=NONE,
     ),
-    Row(
-        "cosine_embedding_loss",
-        lambda r: call(r.normal(3, 4), r.normal(3, 4), Constant(r.signs(3))),
-    ),
-    Row("cross_entropy_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3))),
-    Row(
-        "cross_entropy_loss",
-        lambda r: call(
-            r.normal(3, 4), r.integers(4, 3), Constant(r.uniform(4)), label_smoothing=0.1
-        ),
-    ),
-    Row("cross_entropy_loss", lambda r: call(r.normal(3, 4), torch.softmax(r.normal(3, 4), 1))),
-    Row("ctc_loss.IntList", lambda r: _ctc(r, as_tensor=False)),
-    Row("ctc_loss.Tensor", lambda r: _ctc(r, as_tensor=True)),
-    Row("hinge_embedding_loss", lambda r: call(r.normal(3, 4), Constant(r.signs(3, 4)))),
-    _loss("huber_loss"),
-    _loss("huber_loss", NONE, 0.3),
-    Row("kl_div", lambda r: call(r.normal(3, 4), r.uniform(3, 4))),
-    _made("kl_div", (3, 4), (3, 4), SUM, log_target=True),
-    _loss("l1_loss"),
-    Row(
-        "margin_ranking_loss",
-        lambda r: call(r.normal(3), r.normal(3), Constant(r.signs(3)), 0.1),
-    ),
-    _loss("mse_loss"),
-    _loss("mse_loss", NONE),
-    Row("multi_margin_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3))),
-    Row(
-        "multi_margin_loss",
-        lambda r: call(r.normal(3, 4), r.integers(4, 3), 2, 0.5, Constant(r.uniform(4))),
-    ),
-    Row("multilabel_margin_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3, 4))),
-    Row(
-        "multilabel_margin_loss_forward",
-        lambda r: call(r.normal(3, 4), r.integers(4, 3, 4), MEAN),
-        (0,),
-    ),
-    Row("nll_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3))),
-    Row("nll_loss", lambda r: call(r.normal(3, 4), r.integers(4, 3), Constant(r.uniform(4)), SUM)),
-    Row("nll_loss2d", lambda r: call(r.normal(2, 4, 3, 3), r.integers(4, 2, 3, 3))),
-    Row(
-        "poisson_nll_loss",
-        lambda r: call(r.normal(3, 4), r.uniform(3, 4), True, False, 1e-8, MEAN),
-    ),
-    Row(
-        "poisson_nll_loss",
-        lambda r: call(r.uniform(3, 4), r.uniform(3, 4), False, True, 1e-8, NONE),
-    ),
-    _loss("smooth_l1_loss"),
-    Row("soft_margin_loss", lambda r: call(r.normal(3, 4), Constant(r.signs(3, 4)))),
-    _made("triplet_margin_loss", (3, 4), (3, 4), (3, 4)),
-    _made("triplet_margin_loss", (3, 4), (3, 4), (3, 4), 2.0, 1.0, swap=True),
-)
-
-IMAGES = (
-    _image("_upsample_bicubic2d_aa", 2, [4, 4], False),
-    _image("_upsample_bilinear2d_aa", 2, [4, 4], False),
-    _image("_upsample_nearest_exact1d", 1, [4]),
-    _image("_upsample_nearest_exact2d", 2, [4, 4]),
-    _image("_upsample_nearest_exact3d", 3, [4, 4, 4]),
-    _image("upsample_bicubic2d", 2, [9, 9], True),
-    _image("upsample_bilinear2d", 2, [9, 9], False),
-    _image("upsample_linear1d", 1, [9], False),
-    _image("upsample_nearest1d", 1, [9]),
-    _image("upsample_nearest2d", 2, [9, 9]),
-    _image("upsample_nearest3d", 3, [9, 9, 9]),
-    _image("upsample_trilinear3d", 3, [9, 9, 9], False),
-    _image("adaptive_avg_pool3d", 3, [2, 3, 4]),
-    _image("adaptive_max_pool3d", 3, [2, 3, 4], outputs=(0,)),
-    _image("avg_pool3d", 3, [2, 2, 2]),
-    _image("max_pool3d", 3, [2, 2, 2]),
-    Row(
-        "fractional_max_pool2d",
-        lambda r: call(r.normal(2, 3, 6, 6), [2, 2], [3, 3], Constant(r.uniform(2, 3, 2))),
-        (0,),
-    ),
-    Row(
-        "fractional_max_pool3d",
-        lambda r: call(r.normal(2, 3, 6, 6, 6), [2, 2, 2], [3, 3, 3], Constant(r.uniform(2, 3, 3))),
-        (0,),
-    ),
-    _made("max_unpool2d", (2, 3, 2, 2), _spread(2, 3, 2, 2, step=5), [4, 4]),
-    _made(
-        "max_unpool3d",
-        (2, 3, 2, 2, 2),
-        _spread(2, 3, 2, 2, 2, step=9),
-        [4, 4, 4],
-        [2, 2, 2],
-        [0, 0, 0],
-    ),
-    _image("reflection_pad1d", 1, [1, 2]),
-    _image("reflection_pad2d", 2, [1, 2, 2, 1]),
-    _image("replication_pad1d", 1, [1, 2]),
-    _image("replication_pad2d", 2, [1, 2, 2, 1]),
-    _image("replication_pad3d", 3, [1, 2, 2, 1, 1, 1]),
+    _row("cosine_embedding_loss", (3, 4), (3, 4), constant(signs(3))),
+    _row("cross_entropy_loss", (3, 4), integers(4, 3)),
+    _row("cross_entropy_loss", (3, 4), integers(4, 3), constant(uniform(4)), label_smoothing=0.1),
+    _row("cross_entropy_loss", (3, 4), lambda r: torch.softmax(r.normal(3, 4), 1)),
+    _row("ctc_loss.IntList", *CTC, [6, 5], [3, 2]),
+    _row("ctc_loss.Tensor", *CTC, torch.tensor([6, 5]), torch.tensor([3, 2])),
+    _row("hinge_embedding_loss", (3, 4), constant(signs(3, 4))),
+    _row("huber_loss", *PROBABILITIES, NONE, 0.3),
+    _row("kl_div", (3, 4), uniform(3, 4)),
+    _row("kl_div", (3, 4), (3, 4), SUM, log_target=True),
+    _row("margin_ranking_loss", (3,), (3,), constant(signs(3)), 0.1),
+    _row("mse_loss", *PROBABILITIES, NONE),
+    _row("multi_margin_loss", (3, 4), integers(4, 3)),
+    _row("multi_margin_loss", (3, 4), integers(4, 3), 2, 0.5, constant(uniform(4))),
+    _row("multilabel_margin_loss", (3, 4), integers(4, 3, 4)),
+    _row("multilabel_margin_loss_forward", (3, 4), integers(4, 3, 4), MEAN, outputs=(0,)),
+    _row("nll_loss", (3, 4), integers(4, 3)),
+    _row("nll_loss", (3, 4), integers(4, 3), constant(uniform(4)), SUM),
+    _row("nll_loss2d", (2, 4, 3, 3), integers(4, 2, 3, 3)),
+    _row("poisson_nll_loss", (3, 4), uniform(3, 4), True, False, 1e-08, MEAN),
+    _row("poisson_nll_loss", *PROBABILITIES, False, True, 1e-08, NONE),
+    _row("soft_margin_loss", (3, 4), constant(signs(3, 4))),
+    _row("triplet_margin_loss", (3, 4), (3, 4), (3, 4)),
+    _row("triplet_margin_loss", (3, 4), (3, 4), (3, 4), 2.0, 1.0, swap=True),
+    # Images.
+    _row("_upsample_bicubic2d_aa", IMAGES[2], [4, 4], False),
+    _row("_upsample_bilinear2d_aa", IMAGES[2], [4, 4], False),
+    _row("_upsample_nearest_exact1d", IMAGES[1], [4]),
+    _row("_upsample_nearest_exact2d", IMAGES[2], [4, 4]),
+    _row("_upsample_nearest_exact3d", IMAGES[3], [4, 4, 4]),
+    _row("upsample_bicubic2d", IMAGES[2], [9, 9], True),
+    _row("upsample_bilinear2d", IMAGES[2], [9, 9], False),
+    _row("upsample_linear1d", IMAGES[1], [9], False),
+    _row("upsample_nearest1d", IMAGES[1], [9]),
+    _row("upsample_nearest2d", IMAGES[2], [9, 9]),
+    _row("upsample_nearest3d", IMAGES[3], [9, 9, 9]),
+    _row("upsample_trilinear3d", IMAGES[3], [9, 9, 9], False),
+    _row("adaptive_avg_pool3d", IMAGES[3], [2, 3, 4]),
+    _row("adaptive_max_pool3d", IMAGES[3], [2, 3, 4], outputs=(0,)),
+    _row("avg_pool3d", IMAGES[3], [2, 2, 2]),
+    _row("max_pool3d", IMAGES[3], [2, 2, 2]),
     *(
-        Row(
-            op,
-            lambda r: call(
-                r.normal(2, 3, 6, 6), r.uniform(2, 4, 4, 2, low=-0.8), BILINEAR, ZEROS, False
-            ),
+        _row(
+            f"fractional_max_pool{n}d",
+            *(IMAGES[n], [2] * n, [3] * n, constant(uniform(2, 3, n))),
+            outputs=(0,),
         )
+        for n in (2, 3)
+    ),
+    _row("max_unpool2d", (2, 3, 2, 2), _spread(2, 3, 2, 2, step=5), [4, 4]),
+    _row(
+        "max_unpool3d", (2, 3, 2, 2, 2), _spread(2, 3, 2, 2, 2, step=9), [4] * 3, [2] * 3, [0] * 3
+    ),
+    _row("reflection_pad1d", IMAGES[1], [1, 2]),
+    _row("reflection_pad2d", IMAGES[2], [1, 2, 2, 1]),
+    _row("replication_pad1d", IMAGES[1], [1, 2]),
+    _row("replication_pad2d", IMAGES[2], [1, 2, 2, 1]),
+    _row("replication_pad3d", IMAGES[3], [1, 2, 2, 1, 1, 1]),
+    *(
+        _row(op, IMAGES[2], uniform(2, 4, 4, 2, low=-0.8), BILINEAR, ZEROS, False)
         for op in ("_grid_sampler_2d_cpu_fallback", "grid_sampler", "grid_sampler_2d")
     ),
-    Row(
-        "grid_sampler_3d",
-        lambda r: call(
-            *(r.normal(2, 3, 4, 4, 4), r.uniform(2, 3, 3, 3, 3, low=-0.8)),
-            *(BILINEAR, ZEROS, True),
-        ),
+    _row(
+        "grid_sampler_3d", (2, 3, 4, 4, 4), uniform(2, 3, 3, 3, 3, low=-0.8), BILINEAR, ZEROS, True
     ),
-)
-
-FFT = (
-    *(
-        _made(f"fft_{op}", sizes)
-        for sizes, ops in {
-            (3, 8): "fft ifft ihfft rfft",
-            (3, 5): "hfft irfft",
-            (3, 4, 8): "fft2 ifft2 rfft2",
-            (2, 4, 8): "fftn ifftn rfftn",
-            (3, 4, 5): "irfft2",
-            (2, 4, 5): "irfftn",
-        }.items()
-        for op in ops.split()
-    ),
-    _made("fft_fft", (3, 8), 6, 0, "ortho"),
-    Row("stft", lambda r: call(r.normal(2, 32), 8, 4, 8, r.uniform(8), return_complex=True)),
-    _made("stft", (32,), 8, onesided=False, return_complex=True),
-    Row(
-        "stft.center", lambda r: call(r.normal(2, 32), 8, window=r.uniform(8), return_complex=True)
-    ),
-)
-
-LINALG = (
-    _square("_lu_with_info"),
-    _square("geqrf", ()),
-    _square("inverse"),
-    _square("linalg_cond"),
-    _square("linalg_cond.p_str", p="nuc"),
-    Row("linalg_eig", lambda r: call(r.regular(4)), (0,)),
-    _square("linalg_eigvals"),
-    _square("linalg_inv"),
-    Row("linalg_inv_ex", lambda r: call(r.regular(4)), (0,)),
-    _square("linalg_matrix_rank", (), tol=0.1),
-    _square("linalg_matrix_rank.atol_rtol_float", (), atol=0.1),
-    Row(
+    # Fourier transforms.
+    *_rows("fft_fft fft_ifft fft_ihfft fft_rfft", (3, 8)),
+    *_rows("fft_hfft fft_irfft", (3, 5)),
+    *_rows("fft_fft2 fft_ifft2 fft_rfft2", (3, 4, 8)),
+    *_rows("fft_fftn fft_ifftn fft_rfftn", (2, 4, 8)),
+    *_rows("fft_irfft2 fft_irfftn", (3, 4, 5)),
+    _row("fft_fft", (3, 8), 6, 0, "ortho"),
+    _row("stft", (2, 32), 8, 4, 8, uniform(8), return_complex=True),
+    _row("stft", (32,), 8, onesided=False, return_complex=True),
+    _row("stft.center", (2, 32), 8, window=uniform(8), return_complex=True),
+    # Linear algebra.
+    *_rows("_lu_with_info inverse linalg_cond linalg_eigvals linalg_inv", regular(4)),
+    *_rows("linalg_eig linalg_inv_ex", regular(4), outputs=(0,)),
+    _row("geqrf", regular(4), outputs=()),
+    _row("linalg_cond.p_str", regular(4), p="nuc"),
+    _row("linalg_matrix_rank", regular(4), tol=0.1, outputs=()),
+    _row("linalg_matrix_rank.atol_rtol_float", regular(4), atol=0.1, outputs=()),
+    _row(
         "linalg_matrix_rank.atol_rtol_tensor",
-        lambda r: call(r.regular(4), atol=r.uniform(1), rtol=r.uniform(1)),
-        (),
+        regular(4),
+        atol=uniform(1),
+        rtol=uniform(1),
+        outputs=(),
     ),
-    Row("linalg_matrix_rank.tol_tensor", lambda r: call(r.regular(4), r.uniform(1)), ()),
-    _made("linalg_qr", (5, 3)),
-    _made("linalg_svd", (5, 3), False),
-    _made("linalg_svdvals", (5, 3)),
-    _made("pinverse", (5, 3)),
-    _made("qr", (5, 3)),
-    _made("svd", (5, 3)),
-    Row("cholesky", lambda r: call(r.symmetric())),
-    Row("cholesky", lambda r: call(r.symmetric(), True)),
-    Row("cholesky_inverse", lambda r: call(r.lower(4))),
-    Row("cholesky_solve", lambda r: call(r.normal(4, 2), r.lower(4))),
-    Row("linalg_cholesky", lambda r: call(r.symmetric())),
-    Row("linalg_cholesky_ex", lambda r: call(r.symmetric(), upper=True), (0,)),
-    Row("linalg_matrix_sqrth", lambda r: call(r.symmetric())),
-    Row("linalg_eigh", lambda r: call(r.symmetric())),
-    Row("linalg_eigvalsh", lambda r: call(r.symmetric(), "U")),
-    Row("linalg_householder_product", lambda r: call(r.normal(5, 3), r.uniform(3))),
+    _row("linalg_matrix_rank.tol_tensor", regular(4), uniform(1), outputs=()),
+    *_rows("linalg_qr linalg_svdvals pinverse qr svd", (5, 3)),
+    _row("linalg_svd", (5, 3), False),
+    *_rows("cholesky linalg_cholesky linalg_matrix_sqrth linalg_eigh", symmetric()),
+    _row("cholesky", symmetric(), True),
+    _row("cholesky_inverse", lower(4)),
+    _row("cholesky_solve", (4, 2), lower(4)),
+    _row("linalg_cholesky_ex", symmetric(), upper=True, outputs=(0,)),
+    _row("linalg_eigvalsh", symmetric(), "U"),
+    *_rows("linalg_householder_product orgqr", (5, 3), uniform(3)),
     # Not the default driver: its pivots start from unset memory, so its last bits vary by the run.
-    _made("linalg_lstsq", (5, 3), (5, 2), driver="gels", outputs=(0,)),
-    Row("linalg_solve", lambda r: call(r.regular(4), r.normal(4, 2))),
-    Row("linalg_tensorinv", lambda r: call(r.regular(6).reshape(2, 3, 6))),
-    Row("linalg_tensorsolve", lambda r: call(r.regular(6).reshape(2, 3, 6), r.normal(2, 3))),
+    _row("linalg_lstsq", (5, 3), (5, 2), driver="gels", outputs=(0,)),
+    _row("linalg_solve", regular(4), (4, 2)),
+    _row("linalg_tensorinv", lambda r: r.regular(6).reshape(2, 3, 6)),
+    _row("linalg_tensorsolve", lambda r: r.regular(6).reshape(2, 3, 6), (2, 3)),
     Row("lu_solve", lambda r: call(r.normal(4, 2), *torch.linalg.lu_factor(r.regular(4)))),
-    Row("orgqr", lambda r: call(r.normal(5, 3), r.uniform(3))),
-    Row("ormqr", lambda r: call(r.normal(5, 3), r.uniform(3), r.normal(5, 2))),
-    Row("triangular_solve", lambda r: call(r.normal(4, 2), r.lower(4), False), (0,)),
-)
-
-ROWS = (
-    *LOWER,
-    *WIDEST,
-    *POINTWISE,
-    *REDUCTIONS,
-    *NORMS_AND_DISTANCES,
-    *LOSSES,
-    *IMAGES,
-    *FFT,
-    *LINALG,
+    _row("ormqr", (5, 3), uniform(3), (5, 2)),
+    _row("triangular_solve", (4, 2), lower(4), False, outputs=(0,)),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import pickle
 import subprocess
@@ -19,7 +18,7 @@ from polymp import PolicyError, policy
 from polymp.backends.torch.autocast import region_casts, regions
 from polymp.torch import GradScaler, autocast
 from tests.support.processes import in_thread, in_threads
-from tests.support.torch.compiled import mm
+from tests.support.torch.compiled import Count, Decorated, mm
 
 X = torch.ones(1, 4)
 
@@ -65,23 +64,14 @@ def test_a_device_that_holds_the_policies_is_refused_once_there_are_any() -> Non
 
 
 def test_an_object_made_beside_another_threads_region_still_wants_its_casts() -> None:
-    made, done = [], threading.Event()
-    inside = threading.Event()
-
-    def other() -> None:
+    def beside() -> autocast:
         with autocast("cpu"):
-            inside.set()
-            done.wait(60)
+            assert not torch.is_autocast_cache_enabled()
+            return autocast("cpu")
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    inside.wait(60)
     with autocast("cpu"):
-        assert not torch.is_autocast_cache_enabled()
-        made.append(autocast("cpu"))
-    done.set()
-    thread.join(60)
-    with made[0]:
+        made = in_thread(beside)
+    with made:
         assert torch.is_autocast_cache_enabled()
 
 
@@ -133,27 +123,20 @@ def test_policies_are_equal_and_hash_alike_after_a_pickle_from_another_process()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")  # dynamo imports what uses it
-def test_a_compiled_optimizer_step_is_compiled_once() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(graph)
-        return graph.forward
-
+def test_a_compiled_optimizer_step_is_compiled_once(count: Count) -> None:
     w = torch.ones(4, requires_grad=True)
     optimizer = torch.optim.SGD([w], lr=0.1)
     with autocast("cpu"):
         pass
-    step = torch.compile(optimizer.step, backend=backend)
+    step = torch.compile(optimizer.step, backend=count)
     for _ in range(4):
         w.grad = torch.ones(4)
         step()
         with autocast("cpu"):
             torch.mv(torch.eye(4), w)
         region_casts.drop()
-    torch._dynamo.reset()
     assert w[0].item() == pytest.approx(0.6)
-    assert len(graphs) == 1
+    assert count.graphs == 1
 
 
 def test_a_fused_step_that_raises_leaves_no_scale_behind() -> None:
@@ -264,55 +247,9 @@ def test_a_thread_that_ends_inside_a_region_harms_nobody(x: torch.Tensor, w: tor
             assert torch.equal(torch.mm(x, w), mm(x, w, dtype))
 
 
-class Decorated(nn.Module):
-    """A model that opens its region in `forward`, as the recipes ask for under DataParallel."""
-
-    def __init__(self, amp: Any, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.seen: list[torch.dtype] = []
-        self.amp, self.dtype = amp, dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        @self.amp("cpu", dtype=self.dtype)
-        def run() -> torch.Tensor:
-            h = self.first(x)
-            self.seen.append(h.dtype)
-            return self.second(torch.relu(h))
-
-        return run()
-
-
-def replica(model: nn.Module) -> nn.Module:
-    """A copy whose weights are copies that pass gradients on, as DataParallel makes them."""
-    twin = copy.deepcopy(model)
-    for ours, theirs in zip(twin.modules(), model.modules(), strict=True):
-        for name, parameter in theirs._parameters.items():
-            del ours._parameters[name]
-            setattr(ours, name, parameter.clone())
-    return twin
-
-
-@pytest.mark.usefixtures("left_as_found")
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_replicas_in_threads_with_a_decorated_forward(dtype: torch.dtype) -> None:
-    def run(amp: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model, x = Decorated(amp, dtype), torch.randn(6, 8)
-        twins = [replica(model) for _ in range(2)]
-        work = [lambda m=m, part=part: m(part) for m, part in zip(twins, x.chunk(2), strict=True)]
-        y = torch.cat(in_threads(work))
-        assert [twin.seen for twin in twins] == [[dtype], [dtype]]
-        assert y.dtype is dtype
-        y.float().square().sum().backward()
-        return [y.detach(), *(p.grad for p in model.parameters())]
-
-    assert all(map(torch.equal, run(autocast), run(torch.autocast)))
-
-
 @pytest.mark.usefixtures("left_as_found")
 def test_data_parallel_without_a_gpu_is_the_model(x: torch.Tensor) -> None:
-    model = nn.DataParallel(Decorated(autocast, FP16))
+    model = nn.DataParallel(Decorated())
     assert model(x).dtype is FP16
     with autocast("cpu", dtype=BF16):
         assert nn.DataParallel(model.module.first)(x).dtype is BF16

@@ -7,6 +7,7 @@ test_gpu.py has the rest.
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,19 +55,16 @@ def flattened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def made(title: str) -> nn.RNNBase:
+def as_called(
+    title: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> tuple[nn.RNNBase, Any, str, Any]:
+    """A layer, the arguments and overload that it calls, and what would prepare them on CUDA."""
     kind, options = LAYERS[title]
     torch.manual_seed(0)
-    return kind(4, 5, **options)  # type: ignore[no-any-return]
-
-
-def as_called(layer: nn.RNNBase, x: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any]:
-    """The overload that a layer calls, and the arguments."""
-    seen: list[tuple[str, Any]] = []
+    layer, seen = kind(4, 5, **options), []
 
     def spy(name: str, *args: Any) -> Any:
-        packed = isinstance(args[1], torch.Tensor) and not args[1].is_floating_point()
-        seen.append((f"{name}.{'data' if packed else 'input'}", args))
+        seen.append((name, args))
         return getattr(torch, name)(*args)
 
     names = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -74,17 +72,12 @@ def as_called(layer: nn.RNNBase, x: Any, monkeypatch: pytest.MonkeyPatch) -> tup
     monkeypatch.setattr(nn.modules.rnn, "_VF", SimpleNamespace(**spies))
     plain = {f"RNN_{kind.upper()}": spies[f"rnn_{kind}"] for kind in ("tanh", "relu")}
     monkeypatch.setattr(nn.modules.rnn, "_rnn_impls", plain)
-    layer(x)
-    (found,) = seen
-    return found
-
-
-def sequences(layer: nn.RNNBase, packed: bool) -> Any:
     x = torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(1))
-    if not packed:
-        return x
-    lengths = torch.tensor([3, 2, 1])
-    return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=layer.batch_first)
+    pack = functools.partial(nn.utils.rnn.pack_padded_sequence, batch_first=layer.batch_first)
+    layer(pack(x, torch.tensor([3, 2, 1])) if packed else x)
+    ((name, args),) = seen
+    overload = f"{name}.{'data' if packed else 'input'}"
+    return layer, args, overload, autocast_kernel.recurrent_arguments(overload, "cuda")
 
 
 def of_torch(layer: nn.RNNBase) -> tuple[Any, ...]:
@@ -111,10 +104,7 @@ def test_the_weights_are_cast_into_the_buffer_that_the_layer_would_ask_for(
     flattened: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer = made(title)
-    name, args = as_called(layer, sequences(layer, packed), monkeypatch)
-    prepare = autocast_kernel.recurrent_arguments(name, "cuda")
-    assert prepare is not None
+    layer, args, _, prepare = as_called(title, packed, monkeypatch)
     prepared = prepare(args, BF16)
     (options,) = flattened
     expected = list(of_torch(layer))
@@ -133,30 +123,11 @@ def test_the_weights_are_cast_into_the_buffer_that_the_layer_would_ask_for(
         assert torch.equal(ours, theirs)
 
 
-def test_the_same_numbers_and_gradients_as_with_casts_one_by_one(
-    flattened: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = made("GRU")
-    name, args = as_called(layer, sequences(layer, False), monkeypatch)
-    prepare = autocast_kernel.recurrent_arguments(name, "cuda")
-    assert prepare is not None
-    together = prepare(args, BF16)[2]
-    singly = [w.to(BF16) for w in args[2]]
-    found = []
-    for weights in (together, singly):
-        y, _ = torch.ops.aten.gru.input(args[0].to(BF16), args[1].to(BF16), weights, *args[3:])
-        found.append((y, *torch.autograd.grad(y.float().square().sum(), layer.parameters())))
-    assert all(map(torch.equal, *found))
-
-
 def test_what_needs_no_buffer_is_left_alone(
     flattened: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = made("LSTM")
-    name, args = as_called(layer, sequences(layer, False), monkeypatch)
-    prepare = autocast_kernel.recurrent_arguments(name, "cuda")
-    assert prepare is not None
-    assert autocast_kernel.recurrent_arguments(name, "cpu") is None
+    _, args, overload, prepare = as_called("LSTM", False, monkeypatch)
+    assert autocast_kernel.recurrent_arguments(overload, "cpu") is None
     assert autocast_kernel.recurrent_arguments("lstm_cell", "cuda") is None
     assert prepare(args, FP32) is args
     mixed = (*args[:2], [args[2][0].half(), *args[2][1:]], *args[3:])
@@ -203,18 +174,13 @@ def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.Monkey
     row = torch_table.row("cuda", "_cudnn_rnn", "float16")
     assert row is not None
     assert row.rule is Rule.LOWER
-    added, gone = drift("cuda")
-    for built in (True, False):
-        monkeypatch.setitem(torch_table.BUILDS, "_cudnn_rnn", built)
-        for has in (True, False):
-            kernels_there = torch_table.kernels("cuda") - {"_cudnn_rnn"} | (
-                {"_cudnn_rnn"} if has else set()
-            )
-            with monkeypatch.context() as m:
-                m.setattr(torch_table, "kernels", lambda device, there=kernels_there: there)
-                now = drift("cuda")
-            assert now[0] == sorted({*added} | ({"_cudnn_rnn"} if has and not built else set()))
-            assert now[1] == sorted({*gone} | ({"_cudnn_rnn"} if built and not has else set()))
+    (added, gone), others = drift("cuda"), torch_table.kernels("cuda") - {"_cudnn_rnn"}
+    for built, there in itertools.product((set(), {"_cudnn_rnn"}), repeat=2):
+        monkeypatch.setitem(torch_table.BUILDS, "_cudnn_rnn", bool(built))
+        with monkeypatch.context() as m:
+            m.setattr(torch_table, "kernels", lambda device, has=others | there: has)
+            now = drift("cuda")
+        assert now == (sorted({*added} | there - built), sorted({*gone} | built - there))
 
 
 @pytest.mark.parametrize("low", LOW)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,16 +68,23 @@ def checkpointed(
 PLACES = ("in", "outside", "another", "thread")
 
 
+RULED = {"dtype": FP16, "policy": KEEPS_TANH}
+
+
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("arguments", [{"dtype": BF16}, {"dtype": FP16}, OFF], ids=short)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dtype": BF16}, {"dtype": FP16}, OFF, RULED],
+    ids=["bf16", "fp16", "off", "policy"],
+)
 def test_checkpoint_recomputes_in_the_region(
     arguments: dict[str, Any], reentrant: bool, where: str
 ) -> None:
     seen, ours = checkpointed(autocast, reentrant, where, **arguments)
-    _, plain = checkpointed(torch.autocast, None, where, **arguments)
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
+    amp = autocast if arguments is RULED else torch.autocast
+    expected, plain = checkpointed(amp, None, where, **arguments)
+    assert seen == expected * 2
     assert all(map(torch.equal, ours, plain))
 
 
@@ -85,68 +93,56 @@ def test_gradients_of_another_region_are_seen() -> None:
     assert not any(map(torch.equal, *runs))
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_recomputes_under_the_policy(reentrant: bool, where: str) -> None:
-    given = {"dtype": FP16, "policy": KEEPS_TANH}
-    seen, ours = checkpointed(autocast, reentrant, where, **given)
-    _, plain = checkpointed(autocast, None, where, **given)
-    assert seen == [(True, FP16, FP32)] * 2
-    assert all(map(torch.equal, ours, plain))
+def seen_by(
+    op: Callable[[torch.Tensor], torch.Tensor],
+    run: Callable[..., torch.Tensor],
+    forward: Any,
+    backward: contextlib.AbstractContextManager[Any],
+) -> list[torch.dtype]:
+    """The dtypes of an op in a block that is computed again; with the policy of the forward."""
+    seen: list[torch.dtype] = []
+
+    def block(t: torch.Tensor) -> torch.Tensor:
+        h = op(t)
+        seen.append(h.dtype)
+        return h * h
+
+    with autocast("cpu", dtype=FP16, policy=forward):
+        y = run(block, torch.randn(4, 8, requires_grad=True))
+    with backward:
+        y.sum().backward()
+    return seen
+
+
+def tanh_of_product(t: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.mm(t, t.mT))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_recomputes_without_the_policy_around_backward(reentrant: bool) -> None:
-    x = torch.randn(4, 8, requires_grad=True)
-    seen: list[torch.dtype] = []
-
-    def block(t: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(torch.mm(t, t.mT))
-        seen.append(h.dtype)
-        return h * h
-
-    with autocast("cpu", dtype=FP16):
-        y = checkpoint(block, x, use_reentrant=reentrant)
-    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
-        y.sum().backward()
-    assert seen == [FP16, FP16]
+    run = partial(checkpoint, use_reentrant=reentrant)
+    around = autocast("cpu", dtype=FP16, policy=KEEPS_TANH)
+    assert seen_by(tanh_of_product, run, None, around) == [FP16, FP16]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_inside_checkpoints_keep_the_policy(reentrant: bool) -> None:
-    x = torch.randn(4, 8, requires_grad=True)
-    seen: list[torch.dtype] = []
+    again = partial(checkpoint, use_reentrant=reentrant)
 
-    def inner(t: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(torch.mm(t, t.mT))
-        seen.append(h.dtype)
-        return h * h
+    def run(block: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return again(lambda t: again(block, t) + 1, x)
 
-    def outer(t: torch.Tensor) -> torch.Tensor:
-        return checkpoint(inner, t, use_reentrant=reentrant) + 1
-
-    with autocast("cpu", dtype=FP16, policy=KEEPS_TANH):
-        y = checkpoint(outer, x, use_reentrant=reentrant)
-    y.sum().backward()
+    seen = seen_by(tanh_of_product, run, KEEPS_TANH, contextlib.nullcontext())
     assert len(seen) >= 2
     assert set(seen) == {FP32}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_functions_under_vmap_are_recomputed_as_they_ran(reentrant: bool) -> None:
-    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
-    seen: list[torch.dtype] = []
+    layer, run = nn.Linear(8, 8), partial(checkpoint, use_reentrant=reentrant)
+    product = torch.vmap(lambda row: torch.mm(row[None], layer.weight.mT)[0])
     policy = {"rules": {"class:matmul": "lower"}}
-
-    def block(t: torch.Tensor) -> torch.Tensor:
-        h = torch.vmap(lambda row: torch.mm(row[None], layer.weight.mT)[0])(t)
-        seen.append(h.dtype)
-        return h * h
-
-    with autocast("cpu", dtype=FP16, policy=policy):
-        y = checkpoint(block, x, use_reentrant=reentrant)
-    y.sum().backward()
-    assert set(seen) == {FP16}
+    assert set(seen_by(product, run, policy, contextlib.nullcontext())) == {FP16}
 
 
 # --- torch.autocast in the same program -----------------------------------------------------------
@@ -168,16 +164,6 @@ def test_regions_of_ours_and_of_torch_nest(
             assert torch.equal(torch.mm(x, w), mm(x, w, at))
         assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
     assert torch.equal(torch.mm(x, w), mm(x, w, FP32))
-
-
-def test_our_region_in_one_of_torch_keeps_no_foreign_casts(
-    x: torch.Tensor, w: torch.Tensor
-) -> None:
-    with torch.autocast("cpu", dtype=BF16):
-        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
-        with autocast("cpu", dtype=FP16):
-            assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
-        assert torch.equal(torch.mm(x, w), mm(x, w, BF16))
 
 
 # --- torch.jit ------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ PEERS  := benchmarks/requirements-torch.txt benchmarks/requirements-jax.txt
 # What may differ between versions.
 VERSIONED := tests/site/test_package.py tests/core/rules/test_vocabulary.py \
     $(addprefix tests/torch/, $(addsuffix .py, compat/test_private_names compat/test_differences \
-        $(addprefix autocast/test_, arguments compile compile_around cuda_lists custom_function fp8_around fp8_product \
+        $(addprefix autocast/test_, arguments compile compile_around custom_function fp8_around fp8_product \
             func lean_policy ops policies recurrent regions torch_table) \
         weights/test_bake \
         $(addprefix scaler/test_, compile histories))) \

@@ -34,6 +34,15 @@ from tests.support.torch.compiled import Count
 from tests.support.torch.each_op import EachOp
 
 
+def test_autocast_keys_and_their_kernels_are_known():
+    for device in ("cpu", "cuda", "mps", "xpu"):
+        names = dispatcher.registered(dispatcher.autocast_key(device))
+        assert names, f"torch registers nothing for {device}"
+        assert {dispatcher.overload(name).name() for name in names} == {f"aten::{n}" for n in names}
+    assert accelerators.is_private("privateuseone")
+    assert not accelerators.is_private("cuda")
+
+
 def test_a_function_mode_is_noticed():
     assert not modes.are_functions_watched()
     with torch.overrides.TorchFunctionMode():
@@ -207,6 +216,22 @@ def test_a_kernel_goes_over_one_of_another_library():
             dispatcher.put(library, "erfinv", lambda keys, x, n=number: x + n, "AutocastCPU")
         with torch.autocast("cpu"):
             assert torch.equal(torch.erfinv(x), x + 2)
+
+
+@pytest.mark.parametrize("method", ["_call_impl", "_apply", "_load_from_state_dict"])
+def test_modules_are_called_cast_and_loaded_by_methods_that_scoped_and_pin_replace(method):
+    calls = []
+
+    def replaced(self, *args, **kwargs):
+        calls.append(method)
+        return getattr(torch.nn.Linear, method)(self, *args, **kwargs)
+
+    module = type("Module", (torch.nn.Linear,), {method: replaced})(2, 2)
+    assert module._compiled_call_impl is None
+    module(torch.ones(1, 2))
+    module.to(torch.bfloat16).half()
+    module.load_state_dict(module.state_dict())
+    assert len(calls) == (2 if method == "_apply" else 1)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")

@@ -1,17 +1,17 @@
 """Programs of nested regions, ops, weight updates, threads and exceptions, and what runs them.
 
-A program is plain data. `run` carries it out with a `Library`, which says how regions are entered,
-and returns all that could be seen: dtypes and bits of every result, torch's autocast state at
-every op, errors, and at the end weights, gradients and the state left behind. Nothing here imports
-polymp.
+A program is plain data. `run` carries it out with a library, such as `run_programs.Correct`, which
+says how regions are entered, functions and generators decorated and threads run, and is told of
+written weights. It returns all that could be seen: dtypes and bits of every result, torch's state
+at every op, errors, and at the end weights, gradients and the state left behind. Nothing here
+imports polymp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,27 +200,6 @@ OPTIMIZERS: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-class Library(Protocol):
-    """Whose regions a program is run with; one for each run."""
-
-    def region(self, spec: Spec) -> AbstractContextManager[object]:
-        """A region, to be entered now."""
-
-    def function(self, spec: Spec, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` decorated."""
-
-    def generator(
-        self, spec: Spec, generator: Callable[[], Iterator[None]]
-    ) -> Callable[[], Iterator[None]]:
-        """A generator function decorated."""
-
-    def thread(self, body: Callable[[], None]) -> None:
-        """Run `body` in a new thread and wait for it."""
-
-    def wrote(self) -> None:
-        """A weight has changed."""
-
-
 class Stop(Exception):
     """The exception that a program raises."""
 
@@ -238,11 +217,8 @@ def count_up() -> None:
 
 def state() -> tuple[Any, ...]:
     """torch's autocast state in this thread."""
-    return (
-        torch.is_autocast_enabled("cpu"),
-        str(torch.get_autocast_dtype("cpu")),
-        torch.is_autocast_cache_enabled(),
-    )
+    dtype = str(torch.get_autocast_dtype("cpu"))
+    return torch.is_autocast_enabled("cpu"), dtype, torch.is_autocast_cache_enabled()
 
 
 def nesting() -> int:
@@ -259,7 +235,7 @@ def bits(t: torch.Tensor | None) -> tuple[Any, ...]:
     return str(t.dtype), tuple(t.shape), t.requires_grad, raw
 
 
-def run(program: Program, library: Library) -> list[tuple[Any, ...]]:
+def run(program: Program, library: Any) -> list[tuple[Any, ...]]:
     """Everything that could be seen of the program."""
     machine = _Machine(program, library)
     try:
@@ -275,7 +251,7 @@ def run(program: Program, library: Library) -> list[tuple[Any, ...]]:
 
 
 class _Machine:
-    def __init__(self, program: Program, library: Library) -> None:
+    def __init__(self, program: Program, library: Any) -> None:
         self.program = program
         self.weights = weights = Weights(program.seed)
         self.library = library

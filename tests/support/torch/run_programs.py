@@ -145,16 +145,6 @@ class NoGeneratorRegion(Correct):
         return generator
 
 
-class OtherDtype(Correct):
-    """Another program: every region in the other low dtype."""
-
-    def autocast(self, spec: Spec, cache: bool) -> Any:
-        region = super().autocast(spec, cache)
-        low = (torch.bfloat16, torch.float16)
-        region.fast_dtype = low[region.fast_dtype is low[0]]
-        return region
-
-
 class LeftOpen(Correct):
     """Used wrongly: an exception does not leave its region."""
 
@@ -169,19 +159,8 @@ class LeftOpen(Correct):
         return region()
 
 
-LIBRARIES = {
-    library.__name__: library
-    for library in (
-        Correct,
-        StaleWeights,
-        StaleDtype,
-        OneObject,
-        Threads,
-        NoGeneratorRegion,
-        OtherDtype,
-        LeftOpen,
-    )
-}
+WRONG = StaleWeights, StaleDtype, OneObject, Threads, NoGeneratorRegion, LeftOpen
+LIBRARIES = {library.__name__: library for library in (Correct, *WRONG)}
 
 
 class Child:

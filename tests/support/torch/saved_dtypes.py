@@ -1,14 +1,14 @@
 """The values that autograd saves for backward, by dtype, on fake CUDA tensors.
 
-`main` prints a line of JSON: for
-the example's model and its block, in regions of torch.autocast and of polymp's policies, the bytes
-of activations that are saved. It is a process of its own, because autograd on CUDA tensors without
-CUDA needs a device guard that stays.
+`main` prints as JSON what the example's model and its block save in regions of torch.autocast and
+of polymp's policies. It is a process of its own: autograd on CUDA tensors without CUDA needs a
+device guard that stays.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -98,37 +98,27 @@ def on_device(module: nn.Module, device: str) -> nn.Module:
     return module
 
 
-class Sizes(NamedTuple):
-    """Of the example's small model."""
-
-    batch: int
-    context: int
-    width: int
-    layers: int
-    heads: int
-    alphabet: int = 100
-
-
-def sizes(job: Any) -> Sizes:
-    args = job.arguments(job.parser("train_torch.py", "", job.SMALL), [])
-    return Sizes(args.batch, args.context, args.width, args.layers, args.heads)
+def sizes(example: Any) -> Any:
+    """The arguments of the example for its small model."""
+    return example.job.arguments(example.job.parser("train_torch.py", "", example.job.SMALL), [])
 
 
 def of_model(example: Any, device: str, low: torch.dtype, policy: str) -> list[Saved]:
     """Return the values that the example's model and loss save."""
-    size = sizes(example.job)
-    model = on_device(example.Transformer(size.alphabet, *size[1:5]), device)
+    size = sizes(example)
+    model = example.Transformer(100, size.context, size.width, size.layers, size.heads)
     tokens = torch.zeros(size.batch, size.context + 1, dtype=torch.int64, device=device)
     with region(device, low, policy):
-        return saved(lambda: example.loss_on(model, tokens), list(model.parameters()))
+        parameters = list(on_device(model, device).parameters())
+        return saved(lambda: example.loss_on(model, tokens), parameters)
 
 
 def of_block(example: Any, device: str, low: torch.dtype, policy: str) -> list[Saved]:
     """Return the values that a block of it saves if its input has a low dtype."""
-    size = sizes(example.job)
+    size = sizes(example)
     block = on_device(example.Block(size.width, size.heads), device)
-    x = torch.empty(size.batch, size.context, size.width, dtype=low, device=device)
-    x.requires_grad_()
+    shape = size.batch, size.context, size.width
+    x = torch.empty(shape, dtype=low, device=device, requires_grad=True)
     with region(device, low, policy):
         return saved(lambda: block(x), list(block.parameters()))
 
@@ -150,13 +140,12 @@ def cuda_guard() -> None:
 def main() -> None:
     cuda_guard()
     found = {}
+    ways = itertools.product(
+        {"model": of_model, "block": of_block}.items(), (written_out, fused), (BF16, FP16), POLICIES
+    )
     with modules("job", "train_torch") as parts, FakeTensorMode():
-        example = parts.train_torch
-        for what, measure in (("model", of_model), ("block", of_block)):
-            for how in (written_out, fused):
-                for low in (BF16, FP16):
-                    for policy in POLICIES:
-                        with attention(example, how):
-                            key = f"{what} {how.__name__} {str(low)[6:]} {policy}"
-                            found[key] = measure(example, "cuda", low, policy)
+        for (what, measure), how, low, policy in ways:
+            with attention(parts.train_torch, how):
+                key = f"{what} {how.__name__} {str(low)[6:]} {policy}"
+                found[key] = measure(parts.train_torch, "cuda", low, policy)
     json.dump(found, sys.stdout)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from polymp.torch import autocast
 from tests.conftest import need
@@ -22,26 +21,17 @@ from tests.support import forks
 from tests.support.examples import TINY, modules
 from tests.support.torch import saved_dtypes
 
-WORDS, LENGTH, WIDTH, HEADS, HIDDEN = 256, 32, 64, 4, 256
-
 
 def gemma() -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=2,
-        num_attention_heads=HEADS, num_key_value_heads=2, head_dim=WIDTH // HEADS,
+        vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         attn_implementation="eager", use_cache=False,
     )  # fmt: skip
     model: nn.Module = Gemma2ForCausalLM(config)
     return model
-
-
-def loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """The loss of the words themselves."""
-    out: Any = model(ids)
-    scores = getattr(out, "logits", out)
-    return F.cross_entropy(scores.reshape(-1, WORDS), ids.reshape(-1))
 
 
 LOW = ("bfloat16", "float16")
@@ -68,9 +58,8 @@ def size(found: list[saved_dtypes.Saved]) -> int:
 
 def in_float32(found: list[saved_dtypes.Saved]) -> list[saved_dtypes.Saved]:
     """Activations among it that are float32; means and sums of rows are smaller."""
-    return [
-        one for one in found if one.dtype == "float32" and one.bytes >= saved_dtypes.ACTIVATION * 4
-    ]
+    least = 4 * saved_dtypes.ACTIVATION
+    return [one for one in found if one.dtype == "float32" and one.bytes >= least]
 
 
 @pytest.mark.parametrize("low", LOW)
@@ -110,14 +99,12 @@ def test_a_language_model_saves_less_than_under_amp(low):
     need("transformers")
     model, ids = gemma(), torch.ones(4, 32, dtype=torch.int64)
 
+    def loss() -> Any:
+        return F.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
+
     def bytes_under(policy: str) -> int:
         with autocast("cpu", low, policy=policy):
-            return size(
-                saved_dtypes.saved(
-                    lambda: loss(model, ids),
-                    [*model.parameters(), *model.buffers()],
-                )
-            )
+            return size(saved_dtypes.saved(loss, [*model.parameters(), *model.buffers()]))
 
     share = bytes_under("lean") / bytes_under("amp")
     print(f"{low}: lean saves {share:.3f} of amp's bytes")
@@ -153,15 +140,6 @@ def test_queries_keys_and_values_have_one_dtype(low):
     assert model.met == (torch.float32, torch.float32, low)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small products on several threads mostly wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def losses(parts: Any, policy: str | None, options: list[str]) -> tuple[float, float]:
     """Held-out losses of the example, before and after."""
     args = parts.job.arguments(
@@ -175,7 +153,7 @@ def losses(parts: Any, policy: str | None, options: list[str]) -> tuple[float, f
 
 
 @pytest.mark.long
-def test_training_ends_within_half_a_percent_of_torchs(one_thread):
+def test_training_ends_within_half_a_percent_of_torchs():
     """With attention written out."""
     with modules("job", "train_torch") as parts:
         with saved_dtypes.attention(parts.train_torch, saved_dtypes.written_out):

@@ -6,9 +6,9 @@ torch's, and wrong decorators must change them.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -107,43 +107,48 @@ def enter(amp: Amp, region: Region) -> Any:
     return amp.autocast("cpu", **(OFF if region is None else region))
 
 
+Body = Callable[[Amp, Report, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+def reported(body: Body, amp: Amp, dtype: torch.dtype = FP32) -> Report:
+    """The report of a scenario on two leaves, with the bits of its results and of the gradients."""
+    report, (a, b) = Report(), leaves(dtype)
+    results = body(amp, report, a, b)
+    report.bits(*(y.detach() for y in results), a.grad, b.grad)
+    return report
+
+
 def in_place(name: str, amp: Amp, in_thread: bool = False) -> Report:
     forward, backward, cast_inputs = PLACES[name]
-    report = Report()
-    a, b = leaves()
-    function = product(amp, report, cast_inputs)
-    with enter(amp, forward):
-        y = function(a, b)
 
-    def back() -> None:
-        with enter(amp, backward):
-            y.float().square().sum().backward()
-            report.look("after backward")
+    def body(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
+        with enter(amp, forward):
+            y = product(amp, report, cast_inputs)(a, b)
 
-    if in_thread:
-        processes.in_thread(back)
-    else:
-        back()
-    report.bits(y.detach(), a.grad, b.grad)
-    return report
+        def back() -> None:
+            with enter(amp, backward):
+                y.float().square().sum().backward()
+                report.look("after backward")
+
+        if in_thread:
+            processes.in_thread(back)
+        else:
+            back()
+        return (y,)
+
+    return reported(body, amp)
 
 
-def in_half(amp: Amp) -> Report:
+def in_half(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
     """Low inputs: with autocast off inside, everything stays in them."""
-    report = Report()
-    a, b = leaves(BF16)
     with amp.autocast("cpu", dtype=FP16):
-        y = product(amp, report)(a, b)
-        z = product(amp, report, FP32)(a, b)
+        y, z = product(amp, report)(a, b), product(amp, report, FP32)(a, b)
         (y.float().sum() + z.sum()).backward()
-    report.bits(y.detach(), z.detach(), a.grad, b.grad)
-    return report
+    return y, z
 
 
-def chained(amp: Amp) -> Report:
+def chained(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
     """Two functions with states of their own, and one that calls the other."""
-    report = Report()
-    a, b = leaves()
 
     class Outer(torch.autograd.Function):
         @staticmethod
@@ -163,55 +168,43 @@ def chained(amp: Amp) -> Report:
             return torch.autograd.grad(ctx.y, (ctx.a, ctx.b), g.to(BF16))
 
     with amp.autocast("cpu", dtype=FP16):
-        y = product(amp, report)(torch.tanh(a), b)
-        z = Outer.apply(a, b)
+        y, z = product(amp, report)(torch.tanh(a), b), Outer.apply(a, b)
     with amp.autocast("cpu", dtype=BF16):
         (y.float() * z).sum().backward()
         report.look("after")
-    report.bits(a.grad, b.grad)
-    return report
+    return ()
 
 
-def twice_differentiated(amp: Amp) -> Report:
-    report = Report()
-    a, b = leaves()
+def twice_differentiated(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
     with amp.autocast("cpu", dtype=FP16):
         y = product(amp, report)(a, b)
     (first,) = torch.autograd.grad(y.float().square().sum(), a, create_graph=True)
     report.look("between", first)
     first.square().sum().backward()
-    report.bits(first.detach(), a.grad, b.grad)
-    return report
+    return (first,)
 
 
-def recomputed(amp: Amp, reentrant: bool) -> Report:
-    report = Report()
-    a, b = leaves()
+def recomputed(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor, **how: bool) -> Any:
     with amp.autocast("cpu", dtype=FP16):
-        y = checkpoint(product(amp, report), a, b, use_reentrant=reentrant)
+        y = checkpoint(product(amp, report), a, b, **how)
     with amp.autocast("cpu", dtype=BF16):
         y.float().square().sum().backward()
-    report.bits(y.detach(), a.grad, b.grad)
-    return report
+    return (y,)
 
 
-def retained(amp: Amp) -> Report:
+def retained(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
     """One graph, differentiated in three places."""
-    report = Report()
-    a, b = leaves()
     with amp.autocast("cpu", dtype=FP16):
         y = product(amp, report)(a, b).float().sum()
         y.backward(retain_graph=True)
     y.backward(retain_graph=True)
     with amp.autocast("cpu", dtype=BF16):
         y.backward()
-    report.bits(a.grad, b.grad)
-    return report
+    return ()
 
 
-def other_device(amp: Amp) -> Report:
+def other_device(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decorated for CUDA, used on CPU: the CPU's state is none of its business."""
-    report = Report()
 
     class Plain(torch.autograd.Function):
         @staticmethod
@@ -226,28 +219,24 @@ def other_device(amp: Amp) -> Report:
             report.look("backward", torch.mm(g, g))
             return torch.ones(3, 4)
 
-    a, _ = leaves()
     with amp.autocast("cpu", dtype=BF16):
         y = Plain.apply(a)
     y.sum().backward()
     with amp.autocast("cpu", dtype=FP16):
         Plain.apply(a).sum().backward()
-    report.bits(y.detach(), a.grad)
-    return report
+    return (y,)
 
 
 SCENARIOS: dict[str, Callable[[Amp], Report]] = {
-    **{name: functools.partial(in_place, name) for name in PLACES},
-    **{
-        f"{name}, in a thread": functools.partial(in_place, name, in_thread=True) for name in PLACES
-    },
-    "low inputs": in_half,
-    "chained": chained,
-    "twice differentiated": twice_differentiated,
-    "recomputed, reentrant": functools.partial(recomputed, reentrant=True),
-    "recomputed": functools.partial(recomputed, reentrant=False),
-    "retained": retained,
-    "other device": other_device,
+    **{name: partial(in_place, name) for name in PLACES},
+    **{f"{name}, in a thread": partial(in_place, name, in_thread=True) for name in PLACES},
+    "low inputs": partial(reported, in_half, dtype=BF16),
+    "chained": partial(reported, chained),
+    "twice differentiated": partial(reported, twice_differentiated),
+    "recomputed, reentrant": partial(reported, partial(recomputed, use_reentrant=True)),
+    "recomputed": partial(reported, partial(recomputed, use_reentrant=False)),
+    "retained": partial(reported, retained),
+    "other device": partial(reported, other_device),
 }
 
 
@@ -278,7 +267,7 @@ def backward_in(**region: Any) -> Any:
 
     def decorator(function: Any = None, *, device_type: str) -> Any:
         if function is None:
-            return functools.partial(decorator, device_type=device_type)
+            return partial(decorator, device_type=device_type)
 
         def backward(ctx: Any, *args: Any) -> Any:
             with autocast(device_type, **({"enabled": ctx._fwd_used_autocast} | region)):
@@ -330,13 +319,12 @@ def test_doing_nothing_is_seen_wherever_there_is_something_to_do() -> None:
 
 def test_backward_keeps_the_policy_of_forward() -> None:
     report = Report()
-    a, b = leaves()
     with autocast("cpu", dtype=FP16, policy={"name": "none", "rules": {"mm": "fp32"}}):
-        y = product(POLYMP, report)(a, b)
+        y = product(POLYMP, report)(*leaves())
     with autocast("cpu", dtype=FP16):
         y.sum().backward()
-    assert report[0] == ("forward", True, FP16, *["torch.float32"] * 3)
-    assert report[1] == ("backward", True, FP16, *["torch.float32"] * 3)
+    seen = [(title, True, FP16, *["torch.float32"] * 3) for title in ("forward", "backward")]
+    assert report == seen
 
 
 # --- cast_inputs ---------------------------------------------------------------------------------

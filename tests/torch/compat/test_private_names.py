@@ -49,43 +49,41 @@ def test_a_function_mode_is_noticed():
         assert modes.are_functions_watched()
 
 
-def test_a_mode_of_ours_is_not_wrapped_and_dynamo_compiles_nothing_under_it():
-    class Seen(modes.OpMode):
-        def op(self, func, types, args, kwargs):
-            seen.append((str(func), torch._dynamo.is_compiling()))
-            return func(*args, **kwargs)
+class Mode(modes.OpMode):
+    """Notes the ops that run, and whether dynamo is compiling then."""
 
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def op(self, func, types, args, kwargs):
+        self.seen.append((str(func), torch._dynamo.is_compiling()))
+        return func(*args, **kwargs)
+
+
+def test_a_mode_of_ours_is_not_wrapped():
     class Wrapped(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    seen, graphs = [], Count()
     assert Wrapped._should_skip_dynamo()
     assert hasattr(Wrapped.__torch_dispatch__, "__wrapped__"), "torch no longer wraps it"
-    assert not hasattr(Seen.__torch_dispatch__, "__wrapped__")
-    compiled = torch.compile(lambda x: x.sin() * 2, backend=graphs)
-    with Seen():
-        compiled(torch.ones(2))
-    assert [op for op, _ in seen] == ["aten.ones.default", "aten.sin.default", "aten.mul.Tensor"]
-    assert not any(compiling for _, compiling in seen)
-    assert graphs.graphs == 0
-    torch.compile(lambda x: x.sin() * 3, backend=graphs)(torch.ones(2))
-    assert graphs.graphs == 1, "it can tell"
+    assert not hasattr(Mode.__torch_dispatch__, "__wrapped__")
 
 
 @pytest.mark.parametrize("runs", [False, True])
-def test_compiled_code_runs_under_a_mode_that_lets_it(runs):
-    class Seen(modes.OpMode):
-        def op(self, func, types, args, kwargs):
-            return func(*args, **kwargs)
-
+def test_dynamo_compiles_nothing_under_a_mode_that_does_not_let_it(runs):
     torch._dynamo.reset()  # else the code that was left uncompiled stays so
     graphs, x = Count(), torch.ones(2)
     compiled = torch.compile(lambda x: x.cos() * 2, backend=graphs)
-    with Seen(compiled=runs):
+    with Mode(compiled=runs) as mode:
         compiled(x)
     assert graphs.graphs == runs, "torch asks ignore_compile_internals no more, or another way"
     assert TorchDispatchMode.ignore_compile_internals() is False
+    if not runs:
+        assert mode.seen == [("aten.cos.default", False), ("aten.mul.Tensor", False)]
+        torch.compile(lambda x: x.sin() * 3, backend=graphs)(x)
+        assert graphs.graphs == 1, "it can tell"
 
 
 def test_excluding_the_key_turns_autocast_off_inside():
@@ -251,12 +249,12 @@ def test_a_storage_has_one_key_and_keeps_it_while_it_is_referred_to():
 
 
 def test_keys_of_freed_storages_are_not_used_again_while_they_are_kept():
-    kept, keys = modes.KeptKeys(), []
+    kept, keys = modes.KeptKeys(), set()
     for _ in range(100):
         t = torch.ones(4, 4)
-        keys.append(modes.storage_key(t))
+        keys.add(modes.storage_key(t))
         kept.keep(t)
-    assert len({*keys}) == 100
+    assert len(keys) == 100
     reference = modes.storage_reference(t)
     del t
     assert reference.expired()
@@ -284,10 +282,7 @@ def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
 
     class Dispatch(torch.Tensor):
         __torch_function__ = torch._C._disabled_torch_function_impl
-
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
+        __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: func(*args))
 
     t = torch.ones(2)
     plain = (t, torch.nn.Parameter(t), torch.nn.Buffer(t), Named(t))
@@ -475,17 +470,13 @@ def test_low_weights_complete_their_state():
 
 
 def test_the_lists_that_an_optimizer_s_state_is_gathered_in():
-    lists = {
-        k: optimizers._lists_of(k) for k in (torch.optim.SGD, torch.optim.Adam, torch.optim.Muon)
-    }
-    assert lists == {torch.optim.SGD: 3, torch.optim.Adam: 6, torch.optim.Muon: 3}
-    assert optimizers._lists_of(torch.optim.LBFGS) is None
-
     class Own(torch.optim.SGD):
         def _init_group(self, group):
             raise AssertionError
 
-    assert optimizers._lists_of(Own) is None
+    counts = {torch.optim.SGD: 3, torch.optim.Adam: 6, torch.optim.Muon: 3}
+    assert {kind: optimizers._lists_of(kind) for kind in counts} == counts
+    assert optimizers._lists_of(torch.optim.LBFGS) is optimizers._lists_of(Own) is None
 
 
 def test_what_is_not_traced_breaks_a_graph_and_says_why():
@@ -545,30 +536,25 @@ def test_a_mode_that_only_looks_on_records_nothing() -> None:
 
 def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     """The number below autograd is that of the op's own node; outside of backward there is none."""
-    below: list[int] = []
-    behind: list[int | None] = []
 
     def look(func, *_):
         if func is not torch.ops.aten.detach.default:
-            below.append(dispatcher.latest_node())
-            behind.append(dispatcher.backward_node())
+            return dispatcher.latest_node(), dispatcher.backward_node()
+        return None
 
     x = torch.ones(2, requires_grad=True)
-    with EachOp(look):
+    with EachOp(look) as ops:
         y = x.exp().sin()
-    assert behind == [None, None]
-    assert below == [y.grad_fn.next_functions[0][0]._sequence_nr(), y.grad_fn._sequence_nr()]
-    assert dispatcher.latest_node() == below[-1]
+    exponential, sine = y.grad_fn.next_functions[0][0]._sequence_nr(), y.grad_fn._sequence_nr()
+    assert ops.seen == [(exponential, None), (sine, None)]
     with torch.no_grad():
         x.exp()
-    assert dispatcher.latest_node() == below[-1], "no node, no number"
-    exponential, sine = below
-    below.clear()
-    behind.clear()
+    assert dispatcher.latest_node() == sine, "no node, no number"
     x.grad, given = torch.ones(2), torch.ones(2)
-    with EachOp(look):
+    with EachOp(look) as ops:
         y.backward(given)
-    assert set(behind) == {sine, exponential, -1}, "-1 where a gradient is accumulated"
+    behind = {backward for _, backward in ops.seen}
+    assert behind == {sine, exponential, -1}, "-1 where a gradient is accumulated"
     assert dispatcher.backward_node() is None
 
 

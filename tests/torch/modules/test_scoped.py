@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module], rank: int) -
 def main(rank: int, ranks: int, folder: Path) -> list[Any]:
     """Return the notes of a rank."""
     ddp = nn.parallel.DistributedDataParallel
-    model, before, by_hand = (seeded(functools.partial(Model, b)) for b in (False, False, True))
+    model, before, by_hand = (seeded(partial(Model, b)) for b in (False, False, True))
     scoped(model, HEAD)
 
     def scoped_after(inner: nn.Module) -> nn.Module:
@@ -147,7 +147,7 @@ class Probe(nn.Module):
 
 
 def tree(notes: list[Any]) -> nn.Module:
-    leaf = functools.partial(Probe, notes)
+    leaf = partial(Probe, notes)
     blocks = nn.ModuleList(Probe(notes, attn=leaf(), mlp=leaf()) for _ in range(2))
     return Probe(notes, embed=leaf(), blocks=blocks, head=leaf())
 
@@ -216,15 +216,21 @@ class Regional(nn.Module):
         return seen
 
 
-def test_regions_inside_of_a_scoped_module(x: torch.Tensor) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_regions_inside_of_a_scoped_module(x: torch.Tensor, compiled: bool, count: Count) -> None:
     """One without a policy has the module's; one with a policy has its own up to the next call."""
     model = Regional()
     lean = {"linear": "fp32", "exp": "fp32"}
     scoped(model, {"rules": {"linear": "lower", "exp": "fp32"}, "scopes": {"lm_head": lean}})
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, list[torch.dtype]]:
+        return x + 1, model(x)
+
+    run = torch.compile(call, backend=count, fullgraph=True) if compiled else call
     expected = [FP32, BF16, FP32] * 2 + [FP16, FP32, FP16] + [FP32]
-    assert model(x) == expected
+    assert run(x)[1] == expected
     with torch.autocast("cpu", FP16):
-        assert model(x) == expected
+        assert run(x)[1] == expected
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -396,19 +402,12 @@ def test_a_module_that_compiles_itself_is_refused() -> None:
     assert type(model) is Model
 
 
-def copies(model: nn.Module, handle: Any) -> dict[str, tuple[nn.Module, Any]]:
-    return {
-        "deepcopy": copy.deepcopy((model, handle)),
-        "pickle": pickle.loads(pickle.dumps((model, handle))),
-    }
-
-
-@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
-def test_copies_are_scoped(x: torch.Tensor, kind: str) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_are_scoped(x: torch.Tensor, copied: Callable[[Any], Any]) -> None:
     model = seeded(Model)
     handle = scoped(model, HEAD)
     expected = run(model, x, autocast("cpu", BF16))
-    twin, of_twin = copies(model, handle)[kind]
+    twin, of_twin = copied((model, handle))
     handle.remove()
     assert run(model, x, autocast("cpu", BF16))[0].dtype is BF16
     assert same(run(twin, x, autocast("cpu", BF16)), expected)
@@ -533,24 +532,24 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("around", ["polymp", "torch"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "compiled"])
 def test_recomputation_runs_under_the_same_policies(
-    x: torch.Tensor, around: str, reentrant: bool
+    x: torch.Tensor, around: str, how: str, count: Count
 ) -> None:
     """A module carries its policy into torch's checkpoint."""
-    x = x.requires_grad_()
-    how = functools.partial(checkpoint, use_reentrant=reentrant)
-    plain, again = (seeded(lambda h=h: Checkpointed(h)) for h in (None, how))
-    policy = LAST.override(fp32=["gelu"])
+    x = x.requires_grad_(how != "compiled")
+    again = partial(checkpoint, use_reentrant=how == "reentrant")
+    plain, recomputed = (seeded(lambda h=h: Checkpointed(h)) for h in (None, again))
     without = run(plain, x, REGIONS[around]("cpu", FP16))
-    for model in (plain, again):
-        scoped(model, policy)
+    for model in (plain, recomputed):
+        scoped(model, LAST.override(fp32=["gelu"]))
     expected = run(plain, x, REGIONS[around]("cpu", FP16))
     assert not same(expected, without), "the oracle cannot tell"
+    call = torch.compile(recomputed, backend=count, fullgraph=True)
     with REGIONS[around]("cpu", FP16):
-        y = again(x)
+        y = call(x) if how == "compiled" else recomputed(x)
     y.float().square().sum().backward()
-    assert same([y.detach(), *(p.grad for p in again.parameters())], expected)
+    assert same([y.detach(), *(p.grad for p in recomputed.parameters())], expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -646,16 +645,6 @@ def test_compiled_with_a_break_in_the_graph(x: torch.Tensor, count: Count) -> No
     assert count.graphs > 2
 
 
-def test_compiled_with_regions_inside(x: torch.Tensor, count: Count) -> None:
-    model = Regional()
-    lean = {"linear": "fp32", "exp": "fp32"}
-    scoped(model, {"rules": {"linear": "lower", "exp": "fp32"}, "scopes": {"lm_head": lean}})
-    compiled = torch.compile(lambda x: (x + 1, model(x)), backend=count, fullgraph=True)
-    assert compiled(x)[1] == model(x)
-    with torch.autocast("cpu", FP16):
-        assert compiled(x)[1] == model(x)
-
-
 def test_a_trace_that_fails_leaves_the_scopes(x: torch.Tensor, count: Count) -> None:
     class Fails(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -671,18 +660,6 @@ def test_a_trace_that_fails_leaves_the_scopes(x: torch.Tensor, count: Count) -> 
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(x)
     assert regions.code_in_force() == before
-
-
-def test_compiled_checkpoints(x: torch.Tensor, count: Count) -> None:
-    how = functools.partial(checkpoint, use_reentrant=False)
-    again, plain = (seeded(lambda h=h: Checkpointed(h)) for h in (how, None))
-    low = run(torch.compile(plain, backend="aot_eager"), x, autocast("cpu", FP16))
-    scoped(again, LAST)
-    scoped(plain, LAST)
-    expected = run(torch.compile(plain, backend="aot_eager"), x, autocast("cpu", FP16))
-    assert not same(expected, low)
-    compiled = torch.compile(again, backend=count, fullgraph=True)
-    assert same(run(compiled, x, autocast("cpu", FP16)), expected)
 
 
 def test_export_is_refused_and_the_refusal_names_the_way_out(x: torch.Tensor) -> None:
@@ -712,11 +689,16 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     assert by_hand[0] != by_hand[1]
 
 
-def test_an_interrupt_leaves_a_model_scoped_with_a_handle_or_not_at_all() -> None:
+def two_linears() -> tuple[nn.Module, polymp.Policy]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     policy = polymp.policy("amp").override(scopes={"1": {"linear": "fp32"}})
-    with scoped(model, policy):  # kernels are registered
-        pass
+    with scoped(model, policy), autocast("cpu", dtype=BF16):
+        model(torch.ones(2, 4))  # kernels are registered and rows are found
+    return model, policy
+
+
+def test_an_interrupt_leaves_a_model_scoped_with_a_handle_or_not_at_all() -> None:
+    model, policy = two_linears()
     classes, data = [type(m) for m in model.modules()], [dict(vars(m)) for m in model.modules()]
     lines = set()
     for line in at_every_line(lambda at: interrupted(lambda: scoped(model, policy), at)):
@@ -727,16 +709,14 @@ def test_an_interrupt_leaves_a_model_scoped_with_a_handle_or_not_at_all() -> Non
 
 
 def test_an_interrupt_in_a_scoped_call_restores_the_policies_around() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model, policy = two_linears()
     x, found, lines = torch.ones(2, 4), state(), set()
 
     def run(at: int) -> None:
         with autocast("cpu", dtype=BF16):
             interrupted(lambda: model(x), at)
 
-    with scoped(model, polymp.policy("amp").override(scopes={"1": {"linear": "fp32"}})):
-        with autocast("cpu", dtype=BF16):  # what is made once is made: rows are found, and so on
-            model(x)
+    with scoped(model, policy):
         for line in at_every_line(run):
             lines.add(line)
             assert state() == found, line

@@ -181,23 +181,6 @@ def _listed_cuda(listed: Listed, enter: Enter) -> Outcome:
 _LISTED = {"cpu": _listed_cpu, "cuda": _listed_cuda}
 
 
-def torch_cpu(low: torch.dtype) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", low)
-
-
-def polymp_cpu(low: torch.dtype, policy: Any = None) -> AbstractContextManager[Any]:
-    from polymp.torch import autocast
-
-    return autocast("cpu", low, policy=policy)
-
-
-def polymp_cuda(low: torch.dtype, policy: Any = None) -> AbstractContextManager[Any]:
-    """A polymp region for CUDA; `autocast` itself disables one where there is no GPU, as torch."""
-    from tests.support.torch.each_op import inside
-
-    return inside("cuda", str(low).removeprefix("torch."), policy=policy)
-
-
 def wrong_policy(device: str) -> Any:
     """torch's table with every rule changed for another one."""
     from dataclasses import replace
@@ -220,14 +203,21 @@ def wrong_policy(device: str) -> Any:
 def main(device: str, path: str) -> None:
     logging.disable(logging.CRITICAL)  # torch logs every failing fake call at length
     torch.set_num_threads(1)  # small tensors: threads would only wait for each other
-    theirs: EnterIn = {"cpu": torch_cpu, "cuda": torch_cuda}[device]
+    theirs: EnterIn = {"cpu": partial(torch.autocast, "cpu"), "cuda": torch_cuda}[device]
     records = {"torch": record(device, theirs)}
     assert "polymp" not in sys.modules, "torch's outcomes are to be torch's own"
 
     from polymp.backends.torch.autocast import kernel_registry
+    from polymp.torch import autocast
+    from tests.support.torch.each_op import inside
     from tests.support.torch.kernels import all_python
 
-    ours = {"cpu": polymp_cpu, "cuda": polymp_cuda}[device]
+    def ours(low: torch.dtype, policy: Any = None) -> AbstractContextManager[Any]:
+        """A polymp region; `autocast` itself disables one for CUDA without a GPU, as torch does."""
+        if device == "cpu":
+            return autocast("cpu", low, policy=policy)
+        return inside("cuda", str(low).removeprefix("torch."), policy=policy)
+
     records["native"] = record(device, ours)
     assert kernel_registry.installed(device) == (), "the compiled engine is to be seen alone"
     with all_python(device):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,36 +63,26 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """The run of a device; both devices are run at once, when first asked for."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The runs of both devices, made at once."""
     where = tmp_path_factory.mktemp("ops")
+    printed = [where / f"{device}.printed" for device in DEVICES]
+    calls = [
+        forks.Call(run_ops.__name__, "main", (device, str(where / device)), str(path), strict=False)
+        for device, path in zip(DEVICES, printed, strict=True)
+    ]
+    codes = forks.run(forks.TORCH, calls)
+    assert codes == [0, 0], "".join(path.read_text()[-3000:] for path in printed)
+    return {device: read(where / device) for device in DEVICES}
 
-    @cache
-    def started() -> None:
-        calls = [
-            forks.Call(
-                "tests.support.torch.run_ops",
-                "main",
-                (device, str(where / device)),
-                str(where / f"{device}.printed"),
-                strict=False,
-            )
-            for device in DEVICES
-        ]
-        codes = forks.run(forks.TORCH, calls)
-        assert codes == [0, 0], "".join(Path(c.printed).read_text()[-3000:] for c in calls)
 
-    @cache
-    def load(device: str) -> Run:
-        started()
-        registered, records = pickle.loads((where / device).read_bytes())
-        stages: dict[str, dict[str, Record]] = {stage: defaultdict(dict) for stage in STAGES}
-        for stage, record in records.items():
-            for case, outcome in record.items():
-                stages[stage][case.op][case] = outcome
-        return Run(tuple(registered), stages)
-
-    return load
+def read(path: Path) -> Run:
+    registered, records = pickle.loads(path.read_bytes())
+    stages: dict[str, dict[str, Record]] = {stage: defaultdict(dict) for stage in STAGES}
+    for stage, record in records.items():
+        for case, outcome in record.items():
+            stages[stage][case.op][case] = outcome
+    return Run(tuple(registered), stages)
 
 
 def differences(theirs: Outcome, ours: Outcome) -> list[str]:
@@ -126,9 +115,9 @@ def report(found: list[tuple[Case, list[str]]], most: int = 12) -> str:
 
 
 @pytest.mark.parametrize(("device", "op"), OPS)
-def test_op_does_what_it_does_under_torch(load: Callable[[str], Run], device: str, op: str) -> None:
+def test_op_does_what_it_does_under_torch(runs: dict[str, Run], device: str, op: str) -> None:
     for engine in ENGINES:
-        pairs = list(load(device).pairs(engine, op))
+        pairs = list(runs[device].pairs(engine, op))
         assert len(pairs) >= 2 * len(run_ops.rows(op)), "a row was not run in both region dtypes"
         found = [(case, differences(theirs, ours)) for case, theirs, ours in pairs]
         unlike = [(case, words) for case, words in found if words]
@@ -137,10 +126,8 @@ def test_op_does_what_it_does_under_torch(load: Callable[[str], Run], device: st
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_torchs_own_lists_do_what_they_do_under_torch(
-    load: Callable[[str], Run], device: str, engine: str
-) -> None:
-    run = load(device)
+def test_torchs_own_lists_do_as_under_torch(runs: dict[str, Run], device: str, engine: str) -> None:
+    run = runs[device]
     titles = run.stages["torch"].keys() - set(run.registered)
     found = [
         (case, differences(theirs, ours))
@@ -153,8 +140,8 @@ def test_torchs_own_lists_do_what_they_do_under_torch(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_registered_op_is_forgotten(load: Callable[[str], Run], device: str) -> None:
-    run = load(device)
+def test_no_registered_op_is_forgotten(runs: dict[str, Run], device: str) -> None:
+    run = runs[device]
     excused = ops.EXCUSED[device].keys() & {*run.registered}
     tested = {op for op in run.registered if run.stages["torch"][op]}
     assert not tested & excused, "tested and excused"
@@ -163,10 +150,8 @@ def test_no_registered_op_is_forgotten(load: Callable[[str], Run], device: str) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_have_results_and_gradients_to_compare(
-    load: Callable[[str], Run], device: str
-) -> None:
-    run = load(device)
+def test_rows_have_results_and_gradients_to_compare(runs: dict[str, Run], device: str) -> None:
+    run = runs[device]
     empty = []
     for op in run.registered:
         for at, row in enumerate(run_ops.rows(op)):
@@ -192,8 +177,8 @@ def _lacks(outcome: Outcome, wants_gradients: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_wrong_rule_for_any_op_is_noticed(load: Callable[[str], Run], device: str) -> None:
-    run = load(device)
+def test_a_wrong_rule_for_any_op_is_noticed(runs: dict[str, Run], device: str) -> None:
+    run = runs[device]
     unnoticed = [
         op
         for op in run.registered

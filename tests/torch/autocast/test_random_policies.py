@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
 
 import polymp
 from polymp import Policy
@@ -31,6 +30,7 @@ from tests.support.decisions import Decisions, recording
 from tests.support.frameworks import in_torch as fw
 from tests.support.random_policies import MINE, SIZE, WRONG, Call, Framework, Module
 from tests.support.sizes import size
+from tests.support.torch.compiled import Count
 
 
 @torch.library.custom_op("random_policies::mine", mutates_args=())
@@ -156,17 +156,6 @@ def said(it: Decisions, start: int) -> list[Any]:
     return [(e.op, e.decision) for e in it.entries[start:]]
 
 
-class Count:
-    """A backend that counts its graphs; AOT autograd makes every other one."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        self.graphs += 1
-        return aot_eager(module, inputs) if self.graphs % 2 else module.forward
-
-
 def compiled(count: int) -> dict[str, Any]:
     """Programs compiled as one graph each."""
     wrong, seen = [], Counter[str]()
@@ -217,7 +206,7 @@ def main(what: str, count: int) -> None:
 
 
 POLICIES = size(50, 200)
-COMPILED = size(4, 12)  # half of them with AOT autograd; each costs as much as 20 eager programs
+COMPILED = size(4, 12)  # each costs as much as 20 eager programs
 PAIRS = size(2, 6)  # under A, B, A and under B, A, B
 
 pytestmark = pytest.mark.sized

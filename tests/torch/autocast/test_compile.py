@@ -75,9 +75,13 @@ def in_a_loop(net: Net, x: torch.Tensor) -> Any:
     return results
 
 
-def uncached(net: Net, x: torch.Tensor) -> Any:
-    with autocast("cpu", dtype=FP16, cache_enabled=False):
-        return net(x), net(x)
+def in_region(**given: Any) -> Callable[..., Any]:
+    def function(net: Net, x: torch.Tensor) -> Any:
+        with autocast("cpu", dtype=FP16, **given):
+            seen = torch.relu(net.first(x)), net.first(x)
+        return *seen, net.first(x)
+
+    return function
 
 
 def no_grad(net: Net, x: torch.Tensor) -> Any:
@@ -85,24 +89,6 @@ def no_grad(net: Net, x: torch.Tensor) -> Any:
         with torch.no_grad():
             a = net(x)
         return net(x + a), net(x)
-
-
-def policy_as_dict(net: Net, x: torch.Tensor) -> Any:
-    with autocast(
-        "cpu", dtype=FP16, policy={"name": "d", "rules": {"linear": "lower", "relu": "fp32"}}
-    ):
-        return torch.relu(net.first(x)), net.first(x)
-
-
-def policy_as_object(net: Net, x: torch.Tensor) -> Any:
-    with autocast("cpu", dtype=FP16, policy=AS_OBJECT):
-        a = torch.relu(net.first(x)), net.first(x)
-    return *a, net.first(x)
-
-
-def policy_by_name(net: Net, x: torch.Tensor) -> Any:
-    with autocast("cpu", dtype=FP16, policy="torch-cpu"):
-        return torch.relu(net.first(x)), net.first(x)
 
 
 def policies_nested(net: Net, x: torch.Tensor) -> Any:
@@ -116,32 +102,33 @@ def policies_nested(net: Net, x: torch.Tensor) -> Any:
     return a, b, c, d
 
 
-INSIDE: dict[Callable[..., Any], list[torch.dtype]] = {
-    one_region: [FP16, FP32],
-    nested: [BF16, FP16, FP32, FP16, BF16, FP32],
-    decorated: [FP16, FP32],
-    conditional: [FP32, BF16],
-    caught: [FP16, FP32],
-    in_a_loop: [FP16, BF16],
-    uncached: [FP16, FP16],
-    no_grad: [FP16, FP16],
-    policy_as_dict: [FP32, FP16],
-    policy_as_object: [FP16, FP32, FP32],
-    policy_by_name: [FP16, FP16],
-    policies_nested: [FP16, FP32, BF16, FP32],
+AS_DICT = {"name": "d", "rules": {"linear": "lower", "relu": "fp32"}}
+INSIDE: dict[str, tuple[Callable[..., Any], list[torch.dtype]]] = {
+    "one region": (one_region, [FP16, FP32]),
+    "nested": (nested, [BF16, FP16, FP32, FP16, BF16, FP32]),
+    "decorated": (decorated, [FP16, FP32]),
+    "conditional": (conditional, [FP32, BF16]),
+    "caught": (caught, [FP16, FP32]),
+    "in a loop": (in_a_loop, [FP16, BF16]),
+    "uncached": (in_region(cache_enabled=False), [FP16, FP16, FP32]),
+    "no_grad": (no_grad, [FP16, FP16]),
+    "policy as dict": (in_region(policy=AS_DICT), [FP32, FP16, FP32]),
+    "policy as object": (in_region(policy=AS_OBJECT), [FP16, FP32, FP32]),
+    "policy by name": (in_region(policy="torch-cpu"), [FP16, FP16, FP32]),
+    "policies nested": (policies_nested, [FP16, FP32, BF16, FP32]),
 }
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
-    "function",
-    [f for f in INSIDE if VERSION >= (2, 12) or f not in (policy_as_object, policies_nested)],
-    ids=lambda f: f.__name__,
+    "title",
+    [t for t in INSIDE if VERSION >= (2, 12) or t not in ("policy as object", "policies nested")],
 )
-def test_inside_a_compiled_function(function: Any, count: Count, net: Net, x: torch.Tensor) -> None:
+def test_inside_a_compiled_function(title: str, count: Count, net: Net, x: torch.Tensor) -> None:
+    function, expected = INSIDE[title]
     compiled = torch.compile(function, fullgraph=True, backend=count)
     result, eager = compiled(net, x), function(net, x)
-    assert dtypes(result) == INSIDE[function]
+    assert dtypes(result) == expected
     assert_same(result, eager, net)
     compiled(net, x)
     assert count.graphs == 1

@@ -1,25 +1,24 @@
 """The values that autograd saves for backward, by dtype, on fake CUDA tensors.
 
 `main` prints as JSON what the example's model and its block save in regions of torch.autocast and
-of polymp's policies. It is a process of its own: autograd on CUDA tensors without CUDA needs a
-device guard that stays.
+of polymp's policies, in a process of its own, where no other test has put kernels on an op.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from polymp.backends.torch.compat import accelerators
 from polymp.torch import autocast
 from tests.support.examples import modules
 
@@ -123,27 +122,22 @@ def of_block(example: Any, device: str, low: torch.dtype, policy: str) -> list[S
         return saved(lambda: block(x), list(block.parameters()))
 
 
-def cuda_guard() -> None:
-    """Let autograd have CUDA tensors without CUDA: the guard of meta tensors, which does nothing.
-
-    torch does the same in a build for CUDA on a machine without: `_ensureCUDADeviceGuardSet`.
-    """
-    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *_: True
-    torch._C._ensureCUDADeviceGuardSet()
-    library = Path(torch.__file__).parent / "lib" / "libc10.so"
-    name = "_ZN3c104impl26device_guard_impl_registryE"  # by c10::DeviceType: CUDA 1, Meta 14
-    registry = (ctypes.c_void_p * 15).in_dll(ctypes.CDLL(str(library)), name)
-    registry[1] = registry[1] or registry[14]
+@contextmanager
+def cuda() -> Iterator[None]:
+    """Let autograd, and regions of torch's own, have CUDA tensors without CUDA."""
+    common = torch.cuda.amp.common
+    with accelerators.stand_in("cuda"), FakeTensorMode():
+        with mock.patch.object(common, "amp_definitely_not_available", return_value=False):
+            with mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+                yield
 
 
 def main() -> None:
-    cuda_guard()
     found = {}
     ways = itertools.product(
         {"model": of_model, "block": of_block}.items(), (written_out, fused), (BF16, FP16), POLICIES
     )
-    with modules("job", "train_torch") as parts, FakeTensorMode():
+    with modules("job", "train_torch") as parts, cuda():
         for (what, measure), how, low, policy in ways:
             with attention(parts.train_torch, how):
                 key = f"{what} {how.__name__} {str(low)[6:]} {policy}"

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +24,6 @@ from tests.support.decisions import recording
 from tests.support.torch import saved_dtypes
 
 SHAPE = (4, 6, 32)  # of the activation [batch, channels, width]
-POLICIES = ("torch.autocast", "torch-cuda", "amp", "lean")
 Norm = Callable[[torch.Tensor, Callable[[int], torch.Tensor]], torch.Tensor]
 NORMS: dict[str, Norm] = {
     "layer_norm": lambda x, w: F.layer_norm(x, SHAPE[2:], w(2), w(2)),
@@ -76,14 +74,13 @@ def stand_in(x: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: Any)
 
 
 def main() -> None:
-    saved_dtypes.cuda_guard()
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", stand_in, "CUDA")
     found = {}
-    with FakeTensorMode():
+    with saved_dtypes.cuda():
         for name, norm in NORMS.items():
             for low in (torch.bfloat16, torch.float16):
-                for policy in POLICIES:
+                for policy in saved_dtypes.POLICIES:
                     for weights in (torch.float32, low):
                         key = f"{name} {str(low)[6:]} {policy} {str(weights)[6:]}"
                         found[key] = of(norm, low, policy, weights)
@@ -215,8 +212,6 @@ def test_layer_norm_on_a_cpu_differentiates_in_every_way(affine: bool) -> None:
 
 
 def _in_torch(norm: str) -> Any:
-    from torch.nn import functional as F
-
     def call(x: Any, w: Any, scale: Any, shift: Any) -> Any:
         y = x @ w
         if norm == "layer_norm":

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,10 +345,11 @@ def overflow(p: torch.Tensor) -> torch.Tensor:
 def two_hundred_overflows_and_a_good_step(amp: Amp) -> list[str]:
     """Parameter and scale, for a plain and for a fused optimizer."""
     made = []
-    for kind in ({}, {"fused": True}):
-        p, optimizer, scaler = trained(amp, 2.0**16, **kind)
-        for at in range(201):
-            step(scaler, optimizer, p.sum(), INF if at < 200 else None)
+    for fused in (False, True):
+        p, optimizer, scaler = trained(amp, 2.0**16, fused=fused)
+        for _ in range(200):
+            step(scaler, optimizer, p.sum(), INF)
+        step(scaler, optimizer, p.sum())
         made += [repr(p.item()), repr(scaler.get_scale())]
     return made
 
@@ -508,15 +510,13 @@ def state_that_had_lost_its_scale(amp: Amp) -> list[str]:
 
 @program
 def first_scale_that_is_not_positive_and_finite(amp: Amp) -> list[str]:
-    seen = []
-    for first in (0.0, -8.0, INF):
-        made: list[float] = []
-
-        def make(_: Any, first: float = first, made: list[float] = made) -> None:
+    def scales(first: float, made: list[float]) -> str:
+        def make(_: Any) -> None:
             made.append(amp.GradScaler("cpu", init_scale=first).get_scale())
 
-        seen.append(then(amp, make, lambda _, made=made: made))
-    return seen
+        return then(amp, make, lambda _: made)
+
+    return [scales(first, []) for first in (0.0, -8.0, INF)]
 
 
 @program
@@ -528,28 +528,21 @@ def first_scale_without_an_inverse(amp: Amp) -> list[str]:
 
 @program
 def constants_set_out_of_range(amp: Amp) -> list[str]:
-    constants = ("growth_factor", 0.5), ("backoff_factor", 2.0), ("growth_interval", 0)
-    return [
-        then(
-            amp,
-            lambda s, n=name, v=value: getattr(s, f"set_{n}")(v),
-            lambda s, n=name: getattr(s, f"get_{n}")(),
-        )
-        for name, value in constants
-    ]
+    def after(name: str, value: float) -> str:
+        run, look = (methodcaller(f"set_{name}", value), methodcaller(f"get_{name}"))
+        return then(amp, run, look)
+
+    constants = {"growth_factor": 0.5, "backoff_factor": 2.0, "growth_interval": 0}
+    return [after(*constant) for constant in constants.items()]
 
 
 def updated(amp: Amp, *news: Any) -> list[str]:
     """Of each new scale: the exception, and the scale after it."""
-    return [then(amp, lambda s, n=new: s.update(n), lambda s: s.get_scale()) for new in news]
+    return [then(amp, methodcaller("update", new), methodcaller("get_scale")) for new in news]
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.5)
-
-
-def lbfgs(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params, lr=0.5, max_iter=1)
+SGD = partial(torch.optim.SGD, lr=0.5)
+LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=1)
 
 
 PROGRAMS |= {
@@ -560,9 +553,9 @@ PROGRAMS |= {
     "scale-a-named-tuple": lambda amp: (
         type(amp.GradScaler("cpu").scale(Pair(torch.ones(1), torch.ones(1)))).__name__
     ),
-    "closure": lambda amp: with_closure(amp, 1.0, sgd, lambda s, o, it: s.step(o, closure=it)),
-    "closure-by-position": lambda amp: with_closure(amp, 1.0, sgd, lambda s, o, it: s.step(o, it)),
-    "lbfgs": lambda amp: with_closure(amp, 0.125, lbfgs, lambda s, o, it: s.step(o, closure=it)),
+    "closure": lambda amp: with_closure(amp, 1.0, SGD, lambda s, o, it: s.step(o, closure=it)),
+    "closure-by-position": lambda amp: with_closure(amp, 1.0, SGD, lambda s, o, it: s.step(o, it)),
+    "lbfgs": lambda amp: with_closure(amp, 0.125, LBFGS, lambda s, o, it: s.step(o, closure=it)),
     "complex-gradients": lambda amp: [
         with_gradients_of(amp, dtype) for dtype in (torch.complex64, torch.complex128)
     ],

@@ -333,14 +333,13 @@ class Metric(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.total = torch.zeros(2)
-        self.applied: list[Any] = []
+        self.total, self.applied = torch.zeros(2), None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], exclude: str = "") -> Any:
         super()._apply(fn)
-        self.applied.append(fn)
-        casts = ("Module.type", "Module.half", "Module.float", "Module.double", "Module.bfloat16")
-        if not any(name in str(fn) for name in casts):
+        self.applied = fn
+        kinds = ("type", "half", "float", "double", "bfloat16")
+        if not any(f"Module.{kind}" in str(fn) for kind in kinds):
             self.total = fn(self.total)
         return self
 
@@ -355,7 +354,7 @@ def test_a_module_sees_the_function_that_torch_applies(cast: str) -> None:
     assert floats(model) == {FP32}
     sentinel: Callable[[torch.Tensor], torch.Tensor] = lambda t: t.half()  # noqa: E731
     model._apply(sentinel)
-    assert model[1].applied[-1] is sentinel
+    assert model[1].applied is sentinel
     assert model[1].total.dtype is FP16, "not a parameter, nor a buffer"
     assert floats(model) == {FP32}
     assert model.to("meta")[1].total.device.type == "meta"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 # torch's helpers of tests import it, and use it for none of what is called here.
 sys.modules.setdefault("expecttest", types.ModuleType("expecttest")).TestCase = unittest.TestCase  # type: ignore[attr-defined]
@@ -61,7 +62,7 @@ def _error(op: Any, args: Any, kwargs: Any, region: Any) -> str:
     try:
         with region:
             result = op(*args, **kwargs)
-        wanted = [t for t in _tensors((args, list(kwargs.values()))) if t.requires_grad]
+        wanted = [t for t in _tensors((args, kwargs)) if t.requires_grad]
         found = [t for t in _tensors(result) if t.requires_grad and t.is_floating_point()]
         if found:
             torch.autograd.grad(sum(t.float().sum() for t in found), wanted, allow_unused=True)
@@ -72,19 +73,14 @@ def _error(op: Any, args: Any, kwargs: Any, region: Any) -> str:
     return ""
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors(inner)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
-        return value.detach().to(dtype).requires_grad_(value.requires_grad)
-    if type(value) in (list, tuple):
-        return type(value)(_cast(inner, dtype) for inner in value)
-    if isinstance(value, dict):
-        return {key: _cast(inner, dtype) for key, inner in value.items()}
-    return value
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.float32:
+            return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+        return leaf
+
+    return tree_map(cast, value)

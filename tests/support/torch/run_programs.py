@@ -145,21 +145,7 @@ class NoGeneratorRegion(Correct):
         return generator
 
 
-class LeftOpen(Correct):
-    """Used wrongly: an exception does not leave its region."""
-
-    def autocast(self, spec: Spec, cache: bool) -> Any:
-        @contextmanager
-        def region() -> Iterator[None]:
-            inner = super(LeftOpen, self).autocast(spec, cache)
-            inner.__enter__()
-            yield
-            inner.__exit__(None, None, None)
-
-        return region()
-
-
-WRONG = StaleWeights, StaleDtype, OneObject, Threads, NoGeneratorRegion, LeftOpen
+WRONG = StaleWeights, StaleDtype, OneObject, Threads, NoGeneratorRegion
 LIBRARIES = {library.__name__: library for library in (Correct, *WRONG)}
 
 

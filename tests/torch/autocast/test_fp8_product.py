@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -123,26 +122,11 @@ def test_float16_operands_have_the_bits_of_their_float32_copies(recipe):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fault", ["scale", "format", "axis", "recipe"])
-def test_the_comparison_notices_a_fault(fault, monkeypatch):
-    right = fp8_product._how
-
-    def wrong(recipe, product, role, summed):
-        how = right(recipe, product, role, summed)
-        if fault == "axis" and (product, role) == ("input_gradient", "weight"):
-            return replace(how, axis=None)
-        if fault == "format" and role == "activation":
-            return replace(how, role="gradient", recipe=RECIPES["tensorwise"])
-        if fault == "recipe" and role == "gradient":
-            return replace(how, recipe=RECIPES["tensorwise"])
-        return how
-
-    monkeypatch.setattr(fp8_product, "_how", wrong)
-    if fault == "scale":
-        monkeypatch.setattr(fp8_product.quantise, "inverse", lambda scale: 1 / scale * (1 + 2**-7))
+def test_the_comparison_notices_a_fault(monkeypatch):
     given = operands(torch.bfloat16, (64, 64), 64)
     theirs = run("rowwise", *given, of_torchao("rowwise"))
-    assert not all(map(torch.equal, run("rowwise", *given), theirs))
+    monkeypatch.setattr(fp8_product.quantise, "inverse", lambda scale: 1 / scale * (1 + 2**-7))
+    assert not any(map(torch.equal, run("rowwise", *given), theirs))
 
 
 # --- quantisation against ml_dtypes ---------------------------------------------------------------

@@ -7,7 +7,6 @@ test_gpu.py has the rest.
 from __future__ import annotations
 
 import functools
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
 from polymp.torch import autocast
 from tests.support.torch.each_op import inside
-from tests.support.torch.kernels import all_python, drift
+from tests.support.torch.kernels import all_python
 from tests.support.torch.outcomes import fake_mode, on_cuda
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -168,19 +167,12 @@ def test_the_buffer_is_kept_or_made_anew_never_cast(
     assert found.calls == (f"aten::_cudnn_rnn({seen})",)
 
 
-def test_the_table_knows_which_builds_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_knows_which_builds_have_the_kernel() -> None:
     here = {name for name in torch_table.BUILDS if name in torch_table.kernels("cuda")}
     assert here == {name for name, built in torch_table.BUILDS.items() if built}
     row = torch_table.row("cuda", "_cudnn_rnn", "float16")
     assert row is not None
     assert row.rule is Rule.LOWER
-    (added, gone), others = drift("cuda"), torch_table.kernels("cuda") - {"_cudnn_rnn"}
-    for built, there in itertools.product((set(), {"_cudnn_rnn"}), repeat=2):
-        monkeypatch.setitem(torch_table.BUILDS, "_cudnn_rnn", bool(built))
-        with monkeypatch.context() as m:
-            m.setattr(torch_table, "kernels", lambda device, has=others | there: has)
-            now = drift("cuda")
-        assert now == (sorted({*added} | there - built), sorted({*gone} | built - there))
 
 
 @pytest.mark.parametrize("low", LOW)

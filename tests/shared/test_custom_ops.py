@@ -709,3 +709,38 @@ def test_registered_when_policies_were_used_already(name: str) -> None:
     code, wanted = LATE[name]
     run = forks.program if name == "torch" else processes.run
     assert run(code).split() == wanted
+
+
+@pytest.mark.parametrize("way", ["function", "class"])
+def test_a_python_function_is_one_call_of_a_report_with_its_row(way: str) -> None:
+    torch = pytest.importorskip("torch")
+    name = fresh()
+    if way == "function":
+        call = polymp.register_op(name, "fp32", torch=lambda x: x * 3)
+    else:
+
+        class Triple(torch.autograd.Function):  # type: ignore[misc, name-defined]
+            @staticmethod
+            def forward(ctx: Any, x: Any) -> Any:
+                return x * 3
+
+            @staticmethod
+            def backward(ctx: Any, grad: Any) -> Any:
+                return grad * 3
+
+        call = polymp.register_op(name, "fp32", torch=Triple).apply
+    policy = polymp.policy("amp").override(rules={name: "fp32_keep", "gelu": "fp32"})
+    x = torch.ones(4, requires_grad=True)
+    with (
+        polymp.torch.explain() as report,
+        polymp.torch.autocast("cpu", torch.bfloat16, policy=policy),
+    ):
+        call(x.bfloat16())
+    (row,) = [it for it in report if it.op == name]
+    assert (row.rule, row.inputs, row.run, row.outputs) == (
+        "fp32_keep", ("bfloat16",), "float32", ("bfloat16",),
+    )  # fmt: skip
+    assert row.casts == 2
+    unused = {row.of for row in policy.unused(report)}
+    assert "gelu" in unused
+    assert name not in unused

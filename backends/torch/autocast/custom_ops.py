@@ -116,37 +116,46 @@ def _decided(
     floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
     dtypes = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
     low = dtype_names.NAMES[torch.get_autocast_dtype(device)]
-    decision = _decision(name, device, low, dtypes, *regions.code_in_force())
-    if decision is None:
+    found = _decision(name, device, low, dtypes, *regions.code_in_force())
+    if found is None:
         return plain(*args, **kwargs)
-    run, out = decision
-    if run:
-        dtype = dtype_names.DTYPES[run]
-        args = tuple([cast_inside(arg, device, dtype) for arg in args])
-        kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
-    with _off():
-        result = ruled(*args, **kwargs)
-    return cast_inside(result, device, dtype_names.DTYPES[out]) if out else result
+    (run, out), entry = found
+
+    def as_ruled(args: Any, kwargs: Any) -> Any:
+        if run:
+            dtype = dtype_names.DTYPES[run]
+            args = tuple([cast_inside(arg, device, dtype) for arg in args])
+            kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
+        with _off():
+            result = ruled(*args, **kwargs)
+        return cast_inside(result, device, dtype_names.DTYPES[out]) if out else result
+
+    if entry is not None and (recorder := decision_log.current()) is not None:
+        return recorder.around(entry, as_ruled, args, kwargs)
+    return as_ruled(args, kwargs)
 
 
 @dynamo.at_trace_time
 def _decision(
     name: str, device: str, low: str, dtypes: str, *code: torch.dtype
-) -> tuple[str | None, str | None] | None:
-    """Return the dtypes of the inputs and of the results, if they change; None to run the parts."""
+) -> tuple[tuple[str | None, str | None], decision_log.Entry | None] | None:
+    """Return the dtypes of the inputs and of the results, if they change; None to run the parts.
+
+    And what a record has of it, while one is made.
+    """
     policy = regions.policy_at(device, *code) or torch_table.policy(device)
     row = policy.winner(name, low)
     if row is None:
         return None
     asked = dtypes.split(",") if dtypes else []
-    decision = policy.apply(row, asked, low)
-    if (found := decision_log.current()) is not None:
+    decision, entry = policy.apply(row, asked, low), None
+    if decision_log.current() is not None:
         (spelled,) = vocabulary().ops[name].aten
         called = "torch", name, f"aten:{spelled}", low, ""
-        found.note(decision_log.Entry(*called, row, tuple(asked), decision, policy.name))
+        entry = decision_log.Entry(*called, row, tuple(asked), decision, policy.name)
     if decision.rule is Rule.FORBID:
         forbid(policy, row, name, asked)
-    return None if decision.rule is Rule.PARTS else (decision.run, decision.out)
+    return None if decision.rule is Rule.PARTS else ((decision.run, decision.out), entry)
 
 
 @contextmanager

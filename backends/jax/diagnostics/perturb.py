@@ -324,7 +324,8 @@ def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
     # Shares of the largest: a square of a float16 number may be beyond its range.
     largest = [jnp.maximum(_magnitude(v).max(), np.finfo(np.float32).tiny) for v in values]
     shares = [_magnitude(v) / most for v, most in zip(values, largest, strict=True)]
-    squares = [(x**2).astype(v.dtype) for x, v in zip(shares, values, strict=True)]
+    kinds = (np.float32 if v.dtype.itemsize == 1 else v.dtype for v in values)
+    squares = [(x**2).astype(kind) for x, kind in zip(shares, kinds, strict=True)]
     made = _magnitude(compat.put(of, squares, params)[0])
     return made * prod(most**2 for most in largest)
 
@@ -338,7 +339,12 @@ def _is_number(x: jax.Array) -> bool:
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    return jnp.abs(x.astype(jnp.promote_types(x.dtype, np.float32)))
+    return jnp.abs(x.astype(wider(x.dtype)))
+
+
+def wider(dtype: Any) -> Any:
+    """Return a dtype as precise as float32 at least; JAX promotes no 8-bit floats."""
+    return np.float32 if dtype.itemsize == 1 else jnp.promote_types(dtype, np.float32)
 
 
 def _array(x: jax.Array) -> "np.ndarray[Any, Any]":

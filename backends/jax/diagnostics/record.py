@@ -44,6 +44,7 @@ from polymp.backends.jax.diagnostics.perturb import (
     rounded,
     rounds_operands,
     shifted,
+    wider,
 )
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside, interpreted
@@ -311,6 +312,7 @@ class _Walk(Evaluation[_Value]):
         self._program, self._seeds, self._line = program, seeds, line
         self._call = program.call
         self._inputs: dict[int, int] = {}  # places of their rows
+        self._written: dict[int, frozenset[int]] = {}  # by reference, what is in it
         self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
         self.ends: frozenset[int] = _NOWHERE  # rows that the program returns, or what is made of
@@ -348,6 +350,9 @@ class _Walk(Evaluation[_Value]):
         if name == "cond":
             taken = int(_first(values[0]))  # in the probes, too: no rounding takes another
             return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
+        reads = _NOWHERE.union(*(_all(value.sources) for value in values))
+        if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
+            return self._referring(eqn, values, reads)
         rows, is_fixed = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)], False
         call: Call | None
         by: dict[int, Any] = {}
@@ -373,7 +378,6 @@ class _Walk(Evaluation[_Value]):
             made = [_Value(x, x.ndim > len(of)) for x, of in zip(xs, shapes, strict=True)]
             if call is not None and narrow:
                 call = call._replace(run=narrow)
-        reads = _NOWHERE.union(*(_all(value.sources) for value in values))
         sources = [reads] * len(made)
         if call is not None:
             for n in rows:
@@ -385,6 +389,19 @@ class _Walk(Evaluation[_Value]):
             value._replace(sources=came, fixed=is_fixed)
             for value, came in zip(made, sources, strict=True)
         ]
+
+    def _referring(
+        self, eqn: Equation, values: list[_Value], reads: frozenset[int]
+    ) -> Sequence[_Value]:
+        """The results of an equation on a reference, which has the call's own array in all runs."""
+        self.left_out["on references, which jax.new_ref makes"] += 1
+        own = [_first(value) for value in values]
+        outs = list(compat.put(eqn.primitive, own, eqn.params))
+        pairs = zip((*eqn.invars, *eqn.outvars), (*own, *outs), strict=True)
+        for place in (id(x) for v, x in pairs if hasattr(v.aval, "inner_aval")):
+            reads |= self._written.get(place, _NOWHERE)
+            self._written[place] = reads
+        return [_Value(x, sources=reads) for x in outs]
 
     def _jitted(self, fn: Callable[..., Any], *static: str) -> Callable[..., Any]:
         return _jitted(fn, self._program.options, static)
@@ -704,7 +721,7 @@ def _numbers(x: Any) -> jax.Array:
 
 
 def _wide(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, np.float32))
+    return x.astype(wider(x.dtype))
 
 
 def _summary(x: Any, by: Any, far: float, runs: bool, xp: Any) -> tuple[Any, Any, Any]:

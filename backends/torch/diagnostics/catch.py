@@ -9,6 +9,7 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
 import copy
 import functools
 import math
+import reprlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,10 +111,18 @@ def catch(
         The wrapped step, with the same arguments and results; without `step`, a decorator.
 
     Raises:
-        TypeError: `step` is not callable, or `every` is no whole number.
+        TypeError: `step` is not callable, `every` is no whole number, or `of` has nothing to copy.
         ValueError: another argument is out of its range.
     """
     checked_arguments(step, every, on_bad, jump)
+    given = () if of is None else of
+    if not (isinstance(given, (list, tuple)) and not given) and not any(
+        training_objects(lambda: None, [given])
+    ):
+        raise TypeError(
+            f"catch(of={reprlib.repr(of)}) names no model, optimizer or object with state_dict(). "
+            "Write of=[model, optimizer]."
+        )
     if step is None:
         return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump, of=of)
     return Catch(step, every, on_bad == "raise", jump, of)

@@ -6,6 +6,7 @@ tensors that it wrote get their old values back, so that training can go on.
 
 import gc
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -66,7 +67,7 @@ def locate(
         standard error.
 
     Raises:
-        TypeError: `step_fn` is not callable.
+        TypeError: `step_fn` is not callable, or `model` no module.
         RuntimeError: the step talks to other ranks, and they did not all call `locate`. The step
             is given up before it talks, so that the run can go on.
         Exception: any that the step raises, if no fault was found in the ops before it.
@@ -75,6 +76,11 @@ def locate(
         raise TypeError(
             f"locate(step_fn, *args) needs a function, got {step_fn!r}. Give the function and its "
             "arguments, not what it returned."
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"locate(model=...) needs a torch.nn.Module, got {reprlib.repr(model)}. If it is an "
+            "argument of the step, bind it: locate(functools.partial(step, model=...))."
         )
     leaves = tree_leaves((args, kwargs))
     if model is None:

@@ -491,3 +491,20 @@ def test_both_frameworks_on_a_gpu_raise_no_alarm() -> None:
     theirs = faults.recorded("torch", 0, config=CONFIG, device="cuda")
     comparison = polymp.compare(on_gpu(""), theirs)
     assert comparison.explained, str(comparison)
+
+
+def test_products_of_8_bit_floats_and_references() -> None:
+    def step(x: Any, w: Any) -> Any:
+        total = jax.new_ref(jnp.zeros(()))
+        low = (each.astype(jnp.float8_e4m3fn) for each in (x, w))
+        total[...] += jnp.sum(lax.dot(*low, preferred_element_type=jnp.float32))
+        return 2 * total[...]
+
+    for probes in (0, 2):
+        recorded = record(None, step, probes=probes)
+        assert recorded(jnp.ones((4, 8)), jnp.ones((8, 4))) == 256
+        (found,) = recorded.record.steps
+        names = [a.name for a in found.arrays]
+        assert names == ["x", "to", "w", "to", "linear", "sum", "add", "mul", "result"]
+        assert found.arrays[names.index("mul")].reads == (names.index("add"),)
+        assert sum(found.left_out.values()) == 4

@@ -464,6 +464,8 @@ def test_what_is_not_found_is_named_by_hand() -> None:
     with pytest.raises(ValueError, match=re.escape("catch(step, of=[model, optimizer])")):
         catch(Hidden())(torch.ones(3))
     catch(Hidden(), of=[net])(torch.ones(3))
+    with pytest.raises(TypeError, match=r"^catch\(of='net'\) names no model, optimizer or"):
+        catch(Hidden(), of="net")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")

@@ -272,3 +272,8 @@ def test_in_torchs_own_regions_and_without_any(
     fault: Any = locate(step)
     assert (fault.op, fault.run) == (op, "float16" if dtype else "float32")
     assert (fault.row.source if fault.row else "") == table, "of torch, not of policy amp"
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^locate\(model=...\) needs a torch.nn.Module, got 'net'"):
+        locate(lambda: None, model="net")  # type: ignore[arg-type]

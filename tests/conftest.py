@@ -66,13 +66,13 @@ os.environ.setdefault("XLA_FLAGS", _flags())
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 
-def need(name: str) -> None:
-    """Skip what calls this if the framework is missing; fail it if it is required."""
-    if _has(name):
-        return
-    if name in REQUIRED:
-        pytest.fail(f"{name} is required by POLYMP_REQUIRE and not installed", pytrace=False)
-    raise pytest.skip.Exception(f"{name} is not installed", allow_module_level=True)
+def need(*names: str) -> None:
+    """Skip what calls this if a framework is missing; fail it if it is required."""
+    for name in names:
+        if name in REQUIRED and not _has(name):
+            pytest.fail(f"{name} is required by POLYMP_REQUIRE and not installed", pytrace=False)
+        if not _has(name):
+            raise pytest.skip.Exception(f"{name} is not installed", allow_module_level=True)
 
 
 def _folder(path: Path) -> str:

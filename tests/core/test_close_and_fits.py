@@ -10,6 +10,7 @@ import pytest
 import polymp
 from polymp.testing import ParityError, assert_close, assert_fits
 from tests.conftest import need
+from tests.support.regions import audited, region
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((8, 8)).astype(np.float32)
@@ -55,19 +56,15 @@ def test_an_error_of_three_times_the_tolerance_fails(fw: Any, dtype: str | None)
     def fn(x: Any, w: Any) -> Any:
         return fw.xp.tanh(x @ w)
 
-    tolerance = assert_close(fn, fn, *inputs, dtype=dtype, grads=False).gaps[0].tolerance
-    for share, fails in ((0.3, False), (3.0, True)):
+    def compared(off: float) -> Any:
+        return assert_close(lambda *a: fn(*a) + off, fn, *inputs, dtype=dtype, grads=False)
 
-        def off(x: Any, w: Any, share: float = share) -> Any:
-            return fn(x, w) + share * tolerance
-
-        if not fails:
-            assert_close(off, fn, *inputs, dtype=dtype, grads=False)
-            continue
-        with pytest.raises(ParityError, match="result: off by") as caught:
-            assert_close(off, fn, *inputs, dtype=dtype, grads=False)
-        assert caught.value.dtype == (dtype or "float32")
-        assert str(caught.value).startswith(f"in {dtype}: " if dtype else "the two functions")
+    tolerance = compared(0.0).gaps[0].tolerance
+    compared(0.3 * tolerance)
+    with pytest.raises(ParityError, match="result: off by") as caught:
+        compared(3.0 * tolerance)
+    assert caught.value.dtype == (dtype or "float32")
+    assert str(caught.value).startswith(f"in {dtype}: " if dtype else "the two functions")
 
 
 def test_the_first_op_that_differs_is_named(fw: Any) -> None:
@@ -165,33 +162,23 @@ def test_the_reference_is_in_float32_and_the_function_in_a_region(fw: Any) -> No
 
 
 def test_bad_arguments_of_assert_close() -> None:
-    need("torch")
-    import torch
-
-    with pytest.raises(TypeError, match=r"^assert_close\(\) finds no tensor.*framework=\"torch\""):
-        assert_close(np.exp, np.exp, X)
-    with pytest.raises(ValueError, match="no backend 'tf'"):
-        assert_close(torch.exp, torch.exp, X, framework="tf")
-    with pytest.raises(TypeError, match=r"^assert_close: reference is no function: 3\."):
-        assert_close(torch.exp, 3, torch.ones(2))
-    with pytest.raises(ValueError, match=r"^assert_close\(\): probes=1 is too few"):
-        assert_close(torch.exp, torch.exp, torch.ones(2), probes=1)
-    with pytest.raises(ValueError, match=r"^assert_close\(\): dtype 'fp17'"):
-        assert_close(torch.exp, torch.exp, torch.ones(2), dtype="fp17")
-    with pytest.raises(polymp.PolicyError, match="nonsense"):
-        assert_close(torch.exp, torch.exp, torch.ones(2), policy="nonsense")
-
-
-def test_functions_of_two_frameworks_are_for_assert_parity() -> None:
-    need("torch")
-    need("jax")
+    need("torch", "jax")
     import jax
     import torch
 
-    with pytest.raises(
-        TypeError, match=r"got one of torch and one of jax\. assert_parity compares"
-    ):
-        assert_close(torch.nn.GELU(), jax.jit(jax.nn.gelu), torch.ones(2))
+    exp, x = torch.exp, torch.ones(2)
+    for error, message, args, options in (
+        (TypeError, r'^assert_close\(\) finds no tensor.*="torch"', (np.exp, np.exp, X), {}),
+        (ValueError, "no backend 'tf'", (exp, exp, X), {"framework": "tf"}),
+        (TypeError, r"^assert_close: reference is no function: 3\.", (exp, 3, x), {}),
+        (ValueError, r"^assert_close\(\): probes=1 is too few", (exp, exp, x), {"probes": 1}),
+        (ValueError, r"^assert_close\(\): dtype 'fp17'", (exp, exp, x), {"dtype": "fp17"}),
+        (polymp.PolicyError, "nonsense", (exp, exp, x), {"policy": "nonsense"}),
+        (TypeError, r"got one of torch and one of jax\. assert_parity compares",
+         (torch.nn.GELU(), jax.jit(jax.nn.gelu), x), {}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            assert_close(*args, **options)
 
 
 # --- assert_fits ----------------------------------------------------------------------------------
@@ -205,17 +192,6 @@ def small(x: Any) -> Any:
     return (x * 1e-5) @ (x * 1e-5).T + 1
 
 
-def audited(fw: Any, fn: Any, x: Any, dtype: str) -> Any:
-    if fw.name == "torch":
-        region = polymp.torch.autocast("cpu", dtype, policy="amp")
-        with polymp.torch.audit() as audit, region:
-            fn(x)
-        return audit
-    measured = polymp.jax.audit(polymp.jax.autocast(fn, dtype=dtype))
-    measured(x)
-    return measured.audit
-
-
 @pytest.mark.parametrize(("fn", "words"), [(large, "are Inf in float16"), (small, "are zero in")])
 def test_what_overflows_or_vanishes_does_not_fit_and_the_error_is_that_of_the_audit(
     fw: Any, fn: Any, words: str
@@ -223,7 +199,7 @@ def test_what_overflows_or_vanishes_does_not_fit_and_the_error_is_that_of_the_au
     x = fw.array(X)
     with pytest.raises(AssertionError, match=words) as caught:
         assert_fits(fn, x, dtype="float16")
-    text, audit = str(caught.value), audited(fw, fn, x, "float16")
+    text, audit = str(caught.value), audited(fw.name, region(fw.name, "float16", "amp")(fn), x)
     assert text.startswith(f"{fn.__name__} does not fit float16 under policy amp:\n")
     assert str(audit.suggest()) in text
     assert "audit of 1 step" in text

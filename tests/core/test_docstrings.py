@@ -96,23 +96,3 @@ def test_what_users_call_says_what_it_takes_and_returns(door: str) -> None:
     found = {name: lacking(value) for name, value in exported(importlib.import_module(door))}
     assert {name: missing for name, missing in found.items() if missing} == {}
     assert found
-
-
-def test_the_check_above_sees_what_is_missing() -> None:
-    def bare(x: int) -> int:
-        """Double it."""
-        return 2 * x
-
-    def complete(x: int) -> int:
-        """Double it.
-
-        Args:
-            x: a number.
-
-        Returns:
-            Its double.
-        """
-        return 2 * x
-
-    assert lacking(bare) == ["Args:", "Returns:", "x"]
-    assert lacking(complete) == []

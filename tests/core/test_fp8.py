@@ -121,13 +121,6 @@ def test_inf_and_nan_never_become_finite(bad, name, role, dtype):
     assert np.isnan(inverse(scale)).any()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")
-def test_without_the_poison_an_inf_would_leave_finite_numbers():
-    """The check above can fail: a scale of 0 makes 0 of everything that is finite."""
-    low = quantised(VERBS, np.array([np.inf, 1.0], np.float32), np.float32(0), "float8_e4m3fn")
-    assert np.isfinite(low.astype(np.float32)).any()
-
-
 @pytest.mark.parametrize("value", [1e9, -1e9, 449.0])
 def test_what_is_too_large_is_clipped(value):
     low = quantised(VERBS, np.array([value], np.float32), np.float32(1), "float8_e4m3fn")

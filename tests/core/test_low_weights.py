@@ -7,8 +7,7 @@ import pytest
 
 from polymp.weights import lost_updates, random_bits, store
 from polymp.weights.lost_updates import LostUpdates
-from tests.support.low_weights import BF16, NUMPY, edges, spread, ties, upper_halves
-from tests.support.sizes import size
+from tests.support.low_weights import BF16, NUMPY, edges, spread
 
 # Inf and overflow are among the numbers, and NumPy warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
@@ -34,8 +33,7 @@ def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")],
+    ("name", "dtype"), [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")]
 )
 def test_a_weight_that_was_written_is_what_was_written(name: str, dtype: str) -> None:
     mode = store.MODES[name]
@@ -100,34 +98,7 @@ def test_the_warning_about_lost_updates() -> None:
     )
 
 
-# --- The split of float32 into bfloat16 and a remainder: exact, and the cast but for ties ---------
-
-
-def numbers() -> np.ndarray:
-    """More than 2**24 numbers; `make test` takes an eighth of the upper halves."""
-    return upper_halves(size(8, 1))
-
-
-def same_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return one.view(np.uint32) == other.view(np.uint32)
-
-
-@pytest.mark.sized
-@pytest.mark.parametrize("full", [numbers(), edges(), spread(2**18)], ids=["all", "edges", "any"])
-def test_the_rebuild_is_exact(full: np.ndarray) -> None:
-    assert same_bits(store.join(NUMPY, *store.split(NUMPY, full)), full).all()
-
-
-@pytest.mark.sized
-def test_the_high_part_is_the_cast_but_for_ties() -> None:
-    full = np.concatenate([numbers(), edges(), spread(2**18)])
-    full = full[~np.isnan(full)]
-    high, _ = store.split(NUMPY, full)
-    with np.errstate(over="ignore"):
-        cast = full.astype(BF16)
-    differ = high.view(np.uint16) != cast.view(np.uint16)
-    assert differ.any()
-    assert ties(full)[differ].all()
+# --- The split of float32 into bfloat16 and a remainder; shared tests say that it is exact --------
 
 
 def test_ties_go_away_from_zero_and_infinity_and_overflow_are_those_of_the_cast() -> None:
@@ -145,11 +116,6 @@ def test_nan_that_arithmetic_makes_is_nan_in_the_high_part() -> None:
     for sign in (0, 1 << 31):
         high, _ = store.split(NUMPY, (nan | np.uint32(sign)).view(np.float32))
         assert np.isnan(high.astype(np.float32)).all()
-
-
-def test_the_check_finds_a_remainder_that_lost_a_bit() -> None:
-    high, remainder = store.split(NUMPY, spread(2**12))
-    assert not same_bits(store.join(NUMPY, high, remainder & ~1), spread(2**12)).all()
 
 
 # --- Random rounding: to one of the two neighbours, without bias, never from finite to Inf --------
@@ -203,8 +169,6 @@ def test_the_bias_over_a_million_values_is_under_four_sigma() -> None:
     found = [bias(full, store.rounded(NUMPY, full, random(full.size, s))) for s in range(8)]
     print("bias in sigma, step by step:", [round(each, 2) for each in found])
     assert max(map(abs, found)) < 4
-    toward_zero = (full.view(np.uint32) >> 16).astype(np.uint16)
-    assert abs(bias(full, toward_zero)) > 100, "the check cannot fail"
 
 
 def test_one_weight_over_a_million_steps_has_no_bias() -> None:
@@ -255,7 +219,6 @@ def test_bits_of_two_keys_and_of_neighbours_are_not_correlated() -> None:
     for row in rows:
         for lag in (1, 2, 3, 16, 64, 1024):
             assert abs(correlation(row[:-lag], row[lag:])) < 5
-    assert abs(correlation(rows[0], rows[0])) > 100, "the check cannot fail"
 
 
 def test_no_key_is_another_one_shifted() -> None:
@@ -266,8 +229,8 @@ def test_no_key_is_another_one_shifted() -> None:
 
 
 def test_pieces_of_an_array_have_the_bits_of_the_whole() -> None:
-    assert (drawn(first=N) == random_bits.random16(
-        random_bits.key(0, 0, 0), np.arange(2 * N, dtype=np.int32))[N:]).all()  # fmt: skip
+    whole = random_bits.random16(random_bits.key(0, 0, 0), np.arange(2 * N, dtype=np.int32))
+    assert (drawn(first=N) == whole[N:]).all()
 
 
 def test_the_words_of_a_key_are_the_same_for_numbers_and_arrays() -> None:
@@ -277,12 +240,9 @@ def test_the_words_of_a_key_are_the_same_for_numbers_and_arrays() -> None:
         assert [a.tolist() for a in arrays] == [[n] for n in numbers]
 
 
-KEY = (-269595373, 1631562366)
-BITS = [29431, 40733, 29879, 30719]
-
-
 def test_these_bits_never_change() -> None:
     """Saved runs go on with them."""
     key = random_bits.key(7, 1000, 3)
-    assert key == KEY
-    assert random_bits.random16(key, np.arange(4, dtype=np.int32)).tolist() == BITS
+    assert key == (-269595373, 1631562366)
+    bits = random_bits.random16(key, np.arange(4, dtype=np.int32))
+    assert bits.tolist() == [29431, 40733, 29879, 30719]

@@ -12,9 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from polymp import cli, progress
-from polymp.diagnostics.audit import Audit
-from tests.support import reports
-from tests.support.reports import measured
 
 
 class Stream(io.StringIO):
@@ -74,18 +71,13 @@ def test_nothing_before_the_time(terminal: Stream, monkeypatch: pytest.MonkeyPat
     assert progress.Line("x", None, "op", seen=True)._bar is None
 
 
-def test_nothing_without_a_terminal(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal.terminal = False
-    counted()
-    assert terminal.getvalue() == ""
-    monkeypatch.setattr(
-        progress, "sys", SimpleNamespace(stderr=None)
-    )  # as of a program without a console
-    counted()
-
-
-def test_nothing_without_tqdm(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize("lacking", ["terminal", "tqdm", "console"])
+def test_nothing_without(lacking: str, terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lacking == "tqdm":
+        monkeypatch.setattr(progress.importlib.util, "find_spec", lambda name: None)
+    elif lacking == "console":
+        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=None))
+    terminal.terminal = lacking != "terminal"
     counted()
     assert terminal.getvalue() == ""
 
@@ -102,10 +94,6 @@ def test_an_error_leaves_no_line(terminal: Stream) -> None:
 
 
 # Those who show it.
-
-
-def layers() -> Audit:
-    return reports.audit([measured("linear", f"m{i}", [1.0]) for i in range(3)], [])
 
 
 def test_torch(terminal: Stream) -> None:
@@ -166,20 +154,16 @@ def read(reader: int) -> str:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("check", "amp", "--backend", "torch"), ("check: asking torch",)),
-        (("doctor",), ("doctor: asking the frameworks",)),
+        ("check amp --backend torch", "check: asking torch"),
+        ("doctor --json", "doctor: asking the frameworks"),
     ],
-    ids=["check", "doctor"],
 )
-def test_commands(
-    argv: tuple[str, ...], told: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands(argv: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch"), pytest.importorskip("tqdm")
     with standard_error(monkeypatch, terminal=True) as reader:
-        assert cli.main((*argv, *(() if argv[0] == "check" else ("--json",)))) == 0
+        assert cli.main(argv.split()) == 0
         text = read(reader)
-        print(repr(text))
-    assert [what for what in told if f"polymp {what} ..." not in text] == []
+    assert f"polymp {told} ..." in text
     assert text.endswith("\r"), "the line is wiped, and the cursor at its beginning"
     assert not text.split("\r")[-2].strip()
 

@@ -22,15 +22,7 @@ from polymp.scaling.scale_rule import (
     step,
     to_state_dict,
 )
-from tests.support.scaler_arguments import (
-    CONSTANTS,
-    FIELDS,
-    FIRSTS,
-    SAVED,
-    STATES,
-    TORCHS,
-    spoiled,
-)
+from tests.support.scaler_arguments import SAVED, TORCHS
 
 INF, NAN = math.inf, math.nan
 THREE = ScaleRule(interval=3)
@@ -118,28 +110,6 @@ def test_scale_and_inverse_stay_normal_float32_numbers(
         assert state.spoiled == sum(lost)
 
 
-@pytest.mark.parametrize(
-    ("found", "end"),
-    [
-        (GOOD, ScaleState(LARGEST)),
-        (OVERFLOW, ScaleState(SMALLEST, 0, 1000, 0, 1000)),
-        (LOST, ScaleState(SMALLEST, 0, 1000, 1000, 1000)),
-        (LOST_ALONE, ScaleState(LARGEST)),
-    ],
-)
-def test_a_thousand_of_a_kind_end_at_the_bound(found: Any, end: ScaleState) -> None:
-    state = ScaleState(1.0)
-    for _ in range(1000):
-        state = step(ScaleRule(interval=1), state, found[0], loss_finite=found[1])
-    assert state == end
-
-
-@pytest.mark.parametrize("tracker", [0, 3, 9])
-def test_a_lowered_interval_still_grows(tracker: int) -> None:
-    after = step(ScaleRule(interval=1), ScaleState(8.0, tracker), True)
-    assert (after.scale, after.tracker) == (16.0, 0)
-
-
 def test_products_are_rounded_as_float32_stores_them() -> None:
     after = step(ScaleRule(growth=1.1, interval=1), ScaleState(3.0, 0), True)
     assert after.scale != 3.0 * 1.1
@@ -147,13 +117,6 @@ def test_products_are_rounded_as_float32_stores_them() -> None:
 
 
 # --- constants that are checked ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("change", "error", "message"), CONSTANTS, ids=str)
-def test_a_constant_out_of_range(change: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
-        checked(ScaleRule()._replace(**{FIELDS.get(key, key): x for key, x in change.items()}))
-    assert raised.value.args == (message,)
 
 
 def test_what_is_checked_comes_back_as_floats_and_ints() -> None:
@@ -166,26 +129,21 @@ def test_what_is_checked_comes_back_as_floats_and_ints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        (0.5, ValueError, "first must be from min_scale to max_scale, 1.0 to 24.0; got 0.5."),
-        (25, ValueError, "first must be from min_scale to max_scale, 1.0 to 24.0; got 25."),
-        (NAN, ValueError, "first must be from min_scale to max_scale, 1.0 to 24.0; got nan."),
-        ("2", TypeError, "first must be a number, got '2'."),
-    ],
+    ("value", "first"),
+    [(0.5, False), (25, False), (NAN, False), (0.5, True), (25, True), (1e38, True), (1e-40, True)],
 )
-def test_a_scale_out_of_the_bounds(value: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
+def test_a_scale_out_of_the_bounds(value: float, first: bool) -> None:
+    message = f"first must be from min_scale to max_scale, 1.0 to 24.0; got {value!r}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        checked_scale("first", value, NARROW, first=first)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("2", "'2'"), (10**400, "1000")], ids=["text", "beyond float64"]
+)
+def test_what_is_no_number_is_named(value: Any, shown: str) -> None:
+    with pytest.raises(TypeError, match=f"^first must be a number, got {shown}"):
         checked_scale("first", value, NARROW)
-    assert raised.value.args == (message,)
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), FIRSTS, ids=str)
-def test_a_first_scale_that_is_none(arguments: Any, error: type[Exception], message: str) -> None:
-    bounds = {key: value for key, value in arguments.items() if key != "init_scale"}
-    with pytest.raises(error) as raised:
-        checked_scale("init_scale", arguments["init_scale"], ScaleRule(**bounds), first=True)
-    assert raised.value.args == (message,)
 
 
 @pytest.mark.parametrize("value", [1e38, 3.4e38, 2.0**127, 2.0**-149, 1e-40, 8, 2.0**126])
@@ -197,13 +155,6 @@ def test_a_first_scale_may_lie_beyond_the_widest_bounds(value: float) -> None:
     assert step(ScaleRule(interval=1), first, True).scale <= LARGEST
     assert step(ScaleRule(), first, False).scale >= SMALLEST
     assert step(ScaleRule(backoff=0.1), first, False).scale <= LARGEST
-
-
-@pytest.mark.parametrize("value", [0.5, 25, 1e38, 1e-40])
-def test_bounds_that_are_given_hold_for_the_first_scale(value: float) -> None:
-    message = f"first must be from min_scale to max_scale, 1.0 to 24.0; got {value!r}."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        checked_scale("first", value, NARROW, first=True)
 
 
 @pytest.mark.parametrize("value", [1, 24.0, 3.3])
@@ -235,10 +186,8 @@ def test_every_state_comes_back_as_it_was(rule: ScaleRule, exponent: int, counts
 def test_what_torch_saved_keeps_the_bounds_that_there_are() -> None:
     narrow = ScaleRule(min_scale=1.0, max_scale=8.0, hysteresis=1)
     assert from_state_dict(TORCHS) == (ScaleRule(3.0, 0.25, 7), ScaleState(12.0, 4))
-    assert from_state_dict(TORCHS, narrow) == (
-        ScaleRule(3.0, 0.25, 7, 1.0, 8.0, 1),
-        ScaleState(8.0, 4),
-    )
+    bounded = ScaleRule(3.0, 0.25, 7, 1.0, 8.0, 1), ScaleState(8.0, 4)
+    assert from_state_dict(TORCHS, narrow) == bounded
     assert from_state_dict(SAVED, narrow) == (RULE, STATE)
 
 
@@ -252,26 +201,6 @@ def test_a_positive_scale_is_brought_between_the_bounds(scale: float, after: flo
     assert type(state.scale) is float
 
 
-@pytest.mark.parametrize(("change", "error", "message"), STATES, ids=lambda v: str(v)[:30])
-def test_a_bad_state_dict(change: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
-        from_state_dict(spoiled(change))
-    assert raised.value.args == (message,)
-
-
-def test_an_empty_state_and_one_that_is_no_dictionary() -> None:
-    with pytest.raises(KeyError) as missing:
-        from_state_dict({})
-    assert missing.value.args == (
-        "a scaler's state needs the entry 'scale'; it has nothing. Give what state_dict() returned",
-    )
-    with pytest.raises(TypeError) as other:
-        from_state_dict([("scale", 1.0)])  # type: ignore[arg-type]
-    assert other.value.args == (
-        "a scaler's state must be a dictionary, got [('scale', 1.0)].",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("bound", [0.1, 0.7, 1e-3])
 def test_a_scale_may_be_its_own_bound(bound: float) -> None:
     """float32 has no 0.1: the bound is rounded up, and the scale with it."""
@@ -281,8 +210,3 @@ def test_a_scale_may_be_its_own_bound(bound: float) -> None:
     for rule, beyond in ((low, bound * 0.999), (high, bound * 1.001)):
         with pytest.raises(ValueError, match="from min_scale to max_scale"):
             checked_scale("init_scale", beyond, rule)
-
-
-def test_a_number_beyond_float64_is_named() -> None:
-    with pytest.raises(TypeError, match="growth_interval must be a number, got 1000"):
-        checked(ScaleRule(interval=10**400))

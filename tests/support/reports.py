@@ -95,37 +95,6 @@ def audit(
     return made
 
 
-def transformer(depth: int, faulty: bool = True) -> Audit:
-    """A network whose activations grow and whose gradients shrink with the depth: 60 modules long
-    or more, as is asked. One module overflows, one has no gradient, one is zero.
-    """
-    import numpy as np
-
-    random = np.random.default_rng(0)
-    results, gradients = [], []
-    for i in range(depth):
-        part = ("attn.q_proj", "attn.out_proj", "norm", "mlp.up", "mlp.down")[i % 5]
-        module = f"encoder.blocks.{i // 5}.{part}"
-        forward = random.lognormal(-1 + 5 * i / depth, 1.5, 4000)
-        backward = random.lognormal(-20 + 9 * i / depth, 2.0, 4000)
-        if faulty and i == depth // 2:
-            forward[:3] = np.inf
-            backward[:3] = np.nan
-            backward[4] = np.inf
-        if i == depth - 2:
-            backward[:] = 0
-        results.append(measured("linear", module, forward, source=f"model.py:{i}"))
-        if i % 3:
-            back = {"direction": "backward", "source": f"model.py:{i}"}
-            results.append(measured("matmul", module, backward * 4, **back))
-        if i != 2:
-            gradients.append(gradient(f"{module}.weight", backward))
-    results.append(measured("cross_entropy", "", [2.5], source="train.py:9", run="float32"))
-    made = audit(results, gradients, scale=65536.0)
-    made.fault = fault() if faulty else None
-    return made
-
-
 FP32, FP16, BF16 = "float32", "float16", "bfloat16"
 MATMUL = Row("class:matmul", Rule.LOWER, source="policies/torch-cuda.toml")
 SOFTMAX = Row("softmax", Rule.FP32, source="policies/torch-cuda.toml")

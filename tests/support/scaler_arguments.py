@@ -17,8 +17,6 @@ RANGE = (
 GROWTH = "growth_factor must be finite and above 1, got {}."
 BACKOFF = "backoff_factor must be between 0 and 1, got {}."
 
-# The fields of a `ScaleRule`, by the names that a scaler's arguments have.
-FIELDS = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
 
 # Constants of the rule.
 CONSTANTS: tuple[Refused, ...] = (

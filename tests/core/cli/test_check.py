@@ -13,7 +13,7 @@ from tests.support.commands import process
 
 
 def test_check_of_a_policy_that_both_accept(polymp, answer):
-    need("torch"), need("jax")
+    need("torch", "jax")
     rows = len(policy_files.load("mine.toml").rows)
     assert polymp("check", "mine.toml") == (
         0,
@@ -111,7 +111,7 @@ def test_a_row_that_leaves_the_ops_without_a_low_kernel_to_others_is_accepted(an
 
 
 def test_check_refuses_what_the_backends_refuse(polymp, answer, tmp_path):
-    need("torch"), need("jax")
+    need("torch", "jax")
     (tmp_path / "bad.toml").write_text(BAD)
     said = answer("check", "bad.toml", code=1)["backends"]
     code = """if True:
@@ -146,39 +146,22 @@ def test_check_installs_no_kernel(polymp):
     assert [kernels.installed(device) for device in devices] == before
 
 
-def test_check_of_a_file_that_is_wrong(polymp, answer, tmp_path):
-    (tmp_path / "wrong.toml").write_text('rules.sofmax = "fp32"')
-    why = "wrong.toml: no op 'sofmax'. Did you mean softmax"
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('rules.sofmax = "fp32"', "wrong.toml: no op 'sofmax'. Did you mean softmax"),
+        ("[rules]", 'wrong.toml has no rows. Write rows below [rules], or extends = "amp".'),
+    ],
+)
+def test_check_of_a_file_that_is_wrong(text, why, polymp, answer, tmp_path):
+    """What can be wrong: tests/core/rules/test_policy_files.py."""
+    (tmp_path / "wrong.toml").write_text(text)
     code, out, err = polymp("check", "wrong.toml")
     assert (code, out) == (1, "wrong.toml: wrong, so that no row was checked\n")
     assert err.startswith(f"polymp: {why}")
     data = answer("check", "wrong.toml", code=1)
     assert (data["ok"], data["backends"]) == (False, {})
     assert data["errors"] == [err.removeprefix("polymp: ").rstrip("\n")]
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (
-            'softmax = { float32 = "fp32" }',
-            "unknown key 'float32' for op 'softmax'. Did you",
-        ),
-        ('softmax = { fp61 = "fp32" }', "unknown key 'fp61' for op 'softmax'. Known: rule, apply"),
-        ('softmax.int = "fp32"', 'quote the name of an overload: "aten:softmax.int" = "fp32".'),
-        ("", 'wrong.toml has no rows. Write rows below [rules], or extends = "amp".'),
-    ],
-)
-def test_check_says_what_is_wrong(text, why, polymp, tmp_path):
-    (tmp_path / "wrong.toml").write_text(f"[rules]\n{text}\n")
-    code, out, err = polymp("check", "wrong.toml")
-    assert (code, out) == (1, "wrong.toml: wrong, so that no row was checked\n")
-    assert err.removeprefix("polymp: ").removeprefix("wrong.toml: ").startswith(why)
-
-
-def test_check_takes_a_short_name_of_a_dtype(polymp, tmp_path):
-    (tmp_path / "short.toml").write_text('rules.softmax = { fp16 = "fp32" }')
-    assert polymp("check", "short.toml")[::2] == (0, "")
 
 
 def test_a_policy_that_is_not_there_is_no_wrong_policy(polymp):

@@ -50,13 +50,6 @@ def test_show_says_what_the_policy_says(name, scope, answer):
         assert entry["class"] == vocabulary().ops[entry["op"]].kind
 
 
-def test_the_scopes_of_the_test_above_matter(answer):
-    def rules(*scope):
-        return [e["rules"] for e in answer("show", "mine.toml", *scope)["ops"]]
-
-    assert rules() != rules("--scope", "lm_head") != rules("--scope", "blocka.attn") != rules()
-
-
 def test_show_draws_every_op_under_its_class(polymp):
     code, out, err = polymp("show", "mine.toml")
     assert (code, err) == (0, "")

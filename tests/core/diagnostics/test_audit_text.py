@@ -1,4 +1,4 @@
-"""An audit as text: rows by direction and module, widths, and words."""
+"""An audit as text: rows by direction and module, their orders, widths, and words."""
 
 from __future__ import annotations
 
@@ -74,12 +74,13 @@ def test_what_became_of_the_values_here_is_told() -> None:
 
 
 def test_the_fault_stands_first() -> None:
-    audit = reports.transformer(8)
+    audit = small()
+    assert "not finite" not in str(audit)
+    audit.fault = reports.fault()
     text = str(audit)
     said = text.index("first value that is not finite:\nmatmul (aten:matmul) in module 'blocks")
-    assert said < text.index("loss scale") < text.index("encoder.blocks.0")
+    assert said < text.index("loss scale") < text.index("net.up")
     assert max(map(len, text.splitlines())) == 100
-    assert "not finite" not in str(reports.transformer(8, faulty=False))
 
 
 def test_an_audit_of_nothing_and_of_zeros() -> None:
@@ -150,3 +151,49 @@ def test_powers(value: float, words: str) -> None:
 )
 def test_percents_are_all_or_nothing_only_if_they_are(part: float, words: str) -> None:
     assert audits._percent(part) == words
+
+
+# --- The orders of a table: by the program, what float16 loses, and effect on the loss ------------
+
+
+def unequal() -> Any:
+    """Four modules, that are in another order by what float16 loses and in another by size."""
+    results = [
+        measured("linear", "plain", [1.0] * 4),
+        measured("exp", "zeros", [2.0**-20] * 4),
+        measured("linear", "zeros", [2.0**-30] * 3 + [4.0], loss_effect=1e-3),
+        measured("linear", "wide", [70_000.0, 1.0, 1.0, 1.0], run="bfloat16"),
+        measured("linear", "large", [60_000.0] * 4, loss_effect=-0.02),
+    ]
+    return reports.audit(results, [gradient("large.weight", [2.0**-16] * 4)])
+
+
+def listed(text: str) -> tuple[list[str], list[str]]:
+    """The modules and the ops of a table's forward section, in its order."""
+    section = text.partition("-- forward")[2].partition("-- backward")[0].splitlines()[1:]
+    modules = [line for line in section if not line.startswith(" ")]
+    return modules, [line.split()[0] for line in section if line.startswith(" ")]
+
+
+IN_ORDER = {
+    "program": ["plain", "zeros", "wide", "large"],
+    "cost": ["wide", "zeros", "plain", "large"],  # some Inf, some zero, and two that lose nothing
+    "loss": ["large", "zeros", "plain", "wide"],  # by its size, whatever its sign
+}
+
+
+@pytest.mark.parametrize("sort", IN_ORDER)
+def test_a_table_in_each_order(sort: str) -> None:
+    modules, ops = listed(unequal().table(sort=sort))
+    assert modules == IN_ORDER[sort]
+    first = {"program": 1, "loss": 2}  # else it stands behind the other op of its module
+    assert ops.index("exp") == first.get(sort, modules.index("zeros") + 1)
+    assert sort != "program" or unequal().table() == str(unequal()) == unequal().table(sort=sort)
+
+
+def test_an_order_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="sort='price'") as raised:
+        unequal().table(sort="price")
+    assert str(raised.value) == (
+        'sort=\'price\' is no order of these rows: write "program", "cost" or "loss".'
+    )

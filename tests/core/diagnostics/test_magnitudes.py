@@ -110,12 +110,6 @@ def test_what_the_docstring_says_is_not_told(
     assert rounded([value], dtype) == right
 
 
-def test_the_oracle_tells_the_three_apart() -> None:
-    assert rounded([65504, 65536, 2**-26, 2**-20], "float16") == Shares(0.25, 0.25, 0.25)
-    assert rounded([448, 480, math.nan, 0], "float8_e4m3fn") == Shares(0.5, 0, 0)
-    assert magnitudes([65504, 65536, 2**-26, 2**-20]).shares("float16") == (0.25, 0.25, 0.25)
-
-
 @given(st.lists(st.floats(2**-40, 2**40), min_size=1, max_size=20), st.integers(-30, 30))
 def test_shares_at_a_scale_are_those_of_the_scaled_values(values: list[float], power: int) -> None:
     values = [float(np.float32(x)) for x in values]

@@ -39,15 +39,6 @@ def test_a_record_is_what_the_array_library_says(name):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [Format("float16", 5, 11), Format("bfloat16", 7, 8), Format("float8_e4m3fn", 4, 3)],
-    ids=lambda f: f.name,
-)
-def test_a_wrong_record_does_not_agree(wrong):
-    assert not agrees(wrong)
-
-
-@pytest.mark.parametrize(
     ("names", "joined"),
     [
         (["float16"], "float16"),

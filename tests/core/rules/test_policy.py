@@ -51,18 +51,6 @@ def test_at_is_one_object_for_all_modules_in_which_the_same_rows_hold():
     assert inside.scopes == ()
 
 
-def test_at_in_nested_modules():
-    policy = scoped(
-        Row("mm", Rule.FP32, scope="*.head"),
-        Row("mm", Rule.LOWER, scope="*.head.inner"),
-        Row("exp", Rule.FP32, scope="*.head"),
-    )
-    assert policy.at("m.head").winner("mm", "float16").rule is Rule.FP32
-    assert policy.at("m.head.inner.a").winner("mm", "float16").rule is Rule.LOWER
-    assert policy.at("m.head.inner.a").winner("exp", "float16").rule is Rule.FP32
-    assert policy.at("m").winner("exp", "float16") is None
-
-
 def test_at_where_two_patterns_are_equally_exact():
     one, two = Row("mm", Rule.FP32, scope="a.?"), Row("mm", Rule.LOWER, scope="?.b")
     tied = scoped(one, two)
@@ -72,12 +60,6 @@ def test_at_where_two_patterns_are_equally_exact():
     )
     assert tied.at("a.c").winner("mm", "float16") == one
     assert tied.at("c.b").winner("mm", "float16") == two
-    agreed = scoped(one, Row("mm", Rule.FP32, scope="?.b"), Row("exp", Rule.KEEP, scope="?.b"))
-    assert agreed.at("a.b").winner("mm", "float16").rule is Rule.FP32
-    assert agreed.at("a.b").winner("exp", "float16").rule is Rule.KEEP
-    dtypes = scoped(one, Row("mm", Rule.LOWER, "float16", scope="?.b"))
-    assert dtypes.at("a.b").winner("mm", "float16").rule is Rule.LOWER
-    assert dtypes.at("a.b").winner("mm", "bfloat16").rule is Rule.FP32
 
 
 def test_unused_rows_are_those_that_no_op_used():
@@ -235,32 +217,6 @@ def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_chara
 )
 def test_depth(pattern, path, depth):
     assert scopes.depth(pattern, path) == depth
-
-
-@pytest.mark.parametrize(
-    ("path", "weaker", "stronger"),
-    [
-        ("blocks.0", "blocks.*", "blocks.0"),
-        ("blocks.0.attn", "blocks.*", "blocks.0"),
-        ("lm_head.proj", "*", "lm_head"),
-        ("blocks.0.attn", "blocks.0", "*.attn"),  # further in, though shorter
-        ("blocks.0.attn", "*.attn", "blocks.*.attn"),
-        ("blocks.0.attn", "blocks.?.attn", "blocks.0.attn"),
-        ("blocks.0.attn", "blocks.[01].attn", "blocks.0.attn"),
-        ("blocks.0.attn", "blocks.[0123456789].attn", "blocks.0.attn"),
-        ("blocks.0.attn", "blocks.[!123456789].attn", "blocks.0.attn"),
-    ],
-)
-def test_the_more_exact_pattern_outranks(path, weaker, stronger):
-    (low, first), (high, second) = scopes.ranked([stronger, weaker], path)
-    assert (first, second) == (weaker, stronger)
-    assert low < high
-
-
-def test_patterns_that_say_as_much_have_one_rank():
-    (one, _), (two, _) = scopes.ranked(["blocks.?.attn", "blocks.*.attn"], "blocks.0.attn")
-    assert one == two
-    assert scopes.ranked(["mlp", "*.mlp"], "blocks.0.attn") == ()
 
 
 @pytest.mark.parametrize("pattern", ["", "model/lm_head", ".lm_head", "lm_head.", "*.", "."])

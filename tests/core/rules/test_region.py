@@ -17,13 +17,6 @@ def make(device, low):
 A, B, C = make("cpu", "float16"), make("cpu", "bfloat16"), make("cuda", "float16")
 
 
-def test_leaving_the_elder_first_hands_its_state_to_the_younger():
-    stack: Stack[tuple[Region, str]] = Stack()
-    stack.frames += [(A, "outside"), (B, "inside A")]
-    assert stack.pull(A) is None, "B stays in force"
-    assert stack.pull(B) == (B, "outside")
-
-
 def test_regions_of_another_policy_or_scope_are_others():
     fp32, low = (Policy("p", (Row("mm", rule),)) for rule in (Rule.FP32, Rule.LOWER))
     plain, other, inner = (

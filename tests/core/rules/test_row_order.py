@@ -9,31 +9,21 @@ from polymp.rules import policy as rules
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load
 from polymp.rules.row import LOW, Apply, Row, Rule
-from polymp.rules.vocabulary import Op, Vocabulary, vocabulary
+from polymp.rules.vocabulary import Op, Vocabulary
 from tests.support.policy_rows import (
     CASES,
-    KINDS,
     MINE,
     NAMES,
     QUESTIONS,
     RULES,
-    SPELLINGS,
     a_policy,
     answer,
-    describe,
     expected,
     refusal,
     region,
     selects,
 )
 from tests.support.sizes import size
-
-
-def test_the_names_of_these_tests_are_in_the_vocabulary():
-    assert {op: vocabulary().ops[op].kind for op in KINDS} == KINDS
-    for spelling, name in SPELLINGS.items():
-        op = vocabulary().op_of(spelling)
-        assert (op.name if op else "") == name
 
 
 @settings(max_examples=size(40, 250))
@@ -94,23 +84,6 @@ def test_the_row_that_wins_for_softmax(rows):
     policy, question, path = entry(rows)
     row = policy.at(path).winner(*question)
     assert ("" if row is None else str(row).partition(" = ")[0]) == WINNERS[rows]
-
-
-@pytest.mark.parametrize("rows", WINNERS)
-def test_the_table_shows_the_documented_order(rows):
-    policy, _, path = case = entry(rows)
-    found = [
-        describe(row, path) for row in policy.rows if str(row).startswith(f"{WINNERS[rows]} = ")
-    ]
-    assert expected(*case) == (found[0] if found else None)
-
-
-def test_a_missed_conflict_is_noticed():
-    rows = Row("mm", Rule.FP32, scope="a.?"), Row("mm", Rule.KEEP, scope="?.b")
-    case = Policy("p", rows), ("mm", "float16", ""), "a.b"
-    assert expected(*case) == "conflict"
-    agreed = Policy("p", (rows[0], Row("mm", Rule.FP32, scope="?.b"))), *case[1:]
-    assert expected(*agreed) == ("mm", "fp32", (3, 2))
 
 
 def test_an_op_without_a_row_has_the_rule_it_was_registered_with(monkeypatch):
@@ -291,12 +264,6 @@ def test_override_names_its_result():
     assert amp.override().override().name == "amp*"
     assert amp.override(name="mine").name == "mine"
     assert load("torch-cpu").override().halves == "raise"
-
-
-def test_override_of_a_class_and_of_an_op_in_it():
-    policy = load("amp").override(fp32=["softmax"], lower=["class:softmax"])
-    assert policy.why("softmax", "float16").rule is Rule.FP32
-    assert policy.why("log_softmax", "float16").rule is Rule.LOWER
 
 
 HERE = "override of policy 'amp'"

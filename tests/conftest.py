@@ -163,6 +163,14 @@ def left_out_of_garbage() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def torch() -> ModuleType:
+    """The package, and polymp.torch is imported."""
+    need("torch")
+    importlib.import_module("polymp.torch")
+    return importlib.import_module("torch")
+
+
 @pytest.fixture(params=FRAMEWORKS)
 def fw(request: pytest.FixtureRequest) -> ModuleType:
     """The verbs of each framework in turn: see tests/support/frameworks."""

@@ -97,11 +97,8 @@ def test_a_wrong_gradient_fails_though_the_result_is_right(fw: Any) -> None:
     assert_close(stopped, lambda x, w: x @ w, *inputs, grads=False)
 
 
-def test_random_numbers_are_the_same_in_all_runs() -> None:
+def test_random_numbers_are_the_same_in_all_runs(torch: Any) -> None:
     """Else masks of dropout would pass for rounding, and fill the tolerance."""
-    need("torch")
-    import torch
-
     drop, x = torch.nn.Dropout(), torch.tensor(X)
     before = torch.get_rng_state()
     assert_close(drop, drop, x)
@@ -110,10 +107,8 @@ def test_random_numbers_are_the_same_in_all_runs() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_compiled_code_is_compared_as_it_is_compiled() -> None:
+def test_compiled_code_is_compared_as_it_is_compiled(torch: Any) -> None:
     """And not as it is written, as it runs while a tracer follows."""
-    need("torch")
-    import torch
 
     def fn(x: Any) -> Any:
         return x.exp() * (1.001 if torch.compiler.is_compiling() else 1)

@@ -16,7 +16,7 @@ from polymp import versions
 from polymp.integrations import TESTED
 from tests.conftest import need
 from tests.core.test_layers import LEVELS
-from tests.support.blocks import ROOT, URLS
+from tests.support.blocks import ROOT, URLS, table
 
 CONTRIBUTING, ARCHITECTURE = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"
 VERSIONS = ROOT / "docs" / "versions.md"
@@ -32,13 +32,6 @@ def loaded(path: Path) -> Any:
     return importlib.import_module("yaml").safe_load(path.read_text(encoding="utf-8"))
 
 
-def rows(path: Path, heading: str) -> list[str]:
-    """The rows of the table below a heading, without its head."""
-    _, _, below = path.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
-    section = below.partition("\n## ")[0]
-    return [line for line in section.splitlines() if line.startswith("|")][2:]
-
-
 # --- the map --------------------------------------------------------------------------------------
 
 
@@ -52,27 +45,26 @@ def rooms() -> set[str]:
     return (tops - {"backends"}) | backends | {"policies", *DOORS}
 
 
-def named(row: str) -> set[str]:
+def named(row: list[str]) -> set[str]:
     """The rooms that a row of a map links to."""
-    links = re.findall(r"^\| (.*?) \|", row)[0]
-    found = re.findall(r"\[`?([\w/.]+)`?\]\(", links)
+    found = re.findall(r"\[`?([\w/.]+)`?\]\(", row[0])
     return {f.removeprefix("polymp/").removesuffix(".py").replace("/", ".") for f in found}
 
 
 @pytest.mark.parametrize("path", [CONTRIBUTING, ARCHITECTURE], ids=lambda path: path.name)
 def test_the_map_has_every_room(path: Path) -> None:
-    table = rows(path, "The folders")
-    listed = [room for row in table for room in named(row)]
+    rows = table(path, "The folders")
+    listed = [room for row in rows for room in named(row)]
     assert len(listed) == len({*listed})
     assert rooms() <= {*listed}
-    (backends,) = (row for row in table if "backends.torch" in named(row))
+    (backends,) = (row for row in rows if "backends.torch" in named(row))
     for name in ("torch", "jax"):
         inner = {p.parent.name for p in (ROOT / "backends" / name).glob("*/__init__.py")}
-        assert {*re.findall(r"`(\w+)`", backends)} == inner
+        assert {*re.findall(r"`(\w+)`", " ".join(backends))} == inner
 
 
 def test_the_map_has_every_folder_of_the_repository() -> None:
-    listed = {room for row in rows(CONTRIBUTING, "The folders") for room in named(row)}
+    listed = {room for row in table(CONTRIBUTING, "The folders") for room in named(row)}
     folders = {"tests", "benchmarks", "examples", "docs"}
     assert listed == rooms() | folders
     for folder in folders:
@@ -82,7 +74,7 @@ def test_the_map_has_every_folder_of_the_repository() -> None:
 def test_a_room_imports_only_from_those_above_it_in_the_map() -> None:
     """But for the rooms inside of a backend, whose order test_layers.py has."""
     order = []
-    for row in rows(CONTRIBUTING, "The folders"):
+    for row in table(CONTRIBUTING, "The folders"):
         inside = [
             level
             for room, level in LEVELS.items()
@@ -161,17 +153,6 @@ def test_the_hooks_run_what_lint_runs() -> None:
 
 
 # --- the Makefile ---------------------------------------------------------------------------------
-
-
-def test_make_bench_runs_every_benchmark_that_saves_a_record() -> None:
-    saves = {
-        path.stem
-        for path in (ROOT / "benchmarks").glob("*.py")
-        if re.search(r"^ +(\w+ = )?save\(", path.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    assert "torch_overhead" in saves
-    (names,) = re.findall(r"^\tfor name in (.*); do", MAKEFILE, re.MULTILINE)
-    assert saves - {*names.split()} == set()
 
 
 @pytest.mark.parametrize("target", ["pytest", "test-long"])

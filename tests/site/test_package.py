@@ -26,10 +26,6 @@ def test_the_core_imports_no_framework():
     assert not loaded_after("\n".join(statements)) & HEAVY
 
 
-def test_the_check_above_sees_an_import():
-    assert "numpy" in loaded_after("import polymp, numpy")
-
-
 def test_importing_changes_nothing_in_torch_and_imports_no_jax():
     need("torch")
     code = (
@@ -77,12 +73,6 @@ def test_the_supported_versions_in_words():
     assert versions.bounds("torch") == ">=2.11,<2.16"
     assert versions.supported("jax") == "jax 0.10.2 to 0.11"
     assert versions.bounds("jax") == ">=0.10.2,<0.12"
-    assert versions.is_supported("torch", "2.11.0")
-    assert versions.is_supported("torch", "2.15.3")
-    assert versions.is_supported("jax", "0.11.9")
-    assert not versions.is_supported("jax", "0.10.0")
-    assert not versions.is_supported("torch", "2.10.2")
-    assert not versions.is_supported("torch", "of unknown version")
 
 
 def test_the_jax_door_does_not_import_torch():
@@ -96,8 +86,7 @@ def test_every_way_in_says_what_to_install():
     """In a fresh interpreter that has neither framework, and the adapters' libraries."""
     ways = "import polymp.{}", "import polymp.backends.{}.autocast.api", "polymp.backends.get({!r})"
     adapters = ("accelerate", "lightning", "transformers")
-    for adapter in adapters:
-        need(adapter)
+    need(*adapters)
     lines = [way.format(name) for name in ("torch", "jax") for way in ways]
     lines += [f"import polymp.{adapter}" for adapter in adapters]
     code = (

@@ -6,10 +6,8 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,6 +20,7 @@ from polymp.rules import policy_files
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import FRAMEWORKS, need
+from tests.support import processes
 from tests.support.blocks import ROOT
 
 DOCS = ROOT / "docs"
@@ -42,13 +41,8 @@ def build(pages: Path, out: Path) -> subprocess.CompletedProcess[str]:
     config = pages.parent / "mkdocs.yml"
     ours = {"INHERIT": ROOT / "mkdocs.yml", "docs_dir": pages, "site_dir": out}
     config.write_text("".join(f"{key}: {value}\n" for key, value in ours.items()))
-    return subprocess.run(  # with -q nothing is strict
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)],
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = "-m", "mkdocs", "build", "--strict", "-f", config  # with -q nothing is strict
+    return processes.python(*command, code=None, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @pytest.fixture(scope="module")
@@ -135,26 +129,6 @@ def test_the_site_stands_alone(site: Path) -> None:
     assert (site / "files" / "github" / "workflows" / "ci.yml").is_file()
 
 
-def test_faults_of_a_site_are_found(tmp_path: Path) -> None:
-    (tmp_path / "b.html").write_text("<h1 id='b'></h1>")
-    (tmp_path / "c.css").write_text("@import 'https://x.y/z.css'; p {background: url(//x.y/p)}")
-    (tmp_path / "a.html").write_text(
-        "<a href='b.html#b'></a><a href='https://x.y'></a><a href='c.html'></a>"
-        "<a href='b.html#c'></a><a href='#d'></a><script src='//x.y/s.js'></script>"
-        "<link rel='stylesheet' href='https://x.y/f.css'><img src='no.svg'>"
-    )
-    assert list(faults(tmp_path)) == [
-        "a.html loads //x.y/s.js",
-        "a.html loads https://x.y/f.css",
-        "a.html: c.html is not there",
-        "a.html: b.html#c has no such part",
-        "a.html: #d has no such part",
-        "a.html: no.svg is not there",
-        "c.css loads https://x.y/z.css",
-        "c.css loads //x.y/p",
-    ]
-
-
 def test_links_out_of_the_folder_lead_to_pages_and_copies(site: Path) -> None:
     assert "tables/amp.html" in Html(site / "policies.html").links
     assert "files/benchmarks/policy_costs.py" in Html(site / "policies.html").links
@@ -229,8 +203,6 @@ def test_the_page_of_a_policy_has_the_rule_of_every_op(name: str, pages: ModuleT
     assert listed(page) == wanted
     assert policy_files.text(name).rstrip() in page
     assert policy_files.summary(name) in page
-    line = next(line for line in page.splitlines() if line.startswith("| matmul |"))
-    assert listed(page.replace(line + "\n", "", 1)) != wanted, "a line that is gone is not noticed"
 
 
 def test_a_rule_for_one_dtype_stands_apart(pages: ModuleType) -> None:

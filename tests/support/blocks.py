@@ -21,6 +21,7 @@ A comment on the line before a block says more about it:
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -241,3 +242,11 @@ def dead_links(path: Path) -> list[str]:
         if not target.exists() or (named and heading not in anchors(target)):
             dead.append(f"{path.name}:{line}: {link}")
     return dead
+
+
+def table(path: Path, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    _, _, below = path.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+    lines = itertools.dropwhile(lambda line: not line.startswith("|"), below.splitlines())
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in rows][2:]

@@ -2,36 +2,24 @@
 
 import argparse
 import importlib
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tests import STRICT
+from tests.support import processes
+from tests.support.processes import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 TINY = "--steps 60 --width 16 --heads 2 --layers 1 --context 32 --batch 8 --lr 0.01".split()
 
-SETTINGS = {
-    "PYTHONPATH": str(ROOT),
-    "COLUMNS": "160",
-    "PYTHONIOENCODING": "utf-8",
-}
+SETTINGS = {"COLUMNS": "160", "PYTHONIOENCODING": "utf-8"}
 
 
-def run(script: str, *argv: object, python: Sequence[str] = STRICT) -> Any:
+def run(script: str, *argv: object, python: Sequence[str] = STRICT, **env: str) -> Any:
     """An example as a user starts it, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *python, str(EXAMPLES / script), *map(str, argv)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **SETTINGS},
-    )
+    return processes.python(*python, EXAMPLES / script, *argv, code=None, env=SETTINGS | env)
 
 
 @contextmanager

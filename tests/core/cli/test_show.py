@@ -122,11 +122,6 @@ def test_show_of_a_spelling(answer):
     assert answer("show", "mine.toml", "--op", "aten:max")["rules"] == dict.fromkeys(LOW, "parts")
 
 
-def test_what_looks_like_markup_is_shown_as_it_is(polymp):
-    _, out, _ = polymp("show", "mine.toml", "--op", "softmax", "--scope", "blocka.attn")
-    assert "softmax in 'block[ab].attn' = fp32" in " ".join(out.split())
-
-
 # --- `polymp diff`: the ops whose rules differ, and the rows --------------------------------------
 
 

@@ -421,9 +421,3 @@ def test_optimizers_are_compared(kind: str, differ: str) -> None:
 def test_a_folder_is_no_record(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="is a folder"):
         polymp.compare(tmp_path, tmp_path)
-
-
-def test_module_paths_that_the_other_record_does_not_have() -> None:
-    one = record(arrays(calls(2)))
-    with pytest.raises(RecordError, match="begins with 'encoder'"):
-        polymp.compare(one, one, modules={"encoder": "blocks"})

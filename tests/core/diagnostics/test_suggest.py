@@ -78,19 +78,16 @@ def test_a_fault_that_was_not_measured_is_enough() -> None:
     assert found.reasons == ("matmul in attention net.py:3: It broke.",)
 
 
-def test_a_row_speaks_of_the_op_that_was_decided_for() -> None:
-    made_of = measured("bmm", spelling="aten:bmm", burst=0.5, row=LOWER)
-    assert suggest(audit(made_of)).scopes == {"attention": {"matmul": "fp32"}}
-
-
-def test_a_row_for_a_class_is_answered_by_one_for_the_op() -> None:
-    of_class = measured("bmm", burst=0.5, row=Row("class:matmul", Rule.LOWER))
-    assert suggest(audit(of_class)).scopes == {"attention": {"bmm": "fp32"}}
-
-
-def test_an_op_without_a_name_of_ours_goes_by_its_spelling() -> None:
-    unnamed = measured("_weird", spelling="aten:_weird", burst=0.5)
-    assert suggest(audit(unnamed)).scopes == {"attention": {"aten:_weird": "fp32"}}
+@pytest.mark.parametrize(
+    ("told", "of"),
+    [
+        ({"op": "bmm", "spelling": "aten:bmm", "row": LOWER}, "matmul"),  # which was decided for
+        ({"op": "bmm", "row": Row("class:matmul", Rule.LOWER)}, "bmm"),  # and not its class
+        ({"op": "_weird", "spelling": "aten:_weird"}, "aten:_weird"),  # without a name of ours
+    ],
+)
+def test_the_op_that_a_row_is_for(told: dict[str, Any], of: str) -> None:
+    assert suggest(audit(measured(burst=0.5, **told))).scopes == {"attention": {of: "fp32"}}
 
 
 @pytest.mark.parametrize("spelling", ["aten:_to_copy", "jax:convert_element_type", "mine.f", ""])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import polymp
 from polymp.errors import BadStepError
 from tests.conftest import need
 
@@ -196,13 +197,8 @@ def test_with_the_remedy_nothing_is_said(
     kind(healthy).caught()
 
 
-def test_an_eps_that_would_not_help_is_no_remedy() -> None:
+def test_an_eps_that_would_not_help_is_no_remedy(torch: Any) -> None:
     """One gradient is zero, and the square of another is beyond float16."""
-    need("torch")
-    import torch
-
-    import polymp.torch
-
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     model = torch.nn.ParameterList([weight])
     optimizer = torch.optim.Adam([weight], lr=1e-3)

@@ -12,8 +12,7 @@ import polymp
 from polymp.dtypes import widest
 from polymp.errors import PolicyWarning
 from polymp.rules.row import LOW, Rule
-from tests.conftest import FRAMEWORKS, need
-from tests.support import frameworks
+from tests.support.regions import region
 
 X = np.linspace(0.1, 1.2, 12).reshape(3, 4)
 POLICY = polymp.policy(
@@ -35,24 +34,6 @@ POLICY = polymp.policy(
 STEPS = ("linear without bias", "exp", "softmax", "tanh", "add", "sum of rows")
 
 
-def region(fw: Any, low: str, policy: Any) -> Callable[..., Any]:
-    """Return a function that runs a function of arrays in a region."""
-    if fw.name == "torch":
-        import torch
-
-        from polymp.torch import autocast
-
-        opened = autocast("cpu", getattr(torch, low), policy=policy)
-
-        def run(fn: Callable[..., Any]) -> Callable[..., Any]:
-            return opened(fn)
-
-        return run
-    from polymp.jax import autocast as transformed
-
-    return lambda fn: transformed(fn, dtype=low, policy=policy)
-
-
 def steps(fw: Any) -> Callable[[Any, Any], list[Any]]:
     """A function that returns the result of every step."""
 
@@ -72,14 +53,12 @@ def arguments(fw: Any) -> list[Any]:
 
 def report_of(fw: Any, low: str, policy: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """The report of a call in a region."""
-    if fw.name == "torch":
-        return polymp.torch.explain(region(fw, low, policy)(fn), *args)
-    return polymp.jax.explain(region(fw, low, policy)(fn), *args)
+    return polymp.explain(region(fw.name, low, policy)(fn), *args)
 
 
 @pytest.mark.parametrize("low", LOW)
 def test_calls_are_what_ran(fw: Any, low: str) -> None:
-    results = [fw.dtype(y) for y in region(fw, low, POLICY)(steps(fw))(*arguments(fw))]
+    results = [fw.dtype(y) for y in region(fw.name, low, POLICY)(steps(fw))(*arguments(fw))]
     report = report_of(fw, low, POLICY, steps(fw), *arguments(fw))
     calls = [call for call in report if call.row is not None and call.rule != Rule.PARTS]
     assert [call.op for call in calls] == ["linear", "exp", "softmax", "tanh", "add", "sum"]
@@ -94,16 +73,6 @@ def test_calls_are_what_ran(fw: Any, low: str) -> None:
     assert arrived[0] == ("float32", "float32")
 
 
-def test_an_op_is_counted_as_often_as_it_is_there(fw: Any) -> None:
-    def run(x: Any) -> Any:
-        for _ in range(3):
-            x = fw.ops["exp"](x)
-        return x
-
-    report = report_of(fw, "bfloat16", POLICY, run, fw.array(X, "float32"))
-    assert sum(call.times for call in report.of("exp")) == 3
-
-
 def test_unused_rows_are_those_that_ruled_nothing(fw: Any) -> None:
     report = report_of(fw, "float16", POLICY, steps(fw), *arguments(fw))
     unused = {(row.of, row.dtype) for row in POLICY.unused(report)}
@@ -114,19 +83,14 @@ def test_unused_rows_are_those_that_ruled_nothing(fw: Any) -> None:
     assert len(other.unused(report)) >= len(unused) - 1
 
 
-def test_a_scope_that_never_matched_is_unused() -> None:
+def test_a_scope_that_never_matched_is_unused(fw: Any) -> None:
     """A typo in a pattern."""
     policy = POLICY.override(
         name="scoped", scopes={"*.head": {"exp": "lower"}, "*.haed": {"exp": "lower"}}
     )
-    unused = {}
-    for name in FRAMEWORKS:
-        need(name)
-        fw = frameworks.load(name)
-        unused[name] = _unused_in_torch(policy) if name == "torch" else _unused_in_jax(fw, policy)
-    for rows in unused.values():
-        assert "*.haed" in {row.scope for row in rows}
-        assert "*.head" not in {row.scope for row in rows}
+    rows = _unused_in_torch(policy) if fw.name == "torch" else _unused_in_jax(fw, policy)
+    assert "*.haed" in {row.scope for row in rows}
+    assert "*.head" not in {row.scope for row in rows}
 
 
 def _unused_in_torch(policy: polymp.Policy) -> Any:
@@ -175,31 +139,21 @@ def test_a_disabled_region_and_no_region_decide_nothing(fw: Any) -> None:
 # --- torch ----------------------------------------------------------------------------------------
 
 
-def test_a_policy_first_used_in_an_explanation_works_after_it() -> None:
-    need("torch")
-    import torch
-
-    from polymp.torch import autocast
-
+def test_a_policy_first_used_in_an_explanation_works_after_it(torch: Any) -> None:
     x = torch.tensor(X, dtype=torch.bfloat16)
     low = torch.bfloat16
     first = {"name": "first", "rules": {"bmm": "fp32", "cdist": "keep", "quantile": "keep"}}
-    with polymp.torch.explain() as report, autocast("cpu", policy=first):
+    with polymp.torch.explain() as report, polymp.torch.autocast("cpu", policy=first):
         assert torch.bmm(x[None], x.t()[None]).dtype is torch.float32
     assert len(report.of("bmm")) == 1
     for policy, dtype in ((first, torch.float32), ("torch-cpu", low), (None, low), ("amp", low)):
-        with autocast("cpu", policy=policy):
+        with polymp.torch.autocast("cpu", policy=policy):
             assert torch.bmm(x[None], x.t()[None]).dtype is dtype
             assert torch.cdist(x.float(), x.float()).dtype is torch.float32
 
 
-def test_a_number_beside_a_tensor_is_explained_like_any_op() -> None:
+def test_a_number_beside_a_tensor_is_explained_like_any_op(torch: Any) -> None:
     """A kernel of ours is given the number, where a compiled one is given a tensor."""
-    need("torch")
-    import torch
-
-    from polymp.torch import autocast
-
     x = torch.tensor(X, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "x % 2": lambda: x % 2,
@@ -211,7 +165,7 @@ def test_a_number_beside_a_tensor_is_explained_like_any_op() -> None:
         "integers": lambda: torch.arange(5) % 2,
     }
     for name, call in calls.items():
-        with autocast("cpu"):
+        with polymp.torch.autocast("cpu"):
             wanted = call()
             with polymp.torch.explain():
                 got = call()

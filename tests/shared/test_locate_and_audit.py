@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault
+from tests.support.regions import audited
 from tests.support.reports import operand
 
 
@@ -24,18 +24,6 @@ def fault_of(fw: ModuleType, fn: Callable[..., Any], *args: Any) -> Fault:
     fault: Fault | None = backend(fw).locate(fn, *args)
     assert fault is not None
     return fault
-
-
-def audited(fw: ModuleType, fn: Callable[..., Any], *args: Any) -> Audit:
-    """The audit of a call."""
-    audit = backend(fw).audit
-    if fw.name == "torch":
-        with audit() as found:
-            fn(*args)
-        return found  # type: ignore[no-any-return]
-    watched = audit(fn)
-    watched(*args)
-    return watched.audit  # type: ignore[no-any-return]
 
 
 # --- locate ---------------------------------------------------------------------------------------
@@ -90,7 +78,7 @@ def test_a_probability_that_a_low_dtype_rounds_to_1(fw: ModuleType, dtype: str) 
 def test_inf_and_nan_are_told_apart(
     fw: ModuleType, values: list[float], inf: bool, nan: bool
 ) -> None:
-    (row,) = audited(fw, lambda x: x * 1.5, fw.array(values)).results
+    (row,) = audited(fw.name, lambda x: x * 1.5, fw.array(values)).results
     assert (row.magnitudes.inf, row.magnitudes.nan) == (inf, nan)
     top = 1.5 * max(abs(x) for x in values if math.isfinite(x))
     assert row.magnitudes.largest == top
@@ -98,9 +86,9 @@ def test_inf_and_nan_are_told_apart(
 
 def test_what_float16_loses_is_told_from_what_was_zero_or_infinite_anyway(fw: ModuleType) -> None:
     x = fw.array([0.0, 1e-6, 300.0, 1.0], "float16")
-    (row,) = audited(fw, lambda x: x * x, x).results
+    (row,) = audited(fw.name, lambda x: x * x, x).results
     assert (row.magnitudes.burst, row.magnitudes.vanished) == (0.25, 0.25)
-    found = audited(fw, lambda x, zeros: x / zeros, x, fw.array(np.zeros(4), "float16"))
+    found = audited(fw.name, lambda x, zeros: x / zeros, x, fw.array(np.zeros(4), "float16"))
     assert found.results[0].magnitudes.burst == 0.0, "Inf in float32, too"
 
 
@@ -109,7 +97,7 @@ def test_of_large_arrays_extremes_are_of_all_values_and_shares_of_a_sample(fw: M
     sample = import_module(f"polymp.backends.{fw.name}.diagnostics.{name}").SAMPLE
     x = np.ones(3 * sample + 1)
     x[1] = 1e5  # not in the sample
-    said = audited(fw, lambda x: x * 1.5, fw.array(x)).results[0].magnitudes
+    said = audited(fw.name, lambda x: x * 1.5, fw.array(x)).results[0].magnitudes
     assert (said.values, said.largest) == (x.size, 1.5e5)
     assert sample / 2 < said.counted <= sample
     assert said.shares("float16").overflow == 0
@@ -117,7 +105,7 @@ def test_of_large_arrays_extremes_are_of_all_values_and_shares_of_a_sample(fw: M
 
 def test_float64_beyond_float32_is_finite(fw: ModuleType) -> None:
     with fw.wide():
-        found = audited(fw, lambda x: x * 2, fw.array([1e300] * 2, "float64"))
+        found = audited(fw.name, lambda x: x * 2, fw.array([1e300] * 2, "float64"))
         (row,) = found.results
     assert found.fault is None
     assert (row.run, row.magnitudes.largest, row.magnitudes.inf) == ("float64", 2e300, False)

@@ -72,22 +72,20 @@ def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode:
 @pytest.mark.sized
 @pytest.mark.parametrize("framework", VERBS)
 def test_split_rebuilds_every_number(framework: str) -> None:
-    """Of values that cover an eighth of the upper halves, random ones, and all edges, NaN included.
+    """Of values with all upper halves, in `make test-long`, random ones, and all edges, NaN too.
 
     The high part is the framework's own cast, but for ties. In JAX all of it is compiled, too.
     """
     need(framework)
     verbs = importlib.import_module(VERBS[framework]).VERBS
     compiled = importlib.import_module("jax").jit if framework == "jax" else lambda f: f
-    x = np.concatenate([edges(), upper_halves(size(64, 8)), spread(size(2**18, 2**20))])
+    x = np.concatenate([edges(), upper_halves(size(64, 1)), spread(size(2**18, 2**20))])
     given = array(framework, x)
     for way in (lambda f: f, compiled):
         high, rest = way(lambda x: store.split(verbs, x))(given)
         back = way(lambda high, rest: store.join(verbs, high, rest))
         assert (bits(high).itemsize, bits(rest).itemsize) == (2, 2)
         assert (bits(back(high, rest)) == x.view(np.int32)).all()
-        lost = bits(back(high, rest & ~1)) != x.view(np.int32)
-        assert (lost == (x.view(np.uint32) & 1 == 1)).all(), "the check cannot fail"
         differ = bits(high) != bits(way(lambda x: verbs.narrow(x, "bfloat16"))(given))
         assert (ties(x) | np.isnan(x))[differ].all()
         assert (differ & ties(x)).any()

@@ -10,6 +10,7 @@ import pytest
 import polymp
 from tests.conftest import FRAMEWORKS, need
 from tests.support import frameworks
+from tests.support.regions import region
 
 N = 4096
 FP32 = polymp.policy({"name": "all in float32", "rules": {"all": "fp32"}})
@@ -18,15 +19,7 @@ OWN = polymp.policy({"name": "of one row", "rules": {"linear": "fp32"}})
 
 def in_region(framework: str, fn: Any, policy: Any) -> Any:
     """A function in a bfloat16 region of a policy."""
-    if framework == "torch":
-        import torch
-
-        from polymp.torch import autocast
-
-        return autocast("cpu", torch.bfloat16, policy=policy)(fn)
-    from polymp.jax import autocast as transformed
-
-    return transformed(fn, dtype="bfloat16", policy=policy)
+    return region(framework, "bfloat16", policy)(fn)
 
 
 def scatters(framework: str) -> dict[str, Any]:
@@ -71,13 +64,8 @@ def test_summing_scatters_are_arithmetic(framework: str, policy: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter:UserWarning")
-def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
+def test_what_sums_into_a_low_tensor_is_rounded_once(torch: Any) -> None:
     """In place, and by the rows of amp for ops that return the dtype of what they write into."""
-    need("torch")
-    import torch
-
-    from polymp.torch import autocast
-
     at = torch.zeros(N, dtype=torch.long)
     sums = {
         "index_add_": lambda zero, x: zero.index_add_(0, at, x),
@@ -94,12 +82,8 @@ def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
         "scatter_add": lambda zero, x: torch.scatter_add(zero, 0, at, x.data, out=zero),
     }
     sums |= {f"{name}(out=)": fn for name, fn in out.items()}
-    of_amp = {
-        "index_add": lambda zero, x: zero.index_add(0, at, x),
-        "index_put": lambda zero, x: zero.index_put((at,), x, accumulate=True),
-        "put": lambda zero, x: zero.put(at, x, accumulate=True),
-        "segment_reduce": lambda zero, x: torch.segment_reduce(x, "sum", lengths=at[:1] + N),
-    }
+    every = scatters("torch")
+    of_amp = {name: every[name] for name in ("index_add", "index_put", "put", "segment_reduce")}
     moves = {
         "index_put_": lambda zero, x: zero.index_put_((at[:1],), x[:1]),
         "b[mask] = x": lambda zero, x: zero.__setitem__(zero == 0, x[:1]) or zero,
@@ -110,7 +94,7 @@ def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
         for name, fn in (sums | (of_amp if policy not in (FP32, "matmul") else {})).items():
             zero = torch.zeros(1, dtype=torch.bfloat16)
             x = torch.full((N,), 0.01, dtype=torch.bfloat16, requires_grad=ours)
-            with autocast("cpu", torch.bfloat16, policy=policy):
+            with region("torch", "bfloat16", policy):
                 result = fn(zero, x)
             case = f"{name} under {policy}"
             assert result.dtype is torch.bfloat16, case
@@ -125,21 +109,16 @@ def test_what_sums_into_a_low_tensor_is_rounded_once() -> None:
                 assert torch.equal(result, fn(torch.zeros(1, dtype=torch.bfloat16), x)), case
         for name, fn in moves.items():
             zero, x = torch.zeros(1).bfloat16(), torch.full((1,), 0.01).bfloat16()
-            with autocast("cpu", torch.bfloat16, policy=policy):
+            with region("torch", "bfloat16", policy):
                 assert fn(zero, x) is zero, name
             assert torch.equal(zero, x), f"{name} under {policy}"
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning")
-def test_out_of_a_sum_is_resized_and_refused_as_torch_does() -> None:
-    need("torch")
-    import torch
-
-    from polymp.torch import autocast
-
+def test_out_of_a_sum_is_resized_and_refused_as_torch_does(torch: Any) -> None:
     at = torch.zeros(N, dtype=torch.long)
     zero, x = torch.zeros(1).bfloat16(), torch.full((N,), 0.01).bfloat16()
-    with autocast("cpu", torch.bfloat16, policy=FP32):
+    with region("torch", "bfloat16", FP32):
         for size in (0, 1, 3):
             out = torch.zeros(size).bfloat16()
             assert torch.index_add(zero, 0, at, x, out=out) is out
@@ -187,11 +166,8 @@ def test_a_product_that_sums_over_nothing_is_not_lowered(framework: str, policy:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_products_that_are_like_no_other_run_as_without_a_region() -> None:
+def test_products_that_are_like_no_other_run_as_without_a_region(torch: Any) -> None:
     """Of numbers, of a dimension that is repeated, and wrong ones, with torch's own errors."""
-    need("torch")
-    import torch
-
     number, x, y = torch.tensor(2.0), torch.rand(2, 3), torch.rand(1, 4)
     nested = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)])
     calls = {
@@ -215,23 +191,7 @@ def test_products_that_are_like_no_other_run_as_without_a_region() -> None:
                 call()
 
 
-def test_torchs_own_tables_lower_what_torch_lowers() -> None:
-    """Without a policy, and under the policies that are torch's tables."""
-    need("torch")
-    import torch
-
-    positions, rates = torch.tensor(POSITIONS).float(), torch.tensor(RATES).float()
-    for policy in (None, "torch-cpu", "torch-cuda"):
-        product = in_region("torch", lambda: positions[:, None] @ rates[None], policy)
-        assert product().dtype is torch.bfloat16
-
-
-def test_explain_says_that_nothing_is_added_up() -> None:
-    need("torch")
-    import torch
-
-    import polymp.torch
-
+def test_explain_says_that_nothing_is_added_up(torch: Any) -> None:
     x = torch.ones(3)
     product = in_region("torch", lambda: x[:, None] @ x[None], "amp")
     assert "it adds nothing up" in str(polymp.torch.explain(product))
@@ -246,13 +206,8 @@ LOWERED = {
 
 
 @pytest.mark.parametrize("policy", LOWERED, ids=str)
-def test_audit_says_what_was_lowered_and_sums_over_nothing(policy: str | None) -> None:
+def test_audit_says_what_was_lowered_and_sums_over_nothing(torch: Any, policy: str | None) -> None:
     """The row that it names keeps the product in float32."""
-    need("torch")
-    import torch
-
-    from polymp.torch import audit
-
     p, r = torch.tensor(POSITIONS).float(), torch.tensor(RATES).float()
     calls = {name: lambda fn=fn: fn(torch, p, r) for name, fn in MULTIPLIES.items()} | {
         "linear": lambda: torch.nn.functional.linear(p[:, None], r[:, None]),
@@ -263,36 +218,31 @@ def test_audit_says_what_was_lowered_and_sums_over_nothing(policy: str | None) -
         "addr": lambda: torch.addr(0 * p[:, None] * r, p, r),
     }
     for name, op in LOWERED[policy].items():
-        with audit() as low:
+        with polymp.torch.audit() as low:
             assert in_region("torch", calls[name], policy)().dtype is torch.bfloat16
         assert [m.op for m in low.results if m.unsummed] == [op], name
         said = "sums over nothing: a multiplication, in bfloat16. The row"
         assert f'{said} `"{op}" = "fp32"`' in " ".join(str(low).split())
         mended = polymp.policy(policy or "torch-cpu").override(rules={op: "fp32"})
-        with audit() as wide:
+        with polymp.torch.audit() as wide:
             torch.testing.assert_close(in_region("torch", calls[name], mended)(), torch.outer(p, r))
         assert not any(m.unsummed for m in wide.results)
         assert "sums over nothing" not in str(wide)
 
 
-def test_audit_of_a_layer_of_one_input_names_its_scope() -> None:
-    need("torch")
-    import torch
-
-    from polymp.torch import audit, autocast, scoped
-
+def test_audit_of_a_layer_of_one_input_names_its_scope(torch: Any) -> None:
     model = torch.nn.ModuleDict({"time": torch.nn.Linear(1, 8), "rest": torch.nn.Linear(8, 8)})
     t = torch.tensor(POSITIONS).float()[:, None]
 
     def step(policy: Any) -> Any:
-        with audit(model) as found, autocast("cpu", torch.bfloat16, policy=policy):
+        with polymp.torch.audit(model) as found, region("torch", "bfloat16", policy):
             model["rest"](model["time"](t)).float().sum().backward()
         return found
 
     found = step("amp")
     assert [m["module"] for m in found.to_dict()["results"] if m["unsummed"]] == ["time"]
     assert '`"linear" = "fp32"` in [scopes."time"]' in " ".join(str(found).split())
-    scoped(model, polymp.policy("amp").override(scopes={"time": {"linear": "fp32"}}))
+    polymp.torch.scoped(model, polymp.policy("amp").override(scopes={"time": {"linear": "fp32"}}))
     forward = {m.module: m for m in step("amp").results if m.direction == "forward"}
     assert (forward["time"].run, forward["rest"].run) == ("float32", "bfloat16")
     assert not any(m.unsummed for m in forward.values())
@@ -303,20 +253,17 @@ LOW_GRID = polymp.policy({"name": "of a low grid", "rules": {"grid_sample": "low
 
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
 @pytest.mark.parametrize("policy", ["amp", "lean", "matmul", FP32, OWN, LOW_GRID], ids=str)
-def test_grid_sample_of_a_low_input_computes_in_float32_on_a_cpu(policy: Any, low: str) -> None:
+def test_grid_sample_of_a_low_input_computes_in_float32_on_a_cpu(
+    torch: Any, policy: Any, low: str
+) -> None:
     """And so do its gradients: torch's kernels for CPUs round each step, and get to 4 of 41."""
-    need("torch")
-    import torch
-
-    from polymp.torch import autocast
-
     dtype, sample = getattr(torch, low), torch.nn.functional.grid_sample
     for mode, dims in (("bilinear", 2), ("nearest", 2), ("bicubic", 2), ("bilinear", 3)):
         x = torch.randn((1, 2) + (4,) * dims, dtype=dtype)
         grid = torch.rand((1,) + (3,) * dims + (dims,), dtype=dtype) * 2 - 1
         same = torch.zeros((1, N) + (1,) * (dims - 1) + (dims,), dtype=dtype)
         leaf = torch.ones_like(x, requires_grad=True)
-        with autocast("cpu", dtype, policy=policy):
+        with region("torch", low, policy):
             y = sample(x, grid, mode, align_corners=False)
             often = sample(leaf, same, mode, align_corners=False)
         exact = sample(x.float(), grid.float(), mode, align_corners=False)
@@ -329,13 +276,10 @@ def test_grid_sample_of_a_low_input_computes_in_float32_on_a_cpu(policy: Any, lo
 
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
 @pytest.mark.parametrize("policy", ["amp", "lean", "matmul", FP32, OWN], ids=str)
-def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: Any, low: str) -> None:
+def test_gradients_of_what_is_read_often_are_added_up_in_float32(
+    torch: Any, policy: Any, low: str
+) -> None:
     """4,096 gradients of 0.01 for one row: torch's kernels for CPUs get to 4 in bfloat16."""
-    need("torch")
-    import torch
-
-    from polymp.torch import autocast
-
     at = torch.zeros(N, dtype=torch.long)
     F, bags = torch.nn.functional, at[:, None]
     reads = {
@@ -355,13 +299,13 @@ def test_gradients_of_what_is_read_often_are_added_up_in_float32(policy: Any, lo
     }
     for name, read in reads.items():
         leaf = torch.ones(2, 2, dtype=getattr(torch, low), requires_grad=True)
-        with autocast("cpu", getattr(torch, low), policy=policy):
+        with region("torch", low, policy):
             y = read(leaf)
             assert y.dtype is leaf.dtype, name
         y.backward(torch.full_like(y, 0.01))
         assert leaf.grad is not None
         assert float(leaf.grad[0, 0]) == pytest.approx(0.01 * N, rel=0.01), name
-        with autocast("cpu", getattr(torch, low), policy=policy), torch.no_grad():
+        with region("torch", low, policy), torch.no_grad():
             assert torch.equal(read(leaf), y), name
 
 
@@ -384,9 +328,7 @@ def test_gradients_of_what_is_read_often_in_jax(policy: str, inside: bool) -> No
     import jax.numpy as jnp
     from flax import nnx
 
-    from polymp.jax import autocast
-
-    at = jnp.zeros(N, int)
+    at, opened = jnp.zeros(N, int), region("jax", "bfloat16", OWN_JAX.get(policy, policy))
     table = nnx.Embed(2, 2, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     graph, _ = nnx.split(table)
     reads = {
@@ -407,13 +349,8 @@ def test_gradients_of_what_is_read_often_in_jax(policy: str, inside: bool) -> No
         def loss(x: Any, read: Any = read) -> Any:
             return (read(x) * jnp.bfloat16(0.01)).astype(jnp.float32).sum()
 
-        region: Any = {"dtype": "bfloat16", "policy": OWN_JAX.get(policy, policy)}
-        if inside:
-            gradient = autocast(jax.grad(loss), **region)
-        else:
-            gradient = jax.grad(autocast(loss, **region))
+        gradient = opened(jax.grad(loss)) if inside else jax.grad(opened(loss))
         assert float(gradient(x)[0, 0]) == pytest.approx(4 if low else 0.01 * N, rel=0.01), name
         if name != "segment_sum":
-            traced = str(jax.make_jaxpr(autocast(read, **region))(x))
-            assert "f32" not in traced, name
-            assert jnp.array_equal(autocast(read, **region)(x), read(x)), name
+            assert "f32" not in str(jax.make_jaxpr(opened(read))(x)), name
+            assert jnp.array_equal(opened(read)(x), read(x)), name

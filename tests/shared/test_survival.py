@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
-import os
-import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -20,7 +16,7 @@ import pytest
 
 from polymp.scaling.scale_rule import SMALLEST
 from tests.conftest import need
-from tests.support import kills
+from tests.support import kills, processes
 from tests.support.blocks import ROOT
 from tests.support.kills import KILLS, SUBJECTS, Outcome
 
@@ -64,40 +60,19 @@ def test_a_bad_row_of_steps_does_not_kill_the_run_and_is_named(name: str, kill: 
     assert not any(said[0] in it.said[0] for other, said in SAID.items() if other != kill)
 
 
-def test_a_killed_run_is_noticed() -> None:
-    """The check of our outcome fails for a run that dies, and for one that gives no message."""
-    good = Outcome(True, 1.0, 1.0, 0.1, 1e-7, ("why",))
-    alive(good)
-    for wrong in (
-        good._replace(finite=False, after=math.nan),
-        good._replace(after=0.1),
-        good._replace(after=math.nan),
-        good._replace(said=()),
-        good._replace(said=("why", "why")),
-    ):
-        with pytest.raises(AssertionError):
-            alive(wrong)
-    dead = outcome("torch.amp", "overflows")
-    assert (dead.finite, dead.scale, dead.said) == (False, 0.0, ())
-
-
 # --- Inf on one of two ranks ---------------------------------------------------------------------
 
 
 @cache
 def on_ranks() -> kills.OnRanks:
     """Return the results of `kill_on_one_rank` and `kill_on_one_device`, torch's scalers first."""
-    for name in ("torch", "jax", "flax", "jmp"):
-        need(name)
+    need("torch", "jax", "flax", "jmp")
     from tests.support.torch.ranks import launch
 
     with tempfile.TemporaryDirectory() as folder:
         ranks = launch("tests.support.torch.kill_on_one_rank", 2, Path(folder))
     fake = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.support.jax.kill_on_one_device"]
-    child = subprocess.run(
-        command, cwd=ROOT, env=os.environ | fake, stdout=subprocess.PIPE, check=True
-    )
+    child = processes.python("-m", "tests.support.jax.kill_on_one_device", env=fake)
     found: kills.OnRanks = {}
     for way, scalers in json.loads(child.stdout).items():
         torch_s = {name: [rank[way][name] for rank in ranks] for name in ranks[0][way]}
@@ -131,9 +106,3 @@ def test_the_page_has_what_the_programs_print() -> None:
     for name in ("flax", "jmp", "torch"):  # torch's has a tag of the build behind it
         version = importlib.metadata.version(name).partition("+")[0]
         assert f"{name} {version}" in text, again
-
-
-def test_another_outcome_makes_another_page() -> None:
-    for change in ({"finite": False}, {"scale": 3.0}, {"after": 1.0}, {"said": ()}):
-        other = kills.page(lambda name, kill, c=change: outcome(name, kill)._replace(**c))
-        assert other not in PAGE.read_text(encoding="utf-8")

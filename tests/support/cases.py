@@ -3,7 +3,7 @@
 An `Op` names the function and the inputs, and how it runs in torch and in JAX. `rows` multiplies it
 by input dtypes, region dtypes and nestings to `Case`s, each of which names the dtype that comes
 out; where the two frameworks differ, it says why. `bound` says how far a result may be from the
-exact one, `Regression` is something to train. Nothing here knows a framework.
+exact one. Nothing here knows a framework.
 """
 
 from __future__ import annotations
@@ -548,57 +548,3 @@ def bound(case: Case, framework: str, out: str, exact: Any) -> float:
         # What is low before the region, jax.numpy's own functions may cast back on their way.
         roundoff += _OWN_CASTS * max(FORMATS[f].eps for f in before) / 2
     return roundoff * largest
-
-
-# --- training -------------------------------------------------------------------------------------
-
-
-class Regression(NamedTuple):
-    """Least squares: 32 rows of +1 and -1 with orthogonal columns, and a grid of targets.
-
-    The loss is so small that in float16 every cotangent rounds to 0: 2 r / 32 with |r| <= 8, times
-    2**-24, is at most 2**-25. The rate makes a step halve the distance to the solution.
-    """
-
-    x: Any
-    targets: Any
-    start: Any
-    small: float
-    rate: float
-    steps: int
-
-    @property
-    def solution(self) -> Any:
-        return self.x.T @ self.targets / len(self.x)
-
-    def excess(self, weights: Any) -> float:
-        """The mean square error above the least one."""
-        return float(((self.x @ (weights - self.solution)) ** 2).mean())
-
-    def bound(self, low: str) -> float:
-        """The excess that the dtype may cost.
-
-        Row by row, what drives the weights is the residual r plus the roundings on its way: of the
-        weights, |x| |w|; of the product and of its cotangent, |x w| and |r|; each by u times that.
-        A step halves the distance to the solution and adds half of the roundings' projection onto
-        the columns of x, so that in the end the predictions are off by the roundings at most, and
-        the mean square by their square. A tenth on top is for roundings of second order, for
-        float32, for torch's rounding of the gradient, which is zero at the solution, and for
-        weights that are not yet those of the end.
-        """
-        w, u = self.solution, FORMATS[low].eps / 2
-        product = self.x @ w
-        rounding = u * (np.abs(self.x) @ np.abs(w) + np.abs(product))
-        rounding += u * np.abs(product - self.targets)
-        return float((1.1 * rounding.max()) ** 2)
-
-
-def regression() -> Regression:
-    """The problem, the same one at every call."""
-    x = np.ones((1, 1))
-    for _ in range(5):
-        x = np.block([[x, x], [x, -x]])
-    x = x[:, 1:9]
-    rng = np.random.default_rng(0)
-    targets = x @ rng.integers(-8, 9, 8) / 16 + rng.integers(-8, 9, 32) / 16
-    return Regression(x, targets, np.zeros(8), 2.0**-24, 0.25 * 2.0**24, 40)

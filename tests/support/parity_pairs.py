@@ -20,7 +20,6 @@ class Mismatch(NamedTuple):
     name: str  # what differs
     op: str  # in which op of torch's
     torch: Callable[[], Any]  # makes the function in torch
-    right: Callable[[], Any]  # makes the same one in JAX
     jax: Callable[[], Any]  # makes the other one in JAX
     shapes: tuple[tuple[int, ...], ...] = ((4, 6), (6, 6))  # of its float inputs
     dtype: str = "bfloat16"  # the low dtype
@@ -56,7 +55,6 @@ def _in_jax(
     second: Any = None,
 ) -> Callable[..., Any]:
     """The same in JAX, with one thing changed."""
-    import jax.numpy as jnp
 
     def network(x: Any, w: Any, b: Any, v: Any) -> Any:
         x = x @ (w if transposed else w.T)
@@ -71,32 +69,15 @@ def _in_jax(
     return network
 
 
-def _wide_product() -> Callable[..., Any]:
-    from polymp.jax import autocast
+def _product_in(**region: Any) -> Callable[[], Any]:
+    """A product in a region of its own."""
 
-    def product(x: Any, v: Any) -> Any:
-        with autocast(enabled=False):
-            return x @ v.T
+    def make() -> Callable[..., Any]:
+        from polymp.jax import autocast
 
-    return product
+        return autocast(lambda x, v: x @ v.T, **region)
 
-
-def _other_rule() -> Callable[..., Any]:
-    from polymp.jax import autocast
-
-    def product(x: Any, v: Any) -> Any:
-        with autocast(policy={"extends": "amp", "rules": {"linear": "fp32"}}):
-            return x @ v.T
-
-    return product
-
-
-def _attention(scale: float) -> Callable[..., Any]:
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        return jax.nn.softmax(scale * (q @ k.T)) @ v
-
-    return attention
+    return make
 
 
 def _torch_attention(q: Any, k: Any, v: Any) -> Any:
@@ -106,26 +87,20 @@ def _torch_attention(q: Any, k: Any, v: Any) -> Any:
 
 
 def _torch_mean(x: Any, w: Any) -> Any:
-    import torch
-
-    return torch.exp(x @ w).mean(-1)
+    return (x @ w).exp().mean(-1)
 
 
-def _reduced(name: str) -> Callable[..., Any]:
-
-    return lambda x, w: getattr(jnp, name)(jnp.exp(x @ w), axis=-1)
-
-
+OTHER_RULE = _product_in(policy={"extends": "amp", "rules": {"linear": "fp32"}})
 FOUR = ((4, 6), (6, 6), (6,), (5, 6))
 
 
 def _planted(name: str, op: str, dtypes: bool = False, **changed: Any) -> Mismatch:
-    return Mismatch(name, op, _network, _in_jax, lambda: _in_jax(**changed), FOUR, dtypes=dtypes)
+    return Mismatch(name, op, _network, lambda: _in_jax(**changed), FOUR, dtypes=dtypes)
 
 
 MISMATCHES = (
-    _planted("another rule in JAX's policy", "linear", True, second=_other_rule),
-    _planted("a product in float32 by hand", "linear", True, second=_wide_product),
+    _planted("another rule in JAX's policy", "linear", True, second=OTHER_RULE),
+    _planted("a product in float32 by hand", "linear", True, second=_product_in(enabled=False)),
     _planted("gelu by tanh, not by erf", "gelu", approximate=True)._replace(within=True),
     _planted("a missing bias", "linear", bias=False),
     _planted("a transposed weight", "linear", transposed=True),
@@ -134,12 +109,12 @@ MISMATCHES = (
     _planted("softmax along another axis", "softmax", axis=0),
     _planted("a cast that only one side has", "to", True, cast=True),
     Mismatch(
-        "a mean in torch, a sum in JAX", "mean", lambda: _torch_mean, lambda: _reduced("mean"),
-        lambda: _reduced("sum"),
+        "a mean in torch, a sum in JAX", "mean", lambda: _torch_mean,
+        lambda: lambda x, w: jnp.exp(x @ w).sum(-1),
     ),
     Mismatch(
         "attention without 1 / sqrt(d)", "mul", lambda: _torch_attention,
-        lambda: _attention(8**-0.5), lambda: _attention(1.0), ((5, 8), (5, 8), (5, 8)),
+        lambda: lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, ((5, 8), (5, 8), (5, 8)),
     ),
 )  # fmt: skip
 
@@ -186,7 +161,6 @@ def jax_block(
     eps: float = 1e-5, approximate: bool = False, axis: int = -1, power: float = -0.5
 ) -> Callable[..., Any]:
     """The same in JAX, by default."""
-    import jax.numpy as jnp
 
     def split(y: Any) -> Any:
         return jnp.swapaxes(y.reshape(*y.shape[:-1], HEADS, -1), -2, -3)

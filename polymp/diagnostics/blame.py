@@ -8,7 +8,7 @@ graph count. Nothing here knows a framework.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
@@ -125,8 +125,18 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
 
 
 def _with_calls(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes, with what their calls read that is not finite: a part may have taken it up."""
+    """The nodes, with what their calls read that is not finite: a part may have taken it up.
+
+    torch.isfinite is made of ops; its absolute values, which only a comparison reads, are a test.
+    """
     whole: list[Node] = []
+    readers = _readers(nodes)
+    nodes = [
+        node._replace(bad="", value=False)
+        if node.op == "abs" and read and not any(nodes[r].value for r in read)
+        else node
+        for node, read in zip(nodes, readers, strict=True)
+    ]
     for at, node in enumerate(nodes):
         own = [whole[i] for i in node.inputs if i < at and nodes[i].call == node.call is not None]
         more = {i for part in own for i in part.inputs if nodes[i].bad} - {*node.inputs}
@@ -138,7 +148,7 @@ def _with_calls(nodes: Sequence[Node]) -> list[Node]:
 def meant(nodes: Sequence[Node]) -> set[int]:
     """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do."""
     (reaches, hidden), constants = _bad_ones(nodes), set[int]()
-    untested = _reaching(nodes, _readers(nodes), lambda node: False)
+    untested = _reaching(nodes, _readers(nodes), tests=False)
     for at, node in enumerate(nodes):
         spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
         if (node.given or spoilt) and spoilt <= constants and not (node.spoiled or node.burst):
@@ -152,22 +162,14 @@ def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
     """For each node, whether its Inf or NaN reaches an end, and whether a number hides its Inf.
 
     An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is 0.
-    A softmax or a clamp, though, gives the same for Inf and for the number it was. What comes from
-    an input that is not finite, and is only tested for it, does no harm, unless it is a loss.
+    A softmax or a clamp, though, gives the same for Inf and for the number it was.
     """
-    readers, from_outside = _readers(nodes), set[int]()
-    for at, node in enumerate(nodes):
-        spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
-        if node.bad and not node.burst and (node.spoiled or spoilt) and spoilt <= from_outside:
-            from_outside.add(at)
-    either = _reaching(nodes, readers, lambda node: True)
-    losses = _reaching(nodes, readers, lambda node: node.single)
-    reaches = [(losses if at in from_outside else either)[at] for at in range(len(nodes))]
+    readers = _readers(nodes)
     hidden = [
         node.burst and not node.cast and not all(nodes[r].op in _TAKES_UP for r in readers[at])
         for at, node in enumerate(nodes)
     ]
-    return reaches, hidden
+    return _reaching(nodes, readers), hidden
 
 
 def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:
@@ -190,20 +192,19 @@ def _readers(nodes: Sequence[Node]) -> list[list[int]]:
 
 
 def _reaching(
-    nodes: Sequence[Node], readers: Sequence[Sequence[int]], tested: Callable[[Node], bool]
+    nodes: Sequence[Node], readers: Sequence[Sequence[int]], tests: bool = True
 ) -> list[bool]:
     """For each node, True if its values are not finite and stay so up to an end.
 
-    An end is a value that no op reads, or tests alone if `tested` says so, that a loss scaler
-    tests, or that the program returns.
+    An end is a value that no op reads, or `tests` alone, that is tested for being finite, or that
+    the program returns.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
             of_values = [r for r in readers[at] if nodes[r].value]
             asked = any(nodes[r].asks for r in readers[at])
-            read = of_values if tested(nodes[at]) else readers[at]
-            unread = nodes[at].returned or not read
+            unread = nodes[at].returned or (not of_values if tests else not readers[at])
             reaches[at] = asked or unread or any(reaches[r] for r in of_values)
     return reaches
 

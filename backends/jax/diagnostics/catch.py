@@ -8,7 +8,7 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -30,6 +30,7 @@ from polymp.diagnostics.bad_step import (
     Mean,
     checked_arguments,
     described,
+    sample_of,
     warn,
 )
 
@@ -116,6 +117,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._fn = step
         self._recorded = RecordedCalls()
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
+        self._buffers: set[int] = set()  # places of numpy arrays that are written between calls
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
         self._checks = LossChecks(_LOSSES, jump)
@@ -148,7 +150,10 @@ class Catch(CaughtStep, Generic[P, R]):
         named: Any = kwargs
         self._objects = nnx.objects(args, kwargs)
         linked = self._recorded.linked(given)
+        written = self._recorded.written()  # of buffers for batches; those so far are lost
+        self._buffers |= written
         changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
+        changed |= bool(written)
         if not self._recorded.calls or changed or len(self._recorded.calls) >= self._every:
             good = self._good(given, linked, tree)
             if good is not given:  # of a bad step, whose state is good and whose batch is not
@@ -158,7 +163,7 @@ class Catch(CaughtStep, Generic[P, R]):
             self._recorded.restart(good)
             self._means, linked = self._checks.means, self._recorded.linked(good)
         recorded = self._recorded
-        recorded.add(linked, tree)
+        recorded.add(linked, tree, self._buffers)
         self._fed |= recorded.calls[-1].fed
         self.step += 1
         result = self._fn(*positional, **named)
@@ -225,10 +230,18 @@ class Catch(CaughtStep, Generic[P, R]):
         return None if is_jitted else arguments
 
     def _losses(self, leaves: Leaves) -> dict[int, jax.Array]:
-        """Return the floats with one element that a call returned and that are no state."""
-        own = ((at, leaf) for at, leaf in enumerate(leaves) if at not in self._fed)
-        arrays = ((at, jnp.float32(x) if isinstance(x, float) else x) for at, x in own)
-        return {at: x for at, x in arrays if np.size(x) == 1 and is_float(x)}
+        """Return the floats with one element that a call returned and that are no state.
+
+        Python's floats if no array is one: beside a loss they may be a time, or the best so far.
+        """
+        own = {at: leaf for at, leaf in enumerate(leaves) if at not in self._fed}
+        arrays = {at: x for at, x in own.items() if np.size(x) == 1 and is_float(x)}
+        floats = {at: x for at, x in own.items() if type(x) is float}
+        top = float(np.finfo(np.float32).max)
+        return arrays or {
+            at: jnp.float32(np.clip(x, -top, top) if math.isfinite(x) else x)
+            for at, x in floats.items()
+        }
 
     def _stop(self, last: Leaves | None, tree: jax.tree_util.PyTreeDef) -> Leaves:
         """Find the first bad step, and say which it was."""
@@ -330,6 +343,7 @@ class Call(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # of its arguments, `(args, kwargs)`
     leaves: Leaves  # of these; what the call before returned is a `Made`
     losses: dict[int, Any]  # that it returned, by their places in the results
+    samples: dict[int, int]  # of numpy arrays among the leaves; see `sample_of`
 
     @property
     def fed(self) -> dict[int, int]:
@@ -360,10 +374,25 @@ class RecordedCalls:
         self.calls = []
         self._start = copied(leaves)
 
-    def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
-        """Record a call that is about to be made, with its arguments as `linked` returns them."""
-        own = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in linked]
-        self.calls.append(Call(tree, own, {}))  # a buffer of numpy's may be filled again
+    def add(
+        self, linked: Leaves, tree: jax.tree_util.PyTreeDef, buffers: Collection[int] = ()
+    ) -> None:
+        """Record a call that is about to be made, with its arguments as `linked` returns them.
+
+        Of `buffers`, places of numpy arrays, it keeps copies.
+        """
+        own = list(linked)
+        for at in buffers:
+            if at < len(own) and isinstance(own[at], np.ndarray):
+                own[at] = own[at].copy()
+        samples = {at: sample_of(x) for at, x in enumerate(own) if isinstance(x, np.ndarray)}
+        self.calls.append(Call(tree, own, {}, samples))
+
+    def written(self) -> set[int]:
+        """The places of numpy arrays that were written since the last call began."""
+        last = self.calls[-1] if self.calls else None
+        samples = {} if last is None else last.samples
+        return {at for at, was in samples.items() if last and sample_of(last.leaves[at]) != was}
 
     def linked(self, leaves: Leaves) -> Leaves:
         """Return the arguments, with a `Made` for each that the last call returned."""

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from polymp import code_origin
 from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.fault import moments, with_gradients
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
@@ -42,6 +43,7 @@ from polymp.diagnostics.bad_step import (
     Mean,
     checked_arguments,
     described,
+    sample_of,
     warn,
 )
 
@@ -129,14 +131,18 @@ def catch(
 
 
 def losses(result: object) -> dict[int, torch.Tensor]:
-    """Return the floats with one element among a step's results, each as a tensor []."""
-    found = dict[int, torch.Tensor]()
-    for at, leaf in enumerate(tree_leaves(result)):
-        if isinstance(leaf, float):
-            found[at] = torch.tensor(leaf)
-        elif isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() == 1:
-            found[at] = distributed.local(leaf.detach()).reshape(())
-    return found
+    """Return the floats with one element among a step's results, each as a tensor [].
+
+    Python's floats if no tensor is one: beside a loss they may be a time, or the best loss so far.
+    """
+    leaves = tree_leaves(result)
+    found = {
+        at: distributed.local(leaf.detach()).reshape(())
+        for at, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() == 1
+    }
+    floats = ((at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, float))
+    return found or {at: torch.tensor(leaf, dtype=torch.float64) for at, leaf in floats}
 
 
 class Call(NamedTuple):
@@ -174,6 +180,16 @@ class StateCopy:
         triples = zip(self._versioned, self.left, now, strict=True)
         written = next(t for t, was, version in triples if was != version)
         return next(name for name, t in self.named.items() if t is written)
+
+    def written_of(self, call: Call) -> set[int]:
+        """Return the places of a call's arguments that were written since, but for the state's."""
+        held = {*map(storage_key, self.named.values())}
+        triples = zip(tree_leaves(call[:2]), call.versions, versions_of(call[:2]), strict=True)
+        return {
+            at
+            for at, (leaf, was, now) in enumerate(triples)
+            if was != now and not (isinstance(leaf, torch.Tensor) and storage_key(leaf) in held)
+        }
 
 
 class Catch(CaughtStep, Generic[P, R]):
@@ -234,24 +250,22 @@ class Catch(CaughtStep, Generic[P, R]):
         return result
 
     def _look_at_arguments(self) -> None:
-        """Notice tensors that were written since the last call: by it, or as a buffer for batches.
+        """Notice what was written since the last call: by it, or as a buffer for batches.
 
         From now on calls keep copies of these; those of the calls so far are lost.
         """
         if self._copy is not None and self._copy.calls:
-            last = self._copy.calls[-1]
-            pairs = enumerate(zip(last.versions, versions_of(last[:2]), strict=True))
-            written = {at for at, (was, now) in pairs if was != now}
-            self._renews |= bool(written)
+            written = self._copy.written_of(self._copy.calls[-1])
+            self._renews |= bool(written) and _ranks() == 1  # others would have to renew theirs
             self._writes |= written
 
     def _as_given(self, tree: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return a call's arguments, with copies of what may be written after it began."""
         leaves, structure = tree_flatten(tree)
-        for at, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and at in self._writes:
+        for at in self._writes & {*range(len(leaves))}:
+            if isinstance(leaf := leaves[at], torch.Tensor):
                 leaves[at] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            elif isinstance(leaf, np.ndarray):  # which has no versions
+            elif isinstance(leaf, np.ndarray):
                 leaves[at] = leaf.copy()
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs
@@ -362,7 +376,7 @@ class Catch(CaughtStep, Generic[P, R]):
                 continue
             before.put_back()
             first, undone = self.step - len(calls) + at, len(calls) - at
-            note = "" if call.versions == versions_of(call[:2]) else _WRITTEN
+            note = _WRITTEN if copy.written_of(call) else ""
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
             return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone, note)
@@ -419,11 +433,14 @@ def _located(fn: Callable[..., Any], call: Call, objects: "TrainingObjects") -> 
 
 
 def versions_of(given: object) -> tuple[int, ...]:
-    """Return the versions of tensors in a tree, which every write changes; -1 of other leaves."""
-    return tuple(
-        t._version if isinstance(t, torch.Tensor) and not t.is_inference() else -1
-        for t in tree_leaves(given)
-    )
+    """Return numbers that a write to a tensor or an array in a tree changes; -1 of other leaves."""
+    return tuple(map(_version, tree_leaves(given)))
+
+
+def _version(leaf: Any) -> int:
+    if isinstance(leaf, np.ndarray):
+        return sample_of(leaf)
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else -1
 
 
 # Whether the numbers of a training step are finite: its losses, gradients and weights.

@@ -237,11 +237,13 @@ def test_ones_of_a_difference_are_not_the_cause_where_what_it_reads_has_them_too
     assert who(p._replace(ones=False), one_less, log) == (1, "saturation")
 
 
-def test_an_input_that_is_only_tested_is_no_fault_and_a_loss_is_one() -> None:
-    size, test = node(bad="NaN", spoiled="x"), node(0, value=False)
+def test_a_test_of_an_input_is_not_its_use_and_a_test_of_a_result_is() -> None:
+    """torch.isfinite compares absolute values."""
+    size, test = node(bad="NaN", spoiled="x", op="abs"), node(0, value=False)
     assert who(size, test) is None
     assert who(size, test, node(bad="Inf")) == (2, "operation"), "nor does it hide another"
-    assert who(node(bad="NaN", spoiled="x", single=True), test) == (0, "input")
+    guarded = node(bad="NaN", spoiled="x"), node(0, bad="NaN", op="abs"), node(1, value=False)
+    assert who(*guarded) == (0, "input")
 
 
 def test_what_bfloat16_was_not_compared_with_is_told() -> None:

@@ -623,3 +623,27 @@ def test_a_buffer_that_is_filled_again_for_each_batch(kind: str) -> None:
         step(batch)
     assert (raised.value.report.step, raised.value.report.fault.kind) == (7, "input")
     assert model.weight.isfinite().all()
+
+
+def test_parameters_as_arguments_are_the_training_s_own() -> None:
+    """They are put back, and no copies of them are trained."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @catch(every=50, of=[model, optimizer])
+    def step(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (x @ weights[0].T).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(3):
+        step(list(model.parameters()), torch.rand(3, 4))
+    before = model.weight.detach().clone()
+    with pytest.raises(BadStepError) as raised:
+        step(list(model.parameters()), torch.full((3, 4), BAD))
+    assert torch.equal(model.weight, before)
+    report = raised.value.report
+    assert (report.step, report.note, report.fault.inputs[1].name) == (3, "", "weight")

@@ -42,10 +42,7 @@ class Snapshot:
             for it in optimizers
         ]
         self._settings = Settings((it for it, _ in self._states), values)
-        self._modules = [
-            (m, dict(vars(m)), {k: copy.copy(v) for k, v in vars(m).items() if type(v) in _INSIDE})
-            for m in modules
-        ]
+        self._modules = [(m, dict(vars(m)), _containers(m)) for m in modules]
         self._random = _random_state() if random_numbers else None
 
     def put_back(self) -> None:
@@ -70,6 +67,12 @@ class Snapshot:
                 container.extend(inside) if isinstance(inside, list) else container.update(inside)
         if self._random is not None:
             _set_random_state(self._random)
+
+
+def _containers(module: nn.Module) -> dict[str, Any]:
+    """Copies of the containers among a module's attributes, but for its hooks, which others set."""
+    own = {k: v for k, v in vars(module).items() if type(v) in _INSIDE and "_hooks" not in k}
+    return {k: copy.copy(v) for k, v in own.items()}
 
 
 class Settings:

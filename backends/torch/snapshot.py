@@ -69,6 +69,14 @@ class Snapshot:
             _set_random_state(self._random)
 
 
+def own_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules of classes that are not torch's: its layers keep nothing but tensors.
+
+    Its wrappers have attributes that go with what is not in Python, as DistributedDataParallel has.
+    """
+    return [it for it in modules if not f"{type(it).__module__}.".startswith("torch.")]
+
+
 def _containers(module: nn.Module) -> dict[str, Any]:
     """Copies of the containers among a module's attributes, but for its hooks, which others set."""
     own = {k: v for k, v in vars(module).items() if type(v) in _INSIDE and "_hooks" not in k}

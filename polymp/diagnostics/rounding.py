@@ -23,11 +23,12 @@ numbers in one result round alike, and are moved alike; opposite ones are moved 
 Two runs are two sets of roundings: their squares are added.
 
 This is a model and not a bound. What it takes for granted:
-- Numbers that are not equal round independently. The error of a function's polynomial is much the
-  same for neighbouring arguments; FUNCTION is a few times the mean error for that reason.
+- Numbers that are not equal to 16 bits round independently, and neighbours alike: the error of a
+  function's polynomial is much the same for them. FUNCTION is a few times the mean error.
 - The order of a sum does not sort its terms. Ten thousand positive numbers before as many negative
   ones have larger partial sums. Kernels that add in lanes or in pairs round less than this.
-- Kernels that normalise a row (softmax, layer_norm) add in lanes or pairs; FUNCTION covers it.
+- Kernels that normalise a row (softmax, layer_norm) add in lanes or pairs; FUNCTION covers it. The
+  mean that a norm subtracts is rounded, by more than its result where it is far from zero.
 - The change is small: roundings act to first order.
 - Some probes tell the mean square of the change: of a single number, 16 in each framework do so
   within a factor of two; of an array the largest counts.

@@ -447,8 +447,13 @@ def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | Non
     def of_every_op(name: str) -> Row | None:
         kind = known.kind if known else ""
         row = of(name) if known and kind not in vocabulary().moving else None
-        lowers = row is not None and row.rule in (Rule.LOWER, Rule.WIDEST)
-        return None if lowers and kind in vocabulary().traits["wide"] else row
+        if row is None or row.rule not in (Rule.LOWER, Rule.WIDEST):
+            return row
+        if kind not in vocabulary().traits["wide"]:
+            return row
+        means = f": what {name} = {row.rule} means where there are no kernels for low dtypes"
+        source = f"{row.source}{means}"
+        return Row(f"class:{kind}", Rule.FP32, row.dtype, row.scope, source=source)
 
     named = (of(name) for name in (spelling, op, f"class:{known.kind}" if known else "") if name)
     if row := next(filter(None, named), None) or of_every_op("all"):

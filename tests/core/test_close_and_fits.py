@@ -284,3 +284,33 @@ def test_complex_numbers_are_rounded_too(framework: str) -> None:
         assert_close(lambda x, f=last: f(xp.fft.fft(x)), lambda x, f=last: f((x + 0j) @ dft), x)
     with pytest.raises(ParityError):
         assert_close(lambda x: 1.0001 * abs(xp.fft.fft(x)), lambda x: abs((x + 0j) @ dft), x)
+
+
+def test_buffers_that_nothing_writes_may_be_views_and_of_inference() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("ones", torch.ones(1).expand(4))
+
+        def forward(self, x: Any) -> Any:
+            return self.ones * x
+
+    with torch.inference_mode():
+        norm = torch.nn.BatchNorm1d(4, affine=False).eval()
+    model = torch.nn.Sequential(Scaled(), norm)
+    assert_close(model, model, torch.ones(3, 4), grads=False)
+
+
+def test_a_norm_in_a_low_dtype_is_not_allowed_more_than_its_rounding() -> None:
+    torch = pytest.importorskip("torch")
+
+    def norm(x: Any, w: Any, b: Any) -> Any:
+        return torch.nn.functional.layer_norm(x.bfloat16(), [64], w, b)
+
+    x = 5 + torch.randn(8, 64)
+    w, b = torch.ones(64).bfloat16(), torch.zeros(64).bfloat16()
+    assert_close(lambda x: norm(x, w, b), lambda x: norm(x, w, b), x)
+    with pytest.raises(ParityError):
+        assert_close(lambda x: 1.1 * norm(x, w, b), lambda x: norm(x, w, b), x)

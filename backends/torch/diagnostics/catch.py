@@ -31,7 +31,7 @@ from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.fault import moments, with_gradients
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.snapshot import Settings, Snapshot
+from polymp.backends.torch.snapshot import Settings, Snapshot, own_modules
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
     SOMETHING,
@@ -598,7 +598,7 @@ class TrainingState(Snapshot):
             tensors,
             grads=tensors,
             optimizers=objects.optimizers,
-            modules=[part for model in objects.models for part in model.modules()],
+            modules=own_modules(part for model in objects.models for part in model.modules()),
             random_numbers=True,
         )
         self._others = [(it, state) for it in objects.others if (state := _state_of(it))]

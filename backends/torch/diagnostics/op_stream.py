@@ -25,6 +25,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     CallSites,
     OpCall,
+    OpFacts,
     Own,
     Ran,
     dtypes,
@@ -69,8 +70,8 @@ class Subscriber:
         """Called before a view, with its autograd node; return the call that the node is of."""
         return None
 
-    def unwatched(self, given: object, result: object) -> None:
-        """Called after an op that reads no float and is no view, with its arguments."""
+    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
+        """Called after an op that reads no float and is no view, with its facts and arguments."""
 
     def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
         """Return whether to follow an op that reads no float: for a constant that it is given."""
@@ -338,7 +339,7 @@ class _Mode(modes.OpMode):
         makes = facts.kind == "makes" or not reads
         if makes and not any(follows(func, args, kwargs) for follows in stream.follows):
             result = func(*args, **kwargs)
-            stream.tell(stream.unwatched, (args, kwargs), result)
+            stream.tell(stream.unwatched, facts, (args, kwargs), result)
             return result
         stream.progress.step()
         op_call = stream.op_call(func, sys._getframe(1))

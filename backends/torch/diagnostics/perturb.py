@@ -29,7 +29,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     running,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream
-from polymp.backends.torch.snapshot import Snapshot
+from polymp.backends.torch.snapshot import Snapshot, own_modules
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
 from polymp.diagnostics.run_record import RunRecord
@@ -49,11 +49,11 @@ def move(
     # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN. No number becomes one.
     room = real.abs().neg_().add_(torch.finfo(t.dtype).max)
     torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(real)
-    bits = real.abs().view(torch.int64 if by.itemsize == 8 else torch.int32)
-    if by.itemsize == 8:
+    if t.dtype is torch.float64:
+        bits = real.abs().view(torch.int64) & (-1 << 37)
         bits = (bits ^ (bits >> 32)).to(torch.int32)
     else:
-        bits = bits.bitwise_and_(-1 << 8)
+        bits = t.abs().to(torch.float32).view(torch.int32) & (-1 << 8)
     shares = bits
     for at, row in enumerate(rows):
         key = op * 0x9E3779B9 + (seed + at) * 0x85EBCA6B
@@ -158,8 +158,9 @@ class Program:
             region = autocast("cpu", dtype_names.DTYPES[self._dtype], policy=self._policy)
         # Random numbers and buffers, such as running means, are the same in all runs: others would
         # pass for how far rounding moves it.
-        buffers = [t for part in self._parts for t in part.buffers(recurse=False)]
-        before = Snapshot(buffers, modules=self._parts)
+        buffers = (t for part in self._parts for t in part.buffers(recurse=False))
+        kept = [(t, t._version, t.detach().clone()) for t in buffers if not t.is_inference()]
+        before = Snapshot(modules=own_modules(self._parts))
         try:
             with torch.random.fork_rng(devices=()), follower or nullcontext():
                 torch.default_generator.manual_seed(0)
@@ -168,6 +169,10 @@ class Program:
                 gradients = self._gradients(results, inputs) if inputs else {}
         finally:
             before.put_back()
+            with torch.no_grad():
+                for t, version, values in kept:
+                    if t._version != version:
+                        t.copy_(values)
         return Run(
             {path: _array(t) for path, t in results.items()},
             {path: _array(g) for path, g in gradients.items()},
@@ -312,8 +317,9 @@ _WEIGHTS = {"native_layer_norm": 2, "native_group_norm": 1, "native_batch_norm":
 def _cancelled(name: str, args: Sequence[Any], result: tuple[Any, ...], like: torch.Tensor) -> Any:
     """Return how far numbers of a norm are off because the mean that they subtract is rounded."""
     mean, deviation, weight = result[1], result[2], args[_WEIGHTS[name]]
-    lost = _magnitude(mean * deviation, like.dtype)
-    lost *= rounding.FUNCTION * torch.finfo(mean.dtype).eps / 2
+    lost = _magnitude(mean, like.dtype) * _magnitude(deviation, like.dtype)
+    inside = "float64" if mean.dtype is torch.float64 else "float32"  # they may be stored low
+    lost *= rounding.FUNCTION * rounding.unit_roundoff(inside)
     if weight is not None:
         lost *= weight.abs().max()
     if name == "native_layer_norm" or not mean.numel():  # of a batch in evaluation it has none

@@ -32,7 +32,14 @@ from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.measure import written
-from polymp.backends.torch.diagnostics.op_call import OpCall, Own, Ran, call_of, tensors
+from polymp.backends.torch.diagnostics.op_call import (
+    OpCall,
+    OpFacts,
+    Own,
+    Ran,
+    call_of,
+    tensors,
+)
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.diagnostics.perturb import movement_shares, rounds_operands, wide
 from polymp.backends.torch.diagnostics.probes import Probes, has_values
@@ -349,8 +356,9 @@ class _Step(Subscriber):
         self._made(result, self._made_of(source, op_call, 0))
         self._probes.cast(source, result)
 
-    def unwatched(self, given: object, result: object) -> None:
-        known = (self._makers.get(modes.storage_key(t), ()) for t in tensors(given))
+    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
+        read = tensors(given) if facts.kind != "makes" else []  # ones_like reads no numbers
+        known = (self._makers.get(modes.storage_key(t), ()) for t in read)
         makers = tuple(dict.fromkeys(chain.from_iterable(known)))  # through integers, as of argmax
         for t in tensors(result):
             self._made(t, makers)

@@ -43,6 +43,7 @@ from polymp.backends.torch.diagnostics.measure import (
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     OpCall,
+    OpFacts,
     Own,
     Ran,
     facts_of,
@@ -169,7 +170,7 @@ class Values(Subscriber):
             return any(not t.dim() for t in reads)
         return bool(_floats(args, kwargs) or self._provenance.constants(reads))
 
-    def unwatched(self, given: object, result: object) -> None:
+    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
         for t in numbers_in(result):
             self._provenance.forget(t)
 
@@ -567,7 +568,7 @@ class RoundingErrors(Subscriber):
         if wide is not None:
             bins.drift.append(_difference(t, wide))
 
-    def unwatched(self, given: object, result: object) -> None:
+    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
         """Note tensors whose values were made of no others, and what a backward pass starts at."""
         seeded = [t for t in float_tensors(given) if t.requires_grad and t.numel() == 1]
         if seeded:  # ones_like(loss), the gradient of the loss itself

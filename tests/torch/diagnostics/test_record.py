@@ -736,3 +736,19 @@ def test_a_call_of_one_run_is_followed_through_results_that_are_no_floats(throug
         records.append(recorder.record)
     found = polymp.compare(*records)
     assert found.explained, str(found)
+
+
+def test_a_tensor_that_is_made_like_another_is_an_input_of_its_own() -> None:
+    records = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        net, x = nn.Linear(4, 8), torch.randn(5, 4)
+        torch.manual_seed(seed)
+        recorder = record(None, net)
+        with recorder:
+            h = net(x)
+            (h * torch.randn_like(h)).square().mean().backward()
+        records.append(recorder.record)
+    found = polymp.compare(*records)
+    assert found.first.array.name == "operand 2 of mul", str(found)
+    assert "THE RUNS BEGIN WITH OTHER NUMBERS" in str(found)

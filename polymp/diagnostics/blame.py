@@ -256,11 +256,12 @@ def _saturated(nodes: Sequence[Node], at: int) -> int | None:
 
     The first of these: 1 - p also has ones, where p is near 0, beside the zeros that p's ones make.
     """
-    front, ones = [i for i in nodes[at].inputs if i < at], list[int]()
+    front, ones, seen = {i for i in nodes[at].inputs if i < at}, list[int](), set[int]()
     while front:
-        ones = [i for i in front if nodes[i].ones] or ones
-        front = [i for f in front if nodes[f].cast or nodes[f].op in OF_ONE
-                 for i in nodes[f].inputs if i < f]  # fmt: skip
+        ones = sorted(i for i in front if nodes[i].ones) or ones
+        seen |= front
+        through = (f for f in front if nodes[f].cast or nodes[f].op in OF_ONE)
+        front = {i for f in through for i in nodes[f].inputs if i < f} - seen
     return ones[0] if ones else None
 
 

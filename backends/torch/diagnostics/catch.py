@@ -261,12 +261,19 @@ class Catch(CaughtStep, Generic[P, R]):
 
     def _as_given(self, tree: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return a call's arguments, with copies of what may be written after it began."""
+        if not self._writes:
+            return tree
         leaves, structure = tree_flatten(tree)
+        memory: dict[int, torch.UntypedStorage] = {}  # copies, by the storage that arguments share
         for at in self._writes & {*range(len(leaves))}:
-            if isinstance(leaf := leaves[at], torch.Tensor):
-                leaves[at] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            elif isinstance(leaf, np.ndarray):
-                leaves[at] = leaf.copy()
+            if isinstance(leaf := leaves[at], torch.Tensor) and (key := storage_key(leaf)):
+                if key not in memory:
+                    memory[key] = leaf.untyped_storage().clone()
+                own = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+                own.set_(memory[key], leaf.storage_offset(), leaf.shape, leaf.stride())
+                leaves[at] = own.requires_grad_(leaf.requires_grad)
+            elif isinstance(leaf, (np.ndarray, torch.Tensor)):
+                leaves[at] = copy.deepcopy(leaf)
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs
 

@@ -250,3 +250,12 @@ def test_what_bfloat16_was_not_compared_with_is_told() -> None:
     found = blame([node(bad="NaN", run="bfloat16")])
     assert found is not None
     assert found.why.endswith("not, in bfloat16; in float32 it was not tried")
+
+
+def test_values_that_are_read_by_two_ways_are_looked_at_once() -> None:
+    """Without that, 60 rounds of where(m, h + x, h) would be followed by 2**60 ways."""
+    nodes = [node(op="sigmoid", ones=True)]
+    for _ in range(60):
+        h = len(nodes) - 1
+        nodes += [node(h, op="add"), node(h, h + 1, op="where")]
+    assert who(*nodes, node(len(nodes) - 1, bad="NaN")) == (0, "saturation")

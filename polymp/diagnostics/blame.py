@@ -254,15 +254,19 @@ def _reads_cast(node: Node) -> bool:
 def _saturated(nodes: Sequence[Node], at: int) -> int | None:
     """The node whose dtype made ones, of which others made what the node `at` cannot take.
 
-    The first of these: 1 - p also has ones, where p is near 0, beside the zeros that p's ones make.
+    The nearest; but 1 - p also has ones, where p is near 0, beside the zeros that p's ones make.
     """
-    front, ones, seen = {i for i in nodes[at].inputs if i < at}, list[int](), set[int]()
+    front, seen = {i for i in nodes[at].inputs if i < at}, set[int]()
+    differences: list[int] = []
     while front:
-        ones = sorted(i for i in front if nodes[i].ones) or ones
+        ones = sorted(i for i in front if nodes[i].ones)
+        if firm := [i for i in ones if nodes[i].op not in ("sub", "rsub", "add")]:
+            return firm[0]
+        differences += ones
         seen |= front
         through = (f for f in front if nodes[f].cast or nodes[f].op in OF_ONE)
         front = {i for f in through for i in nodes[f].inputs if i < f} - seen
-    return ones[0] if ones else None
+    return differences[0] if differences else None
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:

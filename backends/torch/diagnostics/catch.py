@@ -117,14 +117,12 @@ def catch(
         ValueError: another argument is out of its range.
     """
     checked_arguments(step, every, on_bad, jump)
-    given = () if of is None else of
-    if not (isinstance(given, (list, tuple)) and not given) and not any(
-        training_objects(lambda: None, [given])
-    ):
-        raise TypeError(
-            f"catch(of={reprlib.repr(of)}) names no model, optimizer or object with state_dict(). "
-            "Write of=[model, optimizer]."
-        )
+    for it in of if isinstance(of, (list, tuple)) else [of]:
+        if it is not None and not any(training_objects(lambda: None, [it])):
+            raise TypeError(
+                f"catch(of=...): {reprlib.repr(it)} is no model, no optimizer and has no "
+                "state_dict() and load_state_dict(). Write of=[model, optimizer]."
+            )
     if step is None:
         return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump, of=of)
     return Catch(step, every, on_bad == "raise", jump, of)

@@ -435,6 +435,14 @@ def no_scopes() -> NameStack:
     return _source_info.NameStack()
 
 
+def is_reference(aval: Any) -> bool:
+    """True for the type of a mutable array, as `jax.new_ref` makes, which no public class names.
+
+    `AbstractRef.inner_aval` since jax 0.4.
+    """
+    return hasattr(aval, "inner_aval")
+
+
 def scope_names(stack: NameStack) -> list[str]:
     """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4.
 

@@ -351,7 +351,7 @@ class _Walk(Evaluation[_Value]):
             taken = int(_first(values[0]))  # in the probes, too: no rounding takes another
             return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
         reads = _NOWHERE.union(*(_all(value.sources) for value in values))
-        if any(hasattr(v.aval, "inner_aval") for v in (*eqn.invars, *eqn.outvars)):
+        if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             return self._referring(eqn, values, reads)
         rows, is_fixed = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)], False
         call: Call | None
@@ -398,7 +398,7 @@ class _Walk(Evaluation[_Value]):
         own = [_first(value) for value in values]
         outs = list(compat.put(eqn.primitive, own, eqn.params))
         pairs = zip((*eqn.invars, *eqn.outvars), (*own, *outs), strict=True)
-        for place in (id(x) for v, x in pairs if hasattr(v.aval, "inner_aval")):
+        for place in (id(x) for v, x in pairs if compat.is_reference(v.aval)):
             reads |= self._written.get(place, _NOWHERE)
             self._written[place] = reads
         return [_Value(x, sources=reads) for x in outs]

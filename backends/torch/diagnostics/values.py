@@ -257,6 +257,7 @@ def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
 #
 # At each call site, one of so many calls is compared with float32, the first among them.
 _EVERY = 16
+_ALWAYS = DIVIDING | SATURATING  # but of these ops each call
 
 
 class AuditValues(Values):
@@ -292,7 +293,7 @@ class AuditValues(Values):
         kernel = event.func, self._part  # in a call of an op, one after the other
         site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
-        return self._visits[site] % _EVERY == 1 or op_call.op in DIVIDING | SATURATING
+        return self._visits[site] % _EVERY == 1 or op_call.op in _ALWAYS
 
     def before(self, ran: Ran) -> None:
         self._pass()

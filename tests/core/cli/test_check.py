@@ -154,7 +154,7 @@ def test_check_installs_no_kernel(polymp):
     ],
 )
 def test_check_of_a_file_that_is_wrong(text, why, polymp, answer, tmp_path):
-    """What can be wrong: tests/core/rules/test_policy_files.py."""
+    """tests/core/rules/test_policy_files.py lists all that can be wrong."""
     (tmp_path / "wrong.toml").write_text(text)
     code, out, err = polymp("check", "wrong.toml")
     assert (code, out) == (1, "wrong.toml: wrong, so that no row was checked\n")

@@ -1,4 +1,4 @@
-"""What the rewrite keeps of a program, and what it decides that no table of dtypes shows.
+"""The rewrite keeps the rest of a program, and decides some dtypes that no table shows.
 
 A test looks at the rewritten program, at its results' dtypes, or at numbers that only the right
 rule gives.

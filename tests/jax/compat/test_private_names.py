@@ -522,3 +522,9 @@ def test_a_program_for_one_device_of_this_machine():
     on_two = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=two)
     fn.trace(on_two).lower(lowering_platforms=("cpu",))
     assert seen == [True, False, False]
+
+
+def test_the_type_of_a_reference():
+    program = jax.make_jaxpr(lambda x: jax.new_ref(x * 2)[...])(X).jaxpr
+    found = [compat.is_reference(v.aval) for eqn in program.eqns for v in eqn.outvars]
+    assert found == [False, True, False]

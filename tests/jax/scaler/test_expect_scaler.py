@@ -160,7 +160,7 @@ def test_nnx(jit, scaled):
 
 
 def stopped(w, x):
-    """What passes through float16 has no gradient."""
+    """No gradient goes through float16."""
     features = lax.stop_gradient(jnp.tanh(x.astype(HALF) @ w.astype(HALF)))
     return (features.astype(jnp.float32) @ w).mean()
 

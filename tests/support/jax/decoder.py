@@ -60,7 +60,7 @@ def _region(config: Config, fault: str, x: Array, layer: Any) -> Array:
 
 
 def _block(block: Any, x: Array) -> Array:
-    """What a block of either library computes of [batch, time, width]."""
+    """A block of either library, of [batch, time, width]."""
     mixed = block.attention(block.before(x))
     x = x + mixed
     if block.fault == "residual":

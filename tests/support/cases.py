@@ -117,6 +117,7 @@ WINDOW = "in JAX a sum over a window, which float16 may not hold, and a quotient
 NEEDED = "the next op needs what a low dtype does not hold of its result, and amp has a row for it"
 NO_KERNEL = "torch has no low kernel of it"
 LINALG = "torch has no row and no low kernel; JAX runs linear algebra as written"
+LINALG_ALL = "torch has no row and no low kernel; amp, JAX's default, has a row for it"
 LINALG_ROW = "torch-cpu has a row of it; JAX runs linear algebra as written"
 CASTS_BACK = "jax.numpy casts back to the dtype it was given: an explicit cast counts"
 PROMOTES = "jax.numpy promotes what is declared, 0-d arrays too, before autocast sees it"
@@ -318,7 +319,7 @@ OPS: tuple[Op, ...] = (
         for given in ["" if name == "cholesky_solve" else RAISES]
     ),
     Op("solve_triangular", (regular(3), grid(3, 2)), NO_LOW, WRITTEN, LINALG, only=ALIKE),
-    Op("det", (regular(3),), NO_LOW, WRITTEN, LINALG),
+    Op("det", (regular(3),), NO_LOW, FP32, LINALG_ALL),
     Op("pinv", (regular(3),), LOWER, WRITTEN,
        "made of products in torch, which run low; JAX runs linear algebra as written",
        roundings=16, only=("float32", "float64")),

@@ -608,8 +608,9 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
     )
 
 
-def other_policy(one: RecordedArray | None, other: RecordedArray | None) -> bool:
+def other_policy(row: Compared) -> bool:
     """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
+    one, other = row.one, row.other
     if one is None or other is None or not _alike(one, other):
         return False
     large = ("matmul", "convolution", "softmax", "normalisation")

@@ -356,9 +356,10 @@ def _renamed(
             )
     names = {}
     for path in theirs:
-        start = max((p for p in modules if _begins(path, p)), key=len, default=None)
-        rest = path[len(start or "") :].lstrip(".")
-        names[path] = path if start is None else ".".join(filter(None, (modules[start], rest)))
+        longest = max((p for p in modules if _begins(path, p)), key=len, default=None)
+        rest = path[len(longest or "") :].lstrip(".")
+        ours = path if longest is None else modules[longest]
+        names[path] = path if longest is None else ".".join(filter(None, (ours, rest)))
     return names
 
 
@@ -420,8 +421,8 @@ def _notes(
             yield f"not compared: calls of {name} outside of {patterns}, which it recorded alone"
         if not record.header.get("probes"):
             yield (
-                f"{name} was recorded without probes: what rounding explains is estimated from "
-                "each call's own rounding, which can be off by a factor of ten either way"
+                f"{name} was recorded without probes, which measure what rounding explains: it is "
+                "taken from the other record, or if both have none, every difference counts"
             )
         if record.cut:
             yield f"{name} ends in a step that is not whole, which was left out"

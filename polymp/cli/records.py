@@ -11,17 +11,17 @@ Data = dict[str, Any]
 
 def compared(args: argparse.Namespace) -> Data:
     """The comparison of two records."""
-    from polymp.diagnostics.compare import compare
-    from polymp.diagnostics.run_record import RecordError
-
     try:
-        found = compare(args.one, args.other, modules=dict(args.modules) or None)
-    except RecordError as error:
-        raise UsageError(str(error)) from None
+        from polymp.diagnostics.compare import compare
+        from polymp.diagnostics.run_record import RecordError
     except ModuleNotFoundError as error:
         raise UsageError(
             f"compare needs the package {error.name}: pip install {error.name}."
         ) from None
+    try:
+        found = compare(args.one, args.other, modules=dict(args.modules) or None)
+    except RecordError as error:
+        raise UsageError(str(error)) from None
     args.lines = found.table().split("\n")  # which `found` makes of more than its data
     return found.to_dict()
 

@@ -16,6 +16,8 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polymp.diagnostics.alignment import aligned, shared_name
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import factor, unit_roundoff
@@ -116,8 +118,6 @@ class Side:
     """The arrays of one run as numpy arrays."""
 
     def __init__(self, step: RecordedStep, probes: int, names: Mapping[str, str]) -> None:
-        import numpy as np
-
         self.arrays = step.arrays
         self.compiled = COMPILED in step.left_out
         self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
@@ -219,8 +219,6 @@ class Pairs:
 
     def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
-        import numpy as np
-
         a, b = self.one, self.other
         squares = a.spread[i] ** 2, b.spread[j] ** 2
         if a.probes and not b.probes:  # rounding is taken to move it alike
@@ -250,8 +248,6 @@ class Pairs:
 
     def held(self, i: int, j: int) -> tuple[Any, Any]:
         """The same of the numbers of two arrays that can be compared."""
-        import numpy as np
-
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.numbers(i, j)
         ordered = self._in_order(i, j, allowed[RMS])
@@ -314,8 +310,6 @@ class Pairs:
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
         """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
-        import numpy as np
-
         if i is None or j is None:
             return []
         difference, allowed = self.numbers(i, j)
@@ -505,8 +499,6 @@ def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: se
 
 def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
     """How many times larger a difference is than what is allowed, at most, and of which number."""
-    import numpy as np
-
     ratios = np.divide(difference, allowed, out=np.full_like(difference, np.inf), where=allowed > 0)
     ratios = np.where(difference == 0, 0.0, ratios)
     at = int(ratios.argmax())
@@ -518,8 +510,6 @@ def _of_two_elements(projections: Any, noise: float) -> bool:
 
     A projection has each element with a sign; of many elements, all sums differ.
     """
-    import numpy as np
-
     sizes = np.sort(projections)
     return int((np.diff(sizes) > max(noise, 1e-3 * float(sizes[-1]))).sum()) <= 1
 
@@ -531,8 +521,6 @@ def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:
         Welch, "The generalization of 'Student's' problem when several different population
         variances are involved", Biometrika 34 (1947).
     """
-    import numpy as np
-
     one, other = (count or max(*probes, 1) for count in probes)
     own, theirs = squares
     parts = own**2 / one + theirs**2 / other
@@ -547,8 +535,6 @@ def _quantile(normal: float, degrees: Any) -> Any:
         Wallace, "Bounds on normal approximations to Student's and the chi-square distributions",
         Ann. Math. Statist. 30 (1959).
     """
-    import numpy as np
-
     degrees = np.minimum(degrees, 1e9)
     scaled = normal * (8 * degrees + 3) / (8 * degrees + 1)
     return np.sqrt(degrees * np.expm1(scaled**2 / degrees))

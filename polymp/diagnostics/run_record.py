@@ -26,6 +26,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polymp.diagnostics.page import replacing
 from polymp.errors import PolympError
 from polymp.rules import scopes
@@ -110,8 +112,6 @@ def signs(blocks: int) -> tuple[Any, Any]:
     Element i of an array has, in projection k, the sign of its block times that of its place in it:
     `one[i // BLOCK, k] * other[i % BLOCK, k]`.
     """
-    import numpy as np
-
     count = PROJECTIONS.stop - PROJECTIONS.start
     x = np.arange(blocks * count + BLOCK * count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -123,8 +123,6 @@ def signs(blocks: int) -> tuple[Any, Any]:
 @cache
 def signs_and_ones(blocks: int) -> tuple[Any, Any]:
     """`signs` in float64, a row for each projection, below a row of ones, for a sum."""
-    import numpy as np
-
     outer, inner = (np.insert(each.astype(np.float64).T, 0, 1, 0) for each in signs(blocks))
     return outer, inner
 
@@ -138,8 +136,6 @@ def places(count: int) -> tuple[int, ...]:
 
 def in_float64(x: Any) -> Any:
     """A copy of a numpy array in float64."""
-    import numpy as np
-
     return np.array(x, np.float64)
 
 
@@ -154,8 +150,6 @@ def summary(
     `widened` makes a float64 numpy array of its own of a part of it. The backends compute the same
     of arrays that are not in the memory of a CPU.
     """
-    import numpy as np
-
     row = array.reshape(-1)
     (count,) = row.shape
     if not count:
@@ -174,8 +168,6 @@ def _sums(row: Any, count: int, widened: Callable[[Any], Any], scale: float) -> 
 
     Sums are relative to `scale`.
     """
-    import numpy as np
-
     found, top, square, zeros, bad = np.zeros(VALUES), 0.0, 0.0, 0, 0
     outer, inner = signs_and_ones(1 << (count // BLOCK).bit_length())
     kept = places(count)
@@ -329,8 +321,6 @@ class RecordWriter:
 
 
 def _line(step: RecordedStep) -> str:
-    import numpy as np
-
     arrays = step.arrays
     names: dict[str, int] = {}  # each text once
     rows = []
@@ -449,8 +439,6 @@ def _step(line: str) -> RecordedStep:
 
 
 def _unpacked(text: str, dtype: str, count: int) -> Any:
-    import numpy as np
-
     numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype)
     if numbers.size != count:
         raise ValueError(f"{numbers.size} numbers where {count} belong")

@@ -95,8 +95,8 @@ class Audit(AuditRecord):
         """
         table = _MEASURED.table([*self.results, *self.gradients])
         first, *others = filter(None, _summary(self))
-        notes = [*others, *_notes(self, table)]
-        return page.html(page.Page(first, "", notes, table.without_empty(), "row"), path)
+        notes, table = [*others, *_notes(self, table)], table.without_empty()
+        return page.html(path, title=first, notes=notes, table=table, what="row")
 
     def __str__(self) -> str:
         return self.table()

@@ -1,6 +1,6 @@
 """An HTML page with a table that can be sorted and filtered in a browser.
 
-    Page (notes, a table) -> page.html and page_parts.html filled in -> text
+    notes, a table -> page.html and page_parts.html filled in -> text
 
 All markup is in these two files, style and script in page.css and page.js; a text is escaped when
 it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
@@ -20,23 +20,9 @@ from importlib import resources
 from os import PathLike
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.tables import Cell, Column, Line, Table
-
-
-class Page(NamedTuple):
-    """The contents of a page."""
-
-    title: str
-    about: str  # the line below the title
-    notes: Sequence[str]
-    table: Table  # its sections are one on a page
-    what: str  # name of a line, such as "call site"
-    # Columns whose largest numbers come first; without any, lines are as in the printed table.
-    largest: Sequence[str] = ()
-
 
 # The columns in front of those of every table.
 _START = (
@@ -51,23 +37,35 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(page: Page, path: "str | PathLike[str] | None" = None) -> str:
-    """The page as one text, also in a file; everything that comes from a program is escaped."""
-    table, columns = page.table, (*_START, *page.table.columns)
-    names = [column.name for column in table.columns]
-    largest = [names.index(name) for name in page.largest]
+def html(
+    path: str | PathLike[str] | None,
+    *,
+    title: str,
+    about: str = "",
+    notes: Sequence[str],
+    table: Table,
+    what: str,
+    largest: Sequence[str] = (),
+) -> str:
+    """A page as one text, also in a file; everything that comes from a program is escaped.
+
+    `about` is the line below the title, `what` the name of a line of the table. `largest` are
+    columns whose largest numbers come first; without any, lines are as in the printed table.
+    """
+    columns = (*_START, *table.columns)
+    places = [at for name in largest for at, c in enumerate(table.columns) if c.name == name]
     lines = [*enumerate(table.lines, 1)]
-    lines.sort(key=lambda line: [-(line[1].cells[at].value or 0) for at in largest])
+    lines.sort(key=lambda line: [-(line[1].cells[at].value or 0) for at in places])
     text = _filled(
         Template(_file("page.html")),
-        title=page.title,
+        title=title,
         style=_Markup(_file("page.css")),
-        about=page.about,
-        notes=_joined(_part("note", text=note) for note in page.notes),
+        about=about,
+        notes=_joined(_part("note", text=note) for note in notes),
         selects=_joined(_select(at, table) for at in range(len(table.selects))),
-        what=page.what,
-        count=text_table.plural(len(lines), page.what),
-        heads=_joined(_head(column, [*page.largest, "#"][0]) for column in columns),
+        what=what,
+        count=text_table.plural(len(lines), what),
+        heads=_joined(_head(column, [*largest, "#"][0]) for column in columns),
         rows=_joined(_row(at, line, columns) for at, line in lines),
         script=_Markup(_file("page.js")),
     )
@@ -139,7 +137,7 @@ def _cell(cell: Cell, breaks: str) -> _Markup:
 
 
 @contextmanager
-def replacing(path: "str | PathLike[str]") -> Iterator[Path]:
+def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     """A path beside `path`, of the same suffix, for a file that replaces it once it is whole."""
     whole = Path(path).resolve()  # a link keeps pointing to its file
     if not whole.parent.is_dir():

@@ -101,7 +101,8 @@ class Report(CallList):
             The page as text.
         """
         table = self._kind.table(self.calls)
-        made = page.Page(
+        return page.html(
+            path,
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
             notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
@@ -109,7 +110,6 @@ class Report(CallList):
             what="row" if table.note else "call site",
             largest=("bytes", "FLOPs"),
         )
-        return page.html(made, path)
 
     def diff(self, other: "Report") -> "ReportDiff":
         """Compare with another report: under another policy, or from the other framework.

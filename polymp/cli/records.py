@@ -10,7 +10,7 @@ Data = dict[str, Any]
 
 
 def compared(args: argparse.Namespace) -> Data:
-    """The comparison of two records."""
+    """The comparison of two records, also as a page if a path for one is given."""
     try:
         from polymp.diagnostics.compare import compare
         from polymp.diagnostics.run_record import RecordError
@@ -20,8 +20,12 @@ def compared(args: argparse.Namespace) -> Data:
         ) from None
     try:
         found = compare(args.one, args.other, modules=dict(args.modules) or None)
+        if args.html is not None:
+            found.to_html(args.html)
     except RecordError as error:
         raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"--html: cannot write {args.html!r}: {error.strerror}.") from None
     args.lines = found.table().split("\n")  # which `found` makes of more than its data
     return found.to_dict()
 

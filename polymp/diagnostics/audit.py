@@ -309,14 +309,14 @@ def _alike_measured(measured: Measured) -> Hashable:
 _NOTHING = Magnitudes(0, 0, (), 0.0)
 
 _MEASURED: TableKind[Measured] = TableKind(
-    _SECTIONS,
     _place,
-    _alike_measured,
-    together,
     _COLUMNS,
     _cells,
     ("section", "dtype"),
     lambda m: (_SECTIONS[_place(m)[0]], m.run),
+    _SECTIONS,
+    _alike_measured,
+    together,
     {
         COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
         "loss": lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),

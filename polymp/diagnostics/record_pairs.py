@@ -6,14 +6,14 @@ A number may be off by
 
 where t is Student's quantile: a spread is a mean of squares, one for each probe of both records, of
 projections eight for each, and is less certain the fewer these are. The last part is the error of
-the numbers themselves. A record without probes takes the spread of the other; of two without, this
-part is all.
+the numbers themselves. Without probes, `spread` is an estimate: each call's own rounding, and of
+what it reads, as far as the magnitudes tell.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +100,7 @@ class Compared(NamedTuple):
         def side(array: RecordedArray | None) -> dict[str, Any] | None:
             if array is None:
                 return None
-            left_out = ("values", "spread", "reads")
+            left_out = ("values", "spread", "reads", "own")
             data = {k: v for k, v in array._asdict().items() if k not in left_out}
             return data | {"rms": array.values[RMS], "amax": array.values[AMAX]}
 
@@ -123,8 +123,11 @@ class Side:
         self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
-        moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
-        self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
+        if probes:
+            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
+            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
+        else:
+            self.spread = _estimated(step.arrays)
         # Of one element: in the mean over signs, the square of a projection is the mean square.
         whole = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
         self.spread[:, PROJECTIONS] = whole
@@ -181,6 +184,24 @@ def _size(a: RecordedArray) -> tuple[str, int]:
     return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
 
 
+_ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_norm".split())
+
+
+def _estimated(arrays: Sequence[RecordedArray]) -> Any:
+    """The spread without probes: of relative errors that add up from call to call."""
+    relative = [0.0] * len(arrays)
+    spread = np.zeros((len(arrays), VALUES))
+    for i, a in enumerate(arrays):
+        size = a.values[RMS] or 1.0
+        squares = a.own**2
+        for source in a.reads:
+            share = arrays[source].values[RMS] / size if a.name in _ADDS else 1.0
+            squares += (relative[source] * max(share, 1.0)) ** 2
+        relative[i] = min(math.sqrt(squares), 1.0)
+        spread[i] = relative[i] * size
+    return spread
+
+
 class Pairs:
     """The arrays of two runs, matched."""
 
@@ -221,10 +242,6 @@ class Pairs:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
         a, b = self.one, self.other
         squares = a.spread[i] ** 2, b.spread[j] ** 2
-        if a.probes and not b.probes:  # rounding is taken to move it alike
-            squares = squares[0], squares[0]
-        if b.probes and not a.probes:
-            squares = squares[1], squares[1]
         spread = np.sqrt(sum(squares))
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
@@ -521,7 +538,7 @@ def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:
         Welch, "The generalization of 'Student's' problem when several different population
         variances are involved", Biometrika 34 (1947).
     """
-    one, other = (count or max(*probes, 1) for count in probes)
+    one, other = (count or math.inf for count in probes)  # an estimate without probes is no sample
     own, theirs = squares
     parts = own**2 / one + theirs**2 / other
     whole = np.full_like(parts, one + other)

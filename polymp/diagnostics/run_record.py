@@ -75,6 +75,7 @@ class RecordedArray(NamedTuple):
     shape: tuple[int, ...]
     zeros: int  # how many elements are zero
     bad: int  # how many are Inf or NaN
+    own: float  # how far the call's own rounding moves an element, relative to `RMS`; 0 of inputs
     reads: tuple[int, ...]  # places of the recorded arrays that the call reads
     values: tuple[float, ...]  # VALUES numbers
     spread: tuple[float, ...] = ()  # the same; () without probes
@@ -338,6 +339,7 @@ def _line(step: RecordedStep) -> str:
         "texts": list(names),
         "arrays": rows,
         "values": _packed(np.array([a.values for a in arrays], "<f8").reshape(-1)),
+        "own": _packed(np.array([a.own for a in arrays], "<f4")),
         "spread": _packed(np.array(spread, "<f4").reshape(-1)),
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=True) + "\n"
@@ -417,6 +419,7 @@ def _step(line: str) -> RecordedStep:
         raise TypeError("a name is no text")
     values = _unpacked(data["values"], "<f8", len(rows) * VALUES).reshape(-1, VALUES)
     spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES).reshape(-1, VALUES)
+    own = _unpacked(data["own"], "<f4", len(rows))
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):
         counts = (zeros, bad, *shape, *reads, *named)
@@ -427,7 +430,7 @@ def _step(line: str) -> RecordedStep:
         *call, run, dtype = [texts[i] for i in named]
         inputs, numbers = tuple(texts[i] for i in dtypes), tuple(values[at].tolist())
         moved = () if math.isnan(spread[at][0]) else tuple(spread[at].tolist())
-        rest = tuple(shape), zeros, bad, tuple(reads), numbers, moved
+        rest = tuple(shape), zeros, bad, float(own[at]), tuple(reads), numbers, moved
         arrays.append(RecordedArray(*call, inputs, run, dtype, *rest))  # type: ignore[call-arg]
     number, settings, left_out = data["step"], data["settings"], data["left out"]
     tables = (settings, left_out, *settings.values())

@@ -50,6 +50,7 @@ from polymp.diagnostics.run_record import (
     GRADIENT,
     INPUT,
     RESULT,
+    RMS,
     UPDATE,
     Options,
     RecordedArray,
@@ -543,6 +544,9 @@ class _Step(Subscriber):
         if not isinstance(found, tuple):
             found = summary.values(found, count)
         values, zeros, bad = found
+        own, of_top = array.shares
+        if rms := values[RMS]:
+            own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / count**0.5 / rms)
         spread: tuple[float, ...] = ()
         if changes is not None:
             spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
@@ -554,7 +558,7 @@ class _Step(Subscriber):
         return RecordedArray(
             array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
             array.dtype, array.shape, zeros, bad,
-            reads, values, spread,
+            float(own) if rms else 0.0, reads, values, spread,
         )  # fmt: skip
 
 

@@ -5,13 +5,13 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call_record`) that is drawn here and can be compared with another one.
-Text is plain characters in lines of a given width, so that it reads the same in a terminal, in a
-pipe and in a log; nothing but the standard library is needed.
+It is a list of calls (`call_record`) with their sums, that is drawn here and can be compared with
+another one. Text is plain characters in lines of a given width, so that it reads the same in a
+terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from os import PathLike
 from typing import NamedTuple
 
@@ -19,20 +19,23 @@ from polymp import text_table
 from polymp.diagnostics import page
 from polymp.diagnostics.alignment import aligned, matched
 from polymp.diagnostics.call_record import (
+    FORWARD,
     NOTHING_RAN,
     SECTIONS,
     Call,
-    CallList,
     added,
     alike,
     cost,
+    merged,
     ruled,
+    sums,
 )
 from polymp.diagnostics.tables import COST, Cell, Column, TableKind, number
 from polymp.errors import escaped
+from polymp.rules.row import Row
 
 
-class Report(CallList):
+class Report:
     """The op calls of a program, with rules, dtypes and casts; `print` shows them as a table.
 
     Iterating gives a `Call` for each call site, in the order in which the sites were first reached.
@@ -43,6 +46,99 @@ class Report(CallList):
         low: the low dtype of the regions, "" if there was none.
         policy: name of the policy, "" if there was no region.
     """
+
+    def __init__(
+        self,
+        calls: Iterable[Call] | Callable[[], Iterable[Call]] = (),
+        title: str = "",
+        low: str = "",
+        policy: str = "",
+    ) -> None:
+        """Keep calls: one for each run of an op, or a function that makes them when needed."""
+        self._calls = calls
+        self.title: str = title
+        self.low: str = low
+        self.policy: str = policy
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The call sites, each once; see `Call`."""
+        return merged(self._calls() if callable(self._calls) else self._calls)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of products, convolutions and attention, by the dtype that they ran in."""
+        return sums((call.run, call.flops) for call in self.calls)
+
+    @property
+    def casts(self) -> int:
+        """How many arrays were cast."""
+        return sum(call.casts for call in self.calls)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that casts read and wrote."""
+        return sum(call.cast_bytes for call in self.calls)
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """Casts that were not made, by reason."""
+        return sums(pair for call in self.calls for pair in call.saved)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of float32 that are kept for the backward pass, parameters aside."""
+        return sum(call.kept for call in self.calls)
+
+    @property
+    def kept_fp8(self) -> int:
+        """Bytes of 8-bit arrays that are kept for the backward pass."""
+        return sum(call.kept_fp8 for call in self.calls)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Products that did not run by their rule, fp8 or lower, by the reason."""
+        return sums((call.fallback, call.times) for call in self.calls if call.fallback)
+
+    def rows(self) -> set[Row]:
+        """Return the rows of the policy that decided at least once; see `Policy.unused`."""
+        return {call.row for call in self.calls if call.row is not None}
+
+    def of(self, op: str) -> list[Call]:
+        """Return the calls of an op.
+
+        Args:
+            op: its name in the vocabulary or the framework's own: "softmax", "aten:softmax.int".
+
+        Returns:
+            The calls; none if it did not run.
+        """
+        return [call for call in self.calls if op in (call.op, call.spelling)]
+
+    def widened(self) -> list[Call]:
+        """Return calls without a row in which a float32 input widened a low one to float32.
+
+        Calls with a low result as well are left out: their float32 is for the backward pass.
+
+        Returns:
+            The calls.
+        """
+        return [
+            call
+            for call in self.calls
+            if call.region
+            and call.row is None
+            and call.direction == FORWARD
+            and {call.region, "float32"} <= {*call.inputs}
+            and "float32" in call.outputs
+            and call.region not in call.outputs
+        ]
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
 
     def fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
         """Fill a report that was empty until its block ended.
@@ -189,14 +285,14 @@ CALLS: TableKind[Call] = TableKind(
 )
 
 
-def _headline(report: CallList) -> str:
+def _headline(report: Report) -> str:
     """The first line: name, number of call sites, policy and low dtype."""
     under = f"policy {report.policy} in {report.low}" if report.policy else report.low
     sites = text_table.plural(len(report), "call site")
     return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
 
 
-def _in_8_bits(report: CallList) -> str:
+def _in_8_bits(report: Report) -> str:
     """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
     ran = sum(call.times for call in report if call.recipe)
     parts = [f"{text_table.plural(ran, 'product')} in 8 bits"] if ran else []
@@ -206,13 +302,13 @@ def _in_8_bits(report: CallList) -> str:
     return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
 
 
-def _fallbacks(report: CallList, rule: str, ran: str) -> list[str]:
+def _fallbacks(report: Report, rule: str, ran: str) -> list[str]:
     """How many products with a rule did not run by it, for each reason."""
     of_rule = {call.fallback for call in report if call.rule == rule}
     return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
 
 
-def _totals(report: CallList) -> list[tuple[str, str]]:
+def _totals(report: Report) -> list[tuple[str, str]]:
     """The names and texts of the report's sums."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
@@ -234,7 +330,7 @@ def _totals(report: CallList) -> list[tuple[str, str]]:
     return [(name, text) for name, text in pairs if text]
 
 
-def widening(report: CallList) -> str:
+def widening(report: Report) -> str:
     """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
     calls = report.widened()
     widened = [(call, one) for one in CALLS.arranged(calls) for call in one.rows]
@@ -282,10 +378,10 @@ class ReportDiff:
         rows: the differences, by module in the order of the first report.
     """
 
-    def __init__(self, one: CallList, other: CallList) -> None:
+    def __init__(self, one: Report, other: Report) -> None:
         """Compare."""
-        self.one: CallList = one
-        self.other: CallList = other
+        self.one: Report = one
+        self.other: Report = other
         self.rows: tuple[Difference, ...] = tuple(_differences(one.calls, other.calls))
 
     @property

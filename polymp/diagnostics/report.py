@@ -325,13 +325,13 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
         ("fp8", _in_8_bits(report)),
         ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
-        ("widened", widening(report).removeprefix("widened ")),
+        ("widened", widening(report)),
     ]
     return [(name, text) for name, text in pairs if text]
 
 
 def widening(report: Report) -> str:
-    """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
+    """The calls in which a float32 input widened a low one and no row asked for it; "" if none."""
     calls = report.widened()
     widened = [(call, one) for one in CALLS.arranged(calls) for call in one.rows]
     named = [
@@ -340,7 +340,7 @@ def widening(report: Report) -> str:
     ]
     if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
-    return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+    return f"to float32 by a float32 input: {'; '.join(named)}" if calls else ""
 
 
 # The difference of two reports:

@@ -11,13 +11,14 @@ terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
 from functools import cached_property, partial
 from os import PathLike
 from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics import page
-from polymp.diagnostics.alignment import aligned, matched
+from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import (
     FORWARD,
     NOTHING_RAN,
@@ -444,37 +445,29 @@ def _side(row: Difference, call: Call | None) -> str:
 def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:
     """Yield the differences between the calls of two reports, by direction and module."""
     names = matched(*(dict.fromkeys(call.module for call in calls) for calls in (ones, others)))
-    left, right = _grouped(ones, {}), _grouped(others, names)
+    places: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
+    for call in ones:
+        places.setdefault((call.module, call.direction), ([], []))[0].append(call)
+    for call in others:
+        places.setdefault((names[call.module], call.direction), ([], []))[1].append(call)
     order = [*SECTIONS]
-    for place in sorted({**left, **right}, key=lambda place: order.index(place[1])):
-        for one, other in _pairs(left.get(place, []), right.get(place, [])):
+    for place in sorted(places, key=lambda place: order.index(place[1])):
+        for one, other in _pairs(*places[place]):
             op = one.op if one else other.op if other else ""
             changed = _changed(one, other) if one and other else ()
             if changed or one is None or other is None:
                 yield Difference(*place, op, one, other, changed)
 
 
-def _grouped(calls: Iterable[Call], names: dict[str, str]) -> dict[tuple[str, str], list[Call]]:
-    """The calls by module, renamed, and direction, in order."""
-    groups: dict[tuple[str, str], list[Call]] = {}
-    for call in calls:
-        groups.setdefault((names.get(call.module, call.module), call.direction), []).append(call)
-    return groups
-
-
 def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
     """The calls side by side, by op and in order; None where there is none."""
-    pairs = aligned([call.op for call in left], [call.op for call in right])
-    todo = 0  # of the right
-    for i, call in enumerate(left):
-        j = pairs.get(i)
-        if j is None:
-            yield call, None
+    ops = ([call.op for call in calls] for calls in (left, right))
+    for tag, i, i_end, j, j_end in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
+        if tag == "equal":
+            yield from zip(left[i:i_end], right[j:j_end], strict=True)
         else:
-            yield from ((None, other) for other in right[todo:j])
-            yield call, right[j]
-            todo = j + 1
-    yield from ((None, other) for other in right[todo:])
+            yield from ((call, None) for call in left[i:i_end])
+            yield from ((None, call) for call in right[j:j_end])
 
 
 def _changed(one: Call, other: Call) -> tuple[str, ...]:

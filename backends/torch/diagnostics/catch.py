@@ -10,28 +10,30 @@ import copy
 import functools
 import math
 import reprlib
-import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
-import torch.nn as nn
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp import code_origin
 from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.fault import moments, with_gradients
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.snapshot import Settings, Snapshot, own_modules
+from polymp.backends.torch.snapshot import (
+    Settings,
+    Snapshot,
+    TrainingObjects,
+    own_modules,
+    training_objects,
+)
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
     SOMETHING,
@@ -43,7 +45,6 @@ from polymp.diagnostics.bad_step import (
     Mean,
     checked_arguments,
     described,
-    sample_of,
     warn,
 )
 
@@ -95,8 +96,8 @@ def catch(
     numbers are as they were after the last good step. `locate` then names the op.
 
     The models and optimizers are found by looking at the step as Python does when it runs it: at
-    its arguments, closure, globals, and the object whose method it is. The arguments of up to
-    `every` calls are kept. Give the batch as an argument: what a step draws from an iterator
+    its arguments, closure, globals, and the object whose method it is. The batches of up to
+    `every` calls are copied. Give the batch as an argument: what a step draws from an iterator
     itself cannot be repeated. Under several ranks, every rank wraps its step.
 
     Args:
@@ -146,9 +147,8 @@ def losses(result: object) -> dict[int, torch.Tensor]:
 class Call(NamedTuple):
     """A call of the step, to be repeated."""
 
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # copies, but for what is the training's own
     kwargs: dict[str, Any]
-    versions: tuple[int, ...]  # of the tensors among them, when it was made
     settings: Settings  # of the optimizers, such as the learning rate, which other code may change
     random: Snapshot  # the random numbers, some of which a data loader draws between two calls
     losses: dict[int, torch.Tensor]  # by their places in the results, on their devices
@@ -157,12 +157,15 @@ class Call(NamedTuple):
 class StateCopy:
     """The state of the training before a step, and the calls since."""
 
-    def __init__(self, objects: "TrainingObjects", means: Mapping[int, Mean]) -> None:
+    def __init__(self, objects: TrainingObjects, means: Mapping[int, Mean]) -> None:
         self.objects = objects
         self.means = means  # of the losses so far
         self.state = TrainingState(objects)
         self.named = named_tensors(objects)
         self.calls: list[Call] = []
+        self._memory = {*map(storage_key, self.named.values())}
+        # Of the calls' arguments, by tensor: the version that was copied, and the copy.
+        self._copies: Any = WeakTensorKeyDictionary()
         self._versioned = [t for t in self.named.values() if not t.is_inference()]
         self.left = self.versions()  # when the last call ended
 
@@ -179,15 +182,27 @@ class StateCopy:
         written = next(t for t, was, version in triples if was != version)
         return next(name for name, t in self.named.items() if t is written)
 
-    def written_of(self, call: Call) -> set[int]:
-        """Return the places of a call's arguments that were written since, but for the state's."""
-        held = {*map(storage_key, self.named.values())}
-        triples = zip(tree_leaves(call[:2]), call.versions, versions_of(call[:2]), strict=True)
-        return {
-            at
-            for at, (leaf, was, now) in enumerate(triples)
-            if was != now and not (isinstance(leaf, torch.Tensor) and storage_key(leaf) in held)
-        }
+    def kept(self, tree: tuple[Any, Any], shared: bool = True) -> tuple[Any, Any]:
+        """Return a call's arguments, with copies of the batch, into which others may write.
+
+        If `shared`, a tensor that is given again as it was has one copy.
+        """
+        leaves, structure = tree_flatten(tree)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, np.ndarray):
+                leaves[at] = leaf.copy()
+            elif isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                if storage_key(leaf) not in self._memory:
+                    leaves[at] = self._copy_of(leaf) if shared else _copied(leaf)
+        args, kwargs = tree_unflatten(leaves, structure)
+        return args, kwargs
+
+    def _copy_of(self, t: torch.Tensor) -> torch.Tensor:
+        version, known = _version(t), self._copies.get(t)
+        if known is None or known[0] != version or version < 0:
+            known = self._copies[t] = version, _copied(t)
+        copy: torch.Tensor = known[1]
+        return copy
 
 
 class Catch(CaughtStep, Generic[P, R]):
@@ -203,7 +218,6 @@ class Catch(CaughtStep, Generic[P, R]):
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
-        self._writes: set[int] = set()  # places of arguments that are written after a call began
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -222,14 +236,12 @@ class Catch(CaughtStep, Generic[P, R]):
         Warns:
             CatchWarning: likewise, if `on_bad` is "report".
         """
-        self._look_at_arguments()
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
-        given = self._as_given((args, kwargs))
         settings, random = Settings(copy.objects.optimizers), Snapshot(random_numbers=True)
-        call = Call(*given, versions_of(given), settings, random, {})
+        call = Call(*copy.kept((args, kwargs)), settings, random, {})
         copy.calls.append(call)
         self.step += 1
-        scaled, steps = copy.objects.scaled, list[torch.optim.Optimizer]()
+        scaled, steps = has_scaler(copy.objects), list[torch.optim.Optimizer]()
 
         def look(optimizer: torch.optim.Optimizer) -> None:
             steps.append(optimizer)
@@ -247,34 +259,6 @@ class Catch(CaughtStep, Generic[P, R]):
             self._stop(copy)
         return result
 
-    def _look_at_arguments(self) -> None:
-        """Notice what was written since the last call: by it, or as a buffer for batches.
-
-        From now on calls keep copies of these; those of the calls so far are lost.
-        """
-        if self._copy is not None and self._copy.calls:
-            written = self._copy.written_of(self._copy.calls[-1])
-            self._renews |= bool(written) and _ranks() == 1  # others would have to renew theirs
-            self._writes |= written
-
-    def _as_given(self, tree: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return a call's arguments, with copies of what may be written after it began."""
-        if not self._writes:
-            return tree
-        leaves, structure = tree_flatten(tree)
-        memory: dict[int, torch.UntypedStorage] = {}  # copies, by the storage that arguments share
-        for at in self._writes & {*range(len(leaves))}:
-            if isinstance(leaf := leaves[at], torch.Tensor) and (key := storage_key(leaf)):
-                if key not in memory:
-                    memory[key] = leaf.untyped_storage().clone()
-                own = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-                own.set_(memory[key], leaf.storage_offset(), leaf.shape, leaf.stride())
-                leaves[at] = own.requires_grad_(leaf.requires_grad)
-            elif isinstance(leaf, (np.ndarray, torch.Tensor)):
-                leaves[at] = copy.deepcopy(leaf)
-        args, kwargs = tree_unflatten(leaves, structure)
-        return args, kwargs
-
     def _meet(self, copy: StateCopy, steps: Sequence[torch.optim.Optimizer], call: Call) -> None:
         """Have the next copy hold optimizers that were not found; tell what cannot be checked."""
         known = [it.state for it in (*copy.objects.optimizers, *self._met)]  # of wrappers, too
@@ -282,7 +266,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._met += {id(it): it for it in new}.values()
         self._renews = self._renews or bool(new)
         if self.step == 1 and not call.losses:
-            by = ", by the scaler" if copy.objects.scaled else ""
+            by = ", by the scaler" if has_scaler(copy.objects) else ""
             warn(
                 f"catch: the step returns no loss, so that only the gradients are checked{by}, and "
                 f"the weights every {self._every} calls. Return the loss."
@@ -349,7 +333,7 @@ class Catch(CaughtStep, Generic[P, R]):
             call.settings.put_back()
             call.random.put_back()
             before, gradients = TrainingState(objects), dict[str, str]()
-            args, kwargs = self._as_given(call[:2])
+            args, kwargs = copy.kept(call[:2], shared=False)
 
             def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:
                 grads = {names.get(id(p), "of no model"): p.grad for p in with_gradients(it)}
@@ -365,7 +349,7 @@ class Catch(CaughtStep, Generic[P, R]):
             if any_rank(bool(differs)):
                 broken.put_back()
                 return self._differing(calls, at, differs)
-            if objects.scaled:
+            if has_scaler(objects):
                 gradients.clear()
             elif not gradients:
                 grads = {name: t.grad for name, t in copy.named.items() if t.grad is not None}
@@ -381,10 +365,9 @@ class Catch(CaughtStep, Generic[P, R]):
                 continue
             before.put_back()
             first, undone = self.step - len(calls) + at, len(calls) - at
-            note = _WRITTEN if copy.written_of(call) else ""
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
-            return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone, note)
+            return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone)
         repeated = TrainingState(objects)
         broken.put_back()
         fault = _located(self._fn, calls[-1], objects)
@@ -413,7 +396,6 @@ _OFTEN = 3
 
 
 _ELSEWHERE = "another rank found a value that is not finite"
-_WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
 
 _DIFFERS = (
     "Repeating step {step} gave the loss {losses}, so no op was looked for. Either the step reads "
@@ -429,7 +411,7 @@ _UNREPEATED = (
 )
 
 
-def _located(fn: Callable[..., Any], call: Call, objects: "TrainingObjects") -> Fault | None:
+def _located(fn: Callable[..., Any], call: Call, objects: TrainingObjects) -> Fault | None:
     model = objects.models[0] if len(objects.models) == 1 else None
     kwargs = dict(call.kwargs)
     if "model" in kwargs:  # the step's own, and not locate's
@@ -437,15 +419,20 @@ def _located(fn: Callable[..., Any], call: Call, objects: "TrainingObjects") -> 
     return replay.locate(fn, *call.args, model=model, **kwargs)
 
 
-def versions_of(given: object) -> tuple[int, ...]:
-    """Return numbers that a write to a tensor or an array in a tree changes; -1 of other leaves."""
-    return tuple(map(_version, tree_leaves(given)))
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def _version(leaf: Any) -> int:
-    if isinstance(leaf, np.ndarray):
-        return sample_of(leaf)
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else -1
+def _version(t: torch.Tensor) -> int:
+    """Return a number that a write to a tensor changes; -1 if it has none."""
+    return -1 if t.is_inference() else t._version
+
+
+def has_scaler(objects: TrainingObjects) -> bool:
+    """Return whether a loss scaler is among some objects, which skips steps with bad gradients."""
+    scalers = (torch.amp.GradScaler, GradScaler)
+    own = [*objects.others, *(getattr(it, "scaler", None) for it in objects.others)]  # of a plugin
+    return any(isinstance(it, scalers) and it.is_enabled() for it in own)
 
 
 # Whether the numbers of a training step are finite: its losses, gradients and weights.
@@ -578,22 +565,6 @@ def values(result: Any) -> list[float]:
 # scalers are copied by `state_dict` and `load_state_dict`.
 
 
-class TrainingObjects(NamedTuple):
-    """The models, optimizers and other objects of a training step, each once."""
-
-    models: list[nn.Module]  # modules that are not part of another one here
-    optimizers: list[torch.optim.Optimizer]  # those of torch, or derived from torch's class
-    # schedulers, loss scalers and other objects with `state_dict` and `load_state_dict`.
-    others: list[Any]
-
-    @property
-    def scaled(self) -> bool:
-        """Whether a loss scaler is among them, which skips steps with bad gradients."""
-        scalers = (torch.amp.GradScaler, GradScaler)
-        own = [*self.others, *(getattr(it, "scaler", None) for it in self.others)]  # of a plugin
-        return any(isinstance(it, scalers) and it.is_enabled() for it in own)
-
-
 class TrainingState(Snapshot):
     """A copy of a training's state."""
 
@@ -665,102 +636,3 @@ def states(objects: TrainingObjects) -> dict[str, torch.Tensor]:
         for p in it.state
         for key, t in moments(it, names.get(id(p), "of no model"), p).items()
     }
-
-
-# The models, optimizers, schedulers and loss scalers that a training step works with.
-#
-# They are found where Python finds them when the step runs: among its arguments, in its closure
-# and defaults, as globals that its code names, as attributes of the object whose method it is,
-# and the same for the user's functions that it calls.
-#
-# Of a container, as many values are looked at: lists of losses may be long, of models not.
-_MOST = 64
-
-
-def training_objects(step: Callable[..., Any], given: Iterable[object]) -> TrainingObjects:
-    """Find what a step works with."""
-    modules: dict[int, nn.Module] = {}
-    optimizers: dict[int, torch.optim.Optimizer] = {}
-    others: dict[int, Any] = {}
-    for it in _reachable([step, *given]):
-        if isinstance(it, nn.Module):
-            modules[id(it)] = it
-        elif isinstance(it, torch.optim.Optimizer):
-            optimizers[id(it)] = it
-        elif _has_state(it):
-            others[id(it)] = it
-    inner = {id(part) for it in modules.values() for part in it.modules() if part is not it}
-    models = [it for key, it in modules.items() if key not in inner]
-    return TrainingObjects(models, [*optimizers.values()], [*others.values()])
-
-
-def _has_state(it: object) -> bool:
-    kind = type(it)
-    if isinstance(it, DataLoader):  # a place in the data, which is not gone back to
-        return False
-    return callable(getattr(kind, "state_dict", None)) and callable(
-        getattr(kind, "load_state_dict", None)
-    )
-
-
-def _reachable(start: Iterable[object]) -> Iterator[object]:
-    """Yield the objects of a training that the user's code can reach from some, each once."""
-    seen: set[int] = set()
-    waiting = list(start)
-    kept = []  # alive as long as their ids are in `seen`
-    while waiting:
-        it = waiting.pop()
-        if id(it) in seen:
-            continue
-        seen.add(id(it))
-        kept.append(it)
-        if isinstance(it, (nn.Module, torch.optim.Optimizer)) or _has_state(it):
-            yield it
-        else:
-            waiting += _inside(it)
-
-
-def _inside(it: object) -> Iterable[object]:
-    match it:
-        case functools.partial():
-            return [it.func, *it.args, *it.keywords.values()]
-        case types.MethodType():
-            return [it.__self__, it.__func__]
-        case types.FunctionType():
-            return _of_function(it)
-        case dict():
-            return [*it.values()][:_MOST]
-        case list() | tuple() | set():
-            return [*it][:_MOST]
-    if isinstance(it, (type, types.ModuleType)) or not hasattr(it, "__dict__"):
-        return ()
-    file = getattr(sys.modules.get(type(it).__module__), "__file__", None)
-    if file is None or code_origin.is_library(file, "torch"):
-        return ()
-    return [*vars(it).values()][:_MOST]
-
-
-def _of_function(function: types.FunctionType) -> list[object]:
-    original = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
-        function, "__wrapped__", None
-    )
-    if original is not None:
-        return [original]
-    if code_origin.is_library(function.__code__.co_filename, "torch"):
-        return []
-    names: set[str] = set()
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        names |= set(code.co_names)
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    found = [value for name, value in function.__globals__.items() if name in names]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    return [it for it in found if not isinstance(it, types.ModuleType)] + [
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-    ]

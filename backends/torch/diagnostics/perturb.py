@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import dispatcher, modes
-from polymp.backends.torch.diagnostics.catch import training_objects
 from polymp.backends.torch.diagnostics.measure import real
 from polymp.backends.torch.diagnostics.op_call import (
     Own,
@@ -29,7 +28,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     running,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream
-from polymp.backends.torch.snapshot import Snapshot, own_modules
+from polymp.backends.torch.snapshot import Snapshot, own_modules, training_objects
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
 from polymp.diagnostics.run_record import RunRecord

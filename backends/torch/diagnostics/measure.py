@@ -253,8 +253,7 @@ class Tally:
         self.reads: set[int] = set()  # of gradients, the sites whose results they were made of
         # For each of its kernels, whether it is of a product that only multiplies.
         self.sums_nothing: set[bool | None] = set()
-        # Errors of the ops that made them, and of all ops up to them; see `RoundingErrors`.
-        self.rounding: list[torch.Tensor] = []
+        self.rounding: list[torch.Tensor] = []  # errors of the ops that made them
         self.drift: list[torch.Tensor] = []
         self.effects: list[torch.Tensor] = []  # of each call's own rounding on the loss
         self._table, self._row = table, table.new_row()

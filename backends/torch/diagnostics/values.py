@@ -367,8 +367,6 @@ class AuditValues(Values):
                 of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
                 tally = self._tally((self._scales_at, *of), p.grad)
                 tally.add(p.grad, self.ranges.add(p.grad))
-                if self.rounding is not None:
-                    self.rounding.gradient(p.grad, tally)
         finally:
             self.stream.go_on()
 
@@ -415,11 +413,11 @@ def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
 # The rounding errors of ops, measured beside a run by twins of its tensors in float32.
 #
 #     an op on the tensors before its casts, in float32     its own error: `rounding`
-#     an op on twins, each made of twins                    the error of all so far: `drift`
 #     its own error times the loss's gradient there         how far it moves the loss: `effects`
 #
-# A twin lies in memory as its tensor does, so that it has the same views. Nothing of the run is
-# written, and nothing is read from the device.
+# Ops that need no gradient have an effect as well: of them, twins have no error of any op so far,
+# and the error of all stands at the last one. Nothing of the run is written, and nothing is read
+# from the device.
 
 
 _SWEEP = 512  # tensors after which twins of freed ones are let go
@@ -435,7 +433,7 @@ class Twin(NamedTuple):
 
 
 class Twins:
-    """Twins of tensors, by the memory that these are on; they are let go with it."""
+    """Twins of tensors, by the memory that these are on, so that views of them have views."""
 
     def __init__(self) -> None:
         self._twins: dict[int, Twin] = {}
@@ -453,20 +451,17 @@ class Twins:
         return None if twin is None else twin.maker
 
     def put(self, t: torch.Tensor, wide: torch.Tensor, maker: Tally | None = None) -> None:
-        """Give a tensor a twin, which nothing writes into afterwards."""
-        key, size = modes.storage_key(t), t.element_size()
-        count = t.untyped_storage().nbytes() // size
-        whole = wide.stride() == t.stride() and t.storage_offset() == 0
-        if whole and wide.storage_offset() == 0 and wide.untyped_storage().nbytes() == count * 4:
-            flat = wide.as_strided((count,), (1,))
-        else:
-            old = self._twins.get(key)
-            flat = t.as_strided((count,), (1,), 0).to(torch.float32) if old is None else old.flat
-            flat = flat.clone()
-            flat.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
+        """Give a tensor a twin, which nothing writes into; not one with a part of its memory."""
+        size = t.element_size()
+        if t.untyped_storage().nbytes() != t.numel() * size:
+            self.forget(t)
+            return
+        if wide.stride() != t.stride():
+            wide = torch.empty_strided(t.shape, t.stride(), device=t.device).copy_(wide)
+        flat = wide.as_strided((t.numel(),), (1,))
         if len(self._twins) % _SWEEP == 0:
             self._twins = {k: it for k, it in self._twins.items() if not it.of.expired()}
-        self._twins[key] = Twin(modes.storage_reference(t), size, flat, maker)
+        self._twins[modes.storage_key(t)] = Twin(modes.storage_reference(t), size, flat, maker)
 
     def forget(self, t: torch.Tensor) -> None:
         """Note that a tensor has other values than its twin."""
@@ -483,8 +478,9 @@ class RoundingErrors(Subscriber):
     def __init__(self, values: "AuditValues") -> None:
         self._values = values
         self._uncast = Twins()  # of casts: what was cast
-        self._twins = Twins()
-        self._wide: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._exact = Twins()  # of what needs no gradient: without the errors so far
+        self._own: list[torch.Tensor] = []  # results of the op that runs, in float32
+        self._whole: list[torch.Tensor] = []  # likewise, of exact inputs
         self.effects = LossEffects()
         self._node: int | None = None  # of the op that runs, if its result has a gradient
         self._entering: list[tuple[Tally, list[torch.Tensor]]] = []
@@ -500,43 +496,40 @@ class RoundingErrors(Subscriber):
 
     def _run_twins(self, ran: Ran) -> None:
         low = any(t.dtype in LOW_DTYPES for t in ran.reads)
-        own = whole = in_float32(ran, self._uncast.of) if low else []
-        if any(self._twins.of(t) is not None for t in ran.reads):
-            whole = in_float32(ran, self._twins.of)
-        self._wide = own, whole
-        forward = torch.is_grad_enabled() and dispatcher.backward_node() is None
-        graded = forward and any(t.requires_grad for t in ran.reads)
-        self._node = ran.node if graded else None
-        self._entering = []
-        for read in ran.reads if self._node is not None else ():
-            # Ops before it that need no gradient have no node: their errors enter the loss here.
-            maker = None if read.requires_grad else self._twins.maker(read)
-            if maker is not None:
+        self._own = in_float32(ran, self._uncast.of) if low else []
+        self._node, self._whole, self._entering = None, [], []
+        if dispatcher.backward_node() is not None:
+            return
+        exact = [t for t in ran.reads if self._exact.of(t) is not None]
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in ran.reads)):
+            self._whole = in_float32(ran, self._exact.of) if exact else []
+            return
+        self._node = ran.node
+        for read in exact:  # the errors before it enter the loss here
+            maker = self._exact.maker(read)
+            if maker is not None and ran.node is not None:
                 self._entering.append((maker, in_float32(ran, partial(self._mended, read))))
 
     def _mended(self, of: torch.Tensor, t: torch.Tensor) -> torch.Tensor | None:
         """Return the twin of an input; of one of them, that without the errors before it."""
-        return (self._twins if t is of else self._uncast).of(t)
+        return (self._exact if t is of else self._uncast).of(t)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         """Compare an op's results with its twins', and keep these."""
-        (own, whole), bins = self._wide, self._values.tally
-        if bins is not None and made and measurable(made[0]):
-            if own and made[0].dtype in LOW_DTYPES:
+        own, bins = self._own, self._values.tally
+        if made and measurable(made[0]):
+            if bins is not None and own and made[0].dtype in LOW_DTYPES:
                 bins.rounding.append(_difference(made[0], own[0]))
-            if whole:
-                bins.drift.append(_difference(made[0], whole[0]))
-        if self._node is not None and made and measurable(made[0]):
-            self._note_effects(self._node, made[0], own, bins)
+            if self._node is not None:
+                self._note_effects(self._node, made[0], own, bins)
         into = written(ran)
         for t in into:
             self._uncast.forget(t)
-            if not whole:
-                self._twins.forget(t)
-        maker = bins or next(filter(None, map(self._twins.maker, ran.reads)), None)
-        for t, wide in zip(made or into, whole, strict=False):
+            self._exact.forget(t)
+        for t, wide in zip(made or into, self._whole, strict=False):
             if measurable(t) and t.shape == wide.shape:
-                self._twins.put(t, wide, maker)
+                maker = bins or next(filter(None, map(self._exact.maker, ran.reads)), None)
+                self._exact.put(t, wide, maker)
 
     def _note_effects(
         self, node: int, result: torch.Tensor, own: list[torch.Tensor], bins: Tally | None
@@ -560,14 +553,9 @@ class RoundingErrors(Subscriber):
             return
         wide = source.to(torch.float32, copy=True)
         self._uncast.put(result, wide)
-        known = self._twins.of(source)
-        self._twins.put(result, wide if known is None else known, self._twins.maker(source))
-
-    def gradient(self, t: torch.Tensor, bins: Tally) -> None:
-        """Compare a parameter's gradient with its twin."""
-        wide = self._twins.of(t)
-        if wide is not None:
-            bins.drift.append(_difference(t, wide))
+        if not result.requires_grad:
+            exact = self._exact.of(source)
+            self._exact.put(result, wide if exact is None else exact, self._exact.maker(source))
 
     def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
         """Note tensors whose values were made of no others, and what a backward pass starts at."""
@@ -576,13 +564,12 @@ class RoundingErrors(Subscriber):
             self.effects.starts.append(seeded[0].detach().clone().reshape(()))
         for t in filter(measurable, float_tensors(result)):
             self._uncast.forget(t)
-            if self._twins.of(t) is not None:
-                self._twins.put(t, t.to(torch.float32, copy=True))
+            self._exact.forget(t)
 
     def clear(self) -> None:
         """Begin a step anew, with the weights that it finds."""
         self._uncast.clear()
-        self._twins.clear()
+        self._exact.clear()
         self.effects.clear()
 
 

@@ -48,38 +48,28 @@ def comparable(t: torch.Tensor) -> torch.Tensor:
 
 
 class RangeTable:
-    """The ends of the values of tensors, called by their numbers, and read all at once.
+    """The ends of the values of tensors, called by their numbers.
 
     A number is no object of its own for Python's garbage collector, as a range is: there are tens
-    of thousands of them. Nor are the ends: on a CPU they are written into memory that is used
-    again; of a GPU, where another stream may still write them, they wait until they are read.
+    of thousands of them. Ends on a GPU wait until they are read, all at once.
     """
 
     def __init__(self) -> None:
-        self._size = 0
-        self._slots: dict[torch.dtype, _Slots] = {}  # of CPUs
-        # By device and dtype, ends that are not stacked yet, and the numbers that they are of.
+        self._ends: list[float] = []  # two for each number
+        # By device and dtype, ends that wait, and the numbers that they are of.
         self._waiting = defaultdict[Any, tuple[list[int], list[torch.Tensor]]](lambda: ([], []))
-        self._read: list[float] = []  # those of the ends that were read
         self.meant: Collection[int] = ()  # whose infinities are a mask's, once that is known
 
     def add(self, t: torch.Tensor) -> int:
         """Measure the smallest and the largest value, NaN if there is one; return their number."""
-        t = comparable(t)
-        if not t.is_cpu:
-            return self._keep(*torch.aminmax(t))
-        slots = self._slots.get(t.dtype)
-        if slots is None:
-            slots = self._slots[t.dtype] = _Slots(t.dtype)
-        slots.measure(t, self._size)
-        self._size += 1
-        return self._size - 1
+        return self._keep(*torch.aminmax(comparable(t)))
 
     def add_each(self, tensors: Sequence[torch.Tensor]) -> range:
         """Measure tensors; return their numbers, no object for the garbage collector either."""
         for t in tensors:
             self.add(t)
-        return range(self._size - len(tensors), self._size)
+        size = len(self._ends) // 2
+        return range(size - len(tensors), size)
 
     def add_all(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Measure tensors; on a GPU all at once, and their largest magnitudes alone."""
@@ -89,60 +79,25 @@ class RangeTable:
         return [self._keep(x, x) for x in torch._foreach_norm(own, math.inf)]
 
     def _keep(self, low: torch.Tensor, high: torch.Tensor) -> int:
-        numbers, ends = self._waiting[low.device, low.dtype]
-        numbers.append(self._size)
-        ends += (low, high)
-        self._size += 1
-        return self._size - 1
+        number = len(self._ends) // 2
+        if low.is_cpu:
+            self._ends += (low.item(), high.item())
+        else:
+            numbers, ends = self._waiting[low.device, low.dtype]
+            numbers.append(number)
+            ends += (low, high)
+            self._ends += (0.0, 0.0)
+        return number
 
     def read(self, ranges: Iterable[int]) -> list[float]:
         """Return both ends of ranges, one after the other. Waits for the device."""
-        if len(self._read) < 2 * self._size:
-            self._read += [0.0] * (2 * self._size - len(self._read))
-            for slots in self._slots.values():
-                for numbers, ends in slots.taken():
-                    self._note(numbers, ends)
-            for numbers, waiting in filter(any, self._waiting.values()):
-                self._note(numbers, torch.stack(waiting))  # one transfer
-                numbers.clear()
-                waiting.clear()
-        return [x for at in ranges for x in self._read[2 * at : 2 * at + 2]]
-
-    def _note(self, numbers: Sequence[int], ends: torch.Tensor) -> None:
-        read = ends.tolist()
-        for at, low, high in zip(numbers, read[::2], read[1::2], strict=True):
-            self._read[2 * at : 2 * at + 2] = low, high
-
-
-class _Slots:
-    """Memory of a CPU for the ends of ranges, which is copied whenever it is full."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._memory = torch.empty(_STACK, dtype=dtype, device="cpu")
-            ends = self._memory.unbind()
-        self._pairs = list(zip(ends[::2], ends[1::2], strict=True))
-        self._numbers: list[int] = []  # of the ranges there
-        self._full: list[tuple[list[int], torch.Tensor]] = []
-
-    def measure(self, t: torch.Tensor, number: int) -> None:
-        """Write the ends of a tensor's values."""
-        if len(self._numbers) == len(self._pairs):
-            self._full.append((self._numbers, self._memory.clone()))
-            self._numbers = []
-        torch.aminmax(t, out=self._pairs[len(self._numbers)])
-        self._numbers.append(number)
-
-    def taken(self) -> list[tuple[list[int], torch.Tensor]]:
-        """Return ends with their numbers, and forget them."""
-        found, numbers = self._full, self._numbers
-        if numbers:
-            found.append((numbers, self._memory[: 2 * len(numbers)]))
-        self._full, self._numbers = [], []
-        return found
-
-
-_STACK = 1024
+        for numbers, waiting in filter(any, self._waiting.values()):
+            read = torch.stack(waiting).tolist()  # one transfer
+            for at, low, high in zip(numbers, read[::2], read[1::2], strict=True):
+                self._ends[2 * at : 2 * at + 2] = low, high
+            numbers.clear()
+            waiting.clear()
+        return [x for at in ranges for x in self._ends[2 * at : 2 * at + 2]]
 
 
 class Lost(NamedTuple):

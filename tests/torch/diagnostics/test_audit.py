@@ -305,14 +305,17 @@ def test_numbers_without_dimensions_and_without_gradients() -> None:
     assert found.results[0].magnitudes.largest == 4.0
 
 
-def test_ends_that_are_stacked_meanwhile_stay_those_of_their_ops(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Have measurements wait on the device until they are read."""
+    patch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+
+
+def test_ends_that_wait_on_a_device_are_those_of_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     _, once = trained(True, "mlp", "fp16", "plain", 1)
-    monkeypatch.setattr(measure, "_STACK", 6)
-    _, often = trained(True, "mlp", "fp16", "plain", 1)
+    as_on_a_gpu(monkeypatch)
+    _, waited = trained(True, "mlp", "fp16", "plain", 1)
     assert len({m.magnitudes.largest for m in once.results}) > 6
-    assert (often.results, often.gradients) == (once.results, once.gradients)
+    assert (waited.results, waited.gradients) == (once.results, once.gradients)
 
 
 def test_another_thread_is_not_watched_nor_does_its_optimizer_blind_the_watch() -> None:
@@ -448,6 +451,7 @@ def test_nothing_is_read_before_the_block_ends(dtype: str, monkeypatch: pytest.M
     training = Training("transformer", dtype, "fused")
     training.step()  # the scaler's first step makes things
     waits = Waits(monkeypatch)
+    as_on_a_gpu(monkeypatch)
     with waits:
         with audit(training.model, training.scaler):
             waits.watch()

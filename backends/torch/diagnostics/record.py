@@ -12,8 +12,7 @@ how far rounding moves them.
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from os import PathLike
@@ -23,10 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, distributed, modes
@@ -403,11 +398,6 @@ class _Step(Subscriber):
     # Optimizers
 
     def begin(self) -> None:
-        for hook in (
-            register_optimizer_step_pre_hook(self._stepping),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self.stream.callback(hook.remove)
         with Own(), torch.no_grad():
             self._old = {name: (b.clone(), None) for name, b in self._statistics.items()}
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
@@ -439,33 +429,18 @@ class _Step(Subscriber):
             self._arrays[array] = array
             self._made(first, (array,))
 
-    def _stepping(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
-        if not self.stream.is_here():  # it is another thread's optimizer
-            return
-        with self._aside():
-            if id(optimizer) not in self._stepped:
-                self._stepped.add(id(optimizer))
-                for group in optimizer.param_groups:
-                    kind = type(optimizer).__name__
-                    count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
-                    self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
-            for name, p in self._own(optimizer):
-                if name not in self._old:
-                    moved = self._probes.of(p)
-                    copy = None if moved is None else moved.clone()
-                    self._old[name] = p.detach().clone(), copy
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Run ops of its own between two of the step."""
-        self.stream.pause()
-        try:
-            with Own(), torch.no_grad():
-                yield
-        finally:
-            self.stream.go_on()
+    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            for group in optimizer.param_groups:
+                kind = type(optimizer).__name__
+                count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
+                self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
+        for name, p in self._own(optimizer):
+            if name not in self._old:
+                moved = self._probes.of(p)
+                copy = None if moved is None else moved.clone()
+                self._old[name] = p.detach().clone(), copy
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""
@@ -476,11 +451,9 @@ class _Step(Subscriber):
             if id(p) in ours and has_values(distributed.local(p.detach()))
         ]
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self.stream.is_here():
-            with self._aside():
-                self._sum_up()
-                self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        self._sum_up()
+        self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
 
     def _gradients(self, names: Iterable[str]) -> None:
         """Sum up the gradients of parameters."""

@@ -6,7 +6,6 @@ program never sees.
 
 import math
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
@@ -51,7 +46,6 @@ from polymp.backends.torch.diagnostics.op_call import (
     numbers_in,
 )
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
-from polymp.backends.torch.scaler.optimizer_step import closure_of
 from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import DIVIDING, SATURATING, rounded
@@ -182,51 +176,21 @@ class Values(Subscriber):
     # Updates
 
     def begin(self) -> None:
-        self._look_at_parameters()
-        for hook in (
-            register_optimizer_step_pre_hook(self._stepping),
-            register_optimizer_step_post_hook(self._stepped),
-        ):
-            self.stream.callback(hook.remove)
-
-    _stepper: int | None = None  # the thread in which an optimizer steps
-
-    def _stepping(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
-        if not self.stream.is_here():  # it is another thread's optimizer
-            return
-        self._stepper = threading.get_ident()
-        self._closure = closure_of(args[1:], kwargs) is not None
-        if not self._closure:  # the ops of an update are not the model's; those of a closure are
-            self.stream.pause()
-            place, *_ = self.stream.where(sys._getframe(1))
-            with Own(), torch.no_grad():
-                at = place, len(self.events), self.ranges, self._provenance
-                self.updates.append(Update(optimizer, *at))
-            self.updating(optimizer)
-
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._stepper != threading.get_ident():
-            return
-        self._stepper = None
-        if not self._closure:
-            with Own(), torch.no_grad():
-                self.updates[-1].stepped(optimizer)
-            self.updated()
-            self.stream.go_on()
-        self._look_at_parameters()
-        self._provenance.updated()
-
-    def updating(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer's step."""
-
-    def updated(self) -> None:
-        """Called after it."""
-
-    def _look_at_parameters(self) -> None:
         with Own():
             self._provenance.look_at_parameters()
+
+    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure:  # the ops of an update are not the model's; those of a closure are
+            self.stream.pause()
+            place, *_ = self.stream.where(sys._getframe(1))
+            at = place, len(self.events), self.ranges, self._provenance
+            self.updates.append(Update(optimizer, *at))
+
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure:
+            self.updates[-1].stepped(optimizer)
+            self.stream.go_on()
+        self._provenance.updated()
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
@@ -361,14 +325,10 @@ class AuditValues(Values):
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
-        self.stream.pause()
-        try:
-            with Own(), torch.no_grad():
-                of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
-                tally = self._tally((self._scales_at, *of), p.grad)
-                tally.add(p.grad, self.ranges.add(p.grad))
-        finally:
-            self.stream.go_on()
+        with self.stream.aside():
+            of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
+            tally = self._tally((self._scales_at, *of), p.grad)
+            tally.add(p.grad, self.ranges.add(p.grad))
 
     def begin(self) -> None:
         super().begin()
@@ -381,15 +341,15 @@ class AuditValues(Values):
 
     # Updates
 
-    def updating(self, optimizer: torch.optim.Optimizer) -> None:
-        with Own(), torch.no_grad():
+    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        super().stepping(optimizer, closure)
+        if not closure:
             self._sample = Sample(optimizer, called=self._called)
 
-    def updated(self) -> None:
-        with Own(), torch.no_grad():
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        super().stepped(optimizer, closure)
+        if not closure:
             self.samples.append((self._sample, self._sample.counts()))
-        if self.rounding is not None:
-            self.rounding.clear()
 
 
 # Kernels of products, and which of their tensors is summed over its last dimension.
@@ -565,6 +525,10 @@ class RoundingErrors(Subscriber):
         for t in filter(measurable, float_tensors(result)):
             self._uncast.forget(t)
             self._exact.forget(t)
+
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure:
+            self.clear()
 
     def clear(self) -> None:
         """Begin a step anew, with the weights that it finds."""

@@ -314,7 +314,6 @@ def _results(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
             call.row, event.dtype, magnitudes, (),
             largest_error(fact.rounding.reshape(-1, 2).tolist()),
-            largest_error(fact.drift.reshape(-1, 2).tolist()),
             effect.pop(event.group, None),
         ), number  # fmt: skip
 

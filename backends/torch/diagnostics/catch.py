@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from polymp.backends.torch.async_copy import AsyncCopy
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
@@ -45,6 +46,7 @@ from polymp.diagnostics.bad_step import (
     Mean,
     checked_arguments,
     described,
+    first_difference,
     warn,
 )
 
@@ -483,16 +485,13 @@ def stepping(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
 
 
 def differing(recorded: Mapping[int, torch.Tensor], result: object) -> str:
-    """Say which finite loss of a step was another when it was repeated; "" if none.
-
-    On a CPU within a few roundings of the loss; other devices may add up in another order.
-    """
-    for loss, now in zip(recorded.values(), values(result), strict=False):
-        was, eps = float(loss), max(4 * torch.finfo(loss.dtype).eps, 1e-5)
-        close = math.isclose(was, now, rel_tol=eps if loss.device.type == "cpu" else 0.1)
-        if math.isfinite(was) and not close:
-            return f"{now:.4g}, where it was {was:.4g}"
-    return ""
+    """Say which finite loss of a step was another when it was repeated; "" if none."""
+    pairs = zip(recorded.values(), values(result), strict=False)
+    names = dtype_names.NAMES
+    return first_difference(
+        ((float(was), now, names[was.dtype]) for was, now in pairs),
+        all(was.device.type == "cpu" for was in recorded.values()),
+    )
 
 
 def bad_by_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -209,7 +209,6 @@ class Tally:
         # For each of its kernels, whether it is of a product that only multiplies.
         self.sums_nothing: set[bool | None] = set()
         self.rounding: list[torch.Tensor] = []  # errors of the ops that made them
-        self.drift: list[torch.Tensor] = []
         self.effects: list[torch.Tensor] = []  # of each call's own rounding on the loss
         self._table, self._row = table, table.new_row()
         self._ranges = ranges

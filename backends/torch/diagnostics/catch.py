@@ -60,7 +60,6 @@ def catch(
     *,
     every: int = ...,
     on_bad: Literal["raise", "report"] = ...,
-    jump: float | None = ...,
     of: object = ...,
 ) -> "Catch[P, R]": ...
 
@@ -71,7 +70,6 @@ def catch(
     *,
     every: int = ...,
     on_bad: Literal["raise", "report"] = ...,
-    jump: float | None = ...,
     of: object = ...,
 ) -> "Callable[[Callable[P, R]], Catch[P, R]]": ...
 
@@ -81,7 +79,6 @@ def catch(
     *,
     every: int = 100,
     on_bad: Literal["raise", "report"] = "raise",
-    jump: float | None = None,
     of: object = (),
 ) -> "Catch[P, R] | Callable[[Callable[P, R]], Catch[P, R]]":
     """Wrap a training step, so that a loss, gradient or weight that is not finite stops it.
@@ -108,8 +105,6 @@ def catch(
         on_bad: "raise" raises the error; "report" warns, and training goes on without the bad
             step, whose batch is left out. Its results are returned as they are. Three bad steps in
             a row raise: to leave out batches does not help.
-        jump: also stop when a loss is more than this factor above the mean of its last values; from
-            the eleventh step on, when there is a mean to compare it with.
         of: models, optimizers and others to copy that are not found, in a list.
 
     Returns:
@@ -119,7 +114,7 @@ def catch(
         TypeError: `step` is not callable, `every` is no whole number, or `of` has nothing to copy.
         ValueError: another argument is out of its range.
     """
-    checked_arguments(step, every, on_bad, jump)
+    checked_arguments(step, every, on_bad, None)
     for it in of if isinstance(of, (list, tuple)) else [of]:
         if it is not None and not any(training_objects(lambda: None, [it])):
             raise TypeError(
@@ -127,8 +122,8 @@ def catch(
                 "state_dict() and load_state_dict(). Write of=[model, optimizer]."
             )
     if step is None:
-        return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump, of=of)
-    return Catch(step, every, on_bad == "raise", jump, of)
+        return lambda fn: catch(fn, every=every, on_bad=on_bad, of=of)
+    return Catch(step, every, on_bad == "raise", of)
 
 
 def losses(result: object) -> dict[int, torch.Tensor]:
@@ -159,9 +154,8 @@ class Call(NamedTuple):
 class StateCopy:
     """The state of the training before a step, and the calls since."""
 
-    def __init__(self, objects: TrainingObjects, means: Mapping[int, Mean]) -> None:
+    def __init__(self, objects: TrainingObjects) -> None:
         self.objects = objects
-        self.means = means  # of the losses so far
         self.state = TrainingState(objects)
         self.named = named_tensors(objects)
         self.calls: list[Call] = []
@@ -210,13 +204,11 @@ class StateCopy:
 class Catch(CaughtStep, Generic[P, R]):
     """A `CaughtStep` of torch; `of` is as in `catch`."""
 
-    def __init__(
-        self, step: Callable[P, R], every: int, raises: bool, jump: float | None, of: object
-    ) -> None:
-        super().__init__(step, every, raises, jump)
+    def __init__(self, step: Callable[P, R], every: int, raises: bool, of: object) -> None:
+        super().__init__(step, every, raises, None)
         self._fn, self._of = step, of
         self._copy: StateCopy | None = None
-        self._checks = LossChecks(_LOSSES, jump)
+        self._checks = LossChecks(_LOSSES, None)
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
@@ -315,18 +307,17 @@ class Catch(CaughtStep, Generic[P, R]):
                 f"catch found no model and no optimizer in {self._fn!r}. Name them: "
                 "catch(step, of=[model, optimizer])."
             )
-        self._copy = copy = StateCopy(objects, self._checks.means)
+        self._copy = copy = StateCopy(objects)
         return copy
 
     def _stop(self, copy: StateCopy) -> None:
         """Go back to before the first bad step, and say which it was."""
         report = self._replayed(copy)
-        self._copy, self._checks = None, LossChecks(_LOSSES, self._jump, copy.means)
+        self._copy, self._checks = None, LossChecks(_LOSSES, None)
         self._stopped(report)
 
     def _replayed(self, copy: StateCopy) -> BadStep:
         objects, calls = copy.objects, copy.calls
-        checks = LossChecks(_LOSSES, self._jump, copy.means)
         names = {id(t): name for name, t in copy.named.items()}
         broken = TrainingState(objects)
         copy.state.put_back()
@@ -357,7 +348,7 @@ class Catch(CaughtStep, Generic[P, R]):
                 grads = {name: t.grad for name, t in copy.named.items() if t.grad is not None}
                 gradients |= not_finite(grads)
             found = (
-                checks.described(losses(result))
+                self._checks.described(losses(result))
                 or described(gradients, "the gradient of {}".format)
                 or described(not_finite(weights(objects)), "the weight {}".format)
                 or described(not_finite(states(objects)), "the optimizer's {}".format)
@@ -382,7 +373,7 @@ class Catch(CaughtStep, Generic[P, R]):
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
         first = self.step - len(calls)
-        found = [LossChecks(_LOSSES, None).described(c.losses) for c in calls]
+        found = [self._checks.described(c.losses) for c in calls]
         last = next((i for i, words in enumerate(found) if words), len(calls) - 1)
         losses = [float(loss) for c in calls[:last] for loss in c.losses.values()]
         note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")

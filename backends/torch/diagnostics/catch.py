@@ -10,14 +10,12 @@ import copy
 import functools
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -33,6 +31,7 @@ from polymp.backends.torch.snapshot import (
     Snapshot,
     TrainingObjects,
     own_modules,
+    stepping,
     training_objects,
 )
 from polymp.diagnostics.audit_records import Fault
@@ -43,7 +42,6 @@ from polymp.diagnostics.bad_step import (
     CaughtStep,
     LossChecks,
     LossVerbs,
-    Mean,
     checked_arguments,
     described,
     first_difference,
@@ -52,6 +50,7 @@ from polymp.diagnostics.bad_step import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Named = dict[str, torch.Tensor]
 
 
 @overload
@@ -157,12 +156,14 @@ class StateCopy:
     def __init__(self, objects: TrainingObjects) -> None:
         self.objects = objects
         self.state = TrainingState(objects)
-        self.named = named_tensors(objects)
+        self.scaled = _has_scaler(objects)
+        self._named = named_tensors(objects)
+        self._names = {id(t): name for name, t in self._named.items()}
         self.calls: list[Call] = []
-        self._memory = {*map(storage_key, self.named.values())}
+        self._memory = {*map(storage_key, self._named.values())}
         # Of the calls' arguments, by tensor: the version that was copied, and the copy.
         self._copies: Any = WeakTensorKeyDictionary()
-        self._versioned = [t for t in self.named.values() if not t.is_inference()]
+        self._versioned = [t for t in self._named.values() if not t.is_inference()]
         self.left = self.versions()  # when the last call ended
 
     def versions(self) -> list[int]:
@@ -176,7 +177,25 @@ class StateCopy:
             return ""
         triples = zip(self._versioned, self.left, now, strict=True)
         written = next(t for t, was, version in triples if was != version)
-        return next(name for name, t in self.named.items() if t is written)
+        return self._names[id(written)]
+
+    def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> Named:
+        """Return the gradients that an optimizer steps with, by name; without one, all."""
+        own = self._named.values() if optimizer is None else with_gradients(optimizer)
+        named = [(self._names.get(id(p), f"parameter {at}"), p.grad) for at, p in enumerate(own)]
+        return {f"the gradient of {name}": grad for name, grad in named if grad is not None}
+
+    def trained(self) -> Named:
+        """Return the parameters that optimizers write, and these' states, by name."""
+        found: Named = {}
+        for it in self.objects.optimizers:
+            own = [p for group in it.param_groups for p in group["params"]]
+            found |= {f"the weight {self._names[id(p)]}": p for p in own if id(p) in self._names}
+        for it in self.objects.optimizers:
+            for p in it.state:
+                state = moments(it, self._names.get(id(p), "a tensor"), p)
+                found |= {f"the optimizer's {key}": t for key, t in state.items()}
+        return found
 
     def kept(self, tree: tuple[Any, Any], shared: bool = True) -> tuple[Any, Any]:
         """Return a call's arguments, with copies of the batch, into which others may write.
@@ -235,23 +254,35 @@ class Catch(CaughtStep, Generic[P, R]):
         call = Call(*copy.kept((args, kwargs)), settings, random, {})
         copy.calls.append(call)
         self.step += 1
-        scaled, steps = has_scaler(copy.objects), list[torch.optim.Optimizer]()
-
-        def look(optimizer: torch.optim.Optimizer) -> None:
-            steps.append(optimizer)
-            if not scaled:
-                bad.extend(bad_by_device(_gradients(with_gradients(optimizer))))
-
-        with stepping(look):
-            result = self._fn(*args, **kwargs)
+        result, steps = self._run(
+            copy, args, kwargs, lambda grads: bad.extend(bad_by_device(grads.values()))
+        )
         call.losses.update({at: loss.clone() for at, loss in losses(result).items()})
-        if not (steps or scaled):  # other code steps, after this call
-            bad.extend(bad_by_device(_gradients(copy.named.values())))
         self._meet(copy, steps, call)
         copy.left = copy.versions()
         if self._checks.add(call.losses, bad):
             self._stop(copy)
         return result
+
+    def _run(
+        self, copy: StateCopy, args: Any, kwargs: Any, check: Callable[[Named], object]
+    ) -> tuple[R, list[torch.optim.Optimizer]]:
+        """Do the step; return its results, and the optimizers that stepped in it.
+
+        `check` is given their gradients before they step; of a step without one, all at its end.
+        """
+        steps: list[torch.optim.Optimizer] = []
+
+        def look(optimizer: torch.optim.Optimizer) -> None:
+            steps.append(optimizer)
+            if not copy.scaled:
+                check(copy.gradients(optimizer))
+
+        with stepping(look):
+            result = self._fn(*args, **kwargs)
+        if not (steps or copy.scaled):  # other code steps, after this call
+            check(copy.gradients())
+        return result, steps
 
     def _meet(self, copy: StateCopy, steps: Sequence[torch.optim.Optimizer], call: Call) -> None:
         """Have the next copy hold optimizers that were not found; tell what cannot be checked."""
@@ -260,7 +291,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._met += {id(it): it for it in new}.values()
         self._renews = self._renews or bool(new)
         if self.step == 1 and not call.losses:
-            by = ", by the scaler" if has_scaler(copy.objects) else ""
+            by = ", by the scaler" if copy.scaled else ""
             warn(
                 f"catch: the step returns no loss, so that only the gradients are checked{by}, and "
                 f"the weights every {self._every} calls. Return the loss."
@@ -278,9 +309,8 @@ class Catch(CaughtStep, Generic[P, R]):
             CatchWarning: as a call does.
         """
         if self._copy is not None:
-            objects = self._copy.objects
-            written = weights(objects) | states(objects)
-            found = self._checks.now() or any(map(bool, bad_by_device(written.values())))
+            trained = self._copy.trained().values()
+            found = self._checks.now() or any(map(bool, bad_by_device(trained)))
             if any_rank(found):
                 self._stop(self._copy)
 
@@ -318,7 +348,6 @@ class Catch(CaughtStep, Generic[P, R]):
 
     def _replayed(self, copy: StateCopy) -> BadStep:
         objects, calls = copy.objects, copy.calls
-        names = {id(t): name for name, t in copy.named.items()}
         broken = TrainingState(objects)
         copy.state.put_back()
         before_it: list[float] = []
@@ -328,13 +357,11 @@ class Catch(CaughtStep, Generic[P, R]):
             before, gradients = TrainingState(objects), dict[str, str]()
             args, kwargs = copy.kept(call[:2], shared=False)
 
-            def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:
-                grads = {names.get(id(p), "of no model"): p.grad for p in with_gradients(it)}
-                found |= not_finite({n: g for n, g in grads.items() if g is not None})
+            def check(grads: Named, found: dict[str, str] = gradients) -> None:
+                found |= not_finite(grads)
 
             try:
-                with stepping(look):
-                    result = self._fn(*args, **kwargs)
+                result, _ = self._run(copy, args, kwargs, check)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
                 return self._unrepeated(None, before_it)
@@ -342,16 +369,10 @@ class Catch(CaughtStep, Generic[P, R]):
             if any_rank(bool(differs)):
                 broken.put_back()
                 return self._differing(calls, at, differs)
-            if has_scaler(objects):
-                gradients.clear()
-            elif not gradients:
-                grads = {name: t.grad for name, t in copy.named.items() if t.grad is not None}
-                gradients |= not_finite(grads)
             found = (
                 self._checks.described(losses(result))
-                or described(gradients, "the gradient of {}".format)
-                or described(not_finite(weights(objects)), "the weight {}".format)
-                or described(not_finite(states(objects)), "the optimizer's {}".format)
+                or described(gradients, str)
+                or described(not_finite(copy.trained()), str)
             )
             if not any_rank(bool(found)):
                 before_it += values(result)
@@ -378,10 +399,6 @@ class Catch(CaughtStep, Generic[P, R]):
         losses = [float(loss) for c in calls[:last] for loss in c.losses.values()]
         note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")
         return BadStep(first + last, found[last] or SOMETHING, None, tuple(losses), 0, note)
-
-
-def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (p.grad for p in params if p.grad is not None)
 
 
 # After so many calls in a row that found the training written by other code, say so.
@@ -421,7 +438,7 @@ def _version(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
 
 
-def has_scaler(objects: TrainingObjects) -> bool:
+def _has_scaler(objects: TrainingObjects) -> bool:
     """Return whether a loss scaler is among some objects, which skips steps with bad gradients."""
     scalers = (torch.amp.GradScaler, GradScaler)
     own = [*objects.others, *(getattr(it, "scaler", None) for it in objects.others)]  # of a plugin
@@ -459,20 +476,6 @@ def _alone() -> bool:
 
 
 _LOSSES = LossVerbs(_is_bad, _compared, _sent, _alone)
-
-
-@contextmanager
-def stepping(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Show `look` every optimizer that is about to step, in a `with` block."""
-
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        look(optimizer)
-
-    hook = register_optimizer_step_pre_hook(before)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def differing(recorded: Mapping[int, torch.Tensor], result: object) -> str:
@@ -609,20 +612,3 @@ def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
                     seen.add(id(p))
                     named[f"param_groups[{at}]['params'][{i}]"] = p
     return named
-
-
-def weights(objects: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return the parameters that optimizers write, by name."""
-    written = {id(p) for it in objects.optimizers for g in it.param_groups for p in g["params"]}
-    return {name: t for name, t in named_tensors(objects).items() if id(t) in written}
-
-
-def states(objects: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return the tensors in the states of optimizers, by name: "exp_avg of 0.weight"."""
-    names = {id(t): name for name, t in named_tensors(objects).items()}
-    return {
-        key: t
-        for it in objects.optimizers
-        for p in it.state
-        for key, t in moments(it, names.get(id(p), "of no model"), p).items()
-    }

@@ -262,7 +262,7 @@ class LocateValues(Values):
     def inputs(self, ran: Ran) -> list[torch.Tensor]:
         if not ran.facts.writes:
             return ran.reads
-        written = {*map(storage_key, dispatcher.written(ran.func, ran.args, ran.kwargs))}
+        written = {*map(storage_key, ran.into)}
         with Own():  # afterwards they have other values
             return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, modes
+from polymp.backends.torch.compat import modes
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors
 from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
 from polymp.dtypes import FORMATS
@@ -245,14 +245,14 @@ def in_float32(
     """
     if torch.Tag.nondeterministic_seeded in ran.func.tags:
         return []
-    into, clones = written(ran), list[torch.Tensor]()
+    clones: list[torch.Tensor] = []
 
     def wide(tree: object) -> Any:
         if isinstance(tree, torch.Tensor):
             known = twin(tree) if measurable(tree) else None
             low = tree.to(torch.float32) if tree.dtype in LOW_DTYPES else tree
             found = low if known is None else known
-            if any(t is tree for t in into):
+            if any(t is tree for t in ran.into):
                 found = found.clone()
                 clones.append(found)
             return found
@@ -266,8 +266,3 @@ def in_float32(
         return float_tensors(ran.func(*wide(ran.args), **wide(ran.kwargs))) or clones
     except (RuntimeError, TypeError, ValueError):
         return []
-
-
-def written(ran: Ran) -> list[torch.Tensor]:
-    """Return the tensors that an op writes into."""
-    return [*dispatcher.written(ran.func, ran.args, ran.kwargs)] if ran.facts.writes else []

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from polymp.backends.torch.compat import distributed, modes
-from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors, tensors
 from polymp.backends.torch.diagnostics.perturb import (
     is_exact,
@@ -121,7 +120,7 @@ class Probes:
         self._copies, self._random = {}, None
         if not self.count or _talks(ran):
             return
-        for t in written(ran):
+        for t in ran.into:
             if not t.is_floating_point() or not self._fits(t):
                 self._copies[id(t)] = t.detach().clone() if has_values(t) else t
             elif not is_exact(ran.func) or self._moved(ran):
@@ -140,7 +139,7 @@ class Probes:
         """
         if not self.count:
             return None
-        into = [t for t in written(ran) if t.is_floating_point()]
+        into = [t for t in ran.into if t.is_floating_point()]
         results = [*made, *(t for t in into if not any(t is m for m in made))]
         if _talks(ran):
             self.left_out["what comes from other ranks is not in probes"] += 1
@@ -163,7 +162,7 @@ class Probes:
     ) -> torch.Tensor | None:
         if not all(map(has_values, self._copies.values())):
             raise TypeError("it writes a tensor that cannot be copied")
-        narrow = rounds_operands(ran.func, ran.args, ran.kwargs, result)
+        narrow = rounds_operands(ran, result)
         runs = self._run(ran, narrow) if narrow or self._moved(ran) else []
         # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
         moves = not (is_exact(ran.func) or ran.op_call.place.updating)
@@ -176,8 +175,7 @@ class Probes:
                 continue  # an alias
             by = None
             if moves:
-                own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
-                by = result_movement(*own, wide(t))
+                by = result_movement(ran, result, t.detach(), wide(t))
             if key in changed:
                 if by is not None:
                     self._move(t, self._begun(t), by)

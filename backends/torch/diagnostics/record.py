@@ -26,7 +26,6 @@ from torch.nn.parameter import is_lazy
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics import summary
-from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
     OpFacts,
@@ -252,7 +251,7 @@ class _Step(Subscriber):
             if last is not None and (last[0].op_call is not ran.op_call or ran.facts.writes):
                 self._sum_up()
             self._reads = {}
-            into = {id(t) for t in written(ran)}
+            into = {*map(id, ran.into)}
             copies = ran.func is torch.ops.aten.copy_.default  # what it writes it does not read
             unread = {id(ran.args[0])} if copies else into & {*map(id, ran.kwargs.values())}
             for at, t in enumerate(tensors(ran.args, ran.kwargs)):
@@ -295,7 +294,7 @@ class _Step(Subscriber):
             self._makers[key] = makers
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        op_call, into = ran.op_call, written(ran)
+        op_call, into = ran.op_call, ran.into
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
@@ -332,10 +331,9 @@ class _Step(Subscriber):
                 RESULT, op_call.op, place.module, place.source, op_call.direction, op_call=op_call
             )
             array.dtype, array.shape, array.own = _dtype(t), tuple(t.shape), norm
-            array.narrow = rounds_operands(ran.func, ran.args, ran.kwargs, result) or array.narrow
+            array.narrow = rounds_operands(ran, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
-                own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
-                array.shares = movement_shares(*own)
+                array.shares = movement_shares(ran, result, t.detach())
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads

@@ -33,7 +33,6 @@ from polymp.backends.torch.diagnostics.measure import (
     in_float32,
     measurable,
     sample,
-    written,
 )
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
@@ -91,7 +90,7 @@ class Values(Subscriber):
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         facts, reads, op_call = ran.facts, ran.reads, ran.op_call
         if facts.receives:  # values that may not have arrived: measured once read
-            for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
+            for t in (*made, *ran.into):
                 self._provenance.received(t)
             return
         origins, inputs = self._read_by
@@ -118,7 +117,7 @@ class Values(Subscriber):
         self._keep(event, results, inputs, lambda: _wide(ran, results))
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
-        for t in written(ran):
+        for t in ran.into:
             if op_call.place.updating:
                 self._provenance.forget(t)  # a parameter, after its step
             else:
@@ -482,11 +481,10 @@ class RoundingErrors(Subscriber):
                 bins.rounding.append(_difference(made[0], own[0]))
             if self._node is not None:
                 self._note_effects(self._node, made[0], own, bins)
-        into = written(ran)
-        for t in into:
+        for t in ran.into:
             self._uncast.forget(t)
             self._exact.forget(t)
-        for t, wide in zip(made or into, self._whole, strict=False):
+        for t, wide in zip(made or ran.into, self._whole, strict=False):
             if measurable(t) and t.shape == wide.shape:
                 maker = bins or next(filter(None, map(self._exact.maker, ran.reads)), None)
                 self._exact.put(t, wide, maker)

@@ -266,3 +266,79 @@ def in_float32(
         return float_tensors(ran.func(*wide(ran.args), **wide(ran.kwargs))) or clones
     except (RuntimeError, TypeError, ValueError):
         return []
+
+
+class _Memory(NamedTuple):
+    """The memory of a tensor, as twins have it."""
+
+    of: Any  # a reference to it
+    dtype: torch.dtype  # of the tensor
+    numbers: torch.Tensor  # [*rows, values in it]
+    maker: Any  # of the tensor, as `put` had it
+
+
+_SWEEP = 64  # tensors after which twins of freed ones are let go
+
+
+class Twins:
+    """Other numbers in place of tensors, by the memory that these are on; let go with it.
+
+    They lie in memory as the tensor does, so that views of it have views of them.
+
+    Args:
+        rows: shape of the numbers for one of the tensor's: [8] for eight of them.
+        dtype: of the numbers; None for the tensor's.
+    """
+
+    def __init__(self, *rows: int, dtype: torch.dtype | None = None) -> None:
+        self._rows, self._dtype = rows, dtype
+        self._memory: dict[int, _Memory] = {}  # by key
+
+    def of(self, t: torch.Tensor) -> torch.Tensor | None:
+        """Return the numbers of a tensor, [*rows, *t.shape]; None if it has no others."""
+        known = self._memory.get(modes.storage_key(t))
+        if known is None or known.dtype is not t.dtype:
+            return None
+        size = known.numbers.shape[-1]
+        if t.untyped_storage().nbytes() != size * t.element_size():  # it was resized
+            return None
+        strides = *(size for _ in self._rows), *t.stride()
+        return known.numbers.as_strided((*self._rows, *t.shape), strides, t.storage_offset())
+
+    def begun(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a tensor, its own if it has no others yet; they may be written."""
+        if (found := self.of(t)) is not None:
+            return found
+        size = t.untyped_storage().nbytes() // t.element_size()
+        flat = t.detach().as_strided((size,), (1,), 0).to(self._dtype or t.dtype)
+        self._keep(t, flat.expand(*self._rows, size).clone(), None)
+        return self.begun(t)
+
+    def put(self, t: torch.Tensor, numbers: torch.Tensor, maker: Any = None) -> None:
+        """Give a tensor other numbers, whose memory may be written from now on."""
+        if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
+            self._keep(t, numbers.reshape(*self._rows, -1).contiguous(), maker)
+        else:
+            self.begun(t).copy_(numbers)
+            key = modes.storage_key(t)
+            self._memory[key] = self._memory[key]._replace(maker=maker)
+
+    def _keep(self, t: torch.Tensor, numbers: torch.Tensor, maker: Any) -> None:
+        if len(self._memory) % _SWEEP == 0:
+            self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
+        memory = _Memory(modes.storage_reference(t), t.dtype, numbers, maker)
+        self._memory[modes.storage_key(t)] = memory
+
+    def maker(self, t: torch.Tensor) -> Any:
+        """Return what made a tensor; None if that is not known."""
+        known = self._memory.get(modes.storage_key(t))
+        return None if known is None else known.maker
+
+    def forget(self, found: Iterable[torch.Tensor]) -> None:
+        """Note that tensors have no other numbers."""
+        for t in found:
+            self._memory.pop(modes.storage_key(t), None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._memory.clear()

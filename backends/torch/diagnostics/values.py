@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -30,6 +30,7 @@ from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
     Tally,
+    Twins,
     in_float32,
     measurable,
     sample,
@@ -379,65 +380,14 @@ def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
 # from the device.
 
 
-_SWEEP = 512  # tensors after which twins of freed ones are let go
-
-
-class Twin(NamedTuple):
-    """The memory that a tensor is on, in float32."""
-
-    of: Any  # a reference to the memory
-    size: int  # bytes of a value there
-    flat: torch.Tensor  # its values
-    maker: Tally | None  # counts of the op that made them
-
-
-class Twins:
-    """Twins of tensors, by the memory that these are on, so that views of them have views."""
-
-    def __init__(self) -> None:
-        self._twins: dict[int, Twin] = {}
-
-    def of(self, t: torch.Tensor) -> torch.Tensor | None:
-        """Return the twin of a tensor; None if it has none."""
-        twin = self._twins.get(modes.storage_key(t))
-        if twin is None or twin.size != t.element_size():
-            return None
-        return twin.flat.as_strided(t.shape, t.stride(), t.storage_offset())
-
-    def maker(self, t: torch.Tensor) -> Tally | None:
-        """Return the counts of the op that made a tensor which has a twin."""
-        twin = self._twins.get(modes.storage_key(t))
-        return None if twin is None else twin.maker
-
-    def put(self, t: torch.Tensor, wide: torch.Tensor, maker: Tally | None = None) -> None:
-        """Give a tensor a twin, which nothing writes into; not one with a part of its memory."""
-        size = t.element_size()
-        if t.untyped_storage().nbytes() != t.numel() * size:
-            self.forget(t)
-            return
-        if wide.stride() != t.stride():
-            wide = torch.empty_strided(t.shape, t.stride(), device=t.device).copy_(wide)
-        flat = wide.as_strided((t.numel(),), (1,))
-        if len(self._twins) % _SWEEP == 0:
-            self._twins = {k: it for k, it in self._twins.items() if not it.of.expired()}
-        self._twins[modes.storage_key(t)] = Twin(modes.storage_reference(t), size, flat, maker)
-
-    def forget(self, t: torch.Tensor) -> None:
-        """Note that a tensor has other values than its twin."""
-        self._twins.pop(modes.storage_key(t), None)
-
-    def clear(self) -> None:
-        """Let all go."""
-        self._twins.clear()
-
-
 class RoundingErrors(Subscriber):
     """Measures rounding errors, in pairs: squares of the differences and of float32's, added up."""
 
     def __init__(self, values: "AuditValues") -> None:
         self._values = values
-        self._uncast = Twins()  # of casts: what was cast
-        self._exact = Twins()  # of what needs no gradient: without the errors so far
+        self._uncast = Twins(dtype=torch.float32)  # of casts: what was cast
+        # Of what needs no gradient: without the errors so far.
+        self._exact = Twins(dtype=torch.float32)
         self._own: list[torch.Tensor] = []  # results of the op that runs, in float32
         self._whole: list[torch.Tensor] = []  # likewise, of exact inputs
         self.effects = LossEffects()
@@ -481,9 +431,9 @@ class RoundingErrors(Subscriber):
                 bins.rounding.append(_difference(made[0], own[0]))
             if self._node is not None:
                 self._note_effects(self._node, made[0], own, bins)
-        for t in ran.into:
-            self._uncast.forget(t)
-            self._exact.forget(t)
+        self._uncast.forget(ran.into)
+        if not self._whole:
+            self._exact.forget(ran.into)
         for t, wide in zip(made or ran.into, self._whole, strict=False):
             if measurable(t) and t.shape == wide.shape:
                 maker = bins or next(filter(None, map(self._exact.maker, ran.reads)), None)
@@ -511,9 +461,10 @@ class RoundingErrors(Subscriber):
             return
         wide = source.to(torch.float32, copy=True)
         self._uncast.put(result, wide)
-        if not result.requires_grad:
+        if not source.requires_grad:
             exact = self._exact.of(source)
-            self._exact.put(result, wide if exact is None else exact, self._exact.maker(source))
+            exact = wide if exact is None else exact.clone()
+            self._exact.put(result, exact, self._exact.maker(source))
 
     def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
         """Note tensors whose values were made of no others, and what a backward pass starts at."""
@@ -521,8 +472,9 @@ class RoundingErrors(Subscriber):
         if seeded:  # ones_like(loss), the gradient of the loss itself
             self.effects.starts.append(seeded[0].detach().clone().reshape(()))
         for t in filter(measurable, float_tensors(result)):
-            self._uncast.forget(t)
-            self._exact.forget(t)
+            self._uncast.forget([t])
+            if self._exact.of(t) is not None:
+                self._exact.put(t, t.to(torch.float32, copy=True))
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         if not closure:

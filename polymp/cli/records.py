@@ -10,18 +10,14 @@ Data = dict[str, Any]
 
 
 def compared(args: argparse.Namespace) -> Data:
-    """The comparison of two records, also as a page if a path for one is given."""
+    """The comparison of two records."""
     from polymp.diagnostics.compare import compare
     from polymp.diagnostics.run_record import RecordError
 
     try:
         found = compare(args.one, args.other, modules=dict(args.modules) or None)
-        if args.html is not None:
-            found.to_html(args.html)
     except RecordError as error:
         raise UsageError(str(error)) from None
-    except OSError as error:
-        raise UsageError(f"--html: cannot write {args.html!r}: {error.strerror}.") from None
     except ModuleNotFoundError as error:
         raise UsageError(
             f"compare needs the package {error.name}: pip install {error.name}."

@@ -6,14 +6,14 @@ A number may be off by
 
 where t is Student's quantile: a spread is a mean of squares, one for each probe of both records, of
 projections eight for each, and is less certain the fewer these are. The last part is the error of
-the numbers themselves. Without probes, `spread` is an estimate: each call's own rounding, and of
-what it reads, as far as the magnitudes tell.
+the numbers themselves. A record without probes takes the spread of the other; of two without, this
+part is all.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from polymp.diagnostics.alignment import aligned, shared_name
@@ -98,7 +98,7 @@ class Compared(NamedTuple):
         def side(array: RecordedArray | None) -> dict[str, Any] | None:
             if array is None:
                 return None
-            left_out = ("values", "spread", "reads", "own")
+            left_out = ("values", "spread", "reads")
             data = {k: v for k, v in array._asdict().items() if k not in left_out}
             return data | {"rms": array.values[RMS], "amax": array.values[AMAX]}
 
@@ -123,11 +123,8 @@ class Side:
         self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
-        if probes:
-            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
-            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
-        else:
-            self.spread = _estimated(step.arrays)
+        moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
+        self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
         # Of one element: in the mean over signs, the square of a projection is the mean square.
         whole = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
         self.spread[:, PROJECTIONS] = whole
@@ -184,26 +181,6 @@ def _size(a: RecordedArray) -> tuple[str, int]:
     return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
 
 
-_ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_norm".split())
-
-
-def _estimated(arrays: Sequence[RecordedArray]) -> Any:
-    """The spread without probes: of relative errors that add up from call to call."""
-    import numpy as np
-
-    relative = [0.0] * len(arrays)
-    spread = np.zeros((len(arrays), VALUES))
-    for i, a in enumerate(arrays):
-        size = a.values[RMS] or 1.0
-        squares = a.own**2
-        for source in a.reads:
-            share = arrays[source].values[RMS] / size if a.name in _ADDS else 1.0
-            squares += (relative[source] * max(share, 1.0)) ** 2
-        relative[i] = min(math.sqrt(squares), 1.0)
-        spread[i] = relative[i] * size
-    return spread
-
-
 class Pairs:
     """The arrays of two runs, matched."""
 
@@ -246,6 +223,10 @@ class Pairs:
 
         a, b = self.one, self.other
         squares = a.spread[i] ** 2, b.spread[j] ** 2
+        if a.probes and not b.probes:  # rounding is taken to move it alike
+            squares = squares[0], squares[0]
+        if b.probes and not a.probes:
+            squares = squares[1], squares[1]
         spread = np.sqrt(sum(squares))
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
@@ -552,7 +533,7 @@ def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:
     """
     import numpy as np
 
-    one, other = (count or math.inf for count in probes)  # an estimate without probes is no sample
+    one, other = (count or max(*probes, 1) for count in probes)
     own, theirs = squares
     parts = own**2 / one + theirs**2 / other
     whole = np.full_like(parts, one + other)
@@ -608,8 +589,9 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
     )
 
 
-def other_policy(one: RecordedArray | None, other: RecordedArray | None) -> bool:
+def other_policy(row: Compared) -> bool:
     """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
+    one, other = row.one, row.other
     if one is None or other is None or not _alike(one, other):
         return False
     large = ("matmul", "convolution", "softmax", "normalisation")

@@ -4,16 +4,14 @@
     read(path) -> RunRecord
 
 An array is summed up by `VALUES` numbers in float64: four that do not depend on the order of its
-elements, some projections, which do, and some of its elements. Two runs of one shape can be
-compared by them, though neither record has the arrays; `polymp.diagnostics.compare` does that. A
-projection is the sum of all elements, each with a sign that depends on its place alone, over the
-root of their number: its square is, in the mean over signs, the array's mean square. So any
-difference between two arrays shows in a projection as large as its root mean square.
+elements, some projections, which do, and some of its elements. A projection is the sum of all
+elements, each with a sign that depends on its place alone, over the root of their number: its
+square is, in the mean over signs, the array's mean square. So any difference between two arrays
+shows in a projection as large as its root mean square: `compare` needs no arrays.
 
 `spread` has, for the same numbers, how far rounding moves them: the root mean square change over
-the probes, runs whose every result was moved by its rounding (`polymp.diagnostics.rounding`).
-
-Nothing here knows a framework.
+the probes, runs whose every result was moved by its rounding (`rounding`). Nothing here knows a
+framework.
 """
 
 import base64
@@ -75,7 +73,6 @@ class RecordedArray(NamedTuple):
     shape: tuple[int, ...]
     zeros: int  # how many elements are zero
     bad: int  # how many are Inf or NaN
-    own: float  # how far the call's own rounding moves an element, relative to `RMS`; 0 of inputs
     reads: tuple[int, ...]  # places of the recorded arrays that the call reads
     values: tuple[float, ...]  # VALUES numbers
     spread: tuple[float, ...] = ()  # the same; () without probes
@@ -97,20 +94,13 @@ class RecordedStep(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """A record that was read.
+    """A record that was read."""
 
-    Attributes:
-        header: "framework", "versions", "model", "device", "threads", "probes", "modules", "rank",
-            "ranks".
-        steps: those that were written whole, in order.
-        name: of its file, for messages.
-        cut: True if the file ends in a step that is not whole.
-    """
-
+    # "framework", "versions", "model", "device", "threads", "probes", "modules", "rank", "ranks".
     header: Mapping[str, Any]
-    steps: tuple[RecordedStep, ...]
-    name: str = "record"
-    cut: bool = False
+    steps: tuple[RecordedStep, ...]  # those that were written whole, in order
+    name: str = "record"  # of its file, for messages
+    cut: bool = False  # True if the file ends in a step that is not whole
 
 
 @cache
@@ -345,9 +335,10 @@ def _line(step: RecordedStep) -> str:
     names: dict[str, int] = {}  # each text once
     rows = []
     for a in arrays:
-        texts = a[:6] + a[7:9]
-        at = [names.setdefault(text, len(names)) for text in texts]
-        dtypes = [names.setdefault(text, len(names)) for text in a.inputs]
+        at, dtypes = (
+            [names.setdefault(text, len(names)) for text in texts]
+            for texts in (a[:6] + a[7:9], a.inputs)
+        )
         rows.append([at, dtypes, list(a.shape), a.zeros, a.bad, list(a.reads)])
     spread = [a.spread or (math.nan,) * VALUES for a in arrays]
     data = {
@@ -357,7 +348,6 @@ def _line(step: RecordedStep) -> str:
         "texts": list(names),
         "arrays": rows,
         "values": _packed(np.array([a.values for a in arrays], "<f8").reshape(-1)),
-        "own": _packed(np.array([a.own for a in arrays], "<f4")),
         "spread": _packed(np.array(spread, "<f4").reshape(-1)),
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=True) + "\n"
@@ -407,9 +397,7 @@ def read(path: str | PathLike[str]) -> RunRecord:
     for at, line in enumerate(whole):
         try:
             steps.append(_step(line))
-        except (
-            TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError
-        ) as error:  # fmt: skip
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise RecordError(
                 f"{name!r} is damaged in line {at + 2}: {type(error).__name__}: {str(error)[:200]}."
             ) from None
@@ -437,39 +425,20 @@ def _step(line: str) -> RecordedStep:
     texts, rows = data["texts"], data["arrays"]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a name is no text")
-    values = _unpacked(data["values"], "<f8", len(rows) * VALUES)
-    spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES)
-    own = _unpacked(data["own"], "<f4", len(rows))
+    values = _unpacked(data["values"], "<f8", len(rows) * VALUES).reshape(-1, VALUES)
+    spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES).reshape(-1, VALUES)
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):
-        kind, name, module, source, direction, rule, run, dtype = [texts[i] for i in named]
         counts = (zeros, bad, *shape, *reads, *named)
         if not all(isinstance(n, int) and 0 <= n < _LARGEST for n in counts):
             raise TypeError(f"array {at} has a size or a place that is no number")
         if any(r >= at for r in reads):
             raise ValueError(f"array {at} reads one that comes later")
-        part = slice(at * VALUES, (at + 1) * VALUES)
-        moved = tuple(spread[part].tolist())
-        arrays.append(
-            RecordedArray(
-                kind,
-                name,
-                module,
-                source,
-                direction,
-                rule,
-                tuple(texts[i] for i in dtypes),
-                run,
-                dtype,
-                tuple(shape),
-                zeros,
-                bad,
-                float(own[at]),
-                tuple(reads),
-                tuple(values[part].tolist()),
-                () if math.isnan(moved[0]) else moved,
-            )
-        )
+        *call, run, dtype = [texts[i] for i in named]
+        inputs, numbers = tuple(texts[i] for i in dtypes), tuple(values[at].tolist())
+        moved = () if math.isnan(spread[at][0]) else tuple(spread[at].tolist())
+        rest = tuple(shape), zeros, bad, tuple(reads), numbers, moved
+        arrays.append(RecordedArray(*call, inputs, run, dtype, *rest))  # type: ignore[call-arg]
     number, settings, left_out = data["step"], data["settings"], data["left out"]
     tables = (settings, left_out, *settings.values())
     if not isinstance(number, int) or not all(isinstance(table, dict) for table in tables):

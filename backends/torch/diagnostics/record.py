@@ -35,7 +35,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     tensors,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.perturb import movement_shares, rounds_operands, wide
+from polymp.backends.torch.diagnostics.perturb import rounds_operands, wide
 from polymp.backends.torch.diagnostics.probes import Probes, has_values
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
@@ -44,7 +44,6 @@ from polymp.diagnostics.run_record import (
     GRADIENT,
     INPUT,
     RESULT,
-    RMS,
     UPDATE,
     Options,
     RecordedArray,
@@ -191,8 +190,6 @@ class _Array:
     # Its values, zeros and numbers that are not finite; `sums` of them, of one on another device.
     summary: tuple[tuple[float, ...], int, int] | torch.Tensor | None = None
     changes: torch.Tensor | None = None
-    own: torch.Tensor | None = None  # norm of its rounding
-    shares: tuple[float, float] = (0.0, 0.0)  # see `movement_shares`
     narrow: str = ""  # the format to which it rounded its operands
     op_call: OpCall | None = None
 
@@ -298,11 +295,11 @@ class _Step(Subscriber):
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
-        norm = self._probes.after(ran, result, made)
+        self._probes.after(ran, result, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
         if results and not (lists or ran.facts.copies_as) and self._records(op_call):
-            array = self._row(ran, result, results[0], norm)
+            array = self._row(ran, result, results[0])
             makers: _Makers = (array,)
         else:
             makers = tuple(self._reads)
@@ -318,7 +315,7 @@ class _Step(Subscriber):
                     t, self._joined(t, makers) if ran.facts.copies_as and changed else makers
                 )
 
-    def _row(self, ran: Ran, result: object, t: torch.Tensor, norm: torch.Tensor | None) -> _Array:
+    def _row(self, ran: Ran, result: object, t: torch.Tensor) -> _Array:
         """Return the array of a call, which is the last result of the ops in it.
 
         Of a backward it is the first: the gradient that goes on to the calls before, if there is
@@ -330,10 +327,8 @@ class _Step(Subscriber):
             array = array or _Array(
                 RESULT, op_call.op, place.module, place.source, op_call.direction, op_call=op_call
             )
-            array.dtype, array.shape, array.own = _dtype(t), tuple(t.shape), norm
+            array.dtype, array.shape = _dtype(t), tuple(t.shape)
             array.narrow = rounds_operands(ran, result) or array.narrow
-            if not self._probes.count and t.itemsize > 1:
-                array.shares = movement_shares(ran, result, t.detach())
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads
@@ -481,8 +476,6 @@ class _Step(Subscriber):
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
             array.dtype = _dtype(new)
-            norm = torch.linalg.vector_norm(new, dtype=dtype)
-            array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
             array.reads = {} if gradient is None else {gradient: None}
             self._ends[UPDATE, name] = array
@@ -500,24 +493,21 @@ class _Step(Subscriber):
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
         arrays = [*self._arrays.values(), *ends]
-        numbers = _read([t for a in arrays for t in (a.summary, a.changes, a.own)])
+        numbers = _read([t for a in arrays for t in (a.summary, a.changes)])
         places = {array: at for at, array in enumerate(arrays)}
         found = []
         for at, array in enumerate(arrays):
             reads = sorted(places[r] for r in array.reads if places.get(r, at) < at)
-            found.append(self._finished(array, tuple(reads), *numbers[3 * at : 3 * at + 3]))
+            found.append(self._finished(array, tuple(reads), *numbers[2 * at : 2 * at + 2]))
         return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
 
     def _finished(
-        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any, norm: Any
+        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any
     ) -> RecordedArray:
         count = torch.Size(array.shape).numel()
         if not isinstance(found, tuple):
             found = summary.values(found, count)
         values, zeros, bad = found
-        own, of_top = array.shares
-        if rms := values[RMS]:
-            own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / count**0.5 / rms)
         spread: tuple[float, ...] = ()
         if changes is not None:
             spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
@@ -529,7 +519,7 @@ class _Step(Subscriber):
         return RecordedArray(
             array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
             array.dtype, array.shape, zeros, bad,
-            float(own) if rms else 0.0, reads, values, spread,
+            reads, values, spread,
         )  # fmt: skip
 
 

@@ -179,13 +179,7 @@ class Recorder:
 class _Array:
     """An array of the record, whose numbers are still on its device."""
 
-    kind: str
-    name: str
-    module: str
-    source: str
-    direction: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
+    row: RecordedArray  # what is known of it before its numbers are read
     reads: dict["_Array", None] = field(default_factory=dict)
     # Its values, zeros and numbers that are not finite; `sums` of them, of one on another device.
     summary: tuple[tuple[float, ...], int, int] | torch.Tensor | None = None
@@ -324,10 +318,9 @@ class _Step(Subscriber):
         op_call, place = ran.op_call, ran.op_call.place
         array = self._arrays.pop(id(op_call), None)
         if array is None or op_call.direction != BACKWARD:
-            array = array or _Array(
-                RESULT, op_call.op, place.module, place.source, op_call.direction, op_call=op_call
-            )
-            array.dtype, array.shape = _dtype(t), tuple(t.shape)
+            named = op_call.op, place.module, place.source, op_call.direction
+            array = array or _Array(_row_of(RESULT, t, *named), op_call=op_call)
+            array.row = array.row._replace(dtype=_dtype(t), shape=tuple(t.shape))
             array.narrow = rounds_operands(ran, result) or array.narrow
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
@@ -366,7 +359,7 @@ class _Step(Subscriber):
     ) -> _Array:
         """Sum up an array; without a module, one of a parameter or buffer."""
         module = name.rpartition(".")[0] if module is None else module
-        array = _Array(kind, name, module, source, direction, _dtype(t), tuple(t.shape))
+        array = _Array(_row_of(kind, t, name, module, source, direction))
         self._sum(array, t.detach(), self._probes.of(t) if probes is None else probes)
         return array
 
@@ -475,7 +468,7 @@ class _Step(Subscriber):
             if self._probes.count:
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
-            array.dtype = _dtype(new)
+            array.row = array.row._replace(dtype=_dtype(new))
             gradient = self._ends.get((GRADIENT, name))
             array.reads = {} if gradient is None else {gradient: None}
             self._ends[UPDATE, name] = array
@@ -504,7 +497,7 @@ class _Step(Subscriber):
     def _finished(
         self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any
     ) -> RecordedArray:
-        count = torch.Size(array.shape).numel()
+        count = array.row.size
         if not isinstance(found, tuple):
             found = summary.values(found, count)
         values, zeros, bad = found
@@ -513,14 +506,21 @@ class _Step(Subscriber):
             spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
-        call = None if array.op_call is None else call_of(array.op_call)
-        rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)
-        run = array.narrow or run
-        return RecordedArray(
-            array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
-            array.dtype, array.shape, zeros, bad,
-            reads, values, spread,
-        )  # fmt: skip
+        row = array.row._replace(zeros=zeros, bad=bad, reads=reads, values=values, spread=spread)
+        if array.op_call is not None:
+            call = call_of(array.op_call)
+            run = array.narrow or call.run
+            row = row._replace(rule=call.rule, inputs=call.inputs, run=run)
+        return row
+
+
+def _row_of(
+    kind: str, t: torch.Tensor, name: str, module: str, source: str, direction: str
+) -> RecordedArray:
+    """Return the row of an array without its numbers."""
+    of_call: tuple[str, tuple[str, ...], str] = "", (), ""
+    at = kind, name, module, source, direction
+    return RecordedArray(*at, *of_call, _dtype(t), tuple(t.shape), 0, 0, (), ())
 
 
 def _dtype(t: torch.Tensor) -> str:

@@ -7,7 +7,7 @@ that the backward pass is that of the moved run, and is moved itself.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -246,6 +246,35 @@ def rounds_operands(ran: KernelCall, result: object) -> str:
     return "tf32" if has_it and of.fp32_precision == "tf32" else ""
 
 
+class _Parts(NamedTuple):
+    """How far a result of an op may be from the exact one, for a number and for the terms of it."""
+
+    own: float
+    summed: float
+    terms: float  # that a number is the sum of
+    adds: bool  # True if the terms are known: see `_added`
+    mixes: bool  # True of kernels that make each number of the others
+
+
+def _parts(ran: KernelCall, result: object, t: torch.Tensor) -> _Parts:
+    (of, kind), name = _op(ran.func), ran.func.overloadpacket.__name__
+    flops = modes.flops(ran.func, ran.args, ran.kwargs, result)
+    sums = vocabulary().traits["sums"]
+    terms = 1.0
+    if flops:
+        terms = flops / (2 * max(t.numel(), 1))
+    elif name == "cumsum":
+        terms = t.shape[ran.args[1]] if t.ndim else 1
+    elif name in op_facts.SUMS or kind in sums:
+        terms = max(x.numel() for x in ran.reads) / max(t.numel(), 1)
+    dtype = t.dtype.to_real() if t.is_complex() else t.dtype
+    own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[dtype], terms)
+    adds = name in op_facts.SUMS and not dispatcher.writes(
+        ran.func
+    )  # what it writes is not squared
+    return _Parts(own, summed, terms, adds, kind in sums)
+
+
 def result_movement(
     ran: KernelCall, result: object, t: torch.Tensor, within: torch.dtype = torch.float64
 ) -> torch.Tensor:
@@ -253,25 +282,16 @@ def result_movement(
 
     `within` is the dtype that this is computed in.
     """
-    (of, kind), name = _op(ran.func), ran.func.overloadpacket.__name__
-    flops = modes.flops(ran.func, ran.args, ran.kwargs, result)
-    mixes = kind in vocabulary().traits["sums"]  # each number is made of the others
-    terms = 1.0  # that a number is the sum of
-    if flops:
-        terms = flops / (2 * max(t.numel(), 1))
-    elif name == "cumsum":
-        terms = t.shape[ran.args[1]] if t.ndim else 1
-    elif name in op_facts.SUMS or mixes:
-        terms = max(x.numel() for x in ran.reads) / max(t.numel(), 1)
-    dtype = t.dtype.to_real() if t.is_complex() else t.dtype
-    own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[dtype], terms)
+    parts = _parts(ran, result, t)
     magnitude = _magnitude(t, within)
-    if name in op_facts.SUMS and not dispatcher.writes(ran.func):  # what is written is no term
+    if parts.adds:
         added = _added(ran, within).addcmul_(magnitude, magnitude)
-        return added.sqrt_().mul_(summed).add_(magnitude, alpha=own)
-    if mixes and magnitude.numel():  # some are differences, smaller than what was subtracted
-        magnitude = magnitude.maximum(magnitude.max() if terms > 1 else magnitude.mean())
-    by = magnitude.mul_(own + summed)
+        return added.sqrt_().mul_(parts.summed).add_(magnitude, alpha=parts.own)
+    if parts.mixes and magnitude.numel():
+        # Each number is made of the others: some are differences, smaller than what was subtracted.
+        magnitude = magnitude.maximum(magnitude.max() if parts.terms > 1 else magnitude.mean())
+    by = magnitude.mul_(parts.own + parts.summed)
+    name = ran.func.overloadpacket.__name__
     if name in _WEIGHTS and isinstance(result, tuple) and t.shape == result[0].shape:
         by += _cancelled(name, ran.args, result, by)
     return by
@@ -300,6 +320,19 @@ def _cancelled(name: str, args: Sequence[Any], result: tuple[Any, ...], like: to
 def stored_movement(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
     """Return how far numbers may be from what was rounded to their dtype."""
     return t.detach().to(within).abs().mul_(torch.finfo(t.dtype).eps / 2)
+
+
+def movement_shares(ran: KernelCall, result: object, t: torch.Tensor) -> tuple[float, float]:
+    """Return about the norm of `result_movement`, for terms of a sum that are as they happen.
+
+    It is a share of the result's norm, and one of what that were if all were its largest magnitude.
+    What becomes of operands that are rounded is in it.
+    """
+    parts = _parts(ran, result, t)
+    operands = rounding.of_operands(rounds_operands(ran, result))
+    # The square of a sum of independent terms is, in the mean, the sum of their squares.
+    own = parts.own + parts.summed * (2**0.5 if parts.adds else 1)
+    return (operands, own) if parts.mixes and parts.terms > 1 else (operands + own, 0.0)
 
 
 def _magnitude(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:

@@ -94,25 +94,34 @@ class Probes:
         """Return whether some argument of an op is not the run's own in all probes."""
         return any(self.of(t) is not None for t in float_tensors(ran.args, ran.kwargs))
 
-    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        """Run an op in all probes, and move its results."""
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> torch.Tensor | None:
+        """Run an op in all probes, and move its results.
+
+        Returns the norm of how far the first may be from the exact one; None if it is exact.
+        """
         if not self.count:
-            return
+            return None
         into = [t for t in ran.into if t.is_floating_point()]
         results = [*made, *(t for t in into if not any(t is m for m in made))]
         if _talks(ran):
             self.left_out["what comes from other ranks is not in probes"] += 1
             self.forget(results)
-            return
+            return None
         try:
-            self._follow(ran, result, into, results)
+            return self._follow(ran, result, made, into, results)
         except Exception:  # of an op that is like no other: the program goes on
             self.left_out["ops that fail in probes"] += 1
             self.forget(results)
+            return None
 
     def _follow(
-        self, ran: Ran, result: object, into: list[torch.Tensor], results: list[torch.Tensor]
-    ) -> None:
+        self,
+        ran: Ran,
+        result: object,
+        made: list[torch.Tensor],
+        into: list[torch.Tensor],
+        results: list[torch.Tensor],
+    ) -> torch.Tensor | None:
         if not all(map(has_values, self._copies.values())):
             raise TypeError("it writes a tensor that cannot be copied")
         narrow = rounds_operands(ran, result)
@@ -121,6 +130,7 @@ class Probes:
         moves = not (is_exact(ran.func) or ran.op_call.place.updating)
         given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
         changed = {*map(modes.storage_key, into)}
+        norm = None
         for at, t in enumerate(results):
             key = modes.storage_key(t)
             if (key in given and key not in changed) or not self._fits(t):
@@ -134,6 +144,12 @@ class Probes:
             elif runs or by is not None:
                 numbers = torch.stack([run[at] for run in runs]) if runs else self._same(t)
                 self._numbers.put(t, self._move(t, numbers, by))
+            if at == 0 and by is not None:
+                norm = torch.linalg.vector_norm(by)
+                if narrow:
+                    moved = torch.linalg.vector_norm(t.detach())
+                    norm = norm + rounding.of_operands(narrow) * moved
+        return norm
 
     def _run(self, ran: Ran, narrow: str) -> list[list[torch.Tensor]]:
         """Run an op in each probe; return the float tensors in its results.

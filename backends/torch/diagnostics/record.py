@@ -35,7 +35,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     tensors,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.perturb import rounds_operands, wide
+from polymp.backends.torch.diagnostics.perturb import movement_shares, rounds_operands, wide
 from polymp.backends.torch.diagnostics.probes import Probes, has_values
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
@@ -44,6 +44,7 @@ from polymp.diagnostics.run_record import (
     GRADIENT,
     INPUT,
     RESULT,
+    RMS,
     UPDATE,
     Options,
     RecordedArray,
@@ -184,6 +185,8 @@ class _Array:
     # Its values, zeros and numbers that are not finite; `sums` of them, of one on another device.
     summary: tuple[tuple[float, ...], int, int] | torch.Tensor | None = None
     changes: torch.Tensor | None = None
+    own: torch.Tensor | None = None  # norm of its rounding
+    shares: tuple[float, float] = (0.0, 0.0)  # see `movement_shares`
     narrow: str = ""  # the format to which it rounded its operands
     op_call: OpCall | None = None
 
@@ -289,11 +292,11 @@ class _Step(Subscriber):
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
-        self._probes.after(ran, result, made)
+        norm = self._probes.after(ran, result, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
         if results and not (lists or ran.facts.copies_as) and self._records(op_call):
-            array = self._row(ran, result, results[0])
+            array = self._row(ran, result, results[0], norm)
             makers: _Makers = (array,)
         else:
             makers = tuple(self._reads)
@@ -309,7 +312,7 @@ class _Step(Subscriber):
                     t, self._joined(t, makers) if ran.facts.copies_as and changed else makers
                 )
 
-    def _row(self, ran: Ran, result: object, t: torch.Tensor) -> _Array:
+    def _row(self, ran: Ran, result: object, t: torch.Tensor, norm: torch.Tensor | None) -> _Array:
         """Return the array of a call, which is the last result of the ops in it.
 
         Of a backward it is the first: the gradient that goes on to the calls before, if there is
@@ -321,7 +324,10 @@ class _Step(Subscriber):
             named = op_call.op, place.module, place.source, op_call.direction
             array = array or _Array(_row_of(RESULT, t, *named), op_call=op_call)
             array.row = array.row._replace(dtype=_dtype(t), shape=tuple(t.shape))
+            array.own = norm
             array.narrow = rounds_operands(ran, result) or array.narrow
+            if not self._probes.count and t.itemsize > 1:
+                array.shares = movement_shares(ran, result, t.detach())
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads
@@ -469,6 +475,8 @@ class _Step(Subscriber):
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
             array.row = array.row._replace(dtype=_dtype(new))
+            norm = torch.linalg.vector_norm(new, dtype=dtype)
+            array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
             array.reads = {} if gradient is None else {gradient: None}
             self._ends[UPDATE, name] = array
@@ -486,27 +494,37 @@ class _Step(Subscriber):
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
         arrays = [*self._arrays.values(), *ends]
-        numbers = _read([t for a in arrays for t in (a.summary, a.changes)])
+        numbers = _read([t for a in arrays for t in (a.summary, a.changes, a.own)])
         places = {array: at for at, array in enumerate(arrays)}
         found = []
         for at, array in enumerate(arrays):
             reads = sorted(places[r] for r in array.reads if places.get(r, at) < at)
-            found.append(self._finished(array, tuple(reads), *numbers[2 * at : 2 * at + 2]))
+            found.append(self._finished(array, tuple(reads), *numbers[3 * at : 3 * at + 3]))
         return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
 
     def _finished(
-        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any
+        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any, norm: Any
     ) -> RecordedArray:
         count = array.row.size
         if not isinstance(found, tuple):
             found = summary.values(found, count)
         values, zeros, bad = found
+        own, of_top = array.shares
+        if rms := values[RMS]:
+            own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / count**0.5 / rms)
         spread: tuple[float, ...] = ()
         if changes is not None:
             spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
-        row = array.row._replace(zeros=zeros, bad=bad, reads=reads, values=values, spread=spread)
+        row = array.row._replace(
+            zeros=zeros,
+            bad=bad,
+            own=float(own) if rms else 0.0,
+            reads=reads,
+            values=values,
+            spread=spread,
+        )
         if array.op_call is not None:
             call = call_of(array.op_call)
             run = array.narrow or call.run
@@ -520,7 +538,7 @@ def _row_of(
     """Return the row of an array without its numbers."""
     of_call: tuple[str, tuple[str, ...], str] = "", (), ""
     at = kind, name, module, source, direction
-    return RecordedArray(*at, *of_call, _dtype(t), tuple(t.shape), 0, 0, (), ())
+    return RecordedArray(*at, *of_call, _dtype(t), tuple(t.shape), 0, 0, 0.0, (), ())
 
 
 def _dtype(t: torch.Tensor) -> str:

@@ -95,8 +95,8 @@ class Audit(AuditRecord):
         """
         table = _MEASURED.table([*self.results, *self.gradients])
         first, *others = filter(None, _summary(self))
-        notes = [*others, *_notes(self, table)]
-        return page.html(page.Page(first, "", notes, table.without_empty(), "row"), path)
+        notes, table = [*others, *_notes(self, table)], table.without_empty()
+        return page.html(path, title=first, notes=notes, table=table, what="row")
 
     def __str__(self) -> str:
         return self.table()
@@ -309,14 +309,14 @@ def _alike_measured(measured: Measured) -> Hashable:
 _NOTHING = Magnitudes(0, 0, (), 0.0)
 
 _MEASURED: TableKind[Measured] = TableKind(
-    _SECTIONS,
     _place,
-    _alike_measured,
-    together,
     _COLUMNS,
     _cells,
     ("section", "dtype"),
     lambda m: (_SECTIONS[_place(m)[0]], m.run),
+    _SECTIONS,
+    _alike_measured,
+    together,
     {
         COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
         "loss": lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Self, overload
+from typing import Any, NamedTuple, Self
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
@@ -32,24 +32,14 @@ SOMETHING = "a value is not finite"
 
 
 class BadStep(NamedTuple):
-    """A step that made a value that is not finite, or whose loss jumped; `print` shows it.
+    """A step that made a value that is not finite, or whose loss jumped; `print` shows it."""
 
-    Attributes:
-        step: its number; 0 is the first call of the step.
-        found: what broke: "the loss is NaN".
-        fault: the op at which it broke; None if every op of the step has finite results.
-        losses: of the steps before it, as far as they were replayed; the latest is the last.
-        undone: the number of steps that were taken back, this one included; 0 if they could not be
-            repeated.
-        note: a sentence on what a replay could not show; "" if there is nothing to say.
-    """
-
-    step: int
-    found: str
-    fault: Fault | None = None
-    losses: tuple[float, ...] = ()
-    undone: int = 1
-    note: str = ""
+    step: int  # its number; 0 is the first call of the step
+    found: str  # what broke: "the loss is NaN"
+    fault: Fault | None = None  # the op at which it broke; None if all ops have finite results
+    losses: tuple[float, ...] = ()  # of the steps before it that were replayed, the latest last
+    undone: int = 1  # steps that were taken back, this one included; 0 if none could be repeated
+    note: str = ""  # a sentence on what a replay could not show
 
     @property
     def remedy(self) -> str:
@@ -231,22 +221,6 @@ class CaughtStep:
             raise BadStepError(report, last_good)
         warn(str(report))
 
-    def __enter__(self) -> NoReturn:
-        """Say how it is used."""
-        raise TypeError(
-            "catch is not a context manager. Write step = catch(step), with the function that does "
-            "a training step, and call it for each batch."
-        )
-
-    def __exit__(self, *error: object) -> None:
-        """Never reached; `with` asks for it first."""
-
-    @overload
-    def __get__(self, it: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, it: object, owner: type | None = None) -> NoReturn: ...
-
     def __get__(self, it: object, owner: type | None = None) -> Self:
         """Refuse to be called as a method."""
         if it is None:
@@ -277,10 +251,9 @@ def checked_arguments(step: object, every: object, on_bad: object, jump: object)
             f"catch(step) needs the function that does a training step, got {step!r}. Give the "
             "function, not what it returned."
         )
-    if not isinstance(every, int) or isinstance(every, bool):
-        raise TypeError(f"catch(every=...) is a number of steps, a positive int, got {every!r}")
-    if every < 1:
-        raise ValueError(f"catch(every=...) is a number of steps, a positive int, got {every!r}")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        kind = ValueError if type(every) is int else TypeError
+        raise kind(f"catch(every=...) is a number of steps, a positive int, got {every!r}")
     if on_bad not in ("raise", "report"):
         raise ValueError(f"catch(on_bad=...) is 'raise' or 'report', got {on_bad!r}")
     if jump is not None and not (isinstance(jump, (int, float)) and jump > 1):

@@ -55,11 +55,7 @@ class Call(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """The rule that it ran by, "no row" or "".
-
-        "no row" where the policy of the region has no row for the op, which then runs in the dtypes
-        of its inputs; "" outside of regions.
-        """
+        """The rule that it ran by; "no row" if the policy has none for it, "" without a region."""
         if self.row is not None:
             return str(self.row.rule)
         return "no row" if self.region else ""
@@ -93,15 +89,7 @@ class CallList:
         low: str = "",
         policy: str = "",
     ) -> None:
-        """Keep calls.
-
-        Args:
-            calls: one for each run of an op; or a function that makes them when they are first
-                needed.
-            title: name of the function or model that was explained.
-            low: the low dtype of the regions.
-            policy: name of the policy.
-        """
+        """Keep calls: one for each run of an op, or a function that makes them when needed."""
         self._calls = calls
         self.title: str = title
         self.low: str = low
@@ -202,16 +190,12 @@ def added(calls: Sequence[Call]) -> Call:
     return reduce(_added, calls)
 
 
+_COUNTS = ("casts", "cast_bytes", "flops", "kept", "times", "kept_fp8")
+
+
 def _added(one: Call, other: Call) -> Call:
-    return one._replace(
-        casts=one.casts + other.casts,
-        cast_bytes=one.cast_bytes + other.cast_bytes,
-        saved=tuple(_sums((*one.saved, *other.saved)).items()),
-        flops=one.flops + other.flops,
-        kept=one.kept + other.kept,
-        times=one.times + other.times,
-        kept_fp8=one.kept_fp8 + other.kept_fp8,
-    )
+    counts = {name: getattr(one, name) + getattr(other, name) for name in _COUNTS}
+    return one._replace(**counts, saved=tuple(_sums((*one.saved, *other.saved)).items()))
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import record_pairs, run_record
+from polymp.diagnostics import page, record_pairs, run_record
 from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
 from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side
@@ -39,7 +39,7 @@ from polymp.diagnostics.run_record import (
     RecordError,
     RunRecord,
 )
-from polymp.diagnostics.tables import OUTSIDE
+from polymp.diagnostics.tables import OUTSIDE, Cell, Column, TableKind, number
 from polymp.errors import escaped
 
 
@@ -77,14 +77,14 @@ class Comparison:
         return len({header.get("framework") for header in self.headers}) > 1
 
     def growth(self) -> list[tuple[str, str, float, float]]:
-        """Return how the difference grows: module, direction, difference, what is allowed.
+        """Return how the difference grows: direction, module, difference, what is allowed.
 
         The last array of each module in program order; `mean_difference` and `mean_allowed`.
         """
         ends: dict[tuple[str, str], Compared] = {}
         for row in self.rows:
             if row.array.kind == RESULT and row.one is not None and row.other is not None:
-                place = row.array.module or OUTSIDE, row.array.direction
+                place = row.array.direction, row.array.module
                 ends.pop(place, None)
                 ends[place] = row
         return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
@@ -106,7 +106,10 @@ class Comparison:
             lines += ["", "the difference from module to module, of the root mean square:", ""]
             step = max(1, math.ceil(len(grown) / 24))  # equal layers as one would hide the growth
             at = sorted({*range(0, len(grown), step), len(grown) - 1})
-            rows = [(*grown[i][:2], *map(_number, grown[i][2:])) for i in at]
+            rows = [
+                (module or OUTSIDE, direction, _number(off), _number(allowed))
+                for direction, module, off, allowed in (grown[i] for i in at)
+            ]
             lines += text_table.columns(heads, rows, heads[2:], width)
         for note in self.notes:
             lines += ["", *text_table.folded(note, width)]
@@ -188,6 +191,25 @@ class Comparison:
             "rows": [row.to_dict() for row in self.rows],
             "notes": self.notes,
         }
+
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+        """Return an HTML page: the text, a curve of the difference over depth, and all arrays.
+
+        Args:
+            path: file to write it to as well, in UTF-8.
+
+        Returns:
+            The page as text.
+        """
+        return page.html(
+            path,
+            title=" and ".join(self.names),
+            about=self._about(),
+            notes=[self._program(), self._verdict(), *self.notes],
+            table=_ARRAYS.plain(self.rows),
+            what="array",
+            curve=[(f"{m or OUTSIDE}, {d}", off, most) for d, m, off, most in self.growth()],
+        )
 
     def __bool__(self) -> bool:
         return not self.explained
@@ -407,6 +429,36 @@ def _number(x: float) -> str:
     return "Inf or NaN" if math.isinf(x) else f"{x:.2g}" if x else "0"
 
 
+def _cells(row: Compared) -> Sequence[Cell | str]:
+    dtypes = (text_table.short(a.run or a.dtype) for a in (row.one, row.other) if a)
+    return (
+        row.array.name,
+        row.array.direction,
+        row.verdict,
+        number(row.difference, _number(row.difference)),
+        number(row.allowed, _number(row.allowed)),
+        ", ".join(dict.fromkeys(dtypes)),
+        row.array.source,
+    )
+
+
+_ARRAYS: TableKind[Compared] = TableKind(
+    lambda row: ("", row.array.module),
+    (
+        Column("array", breaks="parts"),
+        Column("direction", on_page=True),
+        Column("verdict", on_page=True),
+        Column("difference", True, "of the root mean square"),
+        Column("rounding explains", True, "of the root mean square"),
+        Column("dtypes"),
+        Column("source"),
+    ),
+    _cells,
+    ("direction", "verdict"),
+    lambda row: (row.array.direction, row.verdict),
+)
+
+
 def _notes(
     names: tuple[str, str],
     records: tuple[RunRecord, RunRecord],
@@ -421,8 +473,8 @@ def _notes(
             yield f"not compared: calls of {name} outside of {patterns}, which it recorded alone"
         if not record.header.get("probes"):
             yield (
-                f"{name} was recorded without probes, which measure what rounding explains: it is "
-                "taken from the other record, or if both have none, every difference counts"
+                f"{name} was recorded without probes: what rounding explains is estimated from "
+                "each call's own rounding, which can be off by a factor of ten either way"
             )
         if record.cut:
             yield f"{name} ends in a step that is not whole, which was left out"

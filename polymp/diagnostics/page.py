@@ -1,6 +1,6 @@
 """An HTML page with a table that can be sorted and filtered in a browser.
 
-    Page (notes, a table) -> page.html and page_parts.html filled in -> text
+    notes, a curve, a table -> page.html and page_parts.html filled in -> text
 
 All markup is in these two files, style and script in page.css and page.js; a text is escaped when
 it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
@@ -8,6 +8,7 @@ only sorts and hides them, so that the page can be read, searched and printed wi
 loaded from anywhere.
 """
 
+import math
 import os
 import re
 import threading
@@ -20,23 +21,9 @@ from importlib import resources
 from os import PathLike
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.tables import Cell, Column, Line, Table
-
-
-class Page(NamedTuple):
-    """The contents of a page."""
-
-    title: str
-    about: str  # the line below the title
-    notes: Sequence[str]
-    table: Table  # its sections are one on a page
-    what: str  # name of a line, such as "call site"
-    # Columns whose largest numbers come first; without any, lines are as in the printed table.
-    largest: Sequence[str] = ()
-
 
 # The columns in front of those of every table.
 _START = (
@@ -51,23 +38,38 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(page: Page, path: "str | PathLike[str] | None" = None) -> str:
-    """The page as one text, also in a file; everything that comes from a program is escaped."""
-    table, columns = page.table, (*_START, *page.table.columns)
-    names = [column.name for column in table.columns]
-    largest = [names.index(name) for name in page.largest]
+def html(
+    path: str | PathLike[str] | None,
+    *,
+    title: str,
+    about: str = "",
+    notes: Sequence[str],
+    table: Table,
+    what: str,
+    largest: Sequence[str] = (),
+    curve: Sequence[tuple[str, float, float]] = (),
+) -> str:
+    """A page as one text, also in a file; everything that comes from a program is escaped.
+
+    `about` is the line below the title, `what` the name of a line of the table. `largest` are
+    columns whose largest numbers come first; without any, lines are as in the printed table. Above
+    the table a curve is drawn: labels in order, a difference, and what rounding explains of it.
+    """
+    columns = (*_START, *table.columns)
+    places = [at for name in largest for at, c in enumerate(table.columns) if c.name == name]
     lines = [*enumerate(table.lines, 1)]
-    lines.sort(key=lambda line: [-(line[1].cells[at].value or 0) for at in largest])
+    lines.sort(key=lambda line: [-(line[1].cells[at].value or 0) for at in places])
     text = _filled(
         Template(_file("page.html")),
-        title=page.title,
+        title=title,
         style=_Markup(_file("page.css")),
-        about=page.about,
-        notes=_joined(_part("note", text=note) for note in page.notes),
+        about=about,
+        notes=_joined(_part("note", text=note) for note in notes),
+        curve=_curve(curve) if curve else "",
         selects=_joined(_select(at, table) for at in range(len(table.selects))),
-        what=page.what,
-        count=text_table.plural(len(lines), page.what),
-        heads=_joined(_head(column, [*page.largest, "#"][0]) for column in columns),
+        what=what,
+        count=text_table.plural(len(lines), what),
+        heads=_joined(_head(column, [*largest, "#"][0]) for column in columns),
         rows=_joined(_row(at, line, columns) for at, line in lines),
         script=_Markup(_file("page.js")),
     )
@@ -108,6 +110,43 @@ def _attributes(values: Mapping[str, object]) -> _Markup:
     return _Markup(" ".join(f'{name}="{escape(str(value))}"' for name, value in present))
 
 
+_TICKS = 6  # on the axis of a curve, at most
+
+
+def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
+    """A curve over its points in order, on a logarithmic scale, in percent of its box."""
+    # Zero is drawn at the bottom, Inf and NaN at the top.
+    sizes = [math.log10(v) for _, *both in points for v in both if 0 < v < math.inf]
+    low, high = math.floor(min(sizes, default=-7.0)), math.ceil(max(sizes, default=0.0))
+    high = max(high, low + 1)
+
+    def depth(value: float) -> float:
+        if not 0 < value < math.inf:
+            return 100.0 if value == 0 else 0.0
+        return round(100 * (high - math.log10(value)) / (high - low), 2)
+
+    across = [round(100 * (at + 0.5) / len(points), 2) for at in range(len(points))]
+    allowed = [depth(limit) for *_, limit in points]
+    depths = [100, allowed[0], *allowed, allowed[-1], 100]
+    edge = zip([0, 0, *across, 100, 100], depths, strict=True)
+    off = [depth(difference) for _, difference, _ in points]
+    ticks = range(low, high + 1, math.ceil((high - low) / _TICKS))
+    return _part(
+        "curve",
+        first=points[0][0],
+        last=points[-1][0] if len(points) > 1 else "",
+        ticks=_joined(_part("tick", at=depth(10.0**t), text=f"1e{t}") for t in ticks),
+        grid=_joined(_part("grid", at=depth(10.0**t)) for t in ticks),
+        band=" ".join(f"{x},{y}" for x, y in edge),
+        line=" ".join(f"{x},{y}" for x, y in zip(across, off, strict=True)),
+        points=_joined(
+            _part("point", x=x, y=y, kind="" if v <= limit else "alarm", label=label,
+                  difference=f"{v:.2g}", allowed=f"{limit:.2g}")
+            for x, y, (label, v, limit) in zip(across, off, points, strict=True)
+        ),
+    )  # fmt: skip
+
+
 def _select(at: int, table: Table) -> _Markup:
     """The values of the lines: those of the first select in order, of others by the alphabet."""
     values = list(dict.fromkeys(line.selected[at] for line in table.lines))
@@ -139,7 +178,7 @@ def _cell(cell: Cell, breaks: str) -> _Markup:
 
 
 @contextmanager
-def replacing(path: "str | PathLike[str]") -> Iterator[Path]:
+def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     """A path beside `path`, of the same suffix, for a file that replaces it once it is whole."""
     whole = Path(path).resolve()  # a link keeps pointing to its file
     if not whole.parent.is_dir():

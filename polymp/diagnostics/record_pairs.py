@@ -6,15 +6,17 @@ A number may be off by
 
 where t is Student's quantile: a spread is a mean of squares, one for each probe of both records, of
 projections eight for each, and is less certain the fewer these are. The last part is the error of
-the numbers themselves. A record without probes takes the spread of the other; of two without, this
-part is all.
+the numbers themselves. Without probes, `spread` is an estimate: each call's own rounding, and of
+what it reads, as far as the magnitudes tell.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from polymp.diagnostics.alignment import aligned, shared_name
 from polymp.diagnostics.call_record import BACKWARD
@@ -98,7 +100,7 @@ class Compared(NamedTuple):
         def side(array: RecordedArray | None) -> dict[str, Any] | None:
             if array is None:
                 return None
-            left_out = ("values", "spread", "reads")
+            left_out = ("values", "spread", "reads", "own")
             data = {k: v for k, v in array._asdict().items() if k not in left_out}
             return data | {"rms": array.values[RMS], "amax": array.values[AMAX]}
 
@@ -116,15 +118,16 @@ class Side:
     """The arrays of one run as numpy arrays."""
 
     def __init__(self, step: RecordedStep, probes: int, names: Mapping[str, str]) -> None:
-        import numpy as np
-
         self.arrays = step.arrays
         self.compiled = COMPILED in step.left_out
         self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
-        moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
-        self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
+        if probes:
+            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
+            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
+        else:
+            self.spread = _estimated(step.arrays)
         # Of one element: in the mean over signs, the square of a projection is the mean square.
         whole = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
         self.spread[:, PROJECTIONS] = whole
@@ -181,6 +184,24 @@ def _size(a: RecordedArray) -> tuple[str, int]:
     return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
 
 
+_ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_norm".split())
+
+
+def _estimated(arrays: Sequence[RecordedArray]) -> Any:
+    """The spread without probes: of relative errors that add up from call to call."""
+    relative = [0.0] * len(arrays)
+    spread = np.zeros((len(arrays), VALUES))
+    for i, a in enumerate(arrays):
+        size = a.values[RMS] or 1.0
+        squares = a.own**2
+        for source in a.reads:
+            share = arrays[source].values[RMS] / size if a.name in _ADDS else 1.0
+            squares += (relative[source] * max(share, 1.0)) ** 2
+        relative[i] = min(math.sqrt(squares), 1.0)
+        spread[i] = relative[i] * size
+    return spread
+
+
 class Pairs:
     """The arrays of two runs, matched."""
 
@@ -219,14 +240,8 @@ class Pairs:
 
     def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
-        import numpy as np
-
         a, b = self.one, self.other
         squares = a.spread[i] ** 2, b.spread[j] ** 2
-        if a.probes and not b.probes:  # rounding is taken to move it alike
-            squares = squares[0], squares[0]
-        if b.probes and not a.probes:
-            squares = squares[1], squares[1]
         spread = np.sqrt(sum(squares))
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
@@ -250,8 +265,6 @@ class Pairs:
 
     def held(self, i: int, j: int) -> tuple[Any, Any]:
         """The same of the numbers of two arrays that can be compared."""
-        import numpy as np
-
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.numbers(i, j)
         ordered = self._in_order(i, j, allowed[RMS])
@@ -314,8 +327,6 @@ class Pairs:
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
         """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
-        import numpy as np
-
         if i is None or j is None:
             return []
         difference, allowed = self.numbers(i, j)
@@ -505,8 +516,6 @@ def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: se
 
 def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
     """How many times larger a difference is than what is allowed, at most, and of which number."""
-    import numpy as np
-
     ratios = np.divide(difference, allowed, out=np.full_like(difference, np.inf), where=allowed > 0)
     ratios = np.where(difference == 0, 0.0, ratios)
     at = int(ratios.argmax())
@@ -518,8 +527,6 @@ def _of_two_elements(projections: Any, noise: float) -> bool:
 
     A projection has each element with a sign; of many elements, all sums differ.
     """
-    import numpy as np
-
     sizes = np.sort(projections)
     return int((np.diff(sizes) > max(noise, 1e-3 * float(sizes[-1]))).sum()) <= 1
 
@@ -531,9 +538,7 @@ def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:
         Welch, "The generalization of 'Student's' problem when several different population
         variances are involved", Biometrika 34 (1947).
     """
-    import numpy as np
-
-    one, other = (count or max(*probes, 1) for count in probes)
+    one, other = (count or math.inf for count in probes)  # an estimate without probes is no sample
     own, theirs = squares
     parts = own**2 / one + theirs**2 / other
     whole = np.full_like(parts, one + other)
@@ -547,8 +552,6 @@ def _quantile(normal: float, degrees: Any) -> Any:
         Wallace, "Bounds on normal approximations to Student's and the chi-square distributions",
         Ann. Math. Statist. 30 (1959).
     """
-    import numpy as np
-
     degrees = np.minimum(degrees, 1e9)
     scaled = normal * (8 * degrees + 3) / (8 * degrees + 1)
     return np.sqrt(degrees * np.expm1(scaled**2 / degrees))

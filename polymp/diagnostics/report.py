@@ -101,7 +101,8 @@ class Report(CallList):
             The page as text.
         """
         table = self._kind.table(self.calls)
-        made = page.Page(
+        return page.html(
+            path,
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
             notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
@@ -109,7 +110,6 @@ class Report(CallList):
             what="row" if table.note else "call site",
             largest=("bytes", "FLOPs"),
         )
-        return page.html(made, path)
 
     def diff(self, other: "Report") -> "ReportDiff":
         """Compare with another report: under another policy, or from the other framework.
@@ -177,14 +177,14 @@ def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
 
 
 CALLS: TableKind[Call] = TableKind(
-    SECTIONS,
     lambda call: (call.direction, call.module),
-    alike,
-    added,
     _COLUMNS,
     partial(_cells, ""),
     ("direction", "ran in", "rule"),
     lambda call: (call.direction, call.run or "no float", call.rule or "no region"),
+    SECTIONS,
+    alike,
+    added,
     {COST: cost},
 )
 
@@ -404,9 +404,9 @@ def _added(rows: Sequence[Difference]) -> Difference:
 
 
 _DIFFERENCES: TableKind[Difference] = TableKind(
-    SECTIONS,
     lambda row: (row.direction, row.module),
-    _alike,
-    _added,
     cells=lambda row: (row.op, _side(row, row.one), _side(row, row.other)),
+    sections=SECTIONS,
+    alike=_alike,
+    added=_added,
 )

@@ -53,20 +53,16 @@ from polymp.dtypes import FORMATS
 # The probability of a false alarm, for all numbers of one result together.
 CHANCE = 1e-6
 
-
 # Units roundoff of a function's own error, 1.5 in the last place: SLEEF, whose functions torch
 # calls, documents 1 for those, and XLA's polynomials are off by 1 to 3 at the worst.
 FUNCTION = 3.0
-
 
 # The same of the gamma functions and inverses, whose approximations cancel digits on the way.
 HARD = 32.0
 HARD_FUNCTIONS = frozenset("lgamma digamma polygamma igamma igammac erfinv".split())
 
-
 # Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low dtypes.
 ONCE = frozenset("add sub mul div sqrt reciprocal rsub".split())
-
 
 # Ops whose results are among their operands, or these with another sign.
 EXACT = frozenset(
@@ -185,9 +181,7 @@ def spread(base: Any, probes: Iterable[Any]) -> Any:
     return np.sqrt(np.where(exact, 0.0, squares))
 
 
-# Nested tuples, lists and dicts of arrays, the same for every framework's arrays.
-#
-# Nothing here imports one: an array is what has a dtype and a shape.
+# Nested tuples, lists and dicts of arrays, of every framework: what has a dtype and a shape.
 
 
 def is_array(x: object) -> bool:

@@ -26,6 +26,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polymp.diagnostics.page import replacing
 from polymp.errors import PolympError
 from polymp.rules import scopes
@@ -73,6 +75,7 @@ class RecordedArray(NamedTuple):
     shape: tuple[int, ...]
     zeros: int  # how many elements are zero
     bad: int  # how many are Inf or NaN
+    own: float  # how far the call's own rounding moves an element, relative to `RMS`; 0 of inputs
     reads: tuple[int, ...]  # places of the recorded arrays that the call reads
     values: tuple[float, ...]  # VALUES numbers
     spread: tuple[float, ...] = ()  # the same; () without probes
@@ -110,8 +113,6 @@ def signs(blocks: int) -> tuple[Any, Any]:
     Element i of an array has, in projection k, the sign of its block times that of its place in it:
     `one[i // BLOCK, k] * other[i % BLOCK, k]`.
     """
-    import numpy as np
-
     count = PROJECTIONS.stop - PROJECTIONS.start
     x = np.arange(blocks * count + BLOCK * count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -123,8 +124,6 @@ def signs(blocks: int) -> tuple[Any, Any]:
 @cache
 def signs_and_ones(blocks: int) -> tuple[Any, Any]:
     """`signs` in float64, a row for each projection, below a row of ones, for a sum."""
-    import numpy as np
-
     outer, inner = (np.insert(each.astype(np.float64).T, 0, 1, 0) for each in signs(blocks))
     return outer, inner
 
@@ -138,8 +137,6 @@ def places(count: int) -> tuple[int, ...]:
 
 def in_float64(x: Any) -> Any:
     """A copy of a numpy array in float64."""
-    import numpy as np
-
     return np.array(x, np.float64)
 
 
@@ -154,8 +151,6 @@ def summary(
     `widened` makes a float64 numpy array of its own of a part of it. The backends compute the same
     of arrays that are not in the memory of a CPU.
     """
-    import numpy as np
-
     row = array.reshape(-1)
     (count,) = row.shape
     if not count:
@@ -174,8 +169,6 @@ def _sums(row: Any, count: int, widened: Callable[[Any], Any], scale: float) -> 
 
     Sums are relative to `scale`.
     """
-    import numpy as np
-
     found, top, square, zeros, bad = np.zeros(VALUES), 0.0, 0.0, 0, 0
     outer, inner = signs_and_ones(1 << (count // BLOCK).bit_length())
     kept = places(count)
@@ -329,8 +322,6 @@ class RecordWriter:
 
 
 def _line(step: RecordedStep) -> str:
-    import numpy as np
-
     arrays = step.arrays
     names: dict[str, int] = {}  # each text once
     rows = []
@@ -348,6 +339,7 @@ def _line(step: RecordedStep) -> str:
         "texts": list(names),
         "arrays": rows,
         "values": _packed(np.array([a.values for a in arrays], "<f8").reshape(-1)),
+        "own": _packed(np.array([a.own for a in arrays], "<f4")),
         "spread": _packed(np.array(spread, "<f4").reshape(-1)),
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=True) + "\n"
@@ -427,6 +419,7 @@ def _step(line: str) -> RecordedStep:
         raise TypeError("a name is no text")
     values = _unpacked(data["values"], "<f8", len(rows) * VALUES).reshape(-1, VALUES)
     spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES).reshape(-1, VALUES)
+    own = _unpacked(data["own"], "<f4", len(rows))
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):
         counts = (zeros, bad, *shape, *reads, *named)
@@ -437,7 +430,7 @@ def _step(line: str) -> RecordedStep:
         *call, run, dtype = [texts[i] for i in named]
         inputs, numbers = tuple(texts[i] for i in dtypes), tuple(values[at].tolist())
         moved = () if math.isnan(spread[at][0]) else tuple(spread[at].tolist())
-        rest = tuple(shape), zeros, bad, tuple(reads), numbers, moved
+        rest = tuple(shape), zeros, bad, float(own[at]), tuple(reads), numbers, moved
         arrays.append(RecordedArray(*call, inputs, run, dtype, *rest))  # type: ignore[call-arg]
     number, settings, left_out = data["step"], data["settings"], data["left out"]
     tables = (settings, left_out, *settings.values())
@@ -449,8 +442,6 @@ def _step(line: str) -> RecordedStep:
 
 
 def _unpacked(text: str, dtype: str, count: int) -> Any:
-    import numpy as np
-
     numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype)
     if numbers.size != count:
         raise ValueError(f"{numbers.size} numbers where {count} belong")

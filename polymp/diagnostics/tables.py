@@ -110,14 +110,15 @@ class ModuleRows(NamedTuple, Generic[R]):
 class TableKind(NamedTuple, Generic[R]):
     """How rows of one kind are placed, shown, added up and ordered."""
 
-    sections: Mapping[str, str]  # headings, in order, by their keys
     place: Callable[[R], tuple[str, str]]  # the key of its section, and its module
-    alike: Callable[[R], Hashable]  # in what the rows of equal layers agree
-    added: Callable[[Sequence[R]], R]  # one row in place of several, with the counts of all
     columns: Sequence[Column] = ()
     cells: Callable[[R], Sequence[Cell | str]] = lambda row: ()
     selects: Sequence[str] = ()  # names of the values by which a page filters rows
     selected: Callable[[R], Sequence[str]] = lambda row: ()
+    sections: Mapping[str, str] = {"": ""}  # headings, in order, by their keys
+    alike: Callable[[R], Hashable] = id  # in what the rows of equal layers agree
+    # One row in place of several, with the counts of all.
+    added: Callable[[Sequence[R]], R] = lambda rows: rows[0]
     # By name, the sort key of rows that stand together.
     orders: Mapping[str, Callable[[Sequence[R]], tuple[float, ...]]] = {}
 
@@ -130,15 +131,17 @@ class TableKind(NamedTuple, Generic[R]):
             f"equal layers are one, with the counts of all of them: {sites:,} rows in {count:,}; "
             "fold=False lists each"
         )
-        lines = [
-            Line(self.sections[one.section], one.label, self._shown(row), self.selected(row))
-            for one in modules
-            for row in one.rows
-        ]
+        lines = [self._line(row, one.section, one.label) for one in modules for row in one.rows]
         return Table(self.columns, self.selects, lines, "" if count == sites else note)
 
-    def _shown(self, row: R) -> list[Cell]:
-        return [Cell(cell) if isinstance(cell, str) else cell for cell in self.cells(row)]
+    def plain(self, rows: Iterable[R]) -> Table:
+        """The rows as they come, each with its module."""
+        lines = [self._line(row, self.place(row)[0], self.place(row)[1] or OUTSIDE) for row in rows]
+        return Table(self.columns, self.selects, lines)
+
+    def _line(self, row: R, section: str, module: str) -> Line:
+        cells = [Cell(cell) if isinstance(cell, str) else cell for cell in self.cells(row)]
+        return Line(self.sections[section], module, cells, self.selected(row))
 
     def arranged(
         self, rows: Iterable[R], sort: str = PROGRAM, fold: bool = True

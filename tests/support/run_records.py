@@ -99,6 +99,7 @@ def arrays(
                 shape=base[at].shape,
                 zeros=zeros,
                 bad=bad,
+                own=roundoff / 3**0.5 if reads else 0.0,
                 reads=reads,
                 values=values,
                 spread=spread,

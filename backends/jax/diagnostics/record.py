@@ -55,6 +55,7 @@ from polymp.diagnostics.run_record import (
     GRADIENT,
     INPUT,
     RESULT,
+    RMS,
     UPDATE,
     VALUES,
     Options,
@@ -272,14 +273,17 @@ class _Program:
         arrays = []
         for parts in zip(walks[0].summaries, *jax.device_get(found), strict=True):
             (row, *_), *runs = parts
-            *values, zeros, bad = runs[0][0].tolist()
+            (*values, zeros, bad), own = runs[0][0].tolist(), float(runs[0][2])
+            own = own / values[RMS] if values[RMS] else 0.0
             spread: tuple[float, ...] = ()
             if self._seeds.size:
                 changes = [x for _, x, _ in runs if x is not None]
                 squares = [np.mean(np.square(x, dtype=np.float64), 0) for x in changes]
                 spread = tuple(np.sqrt(np.mean(squares or [np.zeros(VALUES)], 0)).tolist())
             arrays.append(
-                row._replace(zeros=int(zeros), bad=int(bad), values=tuple(values), spread=spread)
+                row._replace(
+                    zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
+                )
             )
         return RecordedStep(number, _read(arrays, walks[0].ends), {}, dict(walks[0].left_out))
 

@@ -38,6 +38,14 @@ def test_rounding_does_not_explain_it(polymp, answer, files):
     assert data["names"] == ["one.rec", "other.rec"]
 
 
+def test_a_page_is_written(polymp, files):
+    assert polymp("compare", "one.rec", "other.rec", "--html", "page.html")[0] == 1
+    assert (files / "page.html").read_text().startswith("<!DOCTYPE html>")
+    code, out, err = polymp("compare", "one.rec", "other.rec", "--html", "no/page.html")
+    assert (code, out) == (2, "")
+    assert err == "polymp: --html: cannot write 'no/page.html': there is no folder 'no'.\n"
+
+
 def test_modules_of_other_names(polymp, answer, files):
     program = run_records.calls(4, "model.layers.{}")
     renamed = run_records.record(run_records.arrays(program, seed=3))

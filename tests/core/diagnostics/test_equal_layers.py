@@ -20,10 +20,9 @@ Row = tuple[str, str, int]  # module, kind, count
 
 def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[str, int]]]]:
     kind: TableKind[Row] = TableKind(
-        {"": ""},
         lambda row: ("", row[0]),
-        lambda row: row[1],
-        lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
+        alike=lambda row: row[1],
+        added=lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
     )
     found = kind.arranged(rows, fold=fold)
     return [(one.module, one.layers, [row[1:] for row in one.rows]) for one in found]
@@ -46,9 +45,7 @@ def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[st
     ],
 )
 def test_names(modules: list[str], names: list[str]) -> None:
-    kind: TableKind[str] = TableKind(
-        {"": ""}, lambda m: ("", m), lambda m: None, lambda many: many[0]
-    )
+    kind: TableKind[str] = TableKind(lambda m: ("", m), alike=lambda m: None)
     found = kind.arranged(modules)
     assert [one.label for one in found] == names
 

@@ -41,7 +41,7 @@ def test_what_is_written_is_read(two_steps: Path) -> None:
     made = run_records.record(*(run_records.arrays(program, seed) for seed in (1, 2)))
     for step, other in zip(found.steps, made.steps, strict=True):
         for one, two in zip(step.arrays, other.arrays, strict=True):
-            assert one._replace(spread=()) == two._replace(spread=())
+            assert one._replace(spread=(), own=0.0) == two._replace(spread=(), own=0.0)
             assert one.spread == pytest.approx(two.spread, rel=1e-6), "in float32"
     assert run_record.read(two_steps).header.items() >= run_records.HEADER.items()
     assert not run_record.read(two_steps).cut
@@ -138,8 +138,8 @@ DAMAGE = {
     "it reads itself": lambda d: d["arrays"][2].__setitem__(5, [2]),
     "no text": lambda d: d.update(texts=[3] * len(d["texts"])),
     "too few numbers": lambda d: d.update(values=d["values"][:64]),
-    "no base64": lambda d: d.update(spread="\u20ac" * 8),
-    "numbers of no size": lambda d: d.update(spread="AAA="),
+    "no base64": lambda d: d.update(own="\u20ac" * 8),
+    "numbers of no size": lambda d: d.update(own="AAA="),
     "no settings": lambda d: d.update(settings=[]),
     "settings of nothing": lambda d: d.update(settings={"SGD 1": 3}),
     "no counts": lambda d: d.update({"left out": {"why": "many"}}),

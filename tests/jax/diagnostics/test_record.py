@@ -446,6 +446,14 @@ def test_a_second_step_begins_with_weights_that_jit_has_rounded_in_another_way()
     assert (found.step, found.first.array.name) == (1, "params['w']"), str(found)
 
 
+def test_a_sum_of_zero_has_no_rounding_relative_to_itself() -> None:
+    x = jnp.array([1.0, 2.0, 3.0, 6.0])
+    recorded = record(None, lambda x: jnp.sum(x - x.mean()))
+    recorded(x)
+    last = recorded.record.steps[0].arrays[-1]
+    assert (last.values[run_record.RMS], last.own) == (0.0, 0.0)
+
+
 # On a GPU, against a CPU and, on the GPU, against torch
 
 

@@ -419,12 +419,6 @@ def test_an_optimizer_in_a_list_in_a_dict_and_a_schedule_are_found() -> None:
     assert schedule.get_last_lr() == before[1]
 
 
-def test_it_is_no_context_manager() -> None:
-    with pytest.raises(TypeError, match=r"^catch is not a context manager. Write step = catch"):
-        with catch(Net()):
-            raise AssertionError("entered")
-
-
 def test_what_is_not_found_is_named_by_hand() -> None:
     net = Net()
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import polymp
 from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.perturb import Moved
-from polymp.diagnostics import rounding, run_record
+from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import (
     BLOCK,
     ELEMENTS,
@@ -332,7 +332,7 @@ def test_other_programs_compute_the_same_bits(program: Callable[[], Any]) -> Non
                 loss().backward()
         for step in () if probes is None else recorder.record.steps:
             assert not step.left_out
-            assert all(np.isfinite([*a.values, *a.spread]).all() for a in step.arrays)
+            assert all(np.isfinite([*a.values, *a.spread, a.own]).all() for a in step.arrays)
             gradients = [a for a in step.arrays if a.kind == GRADIENT]
             assert not probes or all(any(a.spread) for a in gradients)
         grads = [p.grad for p in net.parameters()]
@@ -422,28 +422,38 @@ def test_a_product_that_rounds_its_operands_differs_by_its_spread(
                 args = [(x.view(torch.int32) + 0xFFF & ~0x1FFF).view(x.dtype) for x in args]
             return op(*args, **(kwargs or {}))
 
-    def step(mode: Any) -> RecordedStep:
+    def step(probes: int, mode: Any) -> RecordedStep:
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(8, 64)
-        recorder = record(None, net)
+        recorder = record(None, net, probes=probes)
         with mode, recorder:  # the recorder sees what is asked for
             net(x).square().sum().backward()
         return recorder.record.steps[0]
 
-    def compared() -> Any:
-        one, other = step(nullcontext()), step(Rounding())
-        header = {"framework": "torch", "probes": 8}
+    def compared(probes: int) -> Any:
+        one, other = step(probes, nullcontext()), step(probes, Rounding())
+        header = {"framework": "torch", "probes": probes}
         runs = (RunRecord(header, (s,), name) for s, name in ((one, "one"), (other, "other")))
         return polymp.compare(*runs)
 
-    assert not compared().explained
+    assert not compared(8).explained
     for module in ("probes", "perturb", "record"):
         where = f"polymp.backends.torch.diagnostics.{module}.rounds_operands"
         monkeypatch.setattr(where, lambda ran, _: "tf32" if "mm" in str(ran.func) else "")
-    found = compared()
-    assert found.explained, str(found)
-    results = (r.array for r in found.rows if r.array.kind == RESULT)
-    assert {a.run for a in results if "mm" in a.name or a.name == "linear"} == {"tf32"}
+    for probes in (0, 8):
+        found = compared(probes)
+        assert found.explained, str(found)
+        results = (r.array for r in found.rows if r.array.kind == RESULT)
+        assert {a.run for a in results if "mm" in a.name or a.name == "linear"} == {"tf32"}
+
+
+def test_own_rounding_is_about_the_same_without_probes() -> None:
+    for low in (None, torch.bfloat16):
+        pairs = [Training(low=low).recorded(probes).arrays for probes in (8, 0)]
+        for a, b in zip(*pairs, strict=True):
+            if a.module != "norm":  # of an RMSNorm's mean, 16 numbers, 8 probes say little
+                assert b.own == pytest.approx(a.own, rel=0.7), a
+            assert not b.spread
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -453,7 +463,7 @@ def test_movements_are_even(dtype: torch.dtype) -> None:
     with record(None, probes=12) as recorder:
         torch.sin(x)
     made = recorder.record.steps[0].arrays[-1]
-    size = rounding.movement("sin", "", made.dtype)[0] * made.values[RMS] / np.sqrt(3)
+    size = made.own * made.values[RMS] / np.sqrt(3)
     assert made.spread[MEAN] < 2.5 * size / np.sqrt(20_000)
     assert 0.5 * size < np.sqrt(np.square(made.spread[PROJECTIONS]).mean()) < 2 * size
 
@@ -462,7 +472,7 @@ def test_movements_are_even(dtype: torch.dtype) -> None:
 def test_exact_ops_move_nothing(op: Any) -> None:
     with record(None, probes=4) as recorder:
         op(torch.randn(5, 5))
-    assert not any(any(a.spread) for a in recorder.record.steps[0].arrays)
+    assert not any(any(a.spread) or a.own for a in recorder.record.steps[0].arrays)
 
 
 def test_random_numbers_are_the_same_in_all_probes() -> None:

@@ -51,8 +51,7 @@ def audit(
     them.
 
     With `rounding=True`, the audit also measures rounding errors: of each op in a low dtype,
-    against the same op in float32 on the same inputs before casts, and of each result, against the
-    same step in float32. An op runs up to twice more, and its results are kept in float32 as well.
+    against the same op in float32 on the same inputs before casts. An op runs once more for it.
     Where a loss of one value is followed by its backward pass, the audit estimates by how much each
     op's own rounding changes the loss: the errors of low results are kept, in bfloat16, until their
     gradients are there, which takes as many bytes as these results.

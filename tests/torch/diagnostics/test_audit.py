@@ -81,6 +81,27 @@ def test_rounding_errors_are_measured_without_a_bit_of_change(what: tuple[Any, .
     assert max(own) < {"bfloat16": 0.02, "float16": 0.2}[low]
 
 
+def test_what_needs_no_gradient_has_its_effect_at_its_last_op() -> None:
+    """Also through views and writes; the error so far enters at the product."""
+    x, w, v = torch.randn(8, 16), torch.randn(16, 16), torch.randn(16, 4, requires_grad=True)
+
+    def run(low: torch.dtype) -> torch.Tensor:
+        h = x.to(low) @ w.to(low)
+        h.t().mul_(1.7)
+        h[:, ::2] += h[:, 1::2]
+        h[0].zero_()
+        h = h.view(4, 2, 16).transpose(0, 1).cumsum(0).reshape(8, 16)
+        return (h.relu().float() @ v).square().mean()
+
+    with audit(rounding=True) as found:
+        loss = run(torch.bfloat16)
+        loss.backward()
+    change = 1 - (run(torch.float32) / loss).item()
+    (relu,) = [m for m in found.results if m.op == "relu"]
+    assert relu.loss_effect == pytest.approx(change, rel=0.1)
+    assert relu.loss_effect == found.loss_effect
+
+
 def test_an_audit_that_disturbs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = trained(False, "convolution", "bf16")
 
@@ -286,14 +307,17 @@ def test_numbers_without_dimensions_and_without_gradients() -> None:
     assert found.results[0].magnitudes.largest == 4.0
 
 
-def test_ends_that_are_stacked_meanwhile_stay_those_of_their_ops(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Have measurements wait on the device until they are read."""
+    patch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))
+
+
+def test_ends_that_wait_on_a_device_are_those_of_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     _, once = trained(True, "mlp", "fp16", "plain", 1)
-    monkeypatch.setattr(measure, "_STACK", 6)
-    _, often = trained(True, "mlp", "fp16", "plain", 1)
+    as_on_a_gpu(monkeypatch)
+    _, waited = trained(True, "mlp", "fp16", "plain", 1)
     assert len({m.magnitudes.largest for m in once.results}) > 6
-    assert (often.results, often.gradients) == (once.results, once.gradients)
+    assert (waited.results, waited.gradients) == (once.results, once.gradients)
 
 
 def test_another_thread_is_not_watched_nor_does_its_optimizer_blind_the_watch() -> None:
@@ -429,6 +453,7 @@ def test_nothing_is_read_before_the_block_ends(dtype: str, monkeypatch: pytest.M
     training = Training("transformer", dtype, "fused")
     training.step()  # the scaler's first step makes things
     waits = Waits(monkeypatch)
+    as_on_a_gpu(monkeypatch)
     with waits:
         with audit(training.model, training.scaler):
             waits.watch()

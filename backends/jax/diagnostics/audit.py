@@ -11,6 +11,7 @@ out nothing but measurements; they are read when somebody asks.
 import math
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -141,8 +142,8 @@ def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> A
     its `scale` or `value_and_grad` scales the loss.
 
     With `rounding=True`, the twin also measures rounding errors: of each op in a low dtype, against
-    its last equation in float32 on the same inputs, and of each result, against the same call in
-    float32, by a second twin; and what these errors change the loss by, by the gradient of a third.
+    its last equation in float32 on the same inputs; and what these errors change the loss by, by
+    the gradient of a second twin.
 
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
@@ -314,8 +315,7 @@ def _results(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
             call.row, event.dtype, magnitudes, (),
             largest_error(fact.rounding.reshape(-1, 2).tolist()),
-            largest_error(fact.drift.reshape(-1, 2).tolist()),
-            effect.pop(event.group, None),
+            loss_effect=effect.pop(event.group, None),
         ), number  # fmt: skip
 
 
@@ -325,7 +325,7 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes | None:
     peaks = peaks[(peaks >= 0) | np.isnan(peaks)]  # of what ran
     if not peaks.size:
         return None
-    bins = np.bincount(fact.sample.reshape(-1), minlength=BINS + 1)[:BINS]
+    bins = np.bincount(fact.sample.reshape(-1).astype(int), minlength=BINS + 1)[:BINS]
     lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((1, 3))
     return Magnitudes.measured(
         math.prod(event.site.eqn.outvars[0].aval.shape) * event.site.times,
@@ -398,15 +398,26 @@ def short_names(found: Mapping[int, Sequence[str]], modules: Iterable[str]) -> d
     one name, both keep more of what stands in front.
     """
     known = _known(modules)
-    made: dict[tuple[int, str], Sequence[str]] = {}
-    for value, expressions in found.items():
-        options = {text: _options(text, known) for text in dict.fromkeys(expressions)}
-        for text, names in options.items():
-            others = (other[0] for key, other in options.items() if key != text)
-            if not any(_ends(names[0], other) for other in others):
-                made[value, names[0]] = names
-    chosen = _apart(made)
-    return {value: [chosen[key] for key in made if key[0] == value] for value in found}
+    options = {
+        (value, text): _options(text, known)
+        for value, texts in found.items()
+        for text in dict.fromkeys(texts)
+    }
+    having = Counter(
+        name
+        for value, texts in found.items()
+        for name in {name for text in texts for name in options[value, text]}
+    )
+    short = {}
+    for value, texts in found.items():
+        own = {options[value, text][0] for text in texts}
+        names = (
+            next((name for name in options[value, text] if having[name] == 1), text)
+            for text in texts
+            if not any(options[value, text][0].endswith(f".{other}") for other in own)
+        )
+        short[value] = list(dict.fromkeys(names))
+    return short
 
 
 def _known(modules: Iterable[str]) -> dict[str, str]:
@@ -443,24 +454,3 @@ def _parts(match: re.Match[str]) -> list[str]:
     if match["name"] == "value":  # of flax's variables
         return []
     return [part for part in key.split("/") if part not in ("", "~")]
-
-
-def _ends(name: str, other: str) -> bool:
-    """True if a name is another one with more in front of it."""
-    return name.endswith(f".{other}")
-
-
-def _apart(made: Mapping[tuple[int, str], Sequence[str]]) -> dict[tuple[int, str], str]:
-    """One of its names for each, no two alike."""
-    length = dict.fromkeys(made, 0)
-    while True:
-        chosen = {key: names[min(length[key], len(names) - 1)] for key, names in made.items()}
-        by_name: dict[str, list[tuple[int, str]]] = {}
-        for key, name in chosen.items():
-            by_name.setdefault(name, []).append(key)
-        alike = [key for keys in by_name.values() if len(keys) > 1 for key in keys]
-        longer = [key for key in alike if length[key] < len(made[key]) - 1]
-        if not longer:
-            return chosen
-        for key in longer:
-            length[key] += 1

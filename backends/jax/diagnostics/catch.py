@@ -8,7 +8,7 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -30,7 +30,6 @@ from polymp.diagnostics.bad_step import (
     Mean,
     checked_arguments,
     described,
-    sample_of,
     warn,
 )
 
@@ -117,7 +116,6 @@ class Catch(CaughtStep, Generic[P, R]):
         self._fn = step
         self._recorded = RecordedCalls()
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
-        self._buffers: set[int] = set()  # places of numpy arrays that are written between calls
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
         self._checks = LossChecks(_LOSSES, jump)
@@ -150,10 +148,7 @@ class Catch(CaughtStep, Generic[P, R]):
         named: Any = kwargs
         self._objects = nnx.objects(args, kwargs)
         linked = self._recorded.linked(given)
-        written = self._recorded.written()  # of buffers for batches; those so far are lost
-        self._buffers |= written
         changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
-        changed |= bool(written)
         if not self._recorded.calls or changed or len(self._recorded.calls) >= self._every:
             good = self._good(given, linked, tree)
             if good is not given:  # of a bad step, whose state is good and whose batch is not
@@ -163,7 +158,7 @@ class Catch(CaughtStep, Generic[P, R]):
             self._recorded.restart(good)
             self._means, linked = self._checks.means, self._recorded.linked(good)
         recorded = self._recorded
-        recorded.add(linked, tree, self._buffers)
+        recorded.add(linked, tree)
         self._fed |= recorded.calls[-1].fed
         self.step += 1
         result = self._fn(*positional, **named)
@@ -343,7 +338,6 @@ class Call(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # of its arguments, `(args, kwargs)`
     leaves: Leaves  # of these; what the call before returned is a `Made`
     losses: dict[int, Any]  # that it returned, by their places in the results
-    samples: dict[int, int]  # of numpy arrays among the leaves; see `sample_of`
 
     @property
     def fed(self) -> dict[int, int]:
@@ -374,25 +368,13 @@ class RecordedCalls:
         self.calls = []
         self._start = copied(leaves)
 
-    def add(
-        self, linked: Leaves, tree: jax.tree_util.PyTreeDef, buffers: Collection[int] = ()
-    ) -> None:
+    def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
         """Record a call that is about to be made, with its arguments as `linked` returns them.
 
-        Of `buffers`, places of numpy arrays, it keeps copies.
+        Of numpy arrays it keeps copies: a buffer may be filled again for the next batch.
         """
-        own = list(linked)
-        for at in buffers:
-            if at < len(own) and isinstance(own[at], np.ndarray):
-                own[at] = own[at].copy()
-        samples = {at: sample_of(x) for at, x in enumerate(own) if isinstance(x, np.ndarray)}
-        self.calls.append(Call(tree, own, {}, samples))
-
-    def written(self) -> set[int]:
-        """The places of numpy arrays that were written since the last call began."""
-        last = self.calls[-1] if self.calls else None
-        samples = {} if last is None else last.samples
-        return {at for at, was in samples.items() if last and sample_of(last.leaves[at]) != was}
+        own = [x.copy() if isinstance(x, np.ndarray) else x for x in linked]
+        self.calls.append(Call(tree, own, {}))
 
     def linked(self, leaves: Leaves) -> Leaves:
         """Return the arguments, with a `Made` for each that the last call returned."""

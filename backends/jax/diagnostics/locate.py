@@ -99,10 +99,7 @@ def located(program: MeasuredCall) -> Fault | None:
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
-        key = program.events[found.node].site.key
-        call = program.of_event.get(key)
-        asked = {key, *(at for at, of in program.of_event.items() if of == call)}
-        twin = Twin(program, found.node, asked, samples=False)
+        twin = Twin(program, found.node, samples=False)
         look = jax.jit(
             lambda arrays: twin.run(arrays)[0][found.node].operands,
             compiler_options=quick_options(program.traced.arrays),
@@ -138,7 +135,7 @@ def _bad(event: Event, fact: Facts) -> _Bad:
     found = []
     for at in map(tuple, np.argwhere(~np.isfinite(peaks))):
         scans, whiles = iter(at), iter(fact.when[at])
-        rounds = tuple(int(next(whiles if counts else scans)) for _, counts in event.loops)
+        rounds = tuple(int(next(whiles if counts else scans)) for _, counts in event.site.loops)
         found.append(_Bad("NaN" if np.isnan(peaks[at]) else "Inf", rounds, at))
     return min(found, key=lambda bad: bad.first, default=_Bad())
 
@@ -174,7 +171,7 @@ def nodes_of(
                 bool(event.dtype),
                 name == "is_finite",
                 name == "convert_element_type",
-                tuple(place for place, _ in event.loops),
+                tuple(place for place, _ in event.site.loops),
                 first,
                 "" if call is None else call.op,
                 at in program.late,

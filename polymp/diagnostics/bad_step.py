@@ -7,13 +7,14 @@ checks of losses, and what happens at a bad step. Nothing here knows a framework
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Self, overload
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import HUGE, UNTRIED
+from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, escaped
 from polymp.mailbox import Copy, Mailbox
 
@@ -167,6 +168,19 @@ class LossChecks:
 
     def _arrived(self, *, wait: bool) -> bool:
         return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
+
+
+def first_difference(losses: Iterable[tuple[float, float, str]], on_cpu: bool) -> str:
+    """Say which finite loss was another when its step was repeated; "" if none.
+
+    Each has its first value, its second and its dtype. On a CPU they may differ by a few roundings;
+    other devices may add up in another order.
+    """
+    for was, now, dtype in losses:
+        near = max(4 * FORMATS[dtype].eps if dtype in FORMATS else 0.0, 1e-5) if on_cpu else 0.1
+        if math.isfinite(was) and not math.isclose(was, now, rel_tol=near):
+            return f"{now:.4g}, where it was {was:.4g}"
+    return ""
 
 
 def sample_of(array: Any) -> int:

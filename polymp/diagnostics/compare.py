@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page, run_record, tables
+from polymp.diagnostics import page, run_record
 from polymp.diagnostics.alignment import matched
-from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE, SECTIONS
+from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
 from polymp.diagnostics.record_pairs import (
     ALONE,
     PASSED,
@@ -48,6 +48,7 @@ from polymp.diagnostics.run_record import (
     RecordError,
     RunRecord,
 )
+from polymp.diagnostics.tables import OUTSIDE, Cell, Column, Line, Table, number
 from polymp.errors import escaped
 
 
@@ -199,7 +200,7 @@ class Comparison:
         step = max(1, math.ceil(len(grown) / 24))
         at = sorted({*range(0, len(grown), step), len(grown) - 1} - {-1})
         return [
-            (module or "(top level)", direction, _number(difference), _number(allowed))
+            (module or OUTSIDE, direction, _number(difference), _number(allowed))
             for direction, module, difference, allowed in (grown[i] for i in at)
         ]
 
@@ -225,41 +226,37 @@ class Comparison:
         Returns:
             The page as text.
         """
-        heads = ("difference", "rounding explains")
+        about = "of the root mean square"
         columns = (
-            tables.Column("array", breaks="parts"),
-            tables.Column("direction", on_page=True),
-            tables.Column("verdict", on_page=True),
-            *(tables.Column(head, True, "of the root mean square") for head in heads),
-            tables.Column("dtypes"),
-            tables.Column("source"),
+            Column("array", breaks="parts"),
+            Column("direction", on_page=True),
+            Column("verdict", on_page=True),
+            Column("difference", True, about),
+            Column("rounding explains", True, about),
+            Column("dtypes"),
+            Column("source"),
         )
         lines = []
         for row in self.rows:
             array, verdict = row.array, row.verdict
-            sides = [f"{a.run or a.dtype}" for a in (row.one, row.other) if a is not None]
+            dtypes = (text_table.short(a.run or a.dtype) for a in (row.one, row.other) if a)
             cells = (
-                tables.Cell(array.name),
-                tables.Cell(array.direction),
-                tables.Cell(verdict),
-                tables.number(row.difference, _number(row.difference)),
-                tables.number(row.allowed, _number(row.allowed)),
-                tables.Cell(", ".join(dict.fromkeys(map(text_table.short, sides)))),
-                tables.Cell(array.source),
+                Cell(array.name),
+                Cell(array.direction),
+                Cell(verdict),
+                number(row.difference, _number(row.difference)),
+                number(row.allowed, _number(row.allowed)),
+                Cell(", ".join(dict.fromkeys(dtypes))),
+                Cell(array.source),
             )
-            section = SECTIONS.get(array.direction, array.direction)
-            kinds = (array.direction, verdict)
-            lines.append(tables.Line(section, array.module or tables.OUTSIDE, cells, kinds))
+            lines.append(Line("", array.module or OUTSIDE, cells, (array.direction, verdict)))
         made = page.Page(
             title=" and ".join(self.names),
             about=self._about(),
             notes=[self._program(), self._verdict(), *self.notes],
-            table=tables.Table(columns, ("direction", "verdict"), lines),
-            sorted=("#", True),
+            table=Table(columns, ("direction", "verdict"), lines),
             what="array",
-            curve=[
-                (f"{m or '(top level)'}, {d}", x, allowed) for d, m, x, allowed in self.growth()
-            ],
+            curve=[(f"{m or OUTSIDE}, {d}", x, allowed) for d, m, x, allowed in self.growth()],
         )
         return page.html(made, path)
 
@@ -474,7 +471,7 @@ def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> l
         result = a.kind == RESULT
         return {
             "op": a.name,
-            "module": a.module or "(top level)",
+            "module": a.module or OUTSIDE,
             "source": a.source,
             "dtypes": text_table.dtypes(a.inputs, a.run, (a.dtype,)) if result else a.dtype,
             "rule": a.rule,

@@ -33,9 +33,10 @@ class Page(NamedTuple):
     title: str
     about: str  # the line below the title
     notes: Sequence[str]
-    table: Table  # its sections are one on a page, by the ranks of its lines
-    sorted: tuple[str, bool] | None  # the column that it is sorted by, and whether upwards
+    table: Table  # its sections are one on a page
     what: str  # name of a line, such as "call site"
+    # Columns whose largest numbers come first; without any, lines are as in the printed table.
+    largest: Sequence[str] = ()
     # Drawn above the table: labels in program order, a difference, and what rounding explains.
     curve: Sequence[tuple[str, float, float]] = ()
 
@@ -56,7 +57,11 @@ class _Markup(str):
 def html(page: Page, path: "str | PathLike[str] | None" = None) -> str:
     """The page as one text, also in a file; everything that comes from a program is escaped."""
     table, columns = page.table, (*_START, *page.table.columns)
-    lines = sorted(enumerate(table.lines, 1), key=lambda pair: pair[1].rank)
+    names = [column.name for column in table.columns]
+    lines = [*enumerate(table.lines, 1)]
+    for name in reversed(page.largest):
+        at = names.index(name)
+        lines.sort(key=lambda line, at=at: -(line[1].cells[at].value or 0))
     text = _filled(
         Template(_file("page.html")),
         title=page.title,
@@ -67,7 +72,7 @@ def html(page: Page, path: "str | PathLike[str] | None" = None) -> str:
         selects=_joined(_select(at, table) for at in range(len(table.selects))),
         what=page.what,
         count=text_table.plural(len(lines), page.what),
-        heads=_joined(_head(column, page.sorted) for column in columns),
+        heads=_joined(_head(column, [*page.largest, "#"][0]) for column in columns),
         rows=_joined(_row(at, line, columns) for at, line in lines),
         script=_Markup(_file("page.js")),
     )
@@ -147,23 +152,20 @@ def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
 
 def _select(at: int, table: Table) -> _Markup:
     """The values of the lines: those of the first select in order, of others by the alphabet."""
-    values = list(dict.fromkeys(line.kinds[at] for line in table.lines))
+    values = list(dict.fromkeys(line.selected[at] for line in table.lines))
     options = _joined(_part("option", text=value) for value in (sorted(values) if at else values))
     return _part("select", name=table.selects[at], at=at, options=options)
 
 
-def _head(column: Column, sorted: tuple[str, bool] | None) -> _Markup:
-    order = ""
-    if sorted and sorted[0] == column.name:
-        order = "ascending" if sorted[1] else "descending"
-    title = _attributes({"title": column.about})
-    button = _part("button", text=column.name, attributes=title)
-    kind = {"class": "n" if column.numeric else "", "aria-sort": order}
-    return _part("head", button=button, attributes=_attributes(kind))
+def _head(column: Column, first: str) -> _Markup:
+    order = "ascending" if first == "#" else "descending"
+    button = _part("button", text=column.name, attributes=_attributes({"title": column.about}))
+    given = {"class": "n" * column.numeric, "aria-sort": order * (column.name == first)}
+    return _part("head", button=button, attributes=_attributes(given))
 
 
 def _row(at: int, line: Line, columns: Sequence[Column]) -> _Markup:
-    kinds = _attributes({f"data-k{at}": kind for at, kind in enumerate(line.kinds)})
+    kinds = _attributes({f"data-k{at}": kind for at, kind in enumerate(line.selected)})
     cells = Cell(str(at), at), Cell(line.module), *line.cells
     drawn = (_cell(cell, column.breaks) for cell, column in zip(cells, columns, strict=True))
     return _part("row", attributes=kinds, cells=_joined(drawn))

@@ -5,16 +5,19 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call_record`) that is drawn here and can be compared with another one
-(`report_diff`). Text is plain characters in lines of a given width, so that it reads the same in a
-terminal, in a pipe and in a log; nothing but the standard library is needed.
+It is a list of calls (`call_record`) that is drawn here and can be compared with another one.
+Text is plain characters in lines of a given width, so that it reads the same in a terminal, in a
+pipe and in a log; nothing but the standard library is needed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from os import PathLike
+from typing import NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics import page, tables
+from polymp.diagnostics import page
+from polymp.diagnostics.alignment import aligned, matched
 from polymp.diagnostics.call_record import (
     NOTHING_RAN,
     SECTIONS,
@@ -25,8 +28,7 @@ from polymp.diagnostics.call_record import (
     cost,
     ruled,
 )
-from polymp.diagnostics.report_diff import ReportDiff
-from polymp.diagnostics.tables import COST, Cell, Column
+from polymp.diagnostics.tables import COST, Cell, Column, TableKind, number
 from polymp.errors import escaped
 
 
@@ -55,6 +57,10 @@ class Report(CallList):
         self.policy = policy
         self.__dict__.pop("calls", None)
 
+    @property
+    def _kind(self) -> TableKind[Call]:
+        return CALLS._replace(cells=partial(_cells, self.policy))
+
     def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the report as the text that `print(report)` shows.
 
@@ -75,15 +81,12 @@ class Report(CallList):
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        rows, note = tables.arranged(self.calls, CALLS, sort, fold)
-        lines = [_headline(self)]
+        table = self._kind.table(self.calls, sort, fold)
+        lines = [_headline(self), "", NOTHING_RAN]
         if len(self):
             totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
-            lines += ["", *totals, *text_table.folded(note, width)]
-        else:
-            lines += ["", NOTHING_RAN]
-        lines += ["", *tables.text(_table(self, rows), width)]
-        return escaped("\n".join(lines).rstrip())
+            lines[2:] = [*totals, *text_table.folded(table.note, width), "", *table.text(width)]
+        return escaped("\n".join(lines))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: totals, and a table to sort by any column and to filter.
@@ -97,18 +100,18 @@ class Report(CallList):
         Returns:
             The page as text.
         """
-        modules, note = tables.arranged(self.calls, CALLS)
+        table = self._kind.table(self.calls)
         made = page.Page(
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
-            notes=[*map(": ".join, _totals(self)), *filter(None, [note])],
-            table=_table(self, modules),
-            sorted=("bytes", False) if self.cast_bytes else None,
-            what="row" if note else "call site",
+            notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
+            table=table,
+            what="row" if table.note else "call site",
+            largest=("bytes", "FLOPs"),
         )
         return page.html(made, path)
 
-    def diff(self, other: "Report") -> ReportDiff:
+    def diff(self, other: "Report") -> "ReportDiff":
         """Compare with another report: under another policy, or from the other framework.
 
             print(polymp.explain(model, x).diff(polymp.explain(model, x, policy="lean")))
@@ -155,41 +158,34 @@ _COLUMNS = (
 _NAMED = 5  # widened calls that are named; of more, how many
 
 
-def _table(report: CallList, modules: Iterable[tables.ModuleRows[Call]]) -> tables.Table:
-    lines = [
-        tables.Line(
-            SECTIONS[one.section],
-            one.label,
-            _cells(call, report.policy),
-            (call.direction, call.run or "no float", call.rule or "no region"),
-            cost([call]),
-        )
-        for one in modules
-        for call in one.rows
-    ]
-    return tables.Table(_COLUMNS, ("direction", "ran in", "rule"), lines)
-
-
-def _cells(call: Call, policy: str) -> tuple[tables.Cell, ...]:
+def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
     dtypes = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
     return (
         Cell(call.op, about=call.spelling),
         Cell(f"{call.times:,}", call.times),
-        Cell(call.direction),
-        Cell(call.source),
+        call.direction,
+        call.source,
         Cell(ruled(call, policy), about=str(call.row or "")),
         Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
-        tables.number(call.casts, f"{call.casts:,}"),
-        tables.number(call.cast_bytes, text_table.size(call.cast_bytes)),
-        tables.number(sum(count for _, count in call.saved), saved),
-        tables.number(call.flops, text_table.amount(call.flops)),
-        tables.number(call.kept, text_table.size(call.kept)),
+        number(call.casts, f"{call.casts:,}"),
+        number(call.cast_bytes, text_table.size(call.cast_bytes)),
+        number(sum(count for _, count in call.saved), saved),
+        number(call.flops, text_table.amount(call.flops)),
+        number(call.kept, text_table.size(call.kept)),
     )
 
 
-CALLS: tables.RowKind[Call] = tables.RowKind(
-    SECTIONS, lambda call: (call.direction, call.module), alike, added, {COST: cost}
+CALLS: TableKind[Call] = TableKind(
+    SECTIONS,
+    lambda call: (call.direction, call.module),
+    alike,
+    added,
+    _COLUMNS,
+    partial(_cells, ""),
+    ("direction", "ran in", "rule"),
+    lambda call: (call.direction, call.run or "no float", call.rule or "no region"),
+    {COST: cost},
 )
 
 
@@ -241,8 +237,7 @@ def _totals(report: CallList) -> list[tuple[str, str]]:
 def widening(report: CallList) -> str:
     """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
     calls = report.widened()
-    modules, _ = tables.arranged(calls, CALLS)
-    widened = [(call, one) for one in modules for call in one.rows]
+    widened = [(call, one) for one in CALLS.arranged(calls) for call in one.rows]
     named = [
         ", ".join(filter(None, (f"{c.op} in {one.label}" if c.module else c.op, c.source)))
         for c, one in widened[:_NAMED]
@@ -250,3 +245,168 @@ def widening(report: CallList) -> str:
     if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
     return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+
+
+# The difference of two reports:
+#
+#     calls of one, calls of the other -> pairs by (module, direction, op), in order -> differences
+
+_DTYPES = ("inputs", "run", "outputs")
+_RULES = ("rule", "recipe", "fallback")
+_CASTS = ("casts", "cast_bytes")
+
+
+class Difference(NamedTuple):
+    """A call that only one report has, or that differs between them."""
+
+    module: str  # its path, as the first report has it
+    direction: str  # "forward", "backward" or "recompute"
+    op: str  # its name
+    one: Call | None  # the call of the first report; None if only the other has it
+    other: Call | None  # the call of the other report; None if only the first has it
+    # What differs: of "inputs", "run", "outputs", "rule", "recipe", "fallback", "casts",
+    # "cast_bytes", "times"; () if only one has it.
+    changed: tuple[str, ...]
+
+
+class ReportDiff:
+    """The differences between two reports; true if there are any. `print` shows them as a table.
+
+    Two calls are compared if module, direction and op are equal, in the order in which they were
+    reached. Between two frameworks, which give an op different operands, the dtypes of the inputs
+    differ if one has a dtype that the other lacks.
+
+    Attributes:
+        one: the first report.
+        other: the other report.
+        rows: the differences, by module in the order of the first report.
+    """
+
+    def __init__(self, one: CallList, other: CallList) -> None:
+        """Compare."""
+        self.one: CallList = one
+        self.other: CallList = other
+        self.rows: tuple[Difference, ...] = tuple(_differences(one.calls, other.calls))
+
+    @property
+    def same(self) -> bool:
+        """True if both have the same calls, and each the same dtypes: input, run and output."""
+        return not any(
+            row.one is None or row.other is None or {*_DTYPES} & {*row.changed} for row in self.rows
+        )
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two reports: frameworks, policies, dtypes or titles, whichever differ."""
+        sides = [
+            (next((call.backend for call in r), ""), r.policy, r.low, r.title)
+            for r in (self.one, self.other)
+        ]
+        for left, right in zip(*sides, strict=True):
+            if left != right and left and right:
+                return left, right
+        return "one", "other"
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        names = self.names
+        dtypes = "the same dtypes" if self.same else "other dtypes"
+        count = f"{text_table.plural(len(self), 'difference')}, {dtypes}"
+        text = [f"{names[0]} and {names[1]}: {count if self else 'no difference'}"]
+        if self:
+            columns = [Column(name) for name in ("op", *names)]
+            text += ["", *_DIFFERENCES._replace(columns=columns).table(self.rows).text()]
+        return escaped("\n".join(text))
+
+    def __repr__(self) -> str:
+        return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
+
+
+def _side(row: Difference, call: Call | None) -> str:
+    """One of the calls in words: the fields that differ, or all without a counterpart."""
+    if call is None:
+        return "not called"
+    changed, alone = {*row.changed}, not row.changed
+    parts = []
+    if alone or changed & {*_DTYPES}:
+        parts.append(text_table.dtypes(call.inputs, call.run, call.outputs))
+    if alone or changed & {*_RULES}:
+        parts.append(ruled(call) or "no region")
+    if changed & {*_CASTS} or (alone and call.casts):
+        casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
+        parts.append(casts if call.casts else "no cast")
+    if "times" in changed or (alone and call.times > 1):
+        parts.append(f"ran {text_table.plural(call.times, 'time')}")
+    return "; ".join([*parts, *filter(None, [call.source])])
+
+
+def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:
+    """Yield the differences between the calls of two reports, by direction and module."""
+    names = matched(*(dict.fromkeys(call.module for call in calls) for calls in (ones, others)))
+    left, right = _grouped(ones, {}), _grouped(others, names)
+    order = [*SECTIONS]
+    for place in sorted({**left, **right}, key=lambda place: order.index(place[1])):
+        for one, other in _pairs(left.get(place, []), right.get(place, [])):
+            op = one.op if one else other.op if other else ""
+            changed = _changed(one, other) if one and other else ()
+            if changed or one is None or other is None:
+                yield Difference(*place, op, one, other, changed)
+
+
+def _grouped(calls: Iterable[Call], names: dict[str, str]) -> dict[tuple[str, str], list[Call]]:
+    """The calls by module, renamed, and direction, in order."""
+    groups: dict[tuple[str, str], list[Call]] = {}
+    for call in calls:
+        groups.setdefault((names.get(call.module, call.module), call.direction), []).append(call)
+    return groups
+
+
+def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """The calls side by side, by op and in order; None where there is none."""
+    pairs = aligned([call.op for call in left], [call.op for call in right])
+    todo = 0  # of the right
+    for i, call in enumerate(left):
+        j = pairs.get(i)
+        if j is None:
+            yield call, None
+        else:
+            yield from ((None, other) for other in right[todo:j])
+            yield call, right[j]
+            todo = j + 1
+    yield from ((None, other) for other in right[todo:])
+
+
+def _changed(one: Call, other: Call) -> tuple[str, ...]:
+    across = one.backend != other.backend
+    return tuple(
+        name
+        for name in (*_DTYPES, *_RULES, *_CASTS, "times")
+        if getattr(one, name) != getattr(other, name)
+        and not (across and name == "inputs" and {*one.inputs} == {*other.inputs})
+    )
+
+
+def _alike(row: Difference) -> Hashable:
+    return row.op, row.changed, *(call and alike(call) for call in (row.one, row.other))
+
+
+def _added(rows: Sequence[Difference]) -> Difference:
+    ones = [row.one for row in rows if row.one]
+    others = [row.other for row in rows if row.other]
+    return rows[0]._replace(
+        one=added(ones) if ones else None, other=added(others) if others else None
+    )
+
+
+_DIFFERENCES: TableKind[Difference] = TableKind(
+    SECTIONS,
+    lambda row: (row.direction, row.module),
+    _alike,
+    _added,
+    cells=lambda row: (row.op, _side(row, row.one), _side(row, row.other)),
+)

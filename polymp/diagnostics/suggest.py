@@ -1,6 +1,6 @@
 """Suggestions from an audit: rows of a policy, another dtype, or a loss scale.
 
-    AuditRecord -> suggest -> Suggestion -> apply(policy) -> a policy to try
+    Audit -> suggest -> Suggestion -> apply(policy) -> a policy to try
 
 A row where one op leaves float16's range; bfloat16 where many ops do, or where inputs are beyond
 float16; a loss scale where only gradients are. Ops after the first Inf cannot be judged, so audit
@@ -10,7 +10,7 @@ again with the suggestion. Nothing here knows a framework.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
@@ -19,7 +19,6 @@ from polymp.diagnostics.blame import (
     CONSTANT,
     DIVIDING,
     OF_ONE,
-    UNTRIED,
     UPDATE,
     lost_constants,
 )
@@ -134,25 +133,12 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         return _raised(found, policy, readers, _READS if burst else _TAKES)
     if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
         return _raised([fault], policy)
-    scale = _scale(audit, policy)
-    return replace(scale, reasons=(*scale.reasons, *_drifted(audit)))
+    return _scale(audit, policy)
 
 
 def is_broken(audit: AuditRecord) -> bool:
     """True if a step broke, or an op overflowed or lost most of its values, row or no row."""
     return audit.fault is not None or bool(_bursts(audit) + _losses(audit))
-
-
-def _drifted(audit: AuditRecord) -> list[str]:
-    """A sentence on the first op whose result is mostly rounding error, if that was measured."""
-    for m in _forward(audit):
-        if m.drift is not None and m.drift > MANY:
-            own = f"{100 * (m.rounding or 0):.2g} % of it by its own rounding"
-            return [
-                f"{_at(m)}: its result is off by {100 * m.drift:.2g} % from float32's, {own}: make "
-                f"what it reads in float32, casts and all.{UNTRIED}"
-            ]
-    return []
 
 
 def _forward(audit: AuditRecord) -> list[Measured]:

@@ -147,7 +147,7 @@ def _measured(
             counts = counts.scaled(1 / scales[at])
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
-            counts, tuple(sorted(site.numbers)), _largest(site.rounding), _largest(site.drift),
+            counts, tuple(sorted(site.numbers)), _largest(site.rounding),
             sum(map(float, site.effects)) / passes if site.effects else None,
             site.sums_nothing - {None} == {True},
         )  # fmt: skip

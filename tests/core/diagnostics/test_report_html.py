@@ -252,7 +252,7 @@ def test_a_file_is_replaced_once_the_page_is_whole(
 
 def drawn(*points: tuple[str, float, float]) -> Parsed:
     table = tables.Table((tables.Column("op"),), (), [])
-    made = page_module.Page("title", "", [], table, None, "row", curve=points)
+    made = page_module.Page("title", "", [], table, "row", curve=points)
     return Parsed(page_module.html(made))
 
 

@@ -79,32 +79,6 @@ def test_rounding_errors_are_measured_without_a_bit_of_change(what: tuple[Any, .
     own = [m.rounding for m in found.results if m.run == low and m.rounding is not None]
     assert len(own) > 5
     assert max(own) < {"bfloat16": 0.02, "float16": 0.2}[low]
-    drifts = {m.module: m.drift for m in found.gradients}
-    if what[0] == "convolution":  # of a bias before a norm, the gradient is rounding alone
-        assert drifts.pop("0.bias") > 1
-    assert all(x is not None and x < 0.5 for x in drifts.values()), drifts
-    assert found.last_forward().drift < 0.02
-
-
-def test_twins_follow_views_and_writes() -> None:
-    x, w = torch.randn(8, 16), torch.randn(16, 16)
-
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = x @ w
-        h.t()[1:3].mul_(3.0)
-        h[:, ::2] += h[:, 1::2]
-        h[0].zero_()
-        h.view(-1)[20:40].copy_(h.flatten()[40:60])
-        torch._foreach_add_([h.narrow(1, 0, 4)], 1e-3)
-        return torch.cat([h.unfold(1, 4, 4).sum(-1), h.relu_()[:, :3]], 1).cumsum(0)
-
-    with torch.no_grad(), audit(rounding=True) as found:
-        low = run(x.bfloat16(), w.bfloat16())
-    true = run(x.double(), w.double())
-    error = ((low.double() - true).norm() / true.norm()).item()
-    (last,) = [m for m in found.results if m.op == "cumsum"]
-    assert last.drift == pytest.approx(error, rel=0.05)
-    assert 0 < last.rounding < last.drift
 
 
 def test_an_audit_that_disturbs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,12 +114,10 @@ def is_update(traceback: object) -> bool:
 
 
 @cache
-def optimizer_of(traceback: object) -> tuple[str, object]:
-    """The function of optax that an equation is in, and where in it; ("", None) without one."""
-    for code, offset in zip(*compat.frames(traceback), strict=True):
-        if _OPTAX in code.co_filename:
-            return code.co_qualname.partition(".")[0], (code, offset)
-    return "", None
+def optimizer_of(traceback: object) -> str:
+    """The function of optax that an equation is in; "" without one."""
+    files = (code for code in compat.frames(traceback).codes if _OPTAX in code.co_filename)
+    return next((code.co_qualname.partition(".")[0] for code in files), "")
 
 
 _OPTAX = f"{os.sep}optax{os.sep}_src{os.sep}"

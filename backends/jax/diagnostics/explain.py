@@ -189,7 +189,7 @@ def _call(
     call = planned or planned_call(op_named(spelled), spelled)
     sizes = [(float_dtype(v), kept.get((s.parent, v), 0)) for s in sites for v in s.eqn.outvars]
     return call._replace(
-        module=_module(sites),
+        module=module_of(sites),
         source=source(first.written),
         direction=first.scope.direction,
         inputs=tuple(inputs.values()),
@@ -218,8 +218,8 @@ def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
             yield v, dtype
 
 
-def _module(sites: Sequence[Site]) -> str:
-    """The innermost module that all of a call is in; casts for a function stand outside of it."""
+def module_of(sites: Sequence[Site]) -> str:
+    """The innermost module that all equations are in; casts for a function stand outside of it."""
     named = [s.scope for s in sites if not _is_cast(s.eqn)] or [s.scope for s in sites]
     levels = zip(*(scope.names for scope in named), strict=False)
     same = itertools.takewhile(lambda names: len({*names}) == 1, levels)

@@ -155,12 +155,6 @@ def operand(x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 
 
-def ends(indices: jax.Array) -> list[jax.Array]:
-    """The smallest and the largest index of each dimension, as of operands; float32 [6] each."""
-    rows = indices.reshape(-1, indices.shape[-1]).astype(jnp.float32)
-    return list(jnp.pad(jnp.stack([rows.min(0), rows.max(0)], 1), [(0, 0), (0, 4)]))
-
-
 def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
     """The first result of an equation whose low dtypes are float32; None if it has no such form."""
     wide = [wider(x) for x in args]
@@ -225,13 +219,9 @@ def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
 
 def absent(shape: Facts) -> Facts:
     """The facts of an event that did not run."""
-    return Facts(*(_filled(x, value) for x, value in zip(shape, _ABSENT, strict=True)))
+    # Constants of a program, where `jax.numpy` would add equations.
+    pairs = zip(shape, _ABSENT, strict=True)
+    return Facts(*(np.full(x.shape, value, x.dtype) for x, value in pairs))
 
 
 _ABSENT = (-1, 0, ABSENT, 0, 0, 0, 0)
-
-
-@functools.cache
-def _filled(shape: jax.ShapeDtypeStruct, value: int) -> Any:
-    """One value everywhere: a constant of a program, where `jax.numpy` would add an equation."""
-    return np.full(shape.shape, value, shape.dtype)

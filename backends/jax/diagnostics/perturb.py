@@ -124,7 +124,7 @@ class Program:
         made: RunRecord = recorder.record
         return made
 
-    def _run(self, outs: Sequence[jax.Array]) -> Run:
+    def _run(self, outs: Sequence[Any]) -> Run:
         results = dict(zip(self._paths, outs, strict=False))
         gradients = dict(zip(self._graded, outs[len(self._paths) :], strict=True))
         return Run(
@@ -193,21 +193,18 @@ class Evaluation:
             return []  # what it does is done by the function itself
         return self.computed(eqn, values)[0]
 
-    def computed(
-        self, eqn: Equation, values: list[Value], rows: Sequence[int] = ()
-    ) -> tuple[list[Value], dict[int, Any]]:
-        """The results of an equation, and by how much some, `rows` at least, are moved."""
+    def computed(self, eqn: Equation, values: list[Value]) -> tuple[list[Value], dict[int, Any]]:
+        """The results of an equation, moved, and of some how large their own movements are."""
         is_fixed = _is_fixed(eqn, values)
-        kernel = self.kernels.of(eqn, rows, is_fixed)
-        xs, by = kernel([value.x for value in values], self.seeds)
+        kernel = self.kernels.of(eqn, is_fixed)
+        xs, by, sizes = kernel([value.x for value in values], self.seeds)
         self._moves += 1
         move = self._moves * 0x9E3779B1
-        if self.seeds is not None:
-            for n, far in by.items():
-                number = np.uint32(move + n & 0xFFFFFFFF)
-                xs[n] = self.kernels.jitted(_moved)(xs[n], far, self.seeds, number)
+        for n, far in by.items():
+            number = np.uint32(move + n & 0xFFFFFFFF)
+            xs[n] = self.kernels.jitted(_moved)(xs[n], far, self.seeds, number)
         pairs = zip(xs, eqn.outvars, strict=True)
-        return [Value(x, x.ndim > len(v.aval.shape), is_fixed) for x, v in pairs], by
+        return [Value(x, x.ndim > len(v.aval.shape), is_fixed) for x, v in pairs], sizes
 
     def _scan(self, place: tuple[int, ...], eqn: Equation, values: list[Value]) -> Sequence[Value]:
         (body,) = inside(eqn)
@@ -301,19 +298,14 @@ class Kernels:
         if self.numbers >= _SMALL:
             options.pop("xla_backend_optimization_level", None)
         self._options: _Options = tuple(options.items())
-        self._known: dict[Hashable, Callable[..., Any]] = {}
+        self._known: dict[Hashable, _Kind] = {}
 
-    def of(self, eqn: Equation, rows: Sequence[int], still: bool) -> Callable[..., Any]:
+    def of(self, eqn: Equation, still: bool) -> Callable[..., Any]:
         """`_evaluated` for an equation."""
-        own = (id(eqn), *rows, still)
+        own = id(eqn), still
         if own not in self._known:
-            narrow = rounds_operands(eqn, self.device)
-            kind = _Kind(eqn, tuple(rows), still, narrow, self._options)
-            try:
-                self._known[own] = _compiled(kind)
-            except TypeError:  # a parameter has no hash
-                self._known[own] = _compiled.__wrapped__(kind)
-        return self._known[own]
+            self._known[own] = _Kind(eqn, still, rounds_operands(eqn, self.device))
+        return functools.partial(self.jitted(_evaluated, "kind"), kind=self._known[own])
 
     def jitted(self, fn: Callable[..., Any], *static: str) -> Callable[..., Any]:
         """A function of arrays, compiled."""
@@ -323,35 +315,23 @@ class Kernels:
 class _Kind:
     """How an equation is evaluated; equal for all of one primitive and one kind of arguments."""
 
-    def __init__(
-        self,
-        eqn: Equation,
-        rows: tuple[int, ...],
-        still: bool,
-        narrow: str,
-        options: _Options,
-    ) -> None:
-        self.how = eqn, rows, still, narrow
-        self.options = options
-        given = tuple(v.aval for v in eqn.invars), rows, still, narrow, options
-        self._key = eqn.primitive, tuple(sorted(eqn.params.items(), key=itemgetter(0))), given
+    def __init__(self, eqn: Equation, still: bool, narrow: str) -> None:
+        self.how = eqn, still, narrow
+        params = tuple(sorted(eqn.params.items(), key=itemgetter(0)))
+        self._key: Hashable = eqn.primitive, params, tuple(v.aval for v in eqn.invars), self.how[1:]
+        try:
+            self._hash = hash(self._key)
+        except TypeError:  # a parameter has no hash
+            self._key, self._hash = id(self), id(self)
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Kind) and self._key == other._key
 
 
 # Programs of one process share what is compiled.
-@functools.lru_cache(2**11)
-def _compiled(kind: _Kind) -> Callable[..., Any]:
-    """`_evaluated` for equations of a kind."""
-    evaluated = functools.partial(_evaluated, *kind.how)
-    compiled: Callable[..., Any] = jax.jit(evaluated, compiler_options=dict(kind.options))
-    return compiled
-
-
 @functools.cache
 def _jitted(
     fn: Callable[..., Any], options: _Options, static: tuple[str, ...]
@@ -363,14 +343,13 @@ def _jitted(
 
 
 def _evaluated(
-    eqn: Equation,
-    rows: tuple[int, ...],
-    still: bool,
-    narrow: str,
-    given: list[Any],
-    seeds: Any,
-) -> tuple[list[Any], dict[int, Any]]:
-    """The results of an equation; of some how far its rounding moves them, if not `still`."""
+    given: list[Any], seeds: Any, kind: _Kind
+) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
+    """The results of an equation, and if not `still`, how far its rounding moves some of them.
+
+    By each of their numbers, if they are moved, and the root mean square.
+    """
+    eqn, still, narrow = kind.how
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
@@ -386,11 +365,21 @@ def _evaluated(
     else:
         outs = jax.vmap(run, (0, *(0 if several else None for several in runs)))(seeds, *given)
         firsts = [x[0] for x in outs]
-    wanted: Sequence[int] = rows if seeds is None else range(len(outs))
-    if still:
-        wanted = ()
-    moves = {n: amount(eqn, own, firsts[n], exact=seeds is not None) for n in wanted}
-    return outs, {n: by for n, by in moves.items() if by is not None}
+    moves = {}
+    if not still:
+        exact = seeds is not None
+        moves = {n: amount(eqn, own, x, exact=exact) for n, x in enumerate(firsts)}
+    by = {n: far for n, far in moves.items() if far is not None}
+    off = rounding.of_operands(narrow)
+    sizes = {n: _size(far + off * _magnitude(firsts[n])) for n, far in by.items()}
+    return outs, {} if seeds is None else by, sizes
+
+
+def _size(x: jax.Array) -> jax.Array:
+    """The root mean square of an array's finite numbers."""
+    finite = jnp.where(jnp.isfinite(x), x, 0)
+    most = jnp.maximum(jnp.max(finite), np.finfo(np.float32).tiny)
+    return jnp.sqrt(jnp.mean((finite / most) ** 2)) * most
 
 
 def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
@@ -487,8 +476,10 @@ def amount(
         added: Any = 0.0
         if of in _SUMS:
             exact |= eqn.params.get("how") is not None  # in 8 bits there are more operands
-            exact &= not jnp.iscomplexobj(x)
-            added = _added(eqn, values) if exact else terms * prod(map(_mean_square, values))
+            if exact and not jnp.iscomplexobj(x):
+                added = _added(eqn, values)
+            else:
+                added = terms * prod(jnp.mean(_magnitude(v) ** 2) for v in values)
         by += summed * jnp.sqrt(magnitude**2 + added)
     return by
 
@@ -526,21 +517,17 @@ def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
     return made * prod(most**2 for most in largest)
 
 
-def _mean_square(x: jax.Array) -> jax.Array:
-    return jnp.mean(_magnitude(x) ** 2)
-
-
 def _is_number(x: jax.Array) -> bool:
     return is_float(x) or jnp.iscomplexobj(x)
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    return jnp.abs(x.astype(wider(x.dtype)))
+    return jnp.abs(wide(x))
 
 
-def wider(dtype: Any) -> Any:
-    """Return a dtype as precise as float32 at least; JAX promotes no 8-bit floats."""
-    return np.float32 if dtype.itemsize == 1 else jnp.promote_types(dtype, np.float32)
+def wide(x: Any) -> Any:
+    """An array in float32 at least; JAX promotes no 8-bit floats."""
+    return x.astype(np.float32 if x.dtype.itemsize == 1 else jnp.promote_types(x.dtype, np.float32))
 
 
 def _array(x: jax.Array) -> "np.ndarray[Any, Any]":

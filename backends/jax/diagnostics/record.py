@@ -11,7 +11,6 @@ summed up in numpy. Of each array only the numbers leave the device that
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import reprlib
@@ -28,24 +27,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp import progress
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_array, is_float, is_typed
+from polymp.backends.jax.arrays import is_array, is_float
 from polymp.backends.jax.compat.programs import Equation
-from polymp.backends.jax.diagnostics.call_site import Key, Scope, source
-from polymp.backends.jax.diagnostics.instrument import MeasuredCall, Origin
+from polymp.backends.jax.diagnostics.call_site import Key, source
+from polymp.backends.jax.diagnostics.explain import module_of
+from polymp.backends.jax.diagnostics.instrument import MeasuredCall, paired
 from polymp.backends.jax.diagnostics.perturb import (
     Evaluation,
     Kernels,
     Value,
     rounds_operands,
-    wider,
+    wide,
 )
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside, interpreted
-from polymp.diagnostics import rounding, run_record
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
+from polymp.diagnostics import run_record
+from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.run_record import (
     BLOCK,
-    GRADIENT,
     INPUT,
     RESULT,
     RMS,
@@ -201,9 +200,8 @@ class _Summary(NamedTuple):
     """A row, and its numbers on the device."""
 
     row: RecordedArray  # without them
-    numbers: Any  # float64 [VALUES + 2]: values, zeros, bad
-    changes: Any  # [probes, VALUES]; None if the array is the same in all probes
-    own: Any  # float64 [], the root mean square of its movements
+    numbers: Any  # float64 [runs, VALUES + 2]: values, zeros, bad; one run if all are alike
+    own: Any  # the root mean square of the movements of the call's own result
 
 
 class _Program:
@@ -221,7 +219,7 @@ class _Program:
         patterns: Sequence[str],
     ) -> None:
         self.call = MeasuredCall(traced(fn, args, kwargs), once=False)
-        self.paired = _paired(self.call, called(fn, args, kwargs)[1:])
+        self.paired = paired(self.call, called(fn, args, kwargs)[1:])
         self.patterns = patterns
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
@@ -244,14 +242,13 @@ class _Program:
         """A step, with the numbers of a run. Waits for the device."""
         found = [[tuple(s[1:]) for s in walk.summaries] for walk in walks]
         arrays = []
-        for parts in zip(walks[0].summaries, *jax.device_get(found), strict=True):
-            (row, *_), *runs = parts
-            (*values, zeros, bad), own = runs[0][0].tolist(), float(runs[0][2])
+        for (row, *_), *runs in zip(walks[0].summaries, *jax.device_get(found), strict=True):
+            (*values, zeros, bad), own = runs[0][0][0].tolist(), float(runs[0][1])
             own = own / values[RMS] if values[RMS] else 0.0
             spread: tuple[float, ...] = ()
             if self._seeds.size:
-                changes = [x for _, x, _ in runs if x is not None]
-                squares = [np.mean(np.square(x, dtype=np.float64), 0) for x in changes]
+                changes = [x[1:, :VALUES] - x[0, :VALUES] for x, _ in runs if len(x) > 1]
+                squares = [np.mean(np.square(x), 0) for x in changes]
                 spread = tuple(np.sqrt(np.mean(squares or [np.zeros(VALUES)], 0)).tolist())
             arrays.append(
                 row._replace(
@@ -320,8 +317,8 @@ class _Walk(Evaluation):
             made = super().equation(parent, at, eqn, values)
             return self._referring(eqn, values, made, reads)
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
-        by: dict[int, Any] = {}
         narrow = rounds_operands(eqn, self.kernels.device)
+        sizes: dict[int, Any] = {}
         if name == "while":
             call: Call | None = self._left_out("in a while loop", place, eqn)
             self._loops += 1
@@ -335,14 +332,13 @@ class _Walk(Evaluation):
             if eqn.effects and not eqn.outvars:
                 return []
             self._line.step()
-            made, by = self.computed(eqn, values, rows if call else [])
+            made, sizes = self.computed(eqn, values)
             if call is not None and narrow:
                 call = call._replace(run=narrow)
         sources = [reads] * len(made)
         if call is not None:
             for n in rows:
-                own = by.get(n), rounding.of_operands(narrow)
-                sources[n] = self._add(RESULT, call.op, made[n], reads, call, *own)
+                sources[n] = self._add(RESULT, call.op, made[n], reads, call, sizes.get(n, 0.0))
             if len(rows) == 1:
                 sources = [sources[rows[0]]] * len(made)
         return [v._replace(sources=came) for v, came in zip(made, sources, strict=True)]
@@ -376,11 +372,8 @@ class _Walk(Evaluation):
         count = len({self._call.of_event[s.key] for s in sites if s.key in self._call.of_event})
         if count and not self._loops:
             self.left_out[reason] += count
-        levels = zip(*(s.scope.names for s in sites), strict=False)
-        same = itertools.takewhile(lambda names: len({*names}) == 1, levels)
-        module = Scope(tuple(names[0] for names in same)).module
         direction = sites[0].scope.direction if sites else FORWARD
-        where = module, source(eqn.source_info.traceback), direction
+        where = module_of(sites), source(eqn.source_info.traceback), direction
         dtypes = tuple(v.aval.dtype.name for v in eqn.invars if is_float(v.aval))
         name = eqn.primitive.name
         return Call("jax", name, f"jax:{name}", *where, "", None, dtypes, "", ())
@@ -405,8 +398,7 @@ class _Walk(Evaluation):
         value: Value,
         reads: frozenset[int] = _NOWHERE,
         call: Call | None = None,
-        by: Any = None,
-        far: float = 0.0,
+        own: Any = 0.0,
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
         if call is not None and not self._is_recorded(call):
@@ -420,16 +412,17 @@ class _Walk(Evaluation):
             where = call.module, call.source, call.direction, call.rule, call.inputs, call.run
         if not is_float(value.x):
             value = Value(value.first)
-        x, by, runs = _whole(value.x), _whole(by), value.runs
+        x, runs = _whole(value.x), value.runs
         of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, 0.0
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
-        if self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY:
-            x, by = np.asarray(x), None if by is None else np.asarray(by)
-            with np.errstate(all="ignore"):
-                found = _summary(x, by, far, runs, np)
+        shape = len(x) if runs else 1, math.prod(x.shape[runs:])
+        if not x.size or (self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY):
+            summaries = map(run_record.summary, np.asarray(x).reshape(shape))
+            numbers = np.array([[*values, *counts] for values, *counts in summaries])
         else:
-            found = self.kernels.jitted(_summary, "runs", "xp")(x, by, far, runs=runs, xp=jnp)
-        self.summaries.append(_Summary(row, *found))
+            with jax.enable_x64(True):  # whatever JAX's own setting is
+                numbers = self.kernels.jitted(_summed, "shape")(x, shape=shape)
+        self.summaries.append(_Summary(row, numbers, own))
         return frozenset([len(self.summaries) - 1])
 
 
@@ -461,7 +454,7 @@ def _all(sources: _Sources) -> frozenset[int]:
 
 def _difference(x: Any, old: Any) -> Any:
     """A new array as its difference from an old one."""
-    return _wide(x) - _wide(old)
+    return wide(x) - wide(old)
 
 
 # The numbers of an array; those of `polymp.diagnostics.run_record.summary`, on any device.
@@ -480,30 +473,12 @@ def _numbers(x: Any) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _wide(x: Any) -> Any:
-    return x.astype(wider(x.dtype))
+def _summed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The values of rows of numbers, how many are zero, and how many not finite; in float64."""
+    return lax.map(_of_row, x.reshape(shape))  # one after the other: less memory is touched
 
 
-def _summary(x: Any, by: Any, far: float, runs: bool, xp: Any) -> tuple[Any, Any, Any]:
-    """The numbers of an array: float64 [VALUES + 2], their changes in the probes, and its own.
-
-    With numpy as `xp`, or with jax.numpy.
-    """
-    if not x.size:
-        return xp.zeros(VALUES + 2), None, 0.0
-    rows = x.reshape(len(x) if runs else 1, -1)
-    with jax.enable_x64(True):  # whatever JAX's own setting is
-        if xp is np:
-            values, *counts = run_record.summary(rows[0])
-            numbers: Any = np.array([*values, *counts])
-        else:
-            numbers = _summed(rows[0])
-        own = 0.0 if by is None else _size(by.reshape(-1) + far * xp.abs(rows[0]), xp)
-        return numbers, _changes(rows, xp) if runs else None, own
-
-
-def _summed(x: jax.Array) -> jax.Array:
-    """The values of a row of numbers, how many are zero, and how many not finite; in float64."""
+def _of_row(x: jax.Array) -> jax.Array:
     wide = x.astype(np.float64)
     finite = jnp.isfinite(wide)
     wide = jnp.where(finite, wide, 0.0)
@@ -513,50 +488,10 @@ def _summed(x: jax.Array) -> jax.Array:
     wide = wide / scale  # squares of numbers in other dtypes are in its range
     rms = jnp.sqrt(jnp.mean(wide * wide))
     ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(sizes) / scale])
-    values = jnp.concatenate([ends, _projected(wide, jnp), _few(wide)]) * scale
+    few = wide[np.array(run_record.places(x.size))]  # the elements that are kept
+    values = jnp.concatenate([ends, _projected(wide), few]) * scale
     counts = jnp.stack([jnp.sum(_is_zero(x)), jnp.sum(~finite)])
     return jnp.concatenate([values, counts.astype(np.float64)])
-
-
-def _changes(rows: Any, xp: Any) -> Any:
-    """How far the values of rows are from those of the first; float32 [probes, VALUES].
-
-    Differences of the numbers themselves are summed up: differences of sums lose digits.
-    """
-    kept = xp.all(xp.isfinite(rows), 0)  # in float64: a mask may be the smallest of float32
-    x = xp.where(kept, rows[0].astype(np.float64), 0)
-    size = xp.abs(x)
-    top = xp.max(size)
-    least = np.finfo(x.dtype).tiny
-    by = 1 / xp.where(top < least, 1, top)  # squares of large numbers are beyond the range
-    one = x * by
-    square = xp.mean(one * one)
-
-    def change(rows: Any) -> Any:
-        other = xp.where(kept, rows.astype(np.float64), 0)
-        off = (other - x) * by
-        more = xp.mean(off * (one + other * by), -1)
-        rms = xp.sqrt(square) + xp.sqrt(xp.maximum(square + more, 0))
-        sizes = xp.abs(other)
-        ends = [
-            (xp.max(sizes, -1) - top) * by,
-            more / xp.where(rms > 0, rms, 1),
-            xp.mean(off, -1),
-            xp.mean((sizes - size) * by, -1),
-        ]
-        numbers = xp.concatenate([xp.stack(ends, -1), _projected(off, xp), _few(off)], -1)
-        return (numbers / by).astype(np.float32)
-
-    if xp is np:
-        return change(rows[1:])
-    # One after the other: less memory is touched.
-    return lax.map(lambda at: change(rows[at]), jnp.arange(1, len(rows)))
-
-
-def _size(x: Any, xp: Any) -> Any:
-    """The root mean square of an array's finite numbers, float64 []."""
-    wide = xp.where(xp.isfinite(x), x, 0).astype(np.float64)
-    return xp.sqrt(xp.mean(wide * wide))
 
 
 def _is_zero(x: jax.Array) -> jax.Array:
@@ -567,102 +502,12 @@ def _is_zero(x: jax.Array) -> jax.Array:
     return (bits << 1) == 0
 
 
-def _projected(x: Any, xp: Any) -> Any:
-    """The projections of rows of numbers."""
-    size = x.shape[-1]
-    blocks = -(-size // BLOCK)
+def _projected(x: jax.Array) -> jax.Array:
+    """The projections of a row of numbers."""
+    blocks = -(-x.size // BLOCK)
     outer, inner = (signs.astype(x.dtype) for signs in run_record.signs(blocks))
     if blocks > 1:
-        x = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - size)])
-    rows = x.reshape(*x.shape[:-1], blocks, -1)
-    how = {} if xp is np else {"precision": "highest"}
-    sums = xp.matmul(rows, inner[: rows.shape[-1]], **how)
-    return xp.sum(sums * outer, -2) / math.sqrt(size)
-
-
-def _few(x: Any) -> Any:
-    """The elements of rows of numbers that are kept."""
-    return x[..., np.array(run_record.places(x.shape[-1]))]
-
-
-# Which results are arguments, changed, or gradients of them.
-
-
-class _Paired(NamedTuple):
-    """An argument that a result is the update or the gradient of."""
-
-    kind: str
-    place: int  # among the inputs
-
-
-def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
-    """By result, the argument it belongs to.
-
-    Results of an argument's structure, dtypes and shapes are its update if they are made of it and
-    of a gradient, without an op that changes the shape; its gradient if they come out of the
-    backward pass, and no other argument is like it.
-    """
-    parts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(given)
-    for place, (path, x) in enumerate((path, x) for path, x in leaves if is_typed(x)):
-        if is_float(x):
-            parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
-    variables = compat.opened(call.closed)[0].outvars
-    results = [n for n, v in enumerate(variables) if is_float(v.aval)]
-    found: dict[int, _Paired] = {}
-    for at in results:
-        if at in found:
-            continue
-        alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
-        most = max(map(len, alike), default=0)
-        alike = [pairs for pairs in alike if len(pairs) == most]
-        taken = {to.place for to in found.values()}
-        new = [
-            pairs
-            for pairs in alike
-            if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
-        ]
-        if new:
-            found.update((n, _Paired(UPDATE, to)) for n, to in new[0])
-        elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
-            found.update((n, _Paired(GRADIENT, to)) for n, to in alike[0])
-    return found
-
-
-def _alike(
-    call: MeasuredCall, results: Sequence[int], first: int, part: Sequence[tuple[str, int]]
-) -> list[tuple[int, int]]:
-    """The results, from one on, of the structure of an argument, with its inputs; [] if none are.
-
-    Their names are one beginning with the argument's paths after it.
-    """
-    start = results.index(first)
-    some = results[start : start + len(part)]
-    names = ["" if (name := call.traced.results[n]) == "result" else name for n in some]
-    prefix = names[0].removesuffix(part[0][0])
-    variables = compat.opened(call.closed)[0].outvars
-    pairs = list(zip(some, (place for _, place in part), strict=False))
-    same = (str(variables[n].aval) == str(call.inputs[place].aval) for n, place in pairs)
-    fits = names == [prefix + path for path, _ in part] and all(same)
-    return pairs if fits else []
-
-
-def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
-    """Of a result: whether a gradient is in it; and which inputs are, too, if so.
-
-    As far as forward ops do not change the shape.
-    """
-    shape = compat.opened(call.closed)[0].outvars[result].aval.shape
-    origin: Origin = call.results[result]
-    outside, graded = set(origin.outside), False
-    todo, seen = list(origin.events), set[int]()
-    while todo:
-        if (at := todo.pop()) in seen:
-            continue
-        seen.add(at)
-        event = call.events[at]
-        graded |= event.direction == BACKWARD
-        if event.direction == FORWARD and event.site.eqn.outvars[0].aval.shape == shape:
-            outside.update(event.outside)
-            todo.extend(event.inputs)
-    return graded, outside if graded else set()
+        x = jnp.pad(x, (0, blocks * BLOCK - x.size))
+    rows = x.reshape(blocks, -1)
+    sums = jnp.matmul(rows, inner[: rows.shape[-1]], precision="highest")
+    return jnp.sum(sums * outer, -2) / math.sqrt(x.size)

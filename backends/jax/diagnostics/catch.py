@@ -26,6 +26,7 @@ from polymp.diagnostics.bad_step import (
     CaughtStep,
     LossChecks,
     LossVerbs,
+    bad_loss,
     checked_arguments,
     described,
     first_difference,
@@ -93,7 +94,7 @@ def catch(
         TypeError: `step` is not callable, or `every` is no whole number.
         ValueError: another argument is out of its range.
     """
-    checked_arguments(step, every, on_bad, None)
+    checked_arguments(step, every, on_bad)
     if step is None:
         return lambda fn: catch(fn, every=every, on_bad=on_bad)
     return Catch(step, every, on_bad == "raise")
@@ -106,13 +107,13 @@ class Catch(CaughtStep, Generic[P, R]):
     """A `CaughtStep` of JAX."""
 
     def __init__(self, step: Callable[P, R], every: int, raises: bool) -> None:
-        super().__init__(step, every, raises, None)
+        super().__init__(step, every, raises)
         self._fn = step
         self._recorded = RecordedCalls()
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
-        self._checks = LossChecks(_LOSSES, None)
+        self._checks = LossChecks(_LOSSES)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -235,7 +236,7 @@ class Catch(CaughtStep, Generic[P, R]):
         """Find the first bad step, and say which it was."""
         report, good = self._replayed(last)
         self._recorded = RecordedCalls()
-        self._checks = LossChecks(_LOSSES, None)
+        self._checks = LossChecks(_LOSSES)
         last_good = None if good is None else self._put_back(jax.tree.unflatten(tree, good))
         self._stopped(report, last_good, goes_on=good is not None and bool(self._fed))
         assert good is not None, "otherwise it has raised"
@@ -247,7 +248,6 @@ class Catch(CaughtStep, Generic[P, R]):
         if donated([leaf for call in calls[1:] for leaf in call.leaves]):  # the first's were copied
             return BadStep(self.step - 1, SOMETHING, undone=0, note=_DONATED), None
         losses: list[float] = []
-        checks = LossChecks(_LOSSES, None)
         for run in self._recorded.repeated(self._fn, last):
             found_losses = self._losses(jax.tree.leaves(run.result))
             pairs = [
@@ -257,12 +257,12 @@ class Catch(CaughtStep, Generic[P, R]):
             ]
             # It is another training: see the note.
             if first_difference(pairs, on_cpu=jax.default_backend() == "cpu"):
-                found_each = [checks.described(call.losses) for call in calls]
+                found_each = [bad_loss(call.losses) for call in calls]
                 bad = next((at for at, words in enumerate(found_each) if words), many - 1)
                 before = tuple(float(x) for call in calls[:bad] for x in call.losses.values())
                 found = found_each[bad] or SOMETHING
                 return BadStep(here + bad, found, None, before, 0, _UNREPEATED), None
-            found = checks.described(found_losses) or self._described(run.state, calls[run.at].tree)
+            found = bad_loss(found_losses) or self._described(run.state, calls[run.at].tree)
             if found:
                 fault, note = _located(self._fn, run.before, calls[run.at].tree)
                 step, undone = here + run.at, many - run.at
@@ -424,7 +424,6 @@ def _not_finite(loss: Any) -> jax.Array:
 
 _LOSSES = LossVerbs(
     _not_finite,
-    lambda loss, mean, jump: (_not_finite(loss), mean),
     lambda bad: list(map(AsyncCopy, bad)),
     lambda: jax.process_count() == 1,
 )

@@ -22,7 +22,6 @@ from polymp.backends.torch.diagnostics.values import AuditValues
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured, largest_error, together
 from polymp.diagnostics.magnitudes import followed
-from polymp.weights import lost_updates
 
 
 def audit(
@@ -46,9 +45,6 @@ def audit(
 
     To tell values that float16 makes zero from zeros, a float16 op runs once more, in float32, on
     the same inputs, at one of sixteen calls at its site.
-
-    Of parameters in a low dtype the audit says which updates were rounded away: `low_weights` keeps
-    them.
 
     With `rounding=True`, the audit also measures rounding errors: of each op in a low dtype,
     against the same op in float32 on the same inputs before casts. An op runs once more for it.
@@ -121,12 +117,6 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
         rows = _measured(seen.sites, scales, passes, line)
     audit.results = [m for m in rows if m.spelling]
     audit.gradients = [m for m in rows if not m.spelling]
-    audit.lost_updates = lost_updates.joined(
-        record
-        for sample, counts in seen.samples
-        if counts is not None
-        for record in sample.records(counts)
-    )
 
 
 def _measured(

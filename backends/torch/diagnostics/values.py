@@ -46,7 +46,6 @@ from polymp.backends.torch.diagnostics.op_call import (
     numbers_in,
 )
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
-from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import DIVIDING, SATURATING, rounded
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
@@ -243,10 +242,6 @@ class AuditValues(Values):
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
         self.scales: list[Any] = [1.0]  # of each backward pass; the first for what is in none
         self.passes: dict[int, int] = {}  # by number of the backward pass, its place in `scales`
-        own = model.named_parameters() if model is not None else ()
-        self._called: dict[torch.Tensor, str] = {p: name for name, p in own}
-        # Of each step that updated low weights, a sample, and how many updates were lost.
-        self.samples: list[tuple[Sample, torch.Tensor | None]] = []
 
     def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
         if event.func is None:
@@ -338,18 +333,6 @@ class AuditValues(Values):
                     lambda p, name=name: self._gradient(name, p)
                 )
                 self.stream.callback(hook.remove)
-
-    # Updates
-
-    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        super().stepping(optimizer, closure)
-        if not closure:
-            self._sample = Sample(optimizer, called=self._called)
-
-    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        super().stepped(optimizer, closure)
-        if not closure:
-            self.samples.append((self._sample, self._sample.counts()))
 
 
 # Kernels of products, and which of their tensors is summed over its last dimension.

@@ -146,7 +146,10 @@ def joined(many: Iterable[Magnitudes]) -> Magnitudes:
     """Return the counts of several tensors together."""
     found = [*many]
     values = sum(m.values for m in found)
-    shares = ("burst", "vanished", "gone")
+    burst, vanished, gone = (
+        sum(getattr(m, name) * m.values for m in found) / max(values, 1)
+        for name in ("burst", "vanished", "gone")
+    )
     return Magnitudes(
         values,
         sum(m.counted for m in found),
@@ -154,7 +157,9 @@ def joined(many: Iterable[Magnitudes]) -> Magnitudes:
         max(m.largest for m in found),
         any(m.inf for m in found),
         any(m.nan for m in found),
-        *(sum(getattr(m, name) * m.values for m in found) / max(values, 1) for name in shares),
+        burst,
+        vanished,
+        gone,
         max(m.wide for m in found),
     )
 

@@ -461,8 +461,9 @@ def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Diffe
 
 def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
     """The calls side by side, by op and in order; None where there is none."""
-    ops = ([call.op for call in calls] for calls in (left, right))
-    for tag, i, i_end, j, j_end in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
+    ours, theirs = ([call.op for call in calls] for calls in (left, right))
+    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
+    for tag, i, i_end, j, j_end in blocks:
         if tag == "equal":
             yield from zip(left[i:i_end], right[j:j_end], strict=True)
         else:

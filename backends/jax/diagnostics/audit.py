@@ -23,27 +23,20 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
     measured,
-    paired,
 )
 from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
-from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
+from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called
-from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
-from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, largest_error, together
 from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
-from polymp.diagnostics.run_record import UPDATE
-from polymp.weights import lost_updates
-from polymp.weights.lost_updates import LostUpdates
 
 
 class Audited(Wrapped):
@@ -62,7 +55,7 @@ class Audited(Wrapped):
     def __init__(self, fn: Callable[..., object], rounding: bool = False) -> None:
         super().__init__(fn)
         self._rounding = rounding
-        self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
+        self._programs: dict[Hashable, MeasuredCall] = {}
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
 
@@ -80,18 +73,16 @@ class Audited(Wrapped):
             TypeError: an argument is traced: an audit is of values.
         """
         key = self._key(args, kwargs)
-        given = called(self.fn, args, kwargs)[1:]
-        arrays = [x for x in jax.tree.leaves(given) if is_array(x)]
-        if key not in self._programs:
+        arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
+        if key in self._programs:
+            program = self._programs[key]
+            facts = program.packed.run(arrays)
+        else:
             program = measured(self.fn, args, kwargs, rounding=self._rounding)
-            weights = [] if is_kept((args, kwargs)) else written(program, given)
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
                 facts = program.packed.run(arrays)
-            self._programs[key] = program, weights
-        else:
-            program, weights = self._programs[key]
-            facts = program.packed.run(arrays)
+            self._programs[key] = program
         broke = None
         if program.unlisted:
             facts = jax.device_get(facts)  # to look at now, and for the audit
@@ -100,17 +91,8 @@ class Audited(Wrapped):
             if not (any(r.fault for r in self._measured) or all(map(_is_finite, peaks))):
                 broke = located(measured(self.fn, args, kwargs, once=True))
         scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
-        run = Run(program, facts, scale, broke, [])
-        self._measured.append(run)
-        before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
-        result = self.fn(*args, **kwargs)
-        if weights:
-            modules = nnx.among((args, kwargs))  # which fn has changed in place
-            after = called(self.fn, args, kwargs)[1:] if modules else result
-            left = [leaf for leaf in jax.tree.leaves(after) if is_array(leaf)]
-            now = sampled([left[w.before if modules else w.after] for w in weights])
-            run.written.extend(zip(weights, before, now, strict=True))
-        return result
+        self._measured.append(Run(program, facts, scale, broke))
+        return self.fn(*args, **kwargs)
 
     @property
     def audit(self) -> Audit:
@@ -188,29 +170,6 @@ def _scale_of(tree: object) -> jax.Array | float:
 # The audit of measured calls: what the measuring program handed out, as records of an `Audit`.
 
 
-class Written(NamedTuple):
-    """A low weight that a program reads and returns changed."""
-
-    name: str  # as the caller would write it
-    dtype: str
-    before: int  # its number among the inputs
-    after: int  # its number among the results
-
-
-def written(program: MeasuredCall, given: tuple[Any, ...]) -> list[Written]:
-    """The low weights that a program writes: its forward pass reads them, and it updates them."""
-    read = set[int]()
-    for event in program.events:
-        if event.direction == FORWARD and event.site.key not in program.unlisted:
-            read.update(event.outside)
-    weights = []
-    for after, (kind, before) in paired(program, given).items():
-        dtype = program.inputs[before].aval.dtype.name
-        if kind == UPDATE and before in read and dtype in LOW_DTYPES:
-            weights.append(Written(program.names[before], dtype, before, after))
-    return weights
-
-
 class Run(NamedTuple):
     """A run of the program that measures."""
 
@@ -218,8 +177,6 @@ class Run(NamedTuple):
     packed: jax.Array  # what it handed out, on the device unless an optimizer was in it
     scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
     fault: Fault | None  # of a call whose optimizer left what is not finite
-    # The weights that the call wrote, with the bits of samples before and after it.
-    written: list[tuple[Written, jax.Array, jax.Array]]
 
 
 def _is_finite(numbers: "np.ndarray[Any, Any]") -> bool:
@@ -232,14 +189,11 @@ def read(runs: Sequence[Run]) -> Audit:
     audit.steps = len(runs)
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
-    updates: list[LostUpdates] = []
-    for program, packed, scale, broke, weights in runs:
+    for program, packed, scale, broke in runs:
         facts, peaks, *effects = program.packed.read(packed)
         audit.scale = float(np.asarray(scale))
         forward = {call.module for call in program.calls if call.direction == FORWARD}
-        named = _handed(program)
-        updates += _updates(program, facts, weights, named)
-        handed = short_names(named, forward)
+        handed = short_names(_handed(program), forward)
         nodes = nodes_of(program, facts, peaks)
         masks = meant(nodes)
         shares = effects[0] / len(runs) if effects else np.empty(0)  # their sum is the mean
@@ -256,27 +210,7 @@ def read(runs: Sequence[Run]) -> Audit:
             audit.fault = fault(program, found, tuple(operands), facts)
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
-    audit.lost_updates = lost_updates.joined(updates)
     return audit
-
-
-def _updates(
-    program: MeasuredCall,
-    facts: Sequence[Facts],
-    weights: Sequence[tuple[Written, jax.Array, jax.Array]],
-    handed: Mapping[int, Sequence[str]],
-) -> Iterator[LostUpdates]:
-    """Count the updates of the weights that a call wrote, and those that rounding took away."""
-    events = {name: event for event, many in handed.items() for name in many}
-    for weight, old, new in weights:
-        moves: Any = np.ones(old.shape, bool)
-        event = events.get(program.traced.results[weight.after], events.get(weight.name))
-        if event is not None:
-            bins = facts[event].sample.reshape(-1)
-            if bins.shape == moves.shape:
-                moves = (bins != 0) & (bins != ABSENT)
-        kept = moves & np.equal(old, new)
-        yield LostUpdates(weight.name, weight.dtype, int(moves.sum()), int(kept.sum()))
 
 
 def _results(

@@ -24,7 +24,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_float, is_typed
+from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OPAQUE, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
@@ -41,7 +41,6 @@ from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
 from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
-from polymp.diagnostics.run_record import GRADIENT, UPDATE
 from polymp.rules.row import LOW
 
 
@@ -392,89 +391,6 @@ class Twin:
 
         outs, facts = lax.switch(read[0], list(map(branch_of, range(len(branches)))), *values)
         return outs, facts
-
-
-# Which results are arguments, changed, or gradients of them.
-
-
-class Paired(NamedTuple):
-    """An argument that a result is the update or the gradient of."""
-
-    kind: str
-    place: int  # among the inputs
-
-
-def paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, Paired]:
-    """By result, the argument it belongs to.
-
-    Results of an argument's structure, dtypes and shapes are its update if they are made of it and
-    of a gradient, without an op that changes the shape; its gradient if they come out of the
-    backward pass, and no other argument is like it.
-    """
-    parts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(given)
-    for place, (path, x) in enumerate((path, x) for path, x in leaves if is_typed(x)):
-        if is_float(x):
-            parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
-    variables = compat.opened(call.closed)[0].outvars
-    results = [n for n, v in enumerate(variables) if is_float(v.aval)]
-    found: dict[int, Paired] = {}
-    for at in results:
-        if at in found:
-            continue
-        alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
-        most = max(map(len, alike), default=0)
-        alike = [pairs for pairs in alike if len(pairs) == most]
-        taken = {to.place for to in found.values()}
-        new = [
-            pairs
-            for pairs in alike
-            if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
-        ]
-        if new:
-            found.update((n, Paired(UPDATE, to)) for n, to in new[0])
-        elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
-            found.update((n, Paired(GRADIENT, to)) for n, to in alike[0])
-    return found
-
-
-def _alike(
-    call: MeasuredCall, results: Sequence[int], first: int, part: Sequence[tuple[str, int]]
-) -> list[tuple[int, int]]:
-    """The results, from one on, of the structure of an argument, with its inputs; [] if none are.
-
-    Their names are one beginning with the argument's paths after it.
-    """
-    start = results.index(first)
-    some = results[start : start + len(part)]
-    names = ["" if (name := call.traced.results[n]) == "result" else name for n in some]
-    prefix = names[0].removesuffix(part[0][0])
-    variables = compat.opened(call.closed)[0].outvars
-    pairs = list(zip(some, (place for _, place in part), strict=False))
-    same = (str(variables[n].aval) == str(call.inputs[place].aval) for n, place in pairs)
-    fits = names == [prefix + path for path, _ in part] and all(same)
-    return pairs if fits else []
-
-
-def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
-    """Of a result: whether a gradient is in it; and which inputs are, too, if so.
-
-    As far as forward ops do not change the shape.
-    """
-    shape = compat.opened(call.closed)[0].outvars[result].aval.shape
-    origin = call.results[result]
-    outside, graded = set(origin.outside), False
-    todo, seen = list(origin.events), set[int]()
-    while todo:
-        if (at := todo.pop()) in seen:
-            continue
-        seen.add(at)
-        event = call.events[at]
-        graded |= event.direction == BACKWARD
-        if event.direction == FORWARD and event.site.eqn.outvars[0].aval.shape == shape:
-            outside.update(event.outside)
-            todo.extend(event.inputs)
-    return graded, outside if graded else set()
 
 
 # Effects on the loss: the gradient of the loss by a share of each call's rounding errors.

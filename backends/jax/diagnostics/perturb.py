@@ -193,10 +193,15 @@ class Evaluation:
             return []  # what it does is done by the function itself
         return self.computed(eqn, values)[0]
 
-    def computed(self, eqn: Equation, values: list[Value]) -> tuple[list[Value], dict[int, Any]]:
-        """The results of an equation, moved, and of some how large their own movements are."""
+    def computed(
+        self, eqn: Equation, values: list[Value], own: bool = False
+    ) -> tuple[list[Value], dict[int, Any]]:
+        """The results of an equation, moved.
+
+        If `own`, and in one run, also how large the movements of some results would be.
+        """
         is_fixed = _is_fixed(eqn, values)
-        kernel = self.kernels.of(eqn, is_fixed)
+        kernel = self.kernels.of(eqn, is_fixed or (self.seeds is None and not own))
         xs, by, sizes = kernel([value.x for value in values], self.seeds)
         self._moves += 1
         move = self._moves * 0x9E3779B1
@@ -345,9 +350,10 @@ def _jitted(
 def _evaluated(
     given: list[Any], seeds: Any, kind: _Kind
 ) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
-    """The results of an equation, and if not `still`, how far its rounding moves some of them.
+    """The results of an equation.
 
-    By each of their numbers, if they are moved, and the root mean square.
+    If not `still`, also how far its rounding moves the numbers of some; in one run, the root mean
+    square of that.
     """
     eqn, still, narrow = kind.how
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
@@ -370,9 +376,10 @@ def _evaluated(
         exact = seeds is not None
         moves = {n: amount(eqn, own, x, exact=exact) for n, x in enumerate(firsts)}
     by = {n: far for n, far in moves.items() if far is not None}
+    if seeds is not None:
+        return outs, by, {}
     off = rounding.of_operands(narrow)
-    sizes = {n: _size(far + off * _magnitude(firsts[n])) for n, far in by.items()}
-    return outs, {} if seeds is None else by, sizes
+    return outs, {}, {n: _size(far + off * _magnitude(outs[n])) for n, far in by.items()}
 
 
 def _size(x: jax.Array) -> jax.Array:

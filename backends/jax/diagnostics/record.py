@@ -27,11 +27,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp import progress
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_array, is_float
+from polymp.backends.jax.arrays import is_array, is_float, is_typed
 from polymp.backends.jax.compat.programs import Equation
 from polymp.backends.jax.diagnostics.call_site import Key, source
 from polymp.backends.jax.diagnostics.explain import module_of
-from polymp.backends.jax.diagnostics.instrument import MeasuredCall, paired
+from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
     Evaluation,
     Kernels,
@@ -42,9 +42,10 @@ from polymp.backends.jax.diagnostics.perturb import (
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside, interpreted
 from polymp.diagnostics import run_record
-from polymp.diagnostics.call_record import FORWARD, Call
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.run_record import (
     BLOCK,
+    GRADIENT,
     INPUT,
     RESULT,
     RMS,
@@ -201,7 +202,7 @@ class _Summary(NamedTuple):
 
     row: RecordedArray  # without them
     numbers: Any  # float64 [runs, VALUES + 2]: values, zeros, bad; one run if all are alike
-    own: Any  # the root mean square of the movements of the call's own result
+    own: Any  # without probes, the root mean square of the call's own movements
 
 
 class _Program:
@@ -219,7 +220,7 @@ class _Program:
         patterns: Sequence[str],
     ) -> None:
         self.call = MeasuredCall(traced(fn, args, kwargs), once=False)
-        self.paired = paired(self.call, called(fn, args, kwargs)[1:])
+        self.paired = _paired(self.call, called(fn, args, kwargs)[1:])
         self.patterns = patterns
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
@@ -332,7 +333,7 @@ class _Walk(Evaluation):
             if eqn.effects and not eqn.outvars:
                 return []
             self._line.step()
-            made, sizes = self.computed(eqn, values)
+            made, sizes = self.computed(eqn, values, own=call is not None)
             if call is not None and narrow:
                 call = call._replace(run=narrow)
         sources = [reads] * len(made)
@@ -475,7 +476,8 @@ def _numbers(x: Any) -> jax.Array:
 
 def _summed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """The values of rows of numbers, how many are zero, and how many not finite; in float64."""
-    return lax.map(_of_row, x.reshape(shape))  # one after the other: less memory is touched
+    rows: jax.Array = lax.map(_of_row, x.reshape(shape))  # one by one: less memory is touched
+    return rows
 
 
 def _of_row(x: jax.Array) -> jax.Array:
@@ -511,3 +513,86 @@ def _projected(x: jax.Array) -> jax.Array:
     rows = x.reshape(blocks, -1)
     sums = jnp.matmul(rows, inner[: rows.shape[-1]], precision="highest")
     return jnp.sum(sums * outer, -2) / math.sqrt(x.size)
+
+
+# Which results are arguments, changed, or gradients of them.
+
+
+class _Paired(NamedTuple):
+    """An argument that a result is the update or the gradient of."""
+
+    kind: str
+    place: int  # among the inputs
+
+
+def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
+    """By result, the argument it belongs to.
+
+    Results of an argument's structure, dtypes and shapes are its update if they are made of it and
+    of a gradient, without an op that changes the shape; its gradient if they come out of the
+    backward pass, and no other argument is like it.
+    """
+    parts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(given)
+    for place, (path, x) in enumerate((path, x) for path, x in leaves if is_typed(x)):
+        if is_float(x):
+            parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
+    variables = compat.opened(call.closed)[0].outvars
+    results = [n for n, v in enumerate(variables) if is_float(v.aval)]
+    found: dict[int, _Paired] = {}
+    for at in results:
+        if at in found:
+            continue
+        alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
+        most = max(map(len, alike), default=0)
+        alike = [pairs for pairs in alike if len(pairs) == most]
+        taken = {to.place for to in found.values()}
+        new = [
+            pairs
+            for pairs in alike
+            if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
+        ]
+        if new:
+            found.update((n, _Paired(UPDATE, to)) for n, to in new[0])
+        elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
+            found.update((n, _Paired(GRADIENT, to)) for n, to in alike[0])
+    return found
+
+
+def _alike(
+    call: MeasuredCall, results: Sequence[int], first: int, part: Sequence[tuple[str, int]]
+) -> list[tuple[int, int]]:
+    """The results, from one on, of the structure of an argument, with its inputs; [] if none are.
+
+    Their names are one beginning with the argument's paths after it.
+    """
+    start = results.index(first)
+    some = results[start : start + len(part)]
+    names = ["" if (name := call.traced.results[n]) == "result" else name for n in some]
+    prefix = names[0].removesuffix(part[0][0])
+    variables = compat.opened(call.closed)[0].outvars
+    pairs = list(zip(some, (place for _, place in part), strict=False))
+    same = (str(variables[n].aval) == str(call.inputs[place].aval) for n, place in pairs)
+    fits = names == [prefix + path for path, _ in part] and all(same)
+    return pairs if fits else []
+
+
+def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
+    """Of a result: whether a gradient is in it; and which inputs are, too, if so.
+
+    As far as forward ops do not change the shape.
+    """
+    shape = compat.opened(call.closed)[0].outvars[result].aval.shape
+    origin = call.results[result]
+    outside, graded = set(origin.outside), False
+    todo, seen = list(origin.events), set[int]()
+    while todo:
+        if (at := todo.pop()) in seen:
+            continue
+        seen.add(at)
+        event = call.events[at]
+        graded |= event.direction == BACKWARD
+        if event.direction == FORWARD and event.site.eqn.outvars[0].aval.shape == shape:
+            outside.update(event.outside)
+            todo.extend(event.inputs)
+    return graded, outside if graded else set()

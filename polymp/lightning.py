@@ -444,7 +444,7 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
 
     Args:
         trainer: of Lightning. It is changed in place.
-        options: of `polymp.torch.catch`: `every`, `on_bad`, `jump`, `of`.
+        options: of `polymp.torch.catch`: `every`, `on_bad`, `of`.
 
     Returns:
         The trainer.

@@ -104,7 +104,7 @@ def catch(trainer: T, **options: Any) -> T:
 
     Args:
         trainer: of transformers, with or without `use`. It is changed in place.
-        options: of `polymp.torch.catch`: `on_bad`, `jump`, `of`.
+        options: of `polymp.torch.catch`: `on_bad`, `of`.
 
     Returns:
         The trainer.

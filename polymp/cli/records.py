@@ -11,9 +11,13 @@ Data = dict[str, Any]
 
 def compared(args: argparse.Namespace) -> Data:
     """The comparison of two records, also as a page if a path for one is given."""
-    from polymp.diagnostics.compare import compare
-    from polymp.diagnostics.run_record import RecordError
-
+    try:
+        from polymp.diagnostics.compare import compare
+        from polymp.diagnostics.run_record import RecordError
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"compare needs the package {error.name}: pip install {error.name}."
+        ) from None
     try:
         found = compare(args.one, args.other, modules=dict(args.modules) or None)
         if args.html is not None:
@@ -22,10 +26,6 @@ def compared(args: argparse.Namespace) -> Data:
         raise UsageError(str(error)) from None
     except OSError as error:
         raise UsageError(f"--html: cannot write {args.html!r}: {error.strerror}.") from None
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"compare needs the package {error.name}: pip install {error.name}."
-        ) from None
     args.lines = found.table().split("\n")  # which `found` makes of more than its data
     return found.to_dict()
 

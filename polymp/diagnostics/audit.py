@@ -11,31 +11,19 @@ from os import PathLike
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page, tables
-from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, split, together
+from polymp.diagnostics import page
+from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, together
 from polymp.diagnostics.blame import lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
 from polymp.diagnostics.suggest import Suggestion, suggest
-from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column
+from polymp.diagnostics.tables import COST, Cell, Column, Table, TableKind
 from polymp.errors import escaped
 from polymp.rules.policy_files import Source
-from polymp.weights import lost_updates
 
 
 class Audit(AuditRecord):
-    """The measurements of a run, filled when its block ends; `print` shows them as a table.
-
-    Attributes:
-        results: of ops, in the order in which they were first reached.
-        gradients: of parameters, by name.
-        lost_updates: of low parameters that an optimizer wrote, added up over the steps.
-        fault: the op that the first value that is not finite came from; None if all were finite.
-        steps: how many steps were measured.
-        scale: the loss scale that the gradients were multiplied by, 1 if none was known.
-        rounding: True if rounding errors were measured.
-        loss_effect: the sum of the ops' effects on the loss, None if none was measured.
-    """
+    """The measurements of a run, filled when its block ends; `print` shows them as a table."""
 
     def suggest(self, base: Source = "amp") -> Suggestion:
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
@@ -83,16 +71,14 @@ class Audit(AuditRecord):
             ValueError: `sort` is none of these three.
         """
         width = text_table.terminal_width() if width is None else width
-        table, notes = _arranged(self, sort, fold)
-        heads, rows, right = tables.text_parts(table, width)
+        table = _MEASURED.table([*self.results, *self.gradients], sort, fold)
+        heads, rows, right = table.text_parts(width)
         rows = [row for row in rows if row]  # no empty lines
         if text_table.needed(heads, rows) > width:  # ops above their numbers
-            laid = list[tables.TextRow]()
-            for row in rows:
-                whole = isinstance(row, str)
-                laid += [row] if whole else [" ".join(row[:2]).rstrip(), ("    ", "", *row[2:])]
-            rows = laid
-        lines = [*_summary(self), *(["", *_legend(self), *notes, ""] if rows else [])]
+            laid = [(" ".join(r[:2]).rstrip(), ("    ", "", *r[2:])) for r in rows]
+            pairs = zip(rows, laid, strict=True)
+            rows = [x for row, two in pairs for x in ([row] if isinstance(row, str) else two)]
+        lines = [*_summary(self), *(["", *_notes(self, table), ""] if rows else [])]
         lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
         lines += text_table.columns(heads, rows, right, width) if rows else []
         return escaped("\n".join(lines))
@@ -106,17 +92,10 @@ class Audit(AuditRecord):
         Returns:
             The page as text.
         """
-        table, notes = _arranged(self, PROGRAM, True)
+        table = _MEASURED.table([*self.results, *self.gradients])
         first, *others = filter(None, _summary(self))
-        made = page.Page(
-            title=first,
-            about="",
-            notes=[*others, *_legend(self), *notes],
-            table=table.without_empty(),
-            sorted=("#", True),
-            what="row",
-        )
-        return page.html(made, path)
+        notes, table = [*others, *_notes(self, table)], table.without_empty()
+        return page.html(path, title=first, notes=notes, table=table, what="row")
 
     def __str__(self) -> str:
         return self.table()
@@ -139,13 +118,12 @@ class Audit(AuditRecord):
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],
             "gradients": [m.to_dict() for m in self.gradients],
-            "lost_updates": [each._asdict() for each in self.lost_updates],
         }
 
 
 # The table: a row for every op and parameter, below lines on the whole run.
 
-_PARAMETERS, LOSS = "parameters", "loss"
+_PARAMETERS = "parameters"
 
 _SECTIONS = {
     FORWARD: "forward: results of ops",
@@ -156,7 +134,7 @@ _SECTIONS = {
 
 _FIRST, *_OTHERS = NARROW
 
-_NUMBERS = ("largest |x|", "over", "under", "sub", "rounding", "drift", "of the loss")
+_NUMBERS = ("largest |x|", "over", "under", "sub", "rounding", "of the loss")
 
 _COLUMNS = (
     Column("op"),
@@ -172,30 +150,18 @@ _LEGEND = (
 )
 
 _ERRORS = (
-    "rounding: percent by which an op is off from the same op in float32 on the same inputs; "
-    "drift: from the same steps in float32; of the loss: percent by which the op's own rounding "
-    "changes the loss, to first order"
+    "rounding: percent by which an op is off from the same op in float32 on the same inputs; of "
+    "the loss: percent by which the op's own rounding changes the loss, to first order"
 )
 
-_WORST = 8  # parameters named of those that lose updates
+_MOST = 8  # products named of those that sum over nothing
 
 
-def _arranged(audit: AuditRecord, sort: str, fold: bool) -> tuple[tables.Table, list[str]]:
-    """The rows of an audit in order, and a note on what is folded."""
-    modules, note = tables.arranged([*audit.results, *audit.gradients], _MEASURED, sort, fold)
-    lines = [
-        tables.Line(_SECTIONS[one.section], one.label, _cells(m), (_SECTIONS[one.section], m.run))
-        for one in modules
-        for m in one.rows
-    ]
-    return tables.Table(_COLUMNS, ("section", "dtype"), lines), [note] if note else []
+def _notes(audit: Audit, table: Table) -> list[str]:
+    return [*filter(None, (_LEGEND, _ERRORS * audit.rounding, table.note))]
 
 
-def _legend(audit: AuditRecord) -> list[str]:
-    return [_LEGEND, *([_ERRORS] if audit.rounding else [])]
-
-
-def _summary(audit: AuditRecord) -> Iterator[str]:
+def _summary(audit: Audit) -> Iterator[str]:
     """Lines on the whole run, above the table."""
     yield f"audit of {text_table.plural(audit.steps, 'step')}"
     if not audit.results:
@@ -205,31 +171,19 @@ def _summary(audit: AuditRecord) -> Iterator[str]:
     if audit.backward:
         yield ""
         yield from _scales(audit)
-    if (last := audit.last_forward()) is not None:
-        at = " ".join(filter(None, (last.op, last.source)))
-        error = "rounding errors: not measured, audit(..., rounding=True) does"
-        if audit.rounding:
-            error = f"the last result before the backward pass, {at}, is off by "
-            error += f"{_error(last.drift or 0.0)} % from the same step in float32"
-        yield from (*([] if audit.backward else [""]), error)
-    if audit.rounding:
+    if audit.results:
+        yield from [""] * (not audit.backward)
         effect = audit.loss_effect
-        yield (
-            "of the loss: not measured, for it needs the backward pass of a loss of one value"
-            if effect is None
-            else f"rounding changes the loss by {_error(effect)} %, to first order"
-        )
-    if records := audit.lost_updates:
-        share = text_table.share(lost_updates.share(records)) or "none"
-        advice = "" if share == "none" else "; low_weights() keeps them"
-        yield from ("", f"updates of low weights that were rounded away: {share}{advice}")
-        for each in lost_updates.worst(records, _WORST):
-            if each.lost:
-                yield f"  {each.name} ({each.dtype}): {text_table.share(each.share)}"
+        if not audit.rounding:
+            yield "rounding errors: not measured, audit(..., rounding=True) does"
+        elif effect is None:
+            yield "of the loss: not measured, for it needs the backward pass of a loss of one value"
+        else:
+            yield f"rounding changes the loss by {_error(effect)} %, to first order"
     yield from _unsummed(audit)
 
 
-def _scales(audit: AuditRecord) -> Iterator[str]:
+def _scales(audit: Audit) -> Iterator[str]:
     """The loss scale of the run, and the one that fits."""
     used = "none, or not known" if audit.scale == 1 else power(audit.scale)
     fitting = audit.highest_scale()
@@ -247,7 +201,7 @@ def _scales(audit: AuditRecord) -> Iterator[str]:
     yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
 
 
-def _unsummed(audit: AuditRecord) -> list[str]:
+def _unsummed(audit: Audit) -> list[str]:
     """The products that sum over nothing and were lowered, each with the row that mends it."""
     lines = {}
     for m in audit.results:
@@ -257,27 +211,26 @@ def _unsummed(audit: AuditRecord) -> list[str]:
                 f"{m.op} {m.source} sums over nothing: a multiplication, in {m.run}. The row "
                 f'`"{m.row.of}" = "fp32"` in {where} keeps it in float32'
             )
-    rest = len(lines) - _WORST
+    rest = len(lines) - _MOST
     more = [f"and {text_table.plural(rest, 'more product')} that sum over nothing"]
-    return ["", *list(lines.values())[:_WORST], *(more if rest > 0 else [])] if lines else []
+    return ["", *list(lines.values())[:_MOST], *(more if rest > 0 else [])] if lines else []
 
 
-def _cells(measured: Measured) -> tuple[Cell, ...]:
+def _cells(measured: Measured) -> list[Cell | str]:
     """The cells of a row; the numbers are what columns are sorted by."""
-    m = measured.magnitudes
-    errors = (measured.rounding, measured.drift, measured.loss_effect)
+    m, errors = measured.magnitudes, (measured.rounding, measured.loss_effect)
     first, *others = (m.shares(dtype) for dtype in NARROW)
     texts = (tuple(map(_percent, shares)) for shares in others)
     joined = ("/".join(part or "-" for part in parts) if any(parts) else "" for parts in texts)
-    return (
-        Cell(split(measured.module)[1] if _is_gradient(measured) else measured.op),
-        Cell(measured.source),
+    return [
+        measured.module.rpartition(".")[2] if _is_gradient(measured) else measured.op,
+        measured.source,
         Cell(power(m.largest), m.largest),
         *(Cell(_percent(share), share) for share in first),
         *(Cell("" if x is None else _error(x), abs(x or 0.0)) for x in errors),
         *(Cell(words, sum(shares)) for words, shares in zip(joined, others, strict=True)),
-        Cell(", ".join(_here(measured))),
-    )
+        ", ".join(_here(measured)),
+    ]
 
 
 def _here(measured: Measured) -> Iterator[str]:
@@ -331,7 +284,7 @@ def _is_gradient(measured: Measured) -> bool:
 
 def _place(measured: Measured) -> tuple[str, str]:
     if _is_gradient(measured):
-        return _PARAMETERS, split(measured.module)[0]
+        return _PARAMETERS, measured.module.rpartition(".")[0]
     return measured.direction, measured.module
 
 
@@ -339,19 +292,24 @@ def _alike_measured(measured: Measured) -> Hashable:
     """A layer that its dtype broke, by an Inf or by making most values zero, is like no other."""
     m = measured.magnitudes
     broken = m.inf, m.nan, m.burst > 0, m.vanished > MANY
-    if _is_gradient(measured):
-        return split(measured.module)[1], measured.run, *broken
-    same = measured._replace(module="", magnitudes=Magnitudes(0, 0, (), 0.0))
-    return same._replace(rounding=None, drift=None, loss_effect=None), *broken
+    module = measured.module.rpartition(".")[2] if _is_gradient(measured) else ""
+    same = measured._replace(module=module, magnitudes=_NOTHING, rounding=None, loss_effect=None)
+    return same, *broken
 
 
-_MEASURED: tables.RowKind[Measured] = tables.RowKind(
-    _SECTIONS,
+_NOTHING = Magnitudes(0, 0, (), 0.0)
+
+_MEASURED: TableKind[Measured] = TableKind(
     _place,
+    _COLUMNS,
+    _cells,
+    ("section", "dtype"),
+    lambda m: (_SECTIONS[_place(m)[0]], m.run),
+    _SECTIONS,
     _alike_measured,
     together,
     {
         COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
-        LOSS: lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),
+        "loss": lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),
     },
 )

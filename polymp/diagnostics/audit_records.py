@@ -1,11 +1,12 @@
 """The magnitudes of every op's result and of every gradient of a run.
 
-The backends measure, on the device, and make these records; `magnitudes` knows what a dtype would
-make of the numbers. Nothing here knows a framework.
+The backends measure, on the device, and make these records of an `Audit`; `magnitudes` knows what a
+dtype would make of the numbers. Nothing here knows a framework.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polymp import text_table
@@ -13,7 +14,6 @@ from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
 from polymp.rules.row import Row
-from polymp.weights.lost_updates import LostUpdates
 
 # The share of the values of an op, or of all gradients, that is too much to become zero.
 MANY = 0.5
@@ -39,8 +39,6 @@ class Measured(NamedTuple):
     # the same inputs, the root of the sum of squares relative to that of the float32 results; the
     # largest of all calls. None if it was not measured.
     rounding: float | None = None
-    # Likewise, from the results of the same steps in float32 from their start.
-    drift: float | None = None
     # By how much its own rounding changes the loss, to first order: the errors of its results times
     # the loss's gradient there, added up with their signs over all values and calls, as a fraction
     # of the loss; the mean of the backward passes. None if it was not measured, as without a
@@ -61,21 +59,12 @@ class Measured(NamedTuple):
         return data | {name: getattr(m, name) for name in kept} | {"shares": shares}
 
 
-def split(parameter: str) -> tuple[str, str]:
-    """The module of a parameter and its name there."""
-    module, _, name = parameter.rpartition(".")
-    return module, name
-
-
 def together(many: Sequence[Measured]) -> Measured:
     """The first of some results, with what was counted of all of them, and the largest errors."""
-    numbers = {number for m in many for number in m.numbers}
-    found = joined(m.magnitudes for m in many)
     return many[0]._replace(
-        magnitudes=found,
-        numbers=tuple(sorted(numbers)),
+        magnitudes=joined(m.magnitudes for m in many),
+        numbers=tuple(sorted({number for m in many for number in m.numbers})),
         rounding=max((m.rounding for m in many if m.rounding is not None), default=None),
-        drift=max((m.drift for m in many if m.drift is not None), default=None),
         loss_effect=effect_of(m.loss_effect for m in many),
     )
 
@@ -200,37 +189,26 @@ class Fault(NamedTuple):
         return "\n".join(lines)
 
 
+@dataclass(eq=False, repr=False)
 class AuditRecord:
-    """The measurements of a run; see `audit.Audit`."""
+    """The measurements of a run, see `audit.Audit`."""
 
-    def __init__(self) -> None:
-        self.results: Sequence[Measured] = ()
-        self.gradients: Sequence[Measured] = ()
-        self.lost_updates: Sequence[LostUpdates] = ()
-        self.fault: Fault | None = None
-        self.steps: int = 0
-        self.scale: float = 1.0
-        self.rounding: bool = False
+    results: Sequence[Measured] = ()  # of ops, in the order in which they were first reached
+    gradients: Sequence[Measured] = ()  # of parameters, by name
+    fault: Fault | None = None  # the op that the first value that is not finite came from
+    steps: int = 0  # how many were measured
+    scale: float = 1.0  # the loss scale of the gradients, 1 if none was known
+    rounding: bool = False  # True if rounding errors were measured
 
     @property
     def backward(self) -> list[Measured]:
         """All gradients: those of parameters, and those that backward ops made."""
-        made = [m for m in self.results if m.direction == "backward"]
-        return [*self.gradients, *made]
+        return [*self.gradients, *(m for m in self.results if m.direction == "backward")]
 
     @property
     def loss_effect(self) -> float | None:
-        """By how much the rounding of all ops changes the loss: the sum of their effects."""
+        """By how much rounding changes the loss: the sum of the ops' effects; None of none."""
         return effect_of(m.loss_effect for m in self.results)
-
-    def last_forward(self) -> Measured | None:
-        """The last result before the first backward op, which is mostly the loss; None of none."""
-        last = None
-        for m in self.results:
-            if m.direction == "backward":
-                break
-            last = m if m.direction == "forward" else last
-        return last
 
     def fitting_scale(self) -> float | None:
         """Return the largest loss scale at which no gradient would overflow float16.

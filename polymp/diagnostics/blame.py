@@ -213,24 +213,17 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
     node = nodes[at]
     if node.spoiled:
         return Blame(at, at, "input", f"{node.spoiled} is not finite before any op runs")
-    if node.burst and node.cast:
-        return Blame(at, at, "overflow", CAST.format(node.run))
     if node.burst:
         top = FORMATS[node.run].max if node.run in FORMATS else math.inf
-        return Blame(
-            at,
-            at,
-            "overflow",
-            f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite",
-        )
+        why = f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite"
+        return Blame(at, at, "overflow", CAST.format(node.run) if node.cast else why)
     if (cause := _saturated(nodes, at)) is not None:
         found = nodes[cause]
         why = f"its largest result is 1 in {found.run}, and below 1 in float32"
         if _reads_cast(found):
             why = f"the largest value of an input of it becomes 1 when it is cast to {found.run}"
         return Blame(cause, at, "saturation", why)
-    cause = _cause(nodes, at)
-    if cause is not None:
+    if (cause := _cause(nodes, at)) is not None:
         found = nodes[cause]
         if found.numbers:
             why = f"the constant {lost_constants(found.numbers, found.run)}"
@@ -289,7 +282,6 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
 
 
 # An optimizer that breaks a step.
-
 
 NO_EPS = "the number that keeps its divisor from zero is zero"
 

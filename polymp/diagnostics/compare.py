@@ -7,8 +7,7 @@ Within one framework, calls are aligned by module path, direction, op and shape.
 one side has, as where a compiled program or another library fuses ops, is looked for by its values:
 it may be any array of that size on the other side, and where there is none it is passed over if
 what reads it has one. Between two frameworks all calls are matched so, by the numbers that do not
-depend on the order of the elements; a matrix and its transpose have the same. So
-`assert_parity` finds the first op that differs.
+depend on the order of the elements; a matrix and its transpose have the same.
 
 `record_pairs` has what a number may be off by.
 """
@@ -22,18 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page, run_record, tables
+from polymp.diagnostics import page, record_pairs, run_record
 from polymp.diagnostics.alignment import matched
-from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE, SECTIONS
-from polymp.diagnostics.record_pairs import (
-    ALONE,
-    PASSED,
-    UNEXPLAINED,
-    Compared,
-    Pairs,
-    Side,
-    other_policy,
-)
+from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
+from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -48,6 +39,7 @@ from polymp.diagnostics.run_record import (
     RecordError,
     RunRecord,
 )
+from polymp.diagnostics.tables import OUTSIDE, Cell, Column, TableKind, number
 from polymp.errors import escaped
 
 
@@ -58,26 +50,15 @@ class Comparison:
     `print` shows: whether it is the same program, or where the two part; the first call that
     rounding cannot explain; how the difference grows from module to module; and what was not
     compared, and why.
-
-    Attributes:
-        names: of the two records.
-        step: the number of the step that is shown: the first that differs, or else the last.
-        rank: its rank; 0 without ranks.
-        rows: all arrays of the step, in program order.
-        parted: the first call that only one run has, or that runs in another dtype; None if there
-            is none.
-        first: the first array that rounding cannot explain; None if it explains all.
-        headers: of the two records; see `RunRecord`.
-        notes: what was not compared, and why, a sentence each.
     """
 
-    names: tuple[str, str]
-    step: int
-    rank: int
-    rows: Sequence[Compared]
-    first: Compared | None
-    headers: tuple[Mapping[str, Any], Mapping[str, Any]]
-    notes: list[str]
+    names: tuple[str, str]  # of the two records
+    step: int  # the number of the step that is shown: the first that differs, or else the last
+    rank: int  # its rank; 0 without ranks
+    rows: Sequence[Compared]  # all arrays of the step, in program order
+    first: Compared | None  # the first array that rounding cannot explain
+    headers: tuple[Mapping[str, Any], Mapping[str, Any]]  # of the two records; see `RunRecord`
+    notes: list[str]  # what was not compared, and why, a sentence each
 
     @property
     def explained(self) -> bool:
@@ -86,11 +67,10 @@ class Comparison:
 
     @functools.cached_property
     def parted(self) -> Compared | None:
-        """The first call that only one run has, or that runs in another dtype."""
-        calls = (row for row in self.rows if row.array.kind == RESULT)
-        if self._across:  # which split ops in their own ways, and have small ones in other dtypes
-            return next((row for row in calls if other_policy(row.one, row.other)), None)
-        return next((row for row in calls if row.parts), None)
+        """The first call that only one run has, or that runs in another dtype; None of none."""
+        # Two frameworks split calls in their own ways, and have small ones in other dtypes.
+        other = record_pairs.other_policy if self._across else lambda row: bool(row.parts)
+        return next((r for r in self.rows if r.array.kind == RESULT and other(r)), None)
 
     @property
     def _across(self) -> bool:
@@ -121,10 +101,16 @@ class Comparison:
         lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}", width)
         if self.first is not None:
             lines += ["", *beside(self.names, self.first, width)]
-        if grown := self._grown():
+        if grown := self.growth():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
-            lines += text_table.columns(heads, grown, heads[2:], width)
+            step = max(1, math.ceil(len(grown) / 24))  # equal layers as one would hide the growth
+            at = sorted({*range(0, len(grown), step), len(grown) - 1})
+            rows = [
+                (module or OUTSIDE, direction, _number(off), _number(allowed))
+                for direction, module, off, allowed in (grown[i] for i in at)
+            ]
+            lines += text_table.columns(heads, rows, heads[2:], width)
         for note in self.notes:
             lines += ["", *text_table.folded(note, width)]
         return escaped("\n".join(lines))
@@ -193,16 +179,6 @@ class Comparison:
             )
         return "All that it reads agrees, as far as it was compared"
 
-    def _grown(self) -> list[tuple[str, ...]]:
-        """Rows of the growth: equal layers' as ranges of numbers would hide it, so some of them."""
-        grown = self.growth()
-        step = max(1, math.ceil(len(grown) / 24))
-        at = sorted({*range(0, len(grown), step), len(grown) - 1} - {-1})
-        return [
-            (module or "(top level)", direction, _number(difference), _number(allowed))
-            for direction, module, difference, allowed in (grown[i] for i in at)
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data; docs/compare.md has the schema."""
         return {
@@ -216,7 +192,7 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def to_html(self, path: "str | PathLike[str] | None" = None) -> str:
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the text, a curve of the difference over depth, and all arrays.
 
         Args:
@@ -225,43 +201,15 @@ class Comparison:
         Returns:
             The page as text.
         """
-        heads = ("difference", "rounding explains")
-        columns = (
-            tables.Column("array", breaks="parts"),
-            tables.Column("direction", on_page=True),
-            tables.Column("verdict", on_page=True),
-            *(tables.Column(head, True, "of the root mean square") for head in heads),
-            tables.Column("dtypes"),
-            tables.Column("source"),
-        )
-        lines = []
-        for row in self.rows:
-            array, verdict = row.array, row.verdict
-            sides = [f"{a.run or a.dtype}" for a in (row.one, row.other) if a is not None]
-            cells = (
-                tables.Cell(array.name),
-                tables.Cell(array.direction),
-                tables.Cell(verdict),
-                tables.number(row.difference, _number(row.difference)),
-                tables.number(row.allowed, _number(row.allowed)),
-                tables.Cell(", ".join(dict.fromkeys(map(text_table.short, sides)))),
-                tables.Cell(array.source),
-            )
-            section = SECTIONS.get(array.direction, array.direction)
-            kinds = (array.direction, verdict)
-            lines.append(tables.Line(section, array.module or tables.OUTSIDE, cells, kinds))
-        made = page.Page(
+        return page.html(
+            path,
             title=" and ".join(self.names),
             about=self._about(),
             notes=[self._program(), self._verdict(), *self.notes],
-            table=tables.Table(columns, ("direction", "verdict"), lines),
-            sorted=("#", True),
+            table=_ARRAYS.plain(self.rows),
             what="array",
-            curve=[
-                (f"{m or '(top level)'}, {d}", x, allowed) for d, m, x, allowed in self.growth()
-            ],
+            curve=[(f"{m or OUTSIDE}, {d}", off, most) for d, m, off, most in self.growth()],
         )
-        return page.html(made, path)
 
     def __bool__(self) -> bool:
         return not self.explained
@@ -322,11 +270,8 @@ def compare(
         numbered = {step.number: step for step in theirs.steps}
         shared = [step for step in ours.steps if step.number in numbered]
         if not shared:
-            have = ", ".join(
-                f"{r.name!r} has steps {_listed([s.number for s in r.steps])}"
-                for r in (ours, theirs)
-            )
-            raise RecordError(f"the records share no step: {have}.")
+            have = (f"{r.name!r} has steps {_numbers(r.steps)}" for r in (ours, theirs))
+            raise RecordError(f"the records share no step: {', '.join(have)}.")
         # By how much rounding may have moved the arrays that the steps before have left.
         moved: dict[str, float] = {}
         for step in shared:
@@ -369,10 +314,10 @@ def _records(given: "str | PathLike[str] | RunRecord") -> list[RunRecord]:
     ]
 
 
-def _listed(numbers: Sequence[int]) -> str:
-    if len(numbers) > 8:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers))
+def _numbers(steps: Sequence[RecordedStep]) -> str:
+    if len(steps) > 8:
+        return f"{steps[0].number} to {steps[-1].number}"
+    return ", ".join(str(step.number) for step in steps)
 
 
 # --- one step -------------------------------------------------------------------------------------
@@ -387,42 +332,34 @@ def _compared(
     moved: Mapping[str, float],
 ) -> Comparison | None:
     """A step; None if it begins with nothing but arrays that were `moved` apart before it."""
-    headers = ours.header, theirs.header
-    across = headers[0].get("framework") != headers[1].get("framework")
-    named = _renamed(one, other, modules)
-    left, right = (
-        Side(step, int(header.get("probes", 0)), names)
-        for step, header, names in ((one, headers[0], {}), (other, headers[1], named))
-    )
+    left = Side(one, int(ours.header.get("probes", 0)), {})
+    right = Side(other, int(theirs.header.get("probes", 0)), _renamed(one, other, modules))
     if not left.results or not right.results:
         empty = ours if not left.results else theirs
         raise RecordError(f"step {one.number} of {empty.name!r} has no calls to compare.")
-    pairs = Pairs(left, right, across)
+    across = ours.header.get("framework") != theirs.header.get("framework")
+    pairs = record_pairs.Pairs(left, right, across)
     if not pairs.twins:
         raise RecordError(
             f"{ours.name!r} and {theirs.name!r} share nothing: no array of one has a counterpart "
             "in the other by name, op or values. Are they records of the same model?"
         )
     rows, first = pairs.rows()
-    if moved:
-        apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED]
+    apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
+    if apart:
         news = [
             r
             for r in apart
             if r.difference * r.array.values[RMS] > moved.get(r.array.name, -1.0)
             and r.array.direction != BACKWARD
         ]
-        if apart and not news:
+        if not news:
             return None
-        first = next(iter(news), first)
-    names = _names(ours, theirs)
-    notes = _notes(names, (ours, theirs), (one, other), rows, first)
-    rank = int(headers[0].get("rank", 0))
+        first = news[0]
+    names = (ours.name, theirs.name) if ours.name != theirs.name else ("one", "other")
+    notes = [*_notes(names, (ours, theirs), (one, other), rows)]
+    rank, headers = int(ours.header.get("rank", 0)), (ours.header, theirs.header)
     return Comparison(names, one.number, rank, rows, first, headers, notes)
-
-
-def _names(ours: RunRecord, theirs: RunRecord) -> tuple[str, str]:
-    return (ours.name, theirs.name) if ours.name != theirs.name else ("one", "other")
 
 
 def _renamed(
@@ -432,23 +369,24 @@ def _renamed(
     mine, theirs = (dict.fromkeys(a.module for a in step.arrays) for step in (one, other))
     if modules is None:
         return matched(mine, theirs)
-    names = {}
     for start in modules:
-        if start and not any(path == start or path.startswith(f"{start}.") for path in theirs):
+        if not any(_begins(path, start) for path in theirs):
             some = ", ".join(path for path in list(theirs)[:4] if path)
             raise RecordError(
                 f"compare(modules=): no module path of the other record begins with {start!r}. "
                 f"Its paths are {some}, ..."
             )
+    names = {}
     for path in theirs:
-        fits = [p for p in modules if path == p or path.startswith(f"{p}.") or not p]
-        longest = max(fits, key=len, default=None)
-        if longest is None:
-            names[path] = path
-        else:
-            rest = path[len(longest) :].lstrip(".")
-            names[path] = ".".join(filter(None, (modules[longest], rest)))
+        longest = max((p for p in modules if _begins(path, p)), key=len, default=None)
+        rest = path[len(longest or "") :].lstrip(".")
+        ours = path if longest is None else modules[longest]
+        names[path] = path if longest is None else ".".join(filter(None, (ours, rest)))
     return names
+
+
+def _begins(path: str, start: str) -> bool:
+    return not start or path == start or path.startswith(f"{start}.")
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -474,7 +412,7 @@ def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> l
         result = a.kind == RESULT
         return {
             "op": a.name,
-            "module": a.module or "(top level)",
+            "module": a.module or OUTSIDE,
             "source": a.source,
             "dtypes": text_table.dtypes(a.inputs, a.run, (a.dtype,)) if result else a.dtype,
             "rule": a.rule,
@@ -491,64 +429,80 @@ def _number(x: float) -> str:
     return "Inf or NaN" if math.isinf(x) else f"{x:.2g}" if x else "0"
 
 
+def _cells(row: Compared) -> Sequence[Cell | str]:
+    dtypes = (text_table.short(a.run or a.dtype) for a in (row.one, row.other) if a)
+    return (
+        row.array.name,
+        row.array.direction,
+        row.verdict,
+        number(row.difference, _number(row.difference)),
+        number(row.allowed, _number(row.allowed)),
+        ", ".join(dict.fromkeys(dtypes)),
+        row.array.source,
+    )
+
+
+_ARRAYS: TableKind[Compared] = TableKind(
+    lambda row: ("", row.array.module),
+    (
+        Column("array", breaks="parts"),
+        Column("direction", on_page=True),
+        Column("verdict", on_page=True),
+        Column("difference", True, "of the root mean square"),
+        Column("rounding explains", True, "of the root mean square"),
+        Column("dtypes"),
+        Column("source"),
+    ),
+    _cells,
+    ("direction", "verdict"),
+    lambda row: (row.array.direction, row.verdict),
+)
+
+
 def _notes(
     names: tuple[str, str],
     records: tuple[RunRecord, RunRecord],
     steps: tuple[RecordedStep, RecordedStep],
     rows: Sequence[Compared],
-    first: Compared | None,
-) -> list[str]:
+) -> Iterator[str]:
     """Sentences on the parts that were not compared, and why."""
-    notes = []
     for name, record, step in zip(names, records, steps, strict=True):
         for reason, count in step.left_out.items():
-            notes.append(
-                f"not compared: {text_table.plural(int(count), 'call')} of {name}, {reason}"
-            )
-        if record.header.get("modules"):
-            patterns = ", ".join(map(str, record.header["modules"]))
-            notes.append(
-                f"not compared: calls of {name} outside of {patterns}, which it recorded alone"
-            )
+            yield f"not compared: {text_table.plural(int(count), 'call')} of {name}, {reason}"
+        if patterns := ", ".join(map(str, record.header.get("modules", ()))):
+            yield f"not compared: calls of {name} outside of {patterns}, which it recorded alone"
         if not record.header.get("probes"):
-            notes.append(
+            yield (
                 f"{name} was recorded without probes: what rounding explains is estimated from "
                 "each call's own rounding, which can be off by a factor of ten either way"
             )
         if record.cut:
-            notes.append(f"{name} ends in a step that is not whole, which was left out")
-    passed = [row for row in rows if row.verdict == PASSED and row.array.kind == RESULT]
-    if passed:
+            yield f"{name} ends in a step that is not whole, which was left out"
+    passed = [row.array for row in rows if row.verdict == PASSED]
+    if calls := [array for array in passed if array.kind == RESULT]:
         hidden = "the other run is compiled there, or " * any(COMPILED in s.left_out for s in steps)
-        notes.append(
-            f"not compared: {text_table.plural(len(passed), 'call')} that only one run makes; "
+        yield (
+            f"not compared: {text_table.plural(len(calls), 'call')} that only one run makes; "
             f"{hidden}a call that reads them has the same values in both"
         )
     # The state of an optimizer is read by its updates alone.
-    calls = ((a, step.arrays) for step in steps for a in step.arrays if a.kind == RESULT)
-    used = {id(arrays[r]) for a, arrays in calls for r in a.reads}
-    lone = [row.array for row in rows if row.verdict == PASSED and row.array.kind == INPUT]
-    inputs = [array.name for array in lone if id(array) in used]
-    if inputs:
-        some = ", ".join(inputs[:3])
-        ends = (r for r in rows if r.array.kind in (GRADIENT, UPDATE) and r.verdict == PASSED)
-        also = ", nor gradients and updates of these"
-        also *= not {r.array.name for r in ends}.isdisjoint(inputs)
-        notes.append(
+    made = ((a, step.arrays) for step in steps for a in step.arrays if a.kind == RESULT)
+    used = {id(arrays[r]) for a, arrays in made for r in a.reads}
+    if inputs := [a.name for a in passed if a.kind == INPUT and id(a) in used]:
+        some = ", ".join(inputs[:3]) + (", ..." if len(inputs) > 3 else "")
+        ends = {array.name for array in passed if array.kind in (GRADIENT, UPDATE)}
+        also = "" if ends.isdisjoint(inputs) else ", nor gradients and updates of these"
+        yield (
             f"not compared: {text_table.plural(len(inputs), 'input')} without a counterpart of the "
-            f"same values in the other run ({some}{', ...' if len(inputs) > 3 else ''}){also}"
+            f"same values in the other run ({some}){also}"
         )
-    notes += [f"the optimizers differ: {text}" for text in _settings(*(s.settings for s in steps))]
-    return notes
-
-
-def _settings(
-    one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]
-) -> Iterator[str]:
+    one, other = (step.settings for step in steps)
     if one and other and one.keys() != other.keys():
-        yield f"{', '.join(one)} in one run and {', '.join(other)} in the other"
+        here, there = ", ".join(one), ", ".join(other)
+        yield f"the optimizers differ: {here} in one run and {there} in the other"
     for name in one:
-        theirs = other.get(name, {})
         for key, value in one[name].items():
-            if key in theirs and theirs[key] != value:
-                yield f"{name} has {key}={value!r} in one run and {theirs[key]!r} in the other"
+            theirs = other.get(name, {}).get(key, value)
+            if theirs != value:
+                here = f"{name} has {key}={value!r}"
+                yield f"the optimizers differ: {here} in one run and {theirs!r} in the other"

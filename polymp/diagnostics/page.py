@@ -1,6 +1,6 @@
 """An HTML page with a table that can be sorted and filtered in a browser.
 
-    Page (notes, a curve, a table) -> page.html and page_parts.html filled in -> text
+    notes, a curve, a table -> page.html and page_parts.html filled in -> text
 
 All markup is in these two files, style and script in page.css and page.js; a text is escaped when
 it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
@@ -21,24 +21,9 @@ from importlib import resources
 from os import PathLike
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.tables import Cell, Column, Line, Table
-
-
-class Page(NamedTuple):
-    """The contents of a page."""
-
-    title: str
-    about: str  # the line below the title
-    notes: Sequence[str]
-    table: Table  # its sections are one on a page, by the ranks of its lines
-    sorted: tuple[str, bool] | None  # the column that it is sorted by, and whether upwards
-    what: str  # name of a line, such as "call site"
-    # Drawn above the table: labels in program order, a difference, and what rounding explains.
-    curve: Sequence[tuple[str, float, float]] = ()
-
 
 # The columns in front of those of every table.
 _START = (
@@ -53,21 +38,38 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(page: Page, path: "str | PathLike[str] | None" = None) -> str:
-    """The page as one text, also in a file; everything that comes from a program is escaped."""
-    table, columns = page.table, (*_START, *page.table.columns)
-    lines = sorted(enumerate(table.lines, 1), key=lambda pair: pair[1].rank)
+def html(
+    path: str | PathLike[str] | None,
+    *,
+    title: str,
+    about: str = "",
+    notes: Sequence[str],
+    table: Table,
+    what: str,
+    largest: Sequence[str] = (),
+    curve: Sequence[tuple[str, float, float]] = (),
+) -> str:
+    """A page as one text, also in a file; everything that comes from a program is escaped.
+
+    `about` is the line below the title, `what` the name of a line of the table. `largest` are
+    columns whose largest numbers come first; without any, lines are as in the printed table. Above
+    the table a curve is drawn: labels in order, a difference, and what rounding explains of it.
+    """
+    columns = (*_START, *table.columns)
+    places = [at for name in largest for at, c in enumerate(table.columns) if c.name == name]
+    lines = [*enumerate(table.lines, 1)]
+    lines.sort(key=lambda line: [-(line[1].cells[at].value or 0) for at in places])
     text = _filled(
         Template(_file("page.html")),
-        title=page.title,
+        title=title,
         style=_Markup(_file("page.css")),
-        about=page.about,
-        notes=_joined(_part("note", text=note) for note in page.notes),
-        curve=_curve(page.curve) if page.curve else "",
+        about=about,
+        notes=_joined(_part("note", text=note) for note in notes),
+        curve=_curve(curve) if curve else "",
         selects=_joined(_select(at, table) for at in range(len(table.selects))),
-        what=page.what,
-        count=text_table.plural(len(lines), page.what),
-        heads=_joined(_head(column, page.sorted) for column in columns),
+        what=what,
+        count=text_table.plural(len(lines), what),
+        heads=_joined(_head(column, [*largest, "#"][0]) for column in columns),
         rows=_joined(_row(at, line, columns) for at, line in lines),
         script=_Markup(_file("page.js")),
     )
@@ -147,23 +149,20 @@ def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
 
 def _select(at: int, table: Table) -> _Markup:
     """The values of the lines: those of the first select in order, of others by the alphabet."""
-    values = list(dict.fromkeys(line.kinds[at] for line in table.lines))
+    values = list(dict.fromkeys(line.selected[at] for line in table.lines))
     options = _joined(_part("option", text=value) for value in (sorted(values) if at else values))
     return _part("select", name=table.selects[at], at=at, options=options)
 
 
-def _head(column: Column, sorted: tuple[str, bool] | None) -> _Markup:
-    order = ""
-    if sorted and sorted[0] == column.name:
-        order = "ascending" if sorted[1] else "descending"
-    title = _attributes({"title": column.about})
-    button = _part("button", text=column.name, attributes=title)
-    kind = {"class": "n" if column.numeric else "", "aria-sort": order}
-    return _part("head", button=button, attributes=_attributes(kind))
+def _head(column: Column, first: str) -> _Markup:
+    order = "ascending" if first == "#" else "descending"
+    button = _part("button", text=column.name, attributes=_attributes({"title": column.about}))
+    given = {"class": "n" * column.numeric, "aria-sort": order * (column.name == first)}
+    return _part("head", button=button, attributes=_attributes(given))
 
 
 def _row(at: int, line: Line, columns: Sequence[Column]) -> _Markup:
-    kinds = _attributes({f"data-k{at}": kind for at, kind in enumerate(line.kinds)})
+    kinds = _attributes({f"data-k{at}": kind for at, kind in enumerate(line.selected)})
     cells = Cell(str(at), at), Cell(line.module), *line.cells
     drawn = (_cell(cell, column.breaks) for cell, column in zip(cells, columns, strict=True))
     return _part("row", attributes=kinds, cells=_joined(drawn))
@@ -179,7 +178,7 @@ def _cell(cell: Cell, breaks: str) -> _Markup:
 
 
 @contextmanager
-def replacing(path: "str | PathLike[str]") -> Iterator[Path]:
+def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     """A path beside `path`, of the same suffix, for a file that replaces it once it is whole."""
     whole = Path(path).resolve()  # a link keeps pointing to its file
     if not whole.parent.is_dir():

@@ -16,6 +16,8 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from polymp.diagnostics.alignment import aligned, shared_name
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import factor, unit_roundoff
@@ -116,8 +118,6 @@ class Side:
     """The arrays of one run as numpy arrays."""
 
     def __init__(self, step: RecordedStep, probes: int, names: Mapping[str, str]) -> None:
-        import numpy as np
-
         self.arrays = step.arrays
         self.compiled = COMPILED in step.left_out
         self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
@@ -189,8 +189,6 @@ _ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_no
 
 def _estimated(arrays: Sequence[RecordedArray]) -> Any:
     """The spread without probes: of relative errors that add up from call to call."""
-    import numpy as np
-
     relative = [0.0] * len(arrays)
     spread = np.zeros((len(arrays), VALUES))
     for i, a in enumerate(arrays):
@@ -242,8 +240,6 @@ class Pairs:
 
     def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
-        import numpy as np
-
         a, b = self.one, self.other
         squares = a.spread[i] ** 2, b.spread[j] ** 2
         spread = np.sqrt(sum(squares))
@@ -269,8 +265,6 @@ class Pairs:
 
     def held(self, i: int, j: int) -> tuple[Any, Any]:
         """The same of the numbers of two arrays that can be compared."""
-        import numpy as np
-
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.numbers(i, j)
         ordered = self._in_order(i, j, allowed[RMS])
@@ -333,8 +327,6 @@ class Pairs:
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
         """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
-        import numpy as np
-
         if i is None or j is None:
             return []
         difference, allowed = self.numbers(i, j)
@@ -524,8 +516,6 @@ def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: se
 
 def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
     """How many times larger a difference is than what is allowed, at most, and of which number."""
-    import numpy as np
-
     ratios = np.divide(difference, allowed, out=np.full_like(difference, np.inf), where=allowed > 0)
     ratios = np.where(difference == 0, 0.0, ratios)
     at = int(ratios.argmax())
@@ -537,8 +527,6 @@ def _of_two_elements(projections: Any, noise: float) -> bool:
 
     A projection has each element with a sign; of many elements, all sums differ.
     """
-    import numpy as np
-
     sizes = np.sort(projections)
     return int((np.diff(sizes) > max(noise, 1e-3 * float(sizes[-1]))).sum()) <= 1
 
@@ -550,8 +538,6 @@ def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:
         Welch, "The generalization of 'Student's' problem when several different population
         variances are involved", Biometrika 34 (1947).
     """
-    import numpy as np
-
     one, other = (count or math.inf for count in probes)  # an estimate without probes is no sample
     own, theirs = squares
     parts = own**2 / one + theirs**2 / other
@@ -566,8 +552,6 @@ def _quantile(normal: float, degrees: Any) -> Any:
         Wallace, "Bounds on normal approximations to Student's and the chi-square distributions",
         Ann. Math. Statist. 30 (1959).
     """
-    import numpy as np
-
     degrees = np.minimum(degrees, 1e9)
     scaled = normal * (8 * degrees + 3) / (8 * degrees + 1)
     return np.sqrt(degrees * np.expm1(scaled**2 / degrees))
@@ -608,8 +592,9 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
     )
 
 
-def other_policy(one: RecordedArray | None, other: RecordedArray | None) -> bool:
+def other_policy(row: Compared) -> bool:
     """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
+    one, other = row.one, row.other
     if one is None or other is None or not _alike(one, other):
         return False
     large = ("matmul", "convolution", "softmax", "normalisation")

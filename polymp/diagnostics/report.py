@@ -5,32 +5,38 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call_record`) that is drawn here and can be compared with another one
-(`report_diff`). Text is plain characters in lines of a given width, so that it reads the same in a
+It is a list of calls (`call_record`) with their sums, that is drawn here and can be compared with
+another one. Text is plain characters in lines of a given width, so that it reads the same in a
 terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
+from functools import cached_property, partial
 from os import PathLike
+from typing import NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics import page, tables
+from polymp.diagnostics import page
+from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import (
+    FORWARD,
     NOTHING_RAN,
     SECTIONS,
     Call,
-    CallList,
     added,
     alike,
     cost,
+    merged,
     ruled,
+    sums,
 )
-from polymp.diagnostics.report_diff import ReportDiff
-from polymp.diagnostics.tables import COST, Cell, Column
+from polymp.diagnostics.tables import COST, Cell, Column, TableKind, number
 from polymp.errors import escaped
+from polymp.rules.row import Row
 
 
-class Report(CallList):
+class Report:
     """The op calls of a program, with rules, dtypes and casts; `print` shows them as a table.
 
     Iterating gives a `Call` for each call site, in the order in which the sites were first reached.
@@ -41,6 +47,99 @@ class Report(CallList):
         low: the low dtype of the regions, "" if there was none.
         policy: name of the policy, "" if there was no region.
     """
+
+    def __init__(
+        self,
+        calls: Iterable[Call] | Callable[[], Iterable[Call]] = (),
+        title: str = "",
+        low: str = "",
+        policy: str = "",
+    ) -> None:
+        """Keep calls: one for each run of an op, or a function that makes them when needed."""
+        self._calls = calls
+        self.title: str = title
+        self.low: str = low
+        self.policy: str = policy
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The call sites, each once; see `Call`."""
+        return merged(self._calls() if callable(self._calls) else self._calls)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of products, convolutions and attention, by the dtype that they ran in."""
+        return sums((call.run, call.flops) for call in self.calls)
+
+    @property
+    def casts(self) -> int:
+        """How many arrays were cast."""
+        return sum(call.casts for call in self.calls)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that casts read and wrote."""
+        return sum(call.cast_bytes for call in self.calls)
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """Casts that were not made, by reason."""
+        return sums(pair for call in self.calls for pair in call.saved)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of float32 that are kept for the backward pass, parameters aside."""
+        return sum(call.kept for call in self.calls)
+
+    @property
+    def kept_fp8(self) -> int:
+        """Bytes of 8-bit arrays that are kept for the backward pass."""
+        return sum(call.kept_fp8 for call in self.calls)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Products that did not run by their rule, fp8 or lower, by the reason."""
+        return sums((call.fallback, call.times) for call in self.calls if call.fallback)
+
+    def rows(self) -> set[Row]:
+        """Return the rows of the policy that decided at least once; see `Policy.unused`."""
+        return {call.row for call in self.calls if call.row is not None}
+
+    def of(self, op: str) -> list[Call]:
+        """Return the calls of an op.
+
+        Args:
+            op: its name in the vocabulary or the framework's own: "softmax", "aten:softmax.int".
+
+        Returns:
+            The calls; none if it did not run.
+        """
+        return [call for call in self.calls if op in (call.op, call.spelling)]
+
+    def widened(self) -> list[Call]:
+        """Return calls without a row in which a float32 input widened a low one to float32.
+
+        Calls with a low result as well are left out: their float32 is for the backward pass.
+
+        Returns:
+            The calls.
+        """
+        return [
+            call
+            for call in self.calls
+            if call.region
+            and call.row is None
+            and call.direction == FORWARD
+            and {call.region, "float32"} <= {*call.inputs}
+            and "float32" in call.outputs
+            and call.region not in call.outputs
+        ]
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
 
     def fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
         """Fill a report that was empty until its block ended.
@@ -54,6 +153,10 @@ class Report(CallList):
         self.low = low
         self.policy = policy
         self.__dict__.pop("calls", None)
+
+    @property
+    def _kind(self) -> TableKind[Call]:
+        return CALLS._replace(cells=partial(_cells, self.policy))
 
     def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the report as the text that `print(report)` shows.
@@ -75,15 +178,12 @@ class Report(CallList):
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        rows, note = tables.arranged(self.calls, CALLS, sort, fold)
-        lines = [_headline(self)]
+        table = self._kind.table(self.calls, sort, fold)
+        lines = [_headline(self), "", NOTHING_RAN]
         if len(self):
             totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
-            lines += ["", *totals, *text_table.folded(note, width)]
-        else:
-            lines += ["", NOTHING_RAN]
-        lines += ["", *tables.text(_table(self, rows), width)]
-        return escaped("\n".join(lines).rstrip())
+            lines[2:] = [*totals, *text_table.folded(table.note, width), "", *table.text(width)]
+        return escaped("\n".join(lines))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: totals, and a table to sort by any column and to filter.
@@ -97,18 +197,18 @@ class Report(CallList):
         Returns:
             The page as text.
         """
-        modules, note = tables.arranged(self.calls, CALLS)
-        made = page.Page(
+        table = self._kind.table(self.calls)
+        return page.html(
+            path,
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
-            notes=[*map(": ".join, _totals(self)), *filter(None, [note])],
-            table=_table(self, modules),
-            sorted=("bytes", False) if self.cast_bytes else None,
-            what="row" if note else "call site",
+            notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
+            table=table,
+            what="row" if table.note else "call site",
+            largest=("bytes", "FLOPs"),
         )
-        return page.html(made, path)
 
-    def diff(self, other: "Report") -> ReportDiff:
+    def diff(self, other: "Report") -> "ReportDiff":
         """Compare with another report: under another policy, or from the other framework.
 
             print(polymp.explain(model, x).diff(polymp.explain(model, x, policy="lean")))
@@ -155,52 +255,45 @@ _COLUMNS = (
 _NAMED = 5  # widened calls that are named; of more, how many
 
 
-def _table(report: CallList, modules: Iterable[tables.ModuleRows[Call]]) -> tables.Table:
-    lines = [
-        tables.Line(
-            SECTIONS[one.section],
-            one.label,
-            _cells(call, report.policy),
-            (call.direction, call.run or "no float", call.rule or "no region"),
-            cost([call]),
-        )
-        for one in modules
-        for call in one.rows
-    ]
-    return tables.Table(_COLUMNS, ("direction", "ran in", "rule"), lines)
-
-
-def _cells(call: Call, policy: str) -> tuple[tables.Cell, ...]:
+def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
     dtypes = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
     return (
         Cell(call.op, about=call.spelling),
         Cell(f"{call.times:,}", call.times),
-        Cell(call.direction),
-        Cell(call.source),
+        call.direction,
+        call.source,
         Cell(ruled(call, policy), about=str(call.row or "")),
         Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
-        tables.number(call.casts, f"{call.casts:,}"),
-        tables.number(call.cast_bytes, text_table.size(call.cast_bytes)),
-        tables.number(sum(count for _, count in call.saved), saved),
-        tables.number(call.flops, text_table.amount(call.flops)),
-        tables.number(call.kept, text_table.size(call.kept)),
+        number(call.casts, f"{call.casts:,}"),
+        number(call.cast_bytes, text_table.size(call.cast_bytes)),
+        number(sum(count for _, count in call.saved), saved),
+        number(call.flops, text_table.amount(call.flops)),
+        number(call.kept, text_table.size(call.kept)),
     )
 
 
-CALLS: tables.RowKind[Call] = tables.RowKind(
-    SECTIONS, lambda call: (call.direction, call.module), alike, added, {COST: cost}
+CALLS: TableKind[Call] = TableKind(
+    lambda call: (call.direction, call.module),
+    _COLUMNS,
+    partial(_cells, ""),
+    ("direction", "ran in", "rule"),
+    lambda call: (call.direction, call.run or "no float", call.rule or "no region"),
+    SECTIONS,
+    alike,
+    added,
+    {COST: cost},
 )
 
 
-def _headline(report: CallList) -> str:
+def _headline(report: Report) -> str:
     """The first line: name, number of call sites, policy and low dtype."""
     under = f"policy {report.policy} in {report.low}" if report.policy else report.low
     sites = text_table.plural(len(report), "call site")
     return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
 
 
-def _in_8_bits(report: CallList) -> str:
+def _in_8_bits(report: Report) -> str:
     """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
     ran = sum(call.times for call in report if call.recipe)
     parts = [f"{text_table.plural(ran, 'product')} in 8 bits"] if ran else []
@@ -210,13 +303,13 @@ def _in_8_bits(report: CallList) -> str:
     return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
 
 
-def _fallbacks(report: CallList, rule: str, ran: str) -> list[str]:
+def _fallbacks(report: Report, rule: str, ran: str) -> list[str]:
     """How many products with a rule did not run by it, for each reason."""
     of_rule = {call.fallback for call in report if call.rule == rule}
     return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
 
 
-def _totals(report: CallList) -> list[tuple[str, str]]:
+def _totals(report: Report) -> list[tuple[str, str]]:
     """The names and texts of the report's sums."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
@@ -233,20 +326,177 @@ def _totals(report: CallList) -> list[tuple[str, str]]:
         ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
         ("fp8", _in_8_bits(report)),
         ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
-        ("widened", widening(report).removeprefix("widened ")),
+        ("widened", widening(report)),
     ]
     return [(name, text) for name, text in pairs if text]
 
 
-def widening(report: CallList) -> str:
-    """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
+def widening(report: Report) -> str:
+    """The calls in which a float32 input widened a low one and no row asked for it; "" if none."""
     calls = report.widened()
-    modules, _ = tables.arranged(calls, CALLS)
-    widened = [(call, one) for one in modules for call in one.rows]
+    widened = [(call, one) for one in CALLS.arranged(calls) for call in one.rows]
     named = [
         ", ".join(filter(None, (f"{c.op} in {one.label}" if c.module else c.op, c.source)))
         for c, one in widened[:_NAMED]
     ]
     if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
-    return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+    return f"to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+
+
+# The difference of two reports:
+#
+#     calls of one, calls of the other -> pairs by (module, direction, op), in order -> differences
+
+_DTYPES = ("inputs", "run", "outputs")
+_RULES = ("rule", "recipe", "fallback")
+_CASTS = ("casts", "cast_bytes")
+
+
+class Difference(NamedTuple):
+    """A call that only one report has, or that differs between them."""
+
+    module: str  # its path, as the first report has it
+    direction: str  # "forward", "backward" or "recompute"
+    op: str  # its name
+    one: Call | None  # the call of the first report; None if only the other has it
+    other: Call | None  # the call of the other report; None if only the first has it
+    # What differs: of "inputs", "run", "outputs", "rule", "recipe", "fallback", "casts",
+    # "cast_bytes", "times"; () if only one has it.
+    changed: tuple[str, ...]
+
+
+class ReportDiff:
+    """The differences between two reports; true if there are any. `print` shows them as a table.
+
+    Two calls are compared if module, direction and op are equal, in the order in which they were
+    reached. Between two frameworks, which give an op different operands, the dtypes of the inputs
+    differ if one has a dtype that the other lacks.
+
+    Attributes:
+        one: the first report.
+        other: the other report.
+        rows: the differences, by module in the order of the first report.
+    """
+
+    def __init__(self, one: Report, other: Report) -> None:
+        """Compare."""
+        self.one: Report = one
+        self.other: Report = other
+        self.rows: tuple[Difference, ...] = tuple(_differences(one.calls, other.calls))
+
+    @property
+    def same(self) -> bool:
+        """True if both have the same calls, and each the same dtypes: input, run and output."""
+        return not any(
+            row.one is None or row.other is None or {*_DTYPES} & {*row.changed} for row in self.rows
+        )
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two reports: frameworks, policies, dtypes or titles, whichever differ."""
+        sides = [
+            (next((call.backend for call in r), ""), r.policy, r.low, r.title)
+            for r in (self.one, self.other)
+        ]
+        for left, right in zip(*sides, strict=True):
+            if left != right and left and right:
+                return left, right
+        return "one", "other"
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        names = self.names
+        dtypes = "the same dtypes" if self.same else "other dtypes"
+        count = f"{text_table.plural(len(self), 'difference')}, {dtypes}"
+        text = [f"{names[0]} and {names[1]}: {count if self else 'no difference'}"]
+        if self:
+            columns = [Column(name) for name in ("op", *names)]
+            text += ["", *_DIFFERENCES._replace(columns=columns).table(self.rows).text()]
+        return escaped("\n".join(text))
+
+    def __repr__(self) -> str:
+        return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
+
+
+def _side(row: Difference, call: Call | None) -> str:
+    """One of the calls in words: the fields that differ, or all without a counterpart."""
+    if call is None:
+        return "not called"
+    changed, alone = {*row.changed}, not row.changed
+    parts = []
+    if alone or changed & {*_DTYPES}:
+        parts.append(text_table.dtypes(call.inputs, call.run, call.outputs))
+    if alone or changed & {*_RULES}:
+        parts.append(ruled(call) or "no region")
+    if changed & {*_CASTS} or (alone and call.casts):
+        casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
+        parts.append(casts if call.casts else "no cast")
+    if "times" in changed or (alone and call.times > 1):
+        parts.append(f"ran {text_table.plural(call.times, 'time')}")
+    return "; ".join([*parts, *filter(None, [call.source])])
+
+
+def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:
+    """Yield the differences between the calls of two reports, by direction and module."""
+    names = matched(*(dict.fromkeys(call.module for call in calls) for calls in (ones, others)))
+    places: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
+    for call in ones:
+        places.setdefault((call.module, call.direction), ([], []))[0].append(call)
+    for call in others:
+        places.setdefault((names[call.module], call.direction), ([], []))[1].append(call)
+    order = [*SECTIONS]
+    for place in sorted(places, key=lambda place: order.index(place[1])):
+        for one, other in _pairs(*places[place]):
+            op = one.op if one else other.op if other else ""
+            changed = _changed(one, other) if one and other else ()
+            if changed or one is None or other is None:
+                yield Difference(*place, op, one, other, changed)
+
+
+def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """The calls side by side, by op and in order; None where there is none."""
+    ours, theirs = ([call.op for call in calls] for calls in (left, right))
+    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
+    for tag, i, i_end, j, j_end in blocks:
+        if tag == "equal":
+            yield from zip(left[i:i_end], right[j:j_end], strict=True)
+        else:
+            yield from ((call, None) for call in left[i:i_end])
+            yield from ((None, call) for call in right[j:j_end])
+
+
+def _changed(one: Call, other: Call) -> tuple[str, ...]:
+    across = one.backend != other.backend
+    return tuple(
+        name
+        for name in (*_DTYPES, *_RULES, *_CASTS, "times")
+        if getattr(one, name) != getattr(other, name)
+        and not (across and name == "inputs" and {*one.inputs} == {*other.inputs})
+    )
+
+
+def _alike(row: Difference) -> Hashable:
+    return row.op, row.changed, *(call and alike(call) for call in (row.one, row.other))
+
+
+def _added(rows: Sequence[Difference]) -> Difference:
+    ones = [row.one for row in rows if row.one]
+    others = [row.other for row in rows if row.other]
+    return rows[0]._replace(
+        one=added(ones) if ones else None, other=added(others) if others else None
+    )
+
+
+_DIFFERENCES: TableKind[Difference] = TableKind(
+    lambda row: (row.direction, row.module),
+    cells=lambda row: (row.op, _side(row, row.one), _side(row, row.other)),
+    sections=SECTIONS,
+    alike=_alike,
+    added=_added,
+)

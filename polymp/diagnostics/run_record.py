@@ -4,16 +4,14 @@
     read(path) -> RunRecord
 
 An array is summed up by `VALUES` numbers in float64: four that do not depend on the order of its
-elements, some projections, which do, and some of its elements. Two runs of one shape can be
-compared by them, though neither record has the arrays; `polymp.diagnostics.compare` does that. A
-projection is the sum of all elements, each with a sign that depends on its place alone, over the
-root of their number: its square is, in the mean over signs, the array's mean square. So any
-difference between two arrays shows in a projection as large as its root mean square.
+elements, some projections, which do, and some of its elements. A projection is the sum of all
+elements, each with a sign that depends on its place alone, over the root of their number: its
+square is, in the mean over signs, the array's mean square. So any difference between two arrays
+shows in a projection as large as its root mean square: `compare` needs no arrays.
 
 `spread` has, for the same numbers, how far rounding moves them: the root mean square change over
-the probes, runs whose every result was moved by its rounding (`polymp.diagnostics.rounding`).
-
-Nothing here knows a framework.
+the probes, runs whose every result was moved by its rounding (`rounding`). Nothing here knows a
+framework.
 """
 
 import base64
@@ -27,6 +25,8 @@ from functools import cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from polymp.diagnostics.page import replacing
 from polymp.errors import PolympError
@@ -97,20 +97,13 @@ class RecordedStep(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """A record that was read.
+    """A record that was read."""
 
-    Attributes:
-        header: "framework", "versions", "model", "device", "threads", "probes", "modules", "rank",
-            "ranks".
-        steps: those that were written whole, in order.
-        name: of its file, for messages.
-        cut: True if the file ends in a step that is not whole.
-    """
-
+    # "framework", "versions", "model", "device", "threads", "probes", "modules", "rank", "ranks".
     header: Mapping[str, Any]
-    steps: tuple[RecordedStep, ...]
-    name: str = "record"
-    cut: bool = False
+    steps: tuple[RecordedStep, ...]  # those that were written whole, in order
+    name: str = "record"  # of its file, for messages
+    cut: bool = False  # True if the file ends in a step that is not whole
 
 
 @cache
@@ -120,8 +113,6 @@ def signs(blocks: int) -> tuple[Any, Any]:
     Element i of an array has, in projection k, the sign of its block times that of its place in it:
     `one[i // BLOCK, k] * other[i % BLOCK, k]`.
     """
-    import numpy as np
-
     count = PROJECTIONS.stop - PROJECTIONS.start
     x = np.arange(blocks * count + BLOCK * count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -133,8 +124,6 @@ def signs(blocks: int) -> tuple[Any, Any]:
 @cache
 def signs_and_ones(blocks: int) -> tuple[Any, Any]:
     """`signs` in float64, a row for each projection, below a row of ones, for a sum."""
-    import numpy as np
-
     outer, inner = (np.insert(each.astype(np.float64).T, 0, 1, 0) for each in signs(blocks))
     return outer, inner
 
@@ -148,8 +137,6 @@ def places(count: int) -> tuple[int, ...]:
 
 def in_float64(x: Any) -> Any:
     """A copy of a numpy array in float64."""
-    import numpy as np
-
     return np.array(x, np.float64)
 
 
@@ -164,8 +151,6 @@ def summary(
     `widened` makes a float64 numpy array of its own of a part of it. The backends compute the same
     of arrays that are not in the memory of a CPU.
     """
-    import numpy as np
-
     row = array.reshape(-1)
     (count,) = row.shape
     if not count:
@@ -184,8 +169,6 @@ def _sums(row: Any, count: int, widened: Callable[[Any], Any], scale: float) -> 
 
     Sums are relative to `scale`.
     """
-    import numpy as np
-
     found, top, square, zeros, bad = np.zeros(VALUES), 0.0, 0.0, 0, 0
     outer, inner = signs_and_ones(1 << (count // BLOCK).bit_length())
     kept = places(count)
@@ -257,11 +240,10 @@ def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Opt
 
 
 def _check_number(option: str, number: Any, least: int, other: str = "") -> None:
-    said = f"record({option}={reprlib.repr(number)}): write a whole number from {least} on{other}."
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(said)
-    if number < least:
-        raise ValueError(said)
+    if type(number) is not int or number < least:
+        kind = ValueError if type(number) is int else TypeError
+        given = f"{option}={reprlib.repr(number)}"
+        raise kind(f"record({given}): write a whole number from {least} on{other}.")
 
 
 def _checked_path(path: Any) -> Path | None:
@@ -339,15 +321,14 @@ class RecordWriter:
 
 
 def _line(step: RecordedStep) -> str:
-    import numpy as np
-
     arrays = step.arrays
     names: dict[str, int] = {}  # each text once
     rows = []
     for a in arrays:
-        texts = a[:6] + a[7:9]
-        at = [names.setdefault(text, len(names)) for text in texts]
-        dtypes = [names.setdefault(text, len(names)) for text in a.inputs]
+        at, dtypes = (
+            [names.setdefault(text, len(names)) for text in texts]
+            for texts in (a[:6] + a[7:9], a.inputs)
+        )
         rows.append([at, dtypes, list(a.shape), a.zeros, a.bad, list(a.reads)])
     spread = [a.spread or (math.nan,) * VALUES for a in arrays]
     data = {
@@ -387,7 +368,10 @@ def read(path: str | PathLike[str]) -> RunRecord:
     except UnicodeDecodeError:
         raise RecordError(f"{name!r} is no record of polymp: it is no text in UTF-8.") from None
     first, *lines = text.split("\n")
-    header = _parsed(first)
+    try:
+        header = json.loads(first)
+    except (ValueError, RecursionError):
+        header = None
     if not isinstance(header, dict) or "polymp record" not in header:
         raise RecordError(
             f"{name!r} is no record of polymp: it does not begin as one. Records are written by "
@@ -402,22 +386,18 @@ def read(path: str | PathLike[str]) -> RunRecord:
     for key, of in _HEADER.items():
         if not isinstance(header.get(key) or of(), of):
             raise RecordError(f"{name!r} is damaged in line 1: {key} is {header[key]!r}.")
-    whole, rest = lines[:-1], lines[-1] if lines else ""
     steps = []
-    for at, line in enumerate(whole):
+    for at, line in enumerate(lines[:-1], 2):
         try:
             steps.append(_step(line))
-        except (
-            TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError
-        ) as error:  # fmt: skip
-            raise RecordError(
-                f"{name!r} is damaged in line {at + 2}: {type(error).__name__}: {str(error)[:200]}."
-            ) from None
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            raise RecordError(f"{name!r} is damaged in line {at}: {said}.") from None
     if not steps:
         raise RecordError(
             f"{name!r} has no whole step: the run ended before its first recorded step did."
         )
-    return RunRecord(header, tuple(steps), name, cut=bool(rest))
+    return RunRecord(header, tuple(steps), name, cut=bool(lines[-1]))
 
 
 # Of the header, what is not text.
@@ -425,51 +405,26 @@ _HEADER = {"versions": dict, "modules": list, "probes": int, "rank": int, "ranks
 _LARGEST = 2**63  # sizes are below
 
 
-def _parsed(line: str) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _step(line: str) -> RecordedStep:
     data = json.loads(line)
     texts, rows = data["texts"], data["arrays"]
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("a name is no text")
-    values = _unpacked(data["values"], "<f8", len(rows) * VALUES)
-    spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES)
+    values = _unpacked(data["values"], "<f8", len(rows) * VALUES).reshape(-1, VALUES)
+    spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES).reshape(-1, VALUES)
     own = _unpacked(data["own"], "<f4", len(rows))
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):
-        kind, name, module, source, direction, rule, run, dtype = [texts[i] for i in named]
         counts = (zeros, bad, *shape, *reads, *named)
         if not all(isinstance(n, int) and 0 <= n < _LARGEST for n in counts):
             raise TypeError(f"array {at} has a size or a place that is no number")
         if any(r >= at for r in reads):
             raise ValueError(f"array {at} reads one that comes later")
-        part = slice(at * VALUES, (at + 1) * VALUES)
-        moved = tuple(spread[part].tolist())
-        arrays.append(
-            RecordedArray(
-                kind,
-                name,
-                module,
-                source,
-                direction,
-                rule,
-                tuple(texts[i] for i in dtypes),
-                run,
-                dtype,
-                tuple(shape),
-                zeros,
-                bad,
-                float(own[at]),
-                tuple(reads),
-                tuple(values[part].tolist()),
-                () if math.isnan(moved[0]) else moved,
-            )
-        )
+        *call, run, dtype = [texts[i] for i in named]
+        inputs, numbers = tuple(texts[i] for i in dtypes), tuple(values[at].tolist())
+        moved = () if math.isnan(spread[at][0]) else tuple(spread[at].tolist())
+        rest = tuple(shape), zeros, bad, float(own[at]), tuple(reads), numbers, moved
+        arrays.append(RecordedArray(*call, inputs, run, dtype, *rest))  # type: ignore[call-arg]
     number, settings, left_out = data["step"], data["settings"], data["left out"]
     tables = (settings, left_out, *settings.values())
     if not isinstance(number, int) or not all(isinstance(table, dict) for table in tables):
@@ -480,8 +435,6 @@ def _step(line: str) -> RecordedStep:
 
 
 def _unpacked(text: str, dtype: str, count: int) -> Any:
-    import numpy as np
-
     numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype)
     if numbers.size != count:
         raise ValueError(f"{numbers.size} numbers where {count} belong")

@@ -1,6 +1,6 @@
 """Suggestions from an audit: rows of a policy, another dtype, or a loss scale.
 
-    AuditRecord -> suggest -> Suggestion -> apply(policy) -> a policy to try
+    Audit -> suggest -> Suggestion -> apply(policy) -> a policy to try
 
 A row where one op leaves float16's range; bfloat16 where many ops do, or where inputs are beyond
 float16; a loss scale where only gradients are. Ops after the first Inf cannot be judged, so audit
@@ -10,16 +10,13 @@ again with the suggestion. Nothing here knows a framework.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
 from polymp.diagnostics.blame import (
     CAST,
     CONSTANT,
-    DIVIDING,
-    OF_ONE,
-    UNTRIED,
     UPDATE,
     lost_constants,
 )
@@ -34,7 +31,6 @@ from polymp.scaling.scale_rule import LARGEST
 # From this many places that overflow, or this share of all that run in float16, bfloat16 is better.
 PLACES, SHARE = 3, 0.25
 
-
 # Without a loss scale, one is suggested if more than this share of an op's gradients vanishes.
 PART = 0.25
 
@@ -45,9 +41,6 @@ ALIKE = 3
 # The scale to try where all gradients are zero: `GradScaler`'s own first one.
 FIRST = 2.0**16
 _TOP = FORMATS["float16"].max
-
-
-# A suggestion of what to change: rows of a policy, another dtype, a loss scale.
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +123,15 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         return Suggestion(dtype="bfloat16", reasons=(why,))
     burst = _bursts(audit)
     if found := burst + _losses(audit):
-        readers = _readers(audit, burst) if burst else _takers(audit)
-        return _raised(found, policy, readers, _READS if burst else _TAKES)
+        return _raised(found, policy, _readers(audit, burst))
     if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
         return _raised([fault], policy)
-    scale = _scale(audit, policy)
-    return replace(scale, reasons=(*scale.reasons, *_drifted(audit)))
+    return _scale(audit, policy)
 
 
 def is_broken(audit: AuditRecord) -> bool:
     """True if a step broke, or an op overflowed or lost most of its values, row or no row."""
     return audit.fault is not None or bool(_bursts(audit) + _losses(audit))
-
-
-def _drifted(audit: AuditRecord) -> list[str]:
-    """A sentence on the first op whose result is mostly rounding error, if that was measured."""
-    for m in _forward(audit):
-        if m.drift is not None and m.drift > MANY:
-            own = f"{100 * (m.rounding or 0):.2g} % of it by its own rounding"
-            return [
-                f"{_at(m)}: its result is off by {100 * m.drift:.2g} % from float32's, {own}: make "
-                f"what it reads in float32, casts and all.{UNTRIED}"
-            ]
-    return []
 
 
 def _forward(audit: AuditRecord) -> list[Measured]:
@@ -168,8 +147,11 @@ def _losses(audit: AuditRecord) -> list[Measured | Fault]:
     fault = audit.fault
     if fault is not None and fault.kind in ("underflow", "number", "saturation"):
         return [fault, *_lost_before(audit, fault)]
-    lost = (m for m in _forward(audit) if m.numbers or m.magnitudes.vanished > MANY)
-    return list(lost)
+    return [m for m in _forward(audit) if _has_lost(m)]
+
+
+def _has_lost(m: Measured) -> bool:
+    return bool(m.numbers) or m.magnitudes.vanished > MANY
 
 
 def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured]:
@@ -192,22 +174,6 @@ def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured
     return found
 
 
-def _takers(audit: AuditRecord) -> list[Measured]:
-    """Ops that would round what kept a value from 0 or 1 again, up to the one that broke."""
-    fault, forward = audit.fault, _forward(audit)
-    if fault is None or fault.kind not in ("underflow", "number", "saturation"):
-        return []
-    cause = next((at for at, m in enumerate(forward) if _same_call(m, fault)), len(forward))
-    inside, found = _around(fault.module, forward), list[Measured]()
-    for m in forward[cause + 1 :]:
-        lowered = m.row is not None and m.row.rule is Rule.LOWER and m.op in DIVIDING | OF_ONE
-        if lowered and f"{m.module}.".startswith(inside):
-            found.append(m)
-        if m.magnitudes.inf or m.magnitudes.nan:
-            return found
-    return []
-
-
 # Classes of ops after which it does not matter how large a number was.
 _BOUNDED = ("softmax", "normalisation", "loss")
 
@@ -222,18 +188,10 @@ def _around(module: str, forward: Sequence[Measured]) -> str:
 
 def _lost_before(audit: AuditRecord, fault: Fault) -> list[Measured | Fault]:
     """Ops that lost most of their values before the op that broke, in the same module."""
-    found: list[Measured | Fault] = []
-    for m in _forward(audit):
-        if _same_call(m, fault):
-            return found
-        if m.module == fault.module and (m.numbers or m.magnitudes.vanished > MANY):
-            found.append(m)
-    return []
-
-
-def _same_call(m: Measured, fault: Fault) -> bool:
-    here = (fault.op, fault.module, fault.source, fault.direction)
-    return (m.op, m.module, m.source, m.direction) == here
+    broke, forward = (fault.op, fault.module, fault.source, fault.direction), _forward(audit)
+    places = [(m.op, m.module, m.source, m.direction) for m in forward]
+    before = forward[: places.index(broke)] if broke in places else []
+    return [m for m in before if m.module == fault.module and _has_lost(m)]
 
 
 def _look(fault: Fault) -> str:
@@ -282,7 +240,6 @@ def _raised(
     found: Iterable[Measured | Fault],
     policy: Policy,
     readers: Sequence[Measured] = (),
-    reads: str = "",
 ) -> Suggestion:
     """Rows by which ops and the readers of their results run in float32, each in its module."""
     rules: dict[str, str] = {}
@@ -290,23 +247,23 @@ def _raised(
     reasons: list[str] = []
     rows = [(one, _selector(one), scope_of(one.module)) for one in (*found, *readers)]
     for one, of, scope in rows:
-        pattern, alike = _alike(scope), set()
-        if pattern != scope:
-            alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
-        scope = pattern if len(alike) >= ALIKE else scope
-        why = f"{_at(one)}: {reads if one in readers else _loss(one)}".removesuffix(".") + "."
+        pattern = _alike(scope)
+        alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
+        scope = pattern if pattern != scope and len(alike) >= ALIKE else scope
+        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
+        own = inside.setdefault(scope, {}) if scope else rules
         if not of:
-            reasons.append(f"{why.rstrip('.')}. No row can be for it: change the program.")
+            reasons.append(f"{why} No row can be for it: change the program.")
         elif _has(policy, one, of):
             reasons.append(f"{why} The row {one.row} says float32 already: change the program.")
-        elif of not in (own := inside.setdefault(scope, {}) if scope else rules):
+        elif of not in own:
             own[of] = Rule.FP32.value
             reasons.append(why)
-    return Suggestion(rules, inside, reasons=tuple(reasons))
+    scoped = {scope: own for scope, own in inside.items() if own}
+    return Suggestion(rules, scoped, reasons=tuple(reasons))
 
 
 _READS = "it reads the values that overflowed, and would round them to float16 again."
-_TAKES = "it reads the values that were lost, and would round them again."
 
 
 def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
@@ -366,14 +323,14 @@ def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
         why = f"{_at(over)}: gradients overflow float16; the last loss scale was {scale:g}"
         return Suggestion(init_scale=lower, reasons=(f"{why}; try {lower:g}.",))
     lost = audit.lost_gradients(scale)
-    if lost <= MANY:
+    if lost > MANY:
+        part = text_table.share(lost)
+        why = f"gradients: {part} of the values that are not zero are zero in float16"
+    else:
         worst = max(audit.backward, key=_vanished, default=None)
         if worst is None or scale > 1 or _vanished(worst) <= PART or fits is None or fits <= scale:
             return Suggestion()
         why = f"{_at(worst)}: {_vanished(worst):.0%} of its values are zero in float16"
-    else:
-        part = text_table.share(lost)
-        why = f"gradients: {part} of the values that are not zero are zero in float16"
     if not any((m.region or m.run) == "float16" for m in audit.results):
         if fits is None:  # all are zero in this run, too
             return Suggestion()

@@ -18,10 +18,7 @@ from polymp import backends, text_table
 from polymp.diagnostics import rounding
 from polymp.diagnostics.alignment import aligned, shared_name
 from polymp.diagnostics.call_record import FORWARD, Call, ruled
-from polymp.diagnostics.compare import beside, compare
-from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
-from polymp.diagnostics.run_record import RecordError
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
@@ -222,6 +219,10 @@ _PROBES = 16  # of a record: few leave a spread uncertain
 
 def _first_off(programs: tuple[Any, Any], names: tuple[str, str]) -> tuple[str, str]:
     """The first op whose values differ, by `compare`, and its calls as a table; "" without one."""
+    from polymp.diagnostics.compare import beside, compare
+    from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
+    from polymp.diagnostics.run_record import RecordError
+
     records = []
     for each, name in zip(programs, names, strict=True):
         of = importlib.import_module(f"polymp.backends.{each.backend}.diagnostics.record")

@@ -174,8 +174,6 @@ def catch(request: pytest.FixtureRequest) -> Any:
         ({"every": True}, TypeError,
          "catch(every=...) is a number of steps, a positive int, got True"),
         ({"on_bad": "stop"}, ValueError, "catch(on_bad=...) is 'raise' or 'report', got 'stop'"),
-        ({"jump": 1.0}, ValueError,
-         "catch(jump=...) is the factor by which a loss may grow, above 1, or None, got 1.0"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(

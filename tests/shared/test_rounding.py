@@ -150,43 +150,23 @@ def off(low: Any, wide: Any) -> float:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_op_has_its_own_error_and_that_of_all_before_it(framework: str, dtype: str) -> None:
+def test_an_op_has_its_own_error(framework: str, dtype: str) -> None:
     found = measured(framework, dtype, 0)
     product = row(found.audit, "matmul", "linear")
     wide = X @ W
     if framework == "jax":  # in torch it is written over
         assert product.rounding == pytest.approx(off(found.product, wide), rel=1e-2)
-    assert product.rounding == product.drift
     eps = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     assert eps / 8 < product.rounding < eps
-    wave = np.tanh(wide) * np.cos(np.arange(16)[:, None] * FREQUENCIES)
-    last = found.audit.last_forward()
-    assert last.drift == pytest.approx(abs(found.loss / float((wave**2).mean()) - 1), rel=1e-2)
-    cosine = row(found.audit, "cos")
-    assert cosine.rounding < eps < 4 * cosine.drift, "its input was rounded, too"
-    assert found.audit.to_dict()["results"][0].keys() >= {"rounding", "drift"}
+    assert row(found.audit, "cos").rounding < eps
+    assert found.audit.to_dict()["results"][0].keys() >= {"rounding", "loss_effect"}
     assert "rounding: percent by which an op is off" in str(found.audit)
-
-
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_positions_that_collapse_are_seen(framework: str) -> None:
-    near, far = (measured(framework, "bfloat16", start).audit for start in (0, 65536))
-    assert not near.suggest().reasons
-    cosine = row(far, "cos")
-    assert cosine.rounding < 0.01
-    assert cosine.drift > 1
-    assert far.last_forward().drift > 0.05
-    suggestion = far.suggest()
-    (reason,) = suggestion.reasons
-    assert reason.startswith("cos ")
-    assert "Nothing to change" not in str(suggestion)
-    assert "not tried" in reason
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_what_was_not_measured_is_said(framework: str) -> None:
     audit = measured(framework, "bfloat16", 0, rounding=False).audit
-    assert all(m.rounding is m.drift is None for m in (*audit.results, *audit.gradients))
+    assert all(m.rounding is None for m in (*audit.results, *audit.gradients))
     assert "rounding errors: not measured, audit(..., rounding=True) does" in str(audit)
     assert measured(framework, "bfloat16", 0).loss == measured(framework, "bfloat16", 0, False).loss
 

@@ -22,7 +22,6 @@ from polymp.backends.torch.diagnostics.values import AuditValues
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured, largest_error, together
 from polymp.diagnostics.magnitudes import followed
-from polymp.weights import lost_updates
 
 
 def audit(
@@ -47,12 +46,8 @@ def audit(
     To tell values that float16 makes zero from zeros, a float16 op runs once more, in float32, on
     the same inputs, at one of sixteen calls at its site.
 
-    Of parameters in a low dtype the audit says which updates were rounded away: `low_weights` keeps
-    them.
-
     With `rounding=True`, the audit also measures rounding errors: of each op in a low dtype,
-    against the same op in float32 on the same inputs before casts, and of each result, against the
-    same step in float32. An op runs up to twice more, and its results are kept in float32 as well.
+    against the same op in float32 on the same inputs before casts. An op runs once more for it.
     Where a loss of one value is followed by its backward pass, the audit estimates by how much each
     op's own rounding changes the loss: the errors of low results are kept, in bfloat16, until their
     gradients are there, which takes as many bytes as these results.
@@ -122,12 +117,6 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
         rows = _measured(seen.sites, scales, passes, line)
     audit.results = [m for m in rows if m.spelling]
     audit.gradients = [m for m in rows if not m.spelling]
-    audit.lost_updates = lost_updates.joined(
-        record
-        for sample, counts in seen.samples
-        if counts is not None
-        for record in sample.records(counts)
-    )
 
 
 def _measured(
@@ -147,7 +136,7 @@ def _measured(
             counts = counts.scaled(1 / scales[at])
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
-            counts, tuple(sorted(site.numbers)), _largest(site.rounding), _largest(site.drift),
+            counts, tuple(sorted(site.numbers)), _largest(site.rounding),
             sum(map(float, site.effects)) / passes if site.effects else None,
             site.sums_nothing - {None} == {True},
         )  # fmt: skip

@@ -10,45 +10,47 @@ import copy
 import functools
 import math
 import reprlib
-import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
-import torch.nn as nn
 from torch import distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp import code_origin
 from polymp.backends.torch.async_copy import AsyncCopy
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.fault import moments, with_gradients
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.snapshot import Settings, Snapshot, own_modules
+from polymp.backends.torch.snapshot import (
+    Settings,
+    Snapshot,
+    TrainingObjects,
+    own_modules,
+    stepping,
+    training_objects,
+)
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
     SOMETHING,
-    STAYS,
     BadStep,
     CaughtStep,
     LossChecks,
     LossVerbs,
-    Mean,
+    bad_loss,
     checked_arguments,
     described,
-    sample_of,
+    first_difference,
     warn,
 )
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Named = dict[str, torch.Tensor]
 
 
 @overload
@@ -57,7 +59,6 @@ def catch(
     *,
     every: int = ...,
     on_bad: Literal["raise", "report"] = ...,
-    jump: float | None = ...,
     of: object = ...,
 ) -> "Catch[P, R]": ...
 
@@ -68,7 +69,6 @@ def catch(
     *,
     every: int = ...,
     on_bad: Literal["raise", "report"] = ...,
-    jump: float | None = ...,
     of: object = ...,
 ) -> "Callable[[Callable[P, R]], Catch[P, R]]": ...
 
@@ -78,7 +78,6 @@ def catch(
     *,
     every: int = 100,
     on_bad: Literal["raise", "report"] = "raise",
-    jump: float | None = None,
     of: object = (),
 ) -> "Catch[P, R] | Callable[[Callable[P, R]], Catch[P, R]]":
     """Wrap a training step, so that a loss, gradient or weight that is not finite stops it.
@@ -95,8 +94,8 @@ def catch(
     numbers are as they were after the last good step. `locate` then names the op.
 
     The models and optimizers are found by looking at the step as Python does when it runs it: at
-    its arguments, closure, globals, and the object whose method it is. The arguments of up to
-    `every` calls are kept. Give the batch as an argument: what a step draws from an iterator
+    its arguments, closure, globals, and the object whose method it is. The batches of up to
+    `every` calls are copied. Give the batch as an argument: what a step draws from an iterator
     itself cannot be repeated. Under several ranks, every rank wraps its step.
 
     Args:
@@ -105,8 +104,6 @@ def catch(
         on_bad: "raise" raises the error; "report" warns, and training goes on without the bad
             step, whose batch is left out. Its results are returned as they are. Three bad steps in
             a row raise: to leave out batches does not help.
-        jump: also stop when a loss is more than this factor above the mean of its last values; from
-            the eleventh step on, when there is a mean to compare it with.
         of: models, optimizers and others to copy that are not found, in a list.
 
     Returns:
@@ -116,7 +113,7 @@ def catch(
         TypeError: `step` is not callable, `every` is no whole number, or `of` has nothing to copy.
         ValueError: another argument is out of its range.
     """
-    checked_arguments(step, every, on_bad, jump)
+    checked_arguments(step, every, on_bad)
     for it in of if isinstance(of, (list, tuple)) else [of]:
         if it is not None and not any(training_objects(lambda: None, [it])):
             raise TypeError(
@@ -124,8 +121,8 @@ def catch(
                 "state_dict() and load_state_dict(). Write of=[model, optimizer]."
             )
     if step is None:
-        return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump, of=of)
-    return Catch(step, every, on_bad == "raise", jump, of)
+        return lambda fn: catch(fn, every=every, on_bad=on_bad, of=of)
+    return Catch(step, every, on_bad == "raise", of)
 
 
 def losses(result: object) -> dict[int, torch.Tensor]:
@@ -146,9 +143,8 @@ def losses(result: object) -> dict[int, torch.Tensor]:
 class Call(NamedTuple):
     """A call of the step, to be repeated."""
 
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # copies, but for what is the training's own
     kwargs: dict[str, Any]
-    versions: tuple[int, ...]  # of the tensors among them, when it was made
     settings: Settings  # of the optimizers, such as the learning rate, which other code may change
     random: Snapshot  # the random numbers, some of which a data loader draws between two calls
     losses: dict[int, torch.Tensor]  # by their places in the results, on their devices
@@ -157,13 +153,17 @@ class Call(NamedTuple):
 class StateCopy:
     """The state of the training before a step, and the calls since."""
 
-    def __init__(self, objects: "TrainingObjects", means: Mapping[int, Mean]) -> None:
+    def __init__(self, objects: TrainingObjects) -> None:
         self.objects = objects
-        self.means = means  # of the losses so far
         self.state = TrainingState(objects)
-        self.named = named_tensors(objects)
+        self.scaled = _has_scaler(objects)
+        self._named = named_tensors(objects)
+        self._names = {id(t): name for name, t in self._named.items()}
         self.calls: list[Call] = []
-        self._versioned = [t for t in self.named.values() if not t.is_inference()]
+        self._memory = {*map(storage_key, self._named.values())}
+        # Of the calls' arguments, by tensor: the version that was copied, and the copy.
+        self._copies: Any = WeakTensorKeyDictionary()
+        self._versioned = [t for t in self._named.values() if not t.is_inference()]
         self.left = self.versions()  # when the last call ended
 
     def versions(self) -> list[int]:
@@ -177,33 +177,60 @@ class StateCopy:
             return ""
         triples = zip(self._versioned, self.left, now, strict=True)
         written = next(t for t, was, version in triples if was != version)
-        return next(name for name, t in self.named.items() if t is written)
+        return self._names[id(written)]
 
-    def written_of(self, call: Call) -> set[int]:
-        """Return the places of a call's arguments that were written since, but for the state's."""
-        held = {*map(storage_key, self.named.values())}
-        triples = zip(tree_leaves(call[:2]), call.versions, versions_of(call[:2]), strict=True)
-        return {
-            at
-            for at, (leaf, was, now) in enumerate(triples)
-            if was != now and not (isinstance(leaf, torch.Tensor) and storage_key(leaf) in held)
-        }
+    def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> Named:
+        """Return the gradients that an optimizer steps with, by name; without one, all."""
+        own = self._named.values() if optimizer is None else with_gradients(optimizer)
+        named = [(self._names.get(id(p), f"parameter {at}"), p.grad) for at, p in enumerate(own)]
+        return {f"the gradient of {name}": grad for name, grad in named if grad is not None}
+
+    def trained(self) -> Named:
+        """Return the parameters that optimizers write, and these' states, by name."""
+        found: Named = {}
+        for it in self.objects.optimizers:
+            own = [p for group in it.param_groups for p in group["params"]]
+            found |= {f"the weight {self._names[id(p)]}": p for p in own if id(p) in self._names}
+        for it in self.objects.optimizers:
+            for p in it.state:
+                state = moments(it, self._names.get(id(p), "a tensor"), p)
+                found |= {f"the optimizer's {key}": t for key, t in state.items()}
+        return found
+
+    def kept(self, tree: tuple[Any, Any], shared: bool = True) -> tuple[Any, Any]:
+        """Return a call's arguments, with copies of the batch, into which others may write.
+
+        If `shared`, a tensor that is given again as it was has one copy.
+        """
+        leaves, structure = tree_flatten(tree)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, np.ndarray):
+                leaves[at] = leaf.copy()
+            elif isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                if storage_key(leaf) not in self._memory:
+                    leaves[at] = self._copy_of(leaf) if shared else _copied(leaf)
+        args, kwargs = tree_unflatten(leaves, structure)
+        return args, kwargs
+
+    def _copy_of(self, t: torch.Tensor) -> torch.Tensor:
+        version, known = _version(t), self._copies.get(t)
+        if known is None or known[0] != version or version < 0:
+            known = self._copies[t] = version, _copied(t)
+        copy: torch.Tensor = known[1]
+        return copy
 
 
 class Catch(CaughtStep, Generic[P, R]):
     """A `CaughtStep` of torch; `of` is as in `catch`."""
 
-    def __init__(
-        self, step: Callable[P, R], every: int, raises: bool, jump: float | None, of: object
-    ) -> None:
-        super().__init__(step, every, raises, jump)
+    def __init__(self, step: Callable[P, R], every: int, raises: bool, of: object) -> None:
+        super().__init__(step, every, raises)
         self._fn, self._of = step, of
         self._copy: StateCopy | None = None
-        self._checks = LossChecks(_LOSSES, jump)
+        self._checks = LossChecks(_LOSSES)
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
-        self._writes: set[int] = set()  # places of arguments that are written after a call began
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -222,58 +249,40 @@ class Catch(CaughtStep, Generic[P, R]):
         Warns:
             CatchWarning: likewise, if `on_bad` is "report".
         """
-        self._look_at_arguments()
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
-        given = self._as_given((args, kwargs))
         settings, random = Settings(copy.objects.optimizers), Snapshot(random_numbers=True)
-        call = Call(*given, versions_of(given), settings, random, {})
+        call = Call(*copy.kept((args, kwargs)), settings, random, {})
         copy.calls.append(call)
         self.step += 1
-        scaled, steps = copy.objects.scaled, list[torch.optim.Optimizer]()
-
-        def look(optimizer: torch.optim.Optimizer) -> None:
-            steps.append(optimizer)
-            if not scaled:
-                bad.extend(bad_by_device(_gradients(with_gradients(optimizer))))
-
-        with stepping(look):
-            result = self._fn(*args, **kwargs)
+        result, steps = self._run(
+            copy, args, kwargs, lambda grads: bad.extend(bad_by_device(grads.values()))
+        )
         call.losses.update({at: loss.clone() for at, loss in losses(result).items()})
-        if not (steps or scaled):  # other code steps, after this call
-            bad.extend(bad_by_device(_gradients(copy.named.values())))
         self._meet(copy, steps, call)
         copy.left = copy.versions()
         if self._checks.add(call.losses, bad):
             self._stop(copy)
         return result
 
-    def _look_at_arguments(self) -> None:
-        """Notice what was written since the last call: by it, or as a buffer for batches.
+    def _run(
+        self, copy: StateCopy, args: Any, kwargs: Any, check: Callable[[Named], object]
+    ) -> tuple[R, list[torch.optim.Optimizer]]:
+        """Do the step; return its results, and the optimizers that stepped in it.
 
-        From now on calls keep copies of these; those of the calls so far are lost.
+        `check` is given their gradients before they step; of a step without one, all at its end.
         """
-        if self._copy is not None and self._copy.calls:
-            written = self._copy.written_of(self._copy.calls[-1])
-            self._renews |= bool(written) and _ranks() == 1  # others would have to renew theirs
-            self._writes |= written
+        steps: list[torch.optim.Optimizer] = []
 
-    def _as_given(self, tree: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return a call's arguments, with copies of what may be written after it began."""
-        if not self._writes:
-            return tree
-        leaves, structure = tree_flatten(tree)
-        memory: dict[int, torch.UntypedStorage] = {}  # copies, by the storage that arguments share
-        for at in self._writes & {*range(len(leaves))}:
-            if isinstance(leaf := leaves[at], torch.Tensor) and (key := storage_key(leaf)):
-                if key not in memory:
-                    memory[key] = leaf.untyped_storage().clone()
-                own = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-                own.set_(memory[key], leaf.storage_offset(), leaf.shape, leaf.stride())
-                leaves[at] = own.requires_grad_(leaf.requires_grad)
-            elif isinstance(leaf, (np.ndarray, torch.Tensor)):
-                leaves[at] = copy.deepcopy(leaf)
-        args, kwargs = tree_unflatten(leaves, structure)
-        return args, kwargs
+        def look(optimizer: torch.optim.Optimizer) -> None:
+            steps.append(optimizer)
+            if not copy.scaled:
+                check(copy.gradients(optimizer))
+
+        with stepping(look):
+            result = self._fn(*args, **kwargs)
+        if not (steps or copy.scaled):  # other code steps, after this call
+            check(copy.gradients())
+        return result, steps
 
     def _meet(self, copy: StateCopy, steps: Sequence[torch.optim.Optimizer], call: Call) -> None:
         """Have the next copy hold optimizers that were not found; tell what cannot be checked."""
@@ -282,7 +291,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._met += {id(it): it for it in new}.values()
         self._renews = self._renews or bool(new)
         if self.step == 1 and not call.losses:
-            by = ", by the scaler" if copy.objects.scaled else ""
+            by = ", by the scaler" if copy.scaled else ""
             warn(
                 f"catch: the step returns no loss, so that only the gradients are checked{by}, and "
                 f"the weights every {self._every} calls. Return the loss."
@@ -300,9 +309,8 @@ class Catch(CaughtStep, Generic[P, R]):
             CatchWarning: as a call does.
         """
         if self._copy is not None:
-            objects = self._copy.objects
-            written = weights(objects) | states(objects)
-            found = self._checks.now() or any(map(bool, bad_by_device(written.values())))
+            trained = self._copy.trained().values()
+            found = self._checks.now() or any(map(bool, bad_by_device(trained)))
             if any_rank(found):
                 self._stop(self._copy)
 
@@ -329,19 +337,17 @@ class Catch(CaughtStep, Generic[P, R]):
                 f"catch found no model and no optimizer in {self._fn!r}. Name them: "
                 "catch(step, of=[model, optimizer])."
             )
-        self._copy = copy = StateCopy(objects, self._checks.means)
+        self._copy = copy = StateCopy(objects)
         return copy
 
     def _stop(self, copy: StateCopy) -> None:
         """Go back to before the first bad step, and say which it was."""
         report = self._replayed(copy)
-        self._copy, self._checks = None, LossChecks(_LOSSES, self._jump, copy.means)
+        self._copy, self._checks = None, LossChecks(_LOSSES)
         self._stopped(report)
 
     def _replayed(self, copy: StateCopy) -> BadStep:
         objects, calls = copy.objects, copy.calls
-        checks = LossChecks(_LOSSES, self._jump, copy.means)
-        names = {id(t): name for name, t in copy.named.items()}
         broken = TrainingState(objects)
         copy.state.put_back()
         before_it: list[float] = []
@@ -349,15 +355,13 @@ class Catch(CaughtStep, Generic[P, R]):
             call.settings.put_back()
             call.random.put_back()
             before, gradients = TrainingState(objects), dict[str, str]()
-            args, kwargs = self._as_given(call[:2])
+            args, kwargs = copy.kept(call[:2], shared=False)
 
-            def look(it: torch.optim.Optimizer, found: dict[str, str] = gradients) -> None:
-                grads = {names.get(id(p), "of no model"): p.grad for p in with_gradients(it)}
-                found |= not_finite({n: g for n, g in grads.items() if g is not None})
+            def check(grads: Named, found: dict[str, str] = gradients) -> None:
+                found |= not_finite(grads)
 
             try:
-                with stepping(look):
-                    result = self._fn(*args, **kwargs)
+                result, _ = self._run(copy, args, kwargs, check)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
                 return self._unrepeated(None, before_it)
@@ -365,26 +369,19 @@ class Catch(CaughtStep, Generic[P, R]):
             if any_rank(bool(differs)):
                 broken.put_back()
                 return self._differing(calls, at, differs)
-            if objects.scaled:
-                gradients.clear()
-            elif not gradients:
-                grads = {name: t.grad for name, t in copy.named.items() if t.grad is not None}
-                gradients |= not_finite(grads)
             found = (
-                checks.described(losses(result))
-                or described(gradients, "the gradient of {}".format)
-                or described(not_finite(weights(objects)), "the weight {}".format)
-                or described(not_finite(states(objects)), "the optimizer's {}".format)
+                bad_loss(losses(result))
+                or described(gradients, str)
+                or described(not_finite(copy.trained()), str)
             )
             if not any_rank(bool(found)):
                 before_it += values(result)
                 continue
             before.put_back()
             first, undone = self.step - len(calls) + at, len(calls) - at
-            note = _WRITTEN if copy.written_of(call) else ""
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
-            return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone, note)
+            return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone)
         repeated = TrainingState(objects)
         broken.put_back()
         fault = _located(self._fn, calls[-1], objects)
@@ -397,15 +394,11 @@ class Catch(CaughtStep, Generic[P, R]):
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
         first = self.step - len(calls)
-        found = [LossChecks(_LOSSES, None).described(c.losses) for c in calls]
+        found = [bad_loss(c.losses) for c in calls]
         last = next((i for i, words in enumerate(found) if words), len(calls) - 1)
         losses = [float(loss) for c in calls[:last] for loss in c.losses.values()]
         note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")
         return BadStep(first + last, found[last] or SOMETHING, None, tuple(losses), 0, note)
-
-
-def _gradients(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (p.grad for p in params if p.grad is not None)
 
 
 # After so many calls in a row that found the training written by other code, say so.
@@ -413,7 +406,6 @@ _OFTEN = 3
 
 
 _ELSEWHERE = "another rank found a value that is not finite"
-_WRITTEN = "Tensors among its arguments were written since, so that their values may be others now."
 
 _DIFFERS = (
     "Repeating step {step} gave the loss {losses}, so no op was looked for. Either the step reads "
@@ -429,7 +421,7 @@ _UNREPEATED = (
 )
 
 
-def _located(fn: Callable[..., Any], call: Call, objects: "TrainingObjects") -> Fault | None:
+def _located(fn: Callable[..., Any], call: Call, objects: TrainingObjects) -> Fault | None:
     model = objects.models[0] if len(objects.models) == 1 else None
     kwargs = dict(call.kwargs)
     if "model" in kwargs:  # the step's own, and not locate's
@@ -437,15 +429,20 @@ def _located(fn: Callable[..., Any], call: Call, objects: "TrainingObjects") -> 
     return replay.locate(fn, *call.args, model=model, **kwargs)
 
 
-def versions_of(given: object) -> tuple[int, ...]:
-    """Return numbers that a write to a tensor or an array in a tree changes; -1 of other leaves."""
-    return tuple(map(_version, tree_leaves(given)))
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def _version(leaf: Any) -> int:
-    if isinstance(leaf, np.ndarray):
-        return sample_of(leaf)
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else -1
+def _version(t: torch.Tensor) -> int:
+    """Return a number that a write to a tensor changes; -1 if it has none."""
+    return -1 if t.is_inference() else t._version
+
+
+def _has_scaler(objects: TrainingObjects) -> bool:
+    """Return whether a loss scaler is among some objects, which skips steps with bad gradients."""
+    scalers = (torch.amp.GradScaler, GradScaler)
+    own = [*objects.others, *(getattr(it, "scaler", None) for it in objects.others)]  # of a plugin
+    return any(isinstance(it, scalers) and it.is_enabled() for it in own)
 
 
 # Whether the numbers of a training step are finite: its losses, gradients and weights.
@@ -453,14 +450,6 @@ def _version(leaf: Any) -> int:
 
 def _is_bad(loss: torch.Tensor) -> torch.Tensor:
     return ~loss.isfinite()
-
-
-def _compared(loss: torch.Tensor, mean: Any, jump: float) -> tuple[torch.Tensor, torch.Tensor]:
-    bad, loss = _is_bad(loss), loss.float()
-    known = isinstance(mean, torch.Tensor)
-    mean = mean.to(loss.device) if known else torch.full_like(loss, mean)
-    bad = bad | (loss > mean + (jump - 1) * mean.abs())
-    return bad, torch.where(mean.isnan(), loss, mean * STAYS + loss * (1 - STAYS))
 
 
 def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
@@ -478,34 +467,17 @@ def _alone() -> bool:
     return _ranks() == 1 or _device().type == "cpu"  # on which all ranks learn of it at once
 
 
-_LOSSES = LossVerbs(_is_bad, _compared, _sent, _alone)
-
-
-@contextmanager
-def stepping(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Show `look` every optimizer that is about to step, in a `with` block."""
-
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        look(optimizer)
-
-    hook = register_optimizer_step_pre_hook(before)
-    try:
-        yield
-    finally:
-        hook.remove()
+_LOSSES = LossVerbs(_is_bad, _sent, _alone)
 
 
 def differing(recorded: Mapping[int, torch.Tensor], result: object) -> str:
-    """Say which finite loss of a step was another when it was repeated; "" if none.
-
-    On a CPU within a few roundings of the loss; other devices may add up in another order.
-    """
-    for loss, now in zip(recorded.values(), values(result), strict=False):
-        was, eps = float(loss), max(4 * torch.finfo(loss.dtype).eps, 1e-5)
-        close = math.isclose(was, now, rel_tol=eps if loss.device.type == "cpu" else 0.1)
-        if math.isfinite(was) and not close:
-            return f"{now:.4g}, where it was {was:.4g}"
-    return ""
+    """Say which finite loss of a step was another when it was repeated; "" if none."""
+    pairs = zip(recorded.values(), values(result), strict=False)
+    names = dtype_names.NAMES
+    return first_difference(
+        ((float(was), now, names[was.dtype]) for was, now in pairs),
+        all(was.device.type == "cpu" for was in recorded.values()),
+    )
 
 
 def bad_by_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -578,22 +550,6 @@ def values(result: Any) -> list[float]:
 # scalers are copied by `state_dict` and `load_state_dict`.
 
 
-class TrainingObjects(NamedTuple):
-    """The models, optimizers and other objects of a training step, each once."""
-
-    models: list[nn.Module]  # modules that are not part of another one here
-    optimizers: list[torch.optim.Optimizer]  # those of torch, or derived from torch's class
-    # schedulers, loss scalers and other objects with `state_dict` and `load_state_dict`.
-    others: list[Any]
-
-    @property
-    def scaled(self) -> bool:
-        """Whether a loss scaler is among them, which skips steps with bad gradients."""
-        scalers = (torch.amp.GradScaler, GradScaler)
-        own = [*self.others, *(getattr(it, "scaler", None) for it in self.others)]  # of a plugin
-        return any(isinstance(it, scalers) and it.is_enabled() for it in own)
-
-
 class TrainingState(Snapshot):
     """A copy of a training's state."""
 
@@ -648,119 +604,3 @@ def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
                     seen.add(id(p))
                     named[f"param_groups[{at}]['params'][{i}]"] = p
     return named
-
-
-def weights(objects: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return the parameters that optimizers write, by name."""
-    written = {id(p) for it in objects.optimizers for g in it.param_groups for p in g["params"]}
-    return {name: t for name, t in named_tensors(objects).items() if id(t) in written}
-
-
-def states(objects: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return the tensors in the states of optimizers, by name: "exp_avg of 0.weight"."""
-    names = {id(t): name for name, t in named_tensors(objects).items()}
-    return {
-        key: t
-        for it in objects.optimizers
-        for p in it.state
-        for key, t in moments(it, names.get(id(p), "of no model"), p).items()
-    }
-
-
-# The models, optimizers, schedulers and loss scalers that a training step works with.
-#
-# They are found where Python finds them when the step runs: among its arguments, in its closure
-# and defaults, as globals that its code names, as attributes of the object whose method it is,
-# and the same for the user's functions that it calls.
-#
-# Of a container, as many values are looked at: lists of losses may be long, of models not.
-_MOST = 64
-
-
-def training_objects(step: Callable[..., Any], given: Iterable[object]) -> TrainingObjects:
-    """Find what a step works with."""
-    modules: dict[int, nn.Module] = {}
-    optimizers: dict[int, torch.optim.Optimizer] = {}
-    others: dict[int, Any] = {}
-    for it in _reachable([step, *given]):
-        if isinstance(it, nn.Module):
-            modules[id(it)] = it
-        elif isinstance(it, torch.optim.Optimizer):
-            optimizers[id(it)] = it
-        elif _has_state(it):
-            others[id(it)] = it
-    inner = {id(part) for it in modules.values() for part in it.modules() if part is not it}
-    models = [it for key, it in modules.items() if key not in inner]
-    return TrainingObjects(models, [*optimizers.values()], [*others.values()])
-
-
-def _has_state(it: object) -> bool:
-    kind = type(it)
-    if isinstance(it, DataLoader):  # a place in the data, which is not gone back to
-        return False
-    return callable(getattr(kind, "state_dict", None)) and callable(
-        getattr(kind, "load_state_dict", None)
-    )
-
-
-def _reachable(start: Iterable[object]) -> Iterator[object]:
-    """Yield the objects of a training that the user's code can reach from some, each once."""
-    seen: set[int] = set()
-    waiting = list(start)
-    kept = []  # alive as long as their ids are in `seen`
-    while waiting:
-        it = waiting.pop()
-        if id(it) in seen:
-            continue
-        seen.add(id(it))
-        kept.append(it)
-        if isinstance(it, (nn.Module, torch.optim.Optimizer)) or _has_state(it):
-            yield it
-        else:
-            waiting += _inside(it)
-
-
-def _inside(it: object) -> Iterable[object]:
-    match it:
-        case functools.partial():
-            return [it.func, *it.args, *it.keywords.values()]
-        case types.MethodType():
-            return [it.__self__, it.__func__]
-        case types.FunctionType():
-            return _of_function(it)
-        case dict():
-            return [*it.values()][:_MOST]
-        case list() | tuple() | set():
-            return [*it][:_MOST]
-    if isinstance(it, (type, types.ModuleType)) or not hasattr(it, "__dict__"):
-        return ()
-    file = getattr(sys.modules.get(type(it).__module__), "__file__", None)
-    if file is None or code_origin.is_library(file, "torch"):
-        return ()
-    return [*vars(it).values()][:_MOST]
-
-
-def _of_function(function: types.FunctionType) -> list[object]:
-    original = getattr(function, "_torchdynamo_orig_callable", None) or getattr(
-        function, "__wrapped__", None
-    )
-    if original is not None:
-        return [original]
-    if code_origin.is_library(function.__code__.co_filename, "torch"):
-        return []
-    names: set[str] = set()
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        names |= set(code.co_names)
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    found = [value for name, value in function.__globals__.items() if name in names]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    return [it for it in found if not isinstance(it, types.ModuleType)] + [
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-    ]

@@ -164,8 +164,9 @@ class Provenance:
         self._parameters = dict(zip(keys, self._ranges.add_all(trained), strict=True))
 
     def updated(self) -> None:
-        """Note that the values of parameters have changed."""
+        """Note that the values of parameters have changed, and measure these."""
         self._outside.clear()
+        self.look_at_parameters()
 
     def given(self, origin: int) -> tuple[torch.Tensor, list[float]]:
         """Return a tensor that no op made, with the ends of its values."""

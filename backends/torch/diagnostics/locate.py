@@ -16,7 +16,6 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from polymp import progress
@@ -29,7 +28,7 @@ from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, number
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Values
 from polymp.backends.torch.scaler.grad_scaler import PARTS, GradScaler
-from polymp.backends.torch.snapshot import Snapshot
+from polymp.backends.torch.snapshot import Snapshot, stepping
 from polymp.diagnostics.audit_records import Fault
 
 
@@ -224,22 +223,20 @@ def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
     """Let code run in the mode that is yielded, and put back what it wrote."""
     optimizers: dict[int, Snapshot] = {}
 
-    def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def keep(optimizer: torch.optim.Optimizer) -> None:
         before = Snapshot(optimizers=[optimizer], values=False)  # `undo` has those of the tensors
         optimizers.setdefault(id(optimizer), before)
 
     scalers = [vars(it) for it in gc.get_objects() if issubclass(type(it), _SCALERS)]
     attributes = list(map(_copied, scalers))
-    hook = register_optimizer_step_pre_hook(keep)
     meeting = _Meeting()
     before_modules = register_module_forward_pre_hook(meeting.module)
     undo, devices = _Undo(meeting), range(torch.cuda.device_count())
     undo.keep_grads(model.parameters() if model is not None else ())  # one may go before any op
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), stepping(keep):
             yield undo
     finally:
-        hook.remove()
         before_modules.remove()
         undo.put_back()
         for own, was in zip(scalers, attributes, strict=True):
@@ -265,7 +262,7 @@ class LocateValues(Values):
     def inputs(self, ran: Ran) -> list[torch.Tensor]:
         if not ran.facts.writes:
             return ran.reads
-        written = {*map(storage_key, dispatcher.written(ran.func, ran.args, ran.kwargs))}
+        written = {*map(storage_key, ran.into)}
         with Own():  # afterwards they have other values
             return [t.clone() if storage_key(t) in written else t for t in ran.reads]
 

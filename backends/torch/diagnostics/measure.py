@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, modes
+from polymp.backends.torch.compat import modes
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors
 from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
 from polymp.dtypes import FORMATS
@@ -48,38 +48,28 @@ def comparable(t: torch.Tensor) -> torch.Tensor:
 
 
 class RangeTable:
-    """The ends of the values of tensors, called by their numbers, and read all at once.
+    """The ends of the values of tensors, called by their numbers.
 
     A number is no object of its own for Python's garbage collector, as a range is: there are tens
-    of thousands of them. Nor are the ends: on a CPU they are written into memory that is used
-    again; of a GPU, where another stream may still write them, they wait until they are read.
+    of thousands of them. Ends on a GPU wait until they are read, all at once.
     """
 
     def __init__(self) -> None:
-        self._size = 0
-        self._slots: dict[torch.dtype, _Slots] = {}  # of CPUs
-        # By device and dtype, ends that are not stacked yet, and the numbers that they are of.
+        self._ends: list[float] = []  # two for each number
+        # By device and dtype, ends that wait, and the numbers that they are of.
         self._waiting = defaultdict[Any, tuple[list[int], list[torch.Tensor]]](lambda: ([], []))
-        self._read: list[float] = []  # those of the ends that were read
         self.meant: Collection[int] = ()  # whose infinities are a mask's, once that is known
 
     def add(self, t: torch.Tensor) -> int:
         """Measure the smallest and the largest value, NaN if there is one; return their number."""
-        t = comparable(t)
-        if not t.is_cpu:
-            return self._keep(*torch.aminmax(t))
-        slots = self._slots.get(t.dtype)
-        if slots is None:
-            slots = self._slots[t.dtype] = _Slots(t.dtype)
-        slots.measure(t, self._size)
-        self._size += 1
-        return self._size - 1
+        return self._keep(*torch.aminmax(comparable(t)))
 
     def add_each(self, tensors: Sequence[torch.Tensor]) -> range:
         """Measure tensors; return their numbers, no object for the garbage collector either."""
         for t in tensors:
             self.add(t)
-        return range(self._size - len(tensors), self._size)
+        size = len(self._ends) // 2
+        return range(size - len(tensors), size)
 
     def add_all(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Measure tensors; on a GPU all at once, and their largest magnitudes alone."""
@@ -89,60 +79,25 @@ class RangeTable:
         return [self._keep(x, x) for x in torch._foreach_norm(own, math.inf)]
 
     def _keep(self, low: torch.Tensor, high: torch.Tensor) -> int:
-        numbers, ends = self._waiting[low.device, low.dtype]
-        numbers.append(self._size)
-        ends += (low, high)
-        self._size += 1
-        return self._size - 1
+        number = len(self._ends) // 2
+        if low.is_cpu:
+            self._ends += (low.item(), high.item())
+        else:
+            numbers, ends = self._waiting[low.device, low.dtype]
+            numbers.append(number)
+            ends += (low, high)
+            self._ends += (0.0, 0.0)
+        return number
 
     def read(self, ranges: Iterable[int]) -> list[float]:
         """Return both ends of ranges, one after the other. Waits for the device."""
-        if len(self._read) < 2 * self._size:
-            self._read += [0.0] * (2 * self._size - len(self._read))
-            for slots in self._slots.values():
-                for numbers, ends in slots.taken():
-                    self._note(numbers, ends)
-            for numbers, waiting in filter(any, self._waiting.values()):
-                self._note(numbers, torch.stack(waiting))  # one transfer
-                numbers.clear()
-                waiting.clear()
-        return [x for at in ranges for x in self._read[2 * at : 2 * at + 2]]
-
-    def _note(self, numbers: Sequence[int], ends: torch.Tensor) -> None:
-        read = ends.tolist()
-        for at, low, high in zip(numbers, read[::2], read[1::2], strict=True):
-            self._read[2 * at : 2 * at + 2] = low, high
-
-
-class _Slots:
-    """Memory of a CPU for the ends of ranges, which is copied whenever it is full."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._memory = torch.empty(_STACK, dtype=dtype, device="cpu")
-            ends = self._memory.unbind()
-        self._pairs = list(zip(ends[::2], ends[1::2], strict=True))
-        self._numbers: list[int] = []  # of the ranges there
-        self._full: list[tuple[list[int], torch.Tensor]] = []
-
-    def measure(self, t: torch.Tensor, number: int) -> None:
-        """Write the ends of a tensor's values."""
-        if len(self._numbers) == len(self._pairs):
-            self._full.append((self._numbers, self._memory.clone()))
-            self._numbers = []
-        torch.aminmax(t, out=self._pairs[len(self._numbers)])
-        self._numbers.append(number)
-
-    def taken(self) -> list[tuple[list[int], torch.Tensor]]:
-        """Return ends with their numbers, and forget them."""
-        found, numbers = self._full, self._numbers
-        if numbers:
-            found.append((numbers, self._memory[: 2 * len(numbers)]))
-        self._full, self._numbers = [], []
-        return found
-
-
-_STACK = 1024
+        for numbers, waiting in filter(any, self._waiting.values()):
+            read = torch.stack(waiting).tolist()  # one transfer
+            for at, low, high in zip(numbers, read[::2], read[1::2], strict=True):
+                self._ends[2 * at : 2 * at + 2] = low, high
+            numbers.clear()
+            waiting.clear()
+        return [x for at in ranges for x in self._ends[2 * at : 2 * at + 2]]
 
 
 class Lost(NamedTuple):
@@ -253,9 +208,7 @@ class Tally:
         self.reads: set[int] = set()  # of gradients, the sites whose results they were made of
         # For each of its kernels, whether it is of a product that only multiplies.
         self.sums_nothing: set[bool | None] = set()
-        # Errors of the ops that made them, and of all ops up to them; see `RoundingErrors`.
-        self.rounding: list[torch.Tensor] = []
-        self.drift: list[torch.Tensor] = []
+        self.rounding: list[torch.Tensor] = []  # errors of the ops that made them
         self.effects: list[torch.Tensor] = []  # of each call's own rounding on the loss
         self._table, self._row = table, table.new_row()
         self._ranges = ranges
@@ -292,14 +245,14 @@ def in_float32(
     """
     if torch.Tag.nondeterministic_seeded in ran.func.tags:
         return []
-    into, clones = written(ran), list[torch.Tensor]()
+    clones: list[torch.Tensor] = []
 
     def wide(tree: object) -> Any:
         if isinstance(tree, torch.Tensor):
             known = twin(tree) if measurable(tree) else None
             low = tree.to(torch.float32) if tree.dtype in LOW_DTYPES else tree
             found = low if known is None else known
-            if any(t is tree for t in into):
+            if any(t is tree for t in ran.into):
                 found = found.clone()
                 clones.append(found)
             return found
@@ -315,6 +268,77 @@ def in_float32(
         return []
 
 
-def written(ran: Ran) -> list[torch.Tensor]:
-    """Return the tensors that an op writes into."""
-    return [*dispatcher.written(ran.func, ran.args, ran.kwargs)] if ran.facts.writes else []
+class _Memory(NamedTuple):
+    """The memory of a tensor, as twins have it."""
+
+    of: Any  # a reference to it
+    dtype: torch.dtype  # of the tensor
+    numbers: torch.Tensor  # [*rows, values in it]
+    maker: Any  # of the tensor, as `put` had it
+
+
+_SWEEP = 64  # tensors after which twins of freed ones are let go
+
+
+class Twins:
+    """Other numbers in place of tensors, by the memory that these are on; let go with it.
+
+    They lie in memory as the tensor does, so that views of it have views of them.
+
+    Args:
+        rows: shape of the numbers for one of the tensor's: [8] for eight of them.
+        dtype: of the numbers; None for the tensor's.
+    """
+
+    def __init__(self, *rows: int, dtype: torch.dtype | None = None) -> None:
+        self._rows, self._dtype = rows, dtype
+        self._memory: dict[int, _Memory] = {}  # by key
+
+    def of(self, t: torch.Tensor) -> torch.Tensor | None:
+        """Return the numbers of a tensor, [*rows, *t.shape]; None if it has no others."""
+        known = self._memory.get(modes.storage_key(t))
+        if known is None or known.dtype is not t.dtype:
+            return None
+        size = known.numbers.shape[-1]
+        if t.untyped_storage().nbytes() != size * t.element_size():  # it was resized
+            return None
+        strides = *(size for _ in self._rows), *t.stride()
+        return known.numbers.as_strided((*self._rows, *t.shape), strides, t.storage_offset())
+
+    def begun(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a tensor, its own if it has no others yet; they may be written."""
+        if (found := self.of(t)) is not None:
+            return found
+        size = t.untyped_storage().nbytes() // t.element_size()
+        flat = t.detach().as_strided((size,), (1,), 0).to(self._dtype or t.dtype)
+        self._keep(t, flat.expand(*self._rows, size).clone(), None)
+        return self.begun(t)
+
+    def put(self, t: torch.Tensor, numbers: torch.Tensor, maker: Any = None) -> None:
+        """Give a tensor other numbers, whose memory may be written from now on."""
+        if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
+            self._keep(t, numbers.reshape(*self._rows, -1).contiguous(), maker)
+        else:
+            self.begun(t).copy_(numbers)
+            key = modes.storage_key(t)
+            self._memory[key] = self._memory[key]._replace(maker=maker)
+
+    def _keep(self, t: torch.Tensor, numbers: torch.Tensor, maker: Any) -> None:
+        if len(self._memory) % _SWEEP == 0:
+            self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
+        memory = _Memory(modes.storage_reference(t), t.dtype, numbers, maker)
+        self._memory[modes.storage_key(t)] = memory
+
+    def maker(self, t: torch.Tensor) -> Any:
+        """Return what made a tensor; None if that is not known."""
+        known = self._memory.get(modes.storage_key(t))
+        return None if known is None else known.maker
+
+    def forget(self, found: Iterable[torch.Tensor]) -> None:
+        """Note that tensors have no other numbers."""
+        for t in found:
+            self._memory.pop(modes.storage_key(t), None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._memory.clear()

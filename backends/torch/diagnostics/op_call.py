@@ -160,15 +160,23 @@ class OpFacts(NamedTuple):
     copies_as: str  # its name if it copies numbers as they are, else ""
 
 
-class Ran(NamedTuple):
-    """An op that runs or has run."""
+@dataclass(eq=False, slots=True)
+class KernelCall:
+    """A kernel that runs or has run, with its arguments."""
 
-    op_call: OpCall  # the call that it is part of
     func: torch._ops.OpOverload
-    facts: OpFacts
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     reads: list[torch.Tensor]  # the float tensors among them
+
+
+@dataclass(eq=False, slots=True)
+class Ran(KernelCall):
+    """A kernel that a stream follows."""
+
+    op_call: OpCall  # the call that it is part of
+    facts: OpFacts
+    into: list[torch.Tensor]  # the arguments that it writes
     node: int | None = None  # number of the autograd node that was made for it; None if none was
 
 

@@ -9,14 +9,18 @@ here changes what runs.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, Self
 
 import torch
 import torch.nn as nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from polymp import progress
 from polymp.backends.torch.autocast import kernel_registry, regions
@@ -36,6 +40,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     name_of,
     running,
 )
+from polymp.backends.torch.scaler.optimizer_step import closure_of
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decision_log
 from polymp.rules.vocabulary import vocabulary
@@ -77,6 +82,12 @@ class Subscriber:
         """Return whether to follow an op that reads no float: for a constant that it is given."""
         return False
 
+    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Called before an optimizer steps, and whether it has a closure."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Called after it."""
+
 
 class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of ours
     """Follows the ops that run in a thread, and in the backward passes that it starts."""
@@ -107,6 +118,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self, compiled)
         self._paused, self._pauses = False, 0
+        self._steps: dict[int, bool] = {}  # by optimizer that steps, whether it has a closure
         self.progress: progress.Line = progress.Line()
         self._subscribers = subscribers
         for each in subscribers:
@@ -117,6 +129,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self.unwatched = self._hearing("unwatched")
         self.follows = self._hearing("follows")
         self._viewed = self._hearing("viewed")
+        self._stepping = self._hearing("stepping")
+        self._stepped = self._hearing("stepped")
 
     def is_here(self) -> bool:
         """Return whether it follows the ops of this thread."""
@@ -284,8 +298,35 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self.enter_context(self._mode)
         self.callback(self._end_pauses)
         self.progress = self.enter_context(progress.line(self._title, unit="op"))
+        if self._stepping:
+            self.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            self.callback(register_optimizer_step_post_hook(self._after_step).remove)
         for each in self._subscribers:
             each.begin()
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        if self.is_here():  # else it is another thread's optimizer
+            closure = self._steps[id(optimizer)] = closure_of(args[1:], kwargs) is not None
+            with self.aside():
+                self.tell(self._stepping, optimizer, closure)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        closure = self._steps.pop(id(optimizer), None)
+        if closure is not None:
+            with self.aside():
+                self.tell(self._stepped, optimizer, closure)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let a subscriber run ops of its own between two of the program."""
+        self.pause()
+        try:
+            with Own(), torch.no_grad():
+                yield
+        finally:
+            self.go_on()
 
     def _end_pauses(self) -> None:
         self._pauses = 0
@@ -352,7 +393,8 @@ class _Mode(modes.OpMode):
                 op_call.cast(source, result)
             stream.tell(stream.cast, op_call, source, result)
             return result
-        ran = Ran(op_call, func, facts, args, kwargs, reads, node)
+        into = [*dispatcher.written(func, args, kwargs)] if facts.writes else []
+        ran = Ran(func, args, kwargs, reads, op_call, facts, into, node)
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
         for hear in stream.before:
             hear(ran)
@@ -361,7 +403,7 @@ class _Mode(modes.OpMode):
         if stream.counts:
             op_call.computed(func, args, kwargs, result, read, dtypes(made))
         if op_call.sends and stream.counts:
-            op_call.sent(reads, float_tensors(*dispatcher.written(func, args, kwargs)) or made)
+            op_call.sent(reads, float_tensors(*into) or made)
             if not op_call.casts:  # copied into a buffer, or sent
                 stream.calls.pop()
         stream.tell(stream.after, ran, result, made)

@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import dispatcher, modes
-from polymp.backends.torch.diagnostics.catch import training_objects
 from polymp.backends.torch.diagnostics.measure import real
 from polymp.backends.torch.diagnostics.op_call import (
+    KernelCall,
     Own,
     call_of,
     facts_of,
@@ -29,7 +29,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     running,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream
-from polymp.backends.torch.snapshot import Snapshot, own_modules
+from polymp.backends.torch.snapshot import Snapshot, own_modules, training_objects
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
 from polymp.diagnostics.run_record import RunRecord
@@ -93,7 +93,7 @@ class Moved(modes.OpMode):
                 self._move(result, stored_movement(result, torch.float64))
         elif reads := numbers_in(*args, *kwargs.values()):
             for t in numbers_in(result):
-                by = result_movement(func, args, kwargs, reads, result, t)
+                by = result_movement(KernelCall(func, args, kwargs, reads), result, t)
                 if t.is_complex():
                     t, by = torch.view_as_real(t), torch.stack([by, by], -1)
                 self._move(t, by)
@@ -229,9 +229,7 @@ def is_exact(func: torch._ops.OpOverload) -> bool:
     return _op(func)[0] in rounding.EXACT
 
 
-def rounds_operands(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], result: object
-) -> str:
+def rounds_operands(ran: KernelCall, result: object) -> str:
     """Return the format to which a product may round its float32 operands; "" if it keeps them.
 
     GPUs do so where torch's settings allow it, which they do by default for convolutions.
@@ -239,10 +237,10 @@ def rounds_operands(
     found = float_tensors(result)
     if not found or found[0].device.type != "cuda" or found[0].dtype is not torch.float32:
         return ""
-    if not modes.flops(func, args, kwargs, result):
+    if not modes.flops(ran.func, ran.args, ran.kwargs, result):
         return ""
     of = torch.backends.cuda.matmul
-    if "convolution" in func.overloadpacket.__name__:
+    if "convolution" in ran.func.overloadpacket.__name__:
         of = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     has_it = torch.cuda.get_device_capability(found[0].device) >= (8, 0)
     return "tf32" if has_it and of.fp32_precision == "tf32" else ""
@@ -258,54 +256,44 @@ class _Parts(NamedTuple):
     mixes: bool  # True of kernels that make each number of the others
 
 
-def _parts(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, object],
-    reads: Sequence[torch.Tensor],
-    result: object,
-    t: torch.Tensor,
-) -> _Parts:
-    (of, kind), name = _op(func), func.overloadpacket.__name__
-    flops, sums = modes.flops(func, args, kwargs, result), vocabulary().traits["sums"]
+def _parts(ran: KernelCall, result: object, t: torch.Tensor) -> _Parts:
+    (of, kind), name = _op(ran.func), ran.func.overloadpacket.__name__
+    flops = modes.flops(ran.func, ran.args, ran.kwargs, result)
+    sums = vocabulary().traits["sums"]
     terms = 1.0
     if flops:
         terms = flops / (2 * max(t.numel(), 1))
     elif name == "cumsum":
-        terms = t.shape[args[1]] if t.ndim else 1
+        terms = t.shape[ran.args[1]] if t.ndim else 1
     elif name in op_facts.SUMS or kind in sums:
-        terms = max(x.numel() for x in reads) / max(t.numel(), 1)
+        terms = max(x.numel() for x in ran.reads) / max(t.numel(), 1)
     dtype = t.dtype.to_real() if t.is_complex() else t.dtype
     own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[dtype], terms)
-    adds = name in op_facts.SUMS and not dispatcher.writes(func)  # what it writes is not squared
+    adds = name in op_facts.SUMS and not dispatcher.writes(
+        ran.func
+    )  # what it writes is not squared
     return _Parts(own, summed, terms, adds, kind in sums)
 
 
 def result_movement(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, object],
-    reads: Sequence[torch.Tensor],
-    result: object,
-    t: torch.Tensor,
-    within: torch.dtype = torch.float64,
+    ran: KernelCall, result: object, t: torch.Tensor, within: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """Return how far one result of an op may be from the exact one, for each (complex) number.
 
     `within` is the dtype that this is computed in.
     """
-    parts = _parts(func, args, kwargs, reads, result, t)
+    parts = _parts(ran, result, t)
     magnitude = _magnitude(t, within)
     if parts.adds:
-        added = _added(func, args, kwargs, within).addcmul_(magnitude, magnitude)
+        added = _added(ran, within).addcmul_(magnitude, magnitude)
         return added.sqrt_().mul_(parts.summed).add_(magnitude, alpha=parts.own)
     if parts.mixes and magnitude.numel():
         # Each number is made of the others: some are differences, smaller than what was subtracted.
         magnitude = magnitude.maximum(magnitude.max() if parts.terms > 1 else magnitude.mean())
     by = magnitude.mul_(parts.own + parts.summed)
-    name = func.overloadpacket.__name__
+    name = ran.func.overloadpacket.__name__
     if name in _WEIGHTS and isinstance(result, tuple) and t.shape == result[0].shape:
-        by += _cancelled(name, args, result, by)
+        by += _cancelled(name, ran.args, result, by)
     return by
 
 
@@ -334,21 +322,14 @@ def stored_movement(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
     return t.detach().to(within).abs().mul_(torch.finfo(t.dtype).eps / 2)
 
 
-def movement_shares(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, object],
-    reads: Sequence[torch.Tensor],
-    result: object,
-    t: torch.Tensor,
-) -> tuple[float, float]:
+def movement_shares(ran: KernelCall, result: object, t: torch.Tensor) -> tuple[float, float]:
     """Return about the norm of `result_movement`, for terms of a sum that are as they happen.
 
     It is a share of the result's norm, and one of what that were if all were its largest magnitude.
     What becomes of operands that are rounded is in it.
     """
-    parts = _parts(func, args, kwargs, reads, result, t)
-    operands = rounding.of_operands(rounds_operands(func, args, kwargs, result))
+    parts = _parts(ran, result, t)
+    operands = rounding.of_operands(rounds_operands(ran, result))
     # The square of a sum of independent terms is, in the mean, the sum of their squares.
     own = parts.own + parts.summed * (2**0.5 if parts.adds else 1)
     return (operands, own) if parts.mixes and parts.terms > 1 else (operands + own, 0.0)
@@ -364,17 +345,12 @@ def wide(t: torch.Tensor) -> torch.dtype:
     return torch.float64 if t.dtype is torch.float64 else torch.float32
 
 
-def _added(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, object],
-    within: torch.dtype,
-) -> torch.Tensor:
+def _added(ran: KernelCall, within: torch.dtype) -> torch.Tensor:
     """Return the sum of the squares of the terms of a sum."""
-    floats = {id(t) for t in numbers_in(args) if t.layout is torch.strided}
-    squares: Any = [_magnitude(x, within).square() if id(x) in floats else x for x in args]
-    kwargs = {k: within if isinstance(v, torch.dtype) else v for k, v in kwargs.items()}
-    found: torch.Tensor = func(*squares, **kwargs).to(within).abs()
-    if func.overloadpacket is torch.ops.aten.mean:
+    floats = {id(t) for t in numbers_in(ran.args) if t.layout is torch.strided}
+    squares: Any = [_magnitude(x, within).square() if id(x) in floats else x for x in ran.args]
+    kwargs = {k: within if isinstance(v, torch.dtype) else v for k, v in ran.kwargs.items()}
+    found: torch.Tensor = ran.func(*squares, **kwargs).to(within).abs()
+    if ran.func.overloadpacket is torch.ops.aten.mean:
         found = found * (found.numel() / max(squares[0].numel(), 1))  # of terms that are divided
     return found

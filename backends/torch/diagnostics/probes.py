@@ -12,12 +12,12 @@ Nothing of the run is written: not its tensors, and not the state of its random 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from polymp.backends.torch.compat import distributed, modes
-from polymp.backends.torch.diagnostics.measure import written
+from polymp.backends.torch.diagnostics.measure import Twins
 from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors, tensors
 from polymp.backends.torch.diagnostics.perturb import (
     is_exact,
@@ -28,8 +28,6 @@ from polymp.backends.torch.diagnostics.perturb import (
     wide,
 )
 from polymp.diagnostics import rounding
-
-_SWEEP = 64  # tensors after which those of freed ones are let go
 
 
 def has_values(t: torch.Tensor) -> bool:
@@ -43,35 +41,20 @@ def has_values(t: torch.Tensor) -> bool:
     )
 
 
-class _Memory(NamedTuple):
-    """The memory that a tensor is on, in all probes."""
-
-    of: Any  # a reference to it
-    dtype: torch.dtype
-    rows: torch.Tensor  # [probes, values in it]
-
-
 class Probes:
     """The numbers that some probes, if any, have in place of the tensors of a run."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.left_out = Counter[str]()  # ops whose results are as if no rounding had moved them
-        self._memory: dict[int, _Memory] = {}  # by key
+        self._numbers = Twins(count)
         self._moves = 0
         self._copies: dict[int, torch.Tensor] = {}  # of what an op writes that is no float
         self._random: torch.Tensor | None = None  # state of its generator before it
 
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor's numbers in all probes, [probes, *t.shape]; None if they are its own."""
-        known = self._memory.get(modes.storage_key(t))
-        if known is None or known.dtype is not t.dtype:
-            return None
-        rows = known.rows
-        if t.untyped_storage().nbytes() != rows.shape[1] * t.element_size():  # it was resized
-            return None
-        strides = (rows.shape[1], *t.stride())
-        return rows.as_strided((self.count, *t.shape), strides, t.storage_offset())
+        return self._numbers.of(t)
 
     def _fits(self, t: torch.Tensor) -> bool:
         """Return whether probes can have a float tensor; it is counted if not."""
@@ -83,31 +66,9 @@ class Probes:
             return t.numel() > 0
         return False
 
-    def _begun(self, t: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's numbers in all probes, which may be written."""
-        if (found := self.of(t)) is not None:
-            return found
-        count = t.untyped_storage().nbytes() // t.element_size()
-        flat = t.detach().as_strided((count,), (1,), 0)
-        self._keep(t, flat.expand(self.count, count).clone())
-        return self._begun(t)
-
-    def _keep(self, t: torch.Tensor, rows: torch.Tensor) -> None:
-        if len(self._memory) % _SWEEP == 0:
-            self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
-        self._memory[modes.storage_key(t)] = _Memory(modes.storage_reference(t), t.dtype, rows)
-
-    def _put(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Give probes their numbers of a tensor."""
-        if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
-            self._keep(t, numbers.reshape(self.count, -1).contiguous())
-        else:
-            self._begun(t).copy_(numbers)
-
     def forget(self, found: Iterable[torch.Tensor]) -> None:
         """Have tensors be the run's own in all probes."""
-        for t in found:
-            self._memory.pop(modes.storage_key(t), None)
+        self._numbers.forget(found)
 
     def unmoved(self, t: torch.Tensor) -> None:
         """Note a tensor whose numbers are made of no others."""
@@ -121,11 +82,11 @@ class Probes:
         self._copies, self._random = {}, None
         if not self.count or _talks(ran):
             return
-        for t in written(ran):
+        for t in ran.into:
             if not t.is_floating_point() or not self._fits(t):
                 self._copies[id(t)] = t.detach().clone() if has_values(t) else t
             elif not is_exact(ran.func) or self._moved(ran):
-                self._begun(t)
+                self._numbers.begun(t)
         if torch.Tag.nondeterministic_seeded in ran.func.tags:
             self._random = _generator(ran).get_state()
 
@@ -140,7 +101,7 @@ class Probes:
         """
         if not self.count:
             return None
-        into = [t for t in written(ran) if t.is_floating_point()]
+        into = [t for t in ran.into if t.is_floating_point()]
         results = [*made, *(t for t in into if not any(t is m for m in made))]
         if _talks(ran):
             self.left_out["what comes from other ranks is not in probes"] += 1
@@ -163,7 +124,7 @@ class Probes:
     ) -> torch.Tensor | None:
         if not all(map(has_values, self._copies.values())):
             raise TypeError("it writes a tensor that cannot be copied")
-        narrow = rounds_operands(ran.func, ran.args, ran.kwargs, result)
+        narrow = rounds_operands(ran, result)
         runs = self._run(ran, narrow) if narrow or self._moved(ran) else []
         # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
         moves = not (is_exact(ran.func) or ran.op_call.place.updating)
@@ -176,14 +137,13 @@ class Probes:
                 continue  # an alias
             by = None
             if moves:
-                own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
-                by = result_movement(*own, wide(t))
+                by = result_movement(ran, result, t.detach(), wide(t))
             if key in changed:
                 if by is not None:
-                    self._move(t, self._begun(t), by)
+                    self._move(t, self._numbers.begun(t), by)
             elif runs or by is not None:
                 numbers = torch.stack([run[at] for run in runs]) if runs else self._same(t)
-                self._put(t, self._move(t, numbers, by))
+                self._numbers.put(t, self._move(t, numbers, by))
             if at == 0 and by is not None:
                 norm = torch.linalg.vector_norm(by)
                 if narrow:
@@ -237,7 +197,7 @@ class Probes:
         own, by = self.of(source), stored_movement(result, wide(result)) if narrows else None
         if own is not None or by is not None:
             numbers = self._same(result) if own is None else own.to(result.dtype)
-            self._put(result, self._move(result, numbers, by))
+            self._numbers.put(result, self._move(result, numbers, by))
 
     def updated(self, t: torch.Tensor) -> torch.Tensor:
         """Return the numbers of a parameter after its update, moved by the rounding of that."""

@@ -12,8 +12,7 @@ how far rounding moves them.
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from os import PathLike
@@ -23,15 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics import summary
-from polymp.backends.torch.diagnostics.measure import written
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
     OpFacts,
@@ -186,13 +180,7 @@ class Recorder:
 class _Array:
     """An array of the record, whose numbers are still on its device."""
 
-    kind: str
-    name: str
-    module: str
-    source: str
-    direction: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
+    row: RecordedArray  # what is known of it before its numbers are read
     reads: dict["_Array", None] = field(default_factory=dict)
     # Its values, zeros and numbers that are not finite; `sums` of them, of one on another device.
     summary: tuple[tuple[float, ...], int, int] | torch.Tensor | None = None
@@ -257,7 +245,7 @@ class _Step(Subscriber):
             if last is not None and (last[0].op_call is not ran.op_call or ran.facts.writes):
                 self._sum_up()
             self._reads = {}
-            into = {id(t) for t in written(ran)}
+            into = {*map(id, ran.into)}
             copies = ran.func is torch.ops.aten.copy_.default  # what it writes it does not read
             unread = {id(ran.args[0])} if copies else into & {*map(id, ran.kwargs.values())}
             for at, t in enumerate(tensors(ran.args, ran.kwargs)):
@@ -300,7 +288,7 @@ class _Step(Subscriber):
             self._makers[key] = makers
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        op_call, into = ran.op_call, written(ran)
+        op_call, into = ran.op_call, ran.into
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
@@ -333,14 +321,13 @@ class _Step(Subscriber):
         op_call, place = ran.op_call, ran.op_call.place
         array = self._arrays.pop(id(op_call), None)
         if array is None or op_call.direction != BACKWARD:
-            array = array or _Array(
-                RESULT, op_call.op, place.module, place.source, op_call.direction, op_call=op_call
-            )
-            array.dtype, array.shape, array.own = _dtype(t), tuple(t.shape), norm
-            array.narrow = rounds_operands(ran.func, ran.args, ran.kwargs, result) or array.narrow
+            named = op_call.op, place.module, place.source, op_call.direction
+            array = array or _Array(_row_of(RESULT, t, *named), op_call=op_call)
+            array.row = array.row._replace(dtype=_dtype(t), shape=tuple(t.shape))
+            array.own = norm
+            array.narrow = rounds_operands(ran, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
-                own = ran.func, ran.args, ran.kwargs, ran.reads, result, t.detach()
-                array.shares = movement_shares(*own)
+                array.shares = movement_shares(ran, result, t.detach())
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads
@@ -378,7 +365,7 @@ class _Step(Subscriber):
     ) -> _Array:
         """Sum up an array; without a module, one of a parameter or buffer."""
         module = name.rpartition(".")[0] if module is None else module
-        array = _Array(kind, name, module, source, direction, _dtype(t), tuple(t.shape))
+        array = _Array(_row_of(kind, t, name, module, source, direction))
         self._sum(array, t.detach(), self._probes.of(t) if probes is None else probes)
         return array
 
@@ -403,11 +390,6 @@ class _Step(Subscriber):
     # Optimizers
 
     def begin(self) -> None:
-        for hook in (
-            register_optimizer_step_pre_hook(self._stepping),
-            register_optimizer_step_post_hook(self._after_step),
-        ):
-            self.stream.callback(hook.remove)
         with Own(), torch.no_grad():
             self._old = {name: (b.clone(), None) for name, b in self._statistics.items()}
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
@@ -439,33 +421,18 @@ class _Step(Subscriber):
             self._arrays[array] = array
             self._made(first, (array,))
 
-    def _stepping(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
-        if not self.stream.is_here():  # it is another thread's optimizer
-            return
-        with self._aside():
-            if id(optimizer) not in self._stepped:
-                self._stepped.add(id(optimizer))
-                for group in optimizer.param_groups:
-                    kind = type(optimizer).__name__
-                    count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
-                    self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
-            for name, p in self._own(optimizer):
-                if name not in self._old:
-                    moved = self._probes.of(p)
-                    copy = None if moved is None else moved.clone()
-                    self._old[name] = p.detach().clone(), copy
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Run ops of its own between two of the step."""
-        self.stream.pause()
-        try:
-            with Own(), torch.no_grad():
-                yield
-        finally:
-            self.stream.go_on()
+    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            for group in optimizer.param_groups:
+                kind = type(optimizer).__name__
+                count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
+                self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
+        for name, p in self._own(optimizer):
+            if name not in self._old:
+                moved = self._probes.of(p)
+                copy = None if moved is None else moved.clone()
+                self._old[name] = p.detach().clone(), copy
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""
@@ -476,11 +443,9 @@ class _Step(Subscriber):
             if id(p) in ours and has_values(distributed.local(p.detach()))
         ]
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self.stream.is_here():
-            with self._aside():
-                self._sum_up()
-                self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        self._sum_up()
+        self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
 
     def _gradients(self, names: Iterable[str]) -> None:
         """Sum up the gradients of parameters."""
@@ -509,7 +474,7 @@ class _Step(Subscriber):
             if self._probes.count:
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
-            array.dtype = _dtype(new)
+            array.row = array.row._replace(dtype=_dtype(new))
             norm = torch.linalg.vector_norm(new, dtype=dtype)
             array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
@@ -540,7 +505,7 @@ class _Step(Subscriber):
     def _finished(
         self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any, norm: Any
     ) -> RecordedArray:
-        count = torch.Size(array.shape).numel()
+        count = array.row.size
         if not isinstance(found, tuple):
             found = summary.values(found, count)
         values, zeros, bad = found
@@ -552,14 +517,28 @@ class _Step(Subscriber):
             spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
-        call = None if array.op_call is None else call_of(array.op_call)
-        rule, inputs, run = ("", (), "") if call is None else (call.rule, call.inputs, call.run)
-        run = array.narrow or run
-        return RecordedArray(
-            array.kind, array.name, array.module, array.source, array.direction, rule, inputs, run,
-            array.dtype, array.shape, zeros, bad,
-            float(own) if rms else 0.0, reads, values, spread,
-        )  # fmt: skip
+        row = array.row._replace(
+            zeros=zeros,
+            bad=bad,
+            own=float(own) if rms else 0.0,
+            reads=reads,
+            values=values,
+            spread=spread,
+        )
+        if array.op_call is not None:
+            call = call_of(array.op_call)
+            run = array.narrow or call.run
+            row = row._replace(rule=call.rule, inputs=call.inputs, run=run)
+        return row
+
+
+def _row_of(
+    kind: str, t: torch.Tensor, name: str, module: str, source: str, direction: str
+) -> RecordedArray:
+    """Return the row of an array without its numbers."""
+    of_call: tuple[str, tuple[str, ...], str] = "", (), ""
+    at = kind, name, module, source, direction
+    return RecordedArray(*at, *of_call, _dtype(t), tuple(t.shape), 0, 0, 0.0, (), ())
 
 
 def _dtype(t: torch.Tensor) -> str:

@@ -6,19 +6,14 @@ program never sees.
 
 import math
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
@@ -35,10 +30,10 @@ from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
     Tally,
+    Twins,
     in_float32,
     measurable,
     sample,
-    written,
 )
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
@@ -51,8 +46,6 @@ from polymp.backends.torch.diagnostics.op_call import (
     numbers_in,
 )
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
-from polymp.backends.torch.scaler.optimizer_step import closure_of
-from polymp.backends.torch.weights.update_watch import Sample
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import DIVIDING, SATURATING, rounded
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
@@ -97,7 +90,7 @@ class Values(Subscriber):
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         facts, reads, op_call = ran.facts, ran.reads, ran.op_call
         if facts.receives:  # values that may not have arrived: measured once read
-            for t in (*made, *dispatcher.written(ran.func, ran.args, ran.kwargs)):
+            for t in (*made, *ran.into):
                 self._provenance.received(t)
             return
         origins, inputs = self._read_by
@@ -124,7 +117,7 @@ class Values(Subscriber):
         self._keep(event, results, inputs, lambda: _wide(ran, results))
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
-        for t in written(ran):
+        for t in ran.into:
             if op_call.place.updating:
                 self._provenance.forget(t)  # a parameter, after its step
             else:
@@ -182,51 +175,21 @@ class Values(Subscriber):
     # Updates
 
     def begin(self) -> None:
-        self._look_at_parameters()
-        for hook in (
-            register_optimizer_step_pre_hook(self._stepping),
-            register_optimizer_step_post_hook(self._stepped),
-        ):
-            self.stream.callback(hook.remove)
-
-    _stepper: int | None = None  # the thread in which an optimizer steps
-
-    def _stepping(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
-        if not self.stream.is_here():  # it is another thread's optimizer
-            return
-        self._stepper = threading.get_ident()
-        self._closure = closure_of(args[1:], kwargs) is not None
-        if not self._closure:  # the ops of an update are not the model's; those of a closure are
-            self.stream.pause()
-            place, *_ = self.stream.where(sys._getframe(1))
-            with Own(), torch.no_grad():
-                at = place, len(self.events), self.ranges, self._provenance
-                self.updates.append(Update(optimizer, *at))
-            self.updating(optimizer)
-
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._stepper != threading.get_ident():
-            return
-        self._stepper = None
-        if not self._closure:
-            with Own(), torch.no_grad():
-                self.updates[-1].stepped(optimizer)
-            self.updated()
-            self.stream.go_on()
-        self._look_at_parameters()
-        self._provenance.updated()
-
-    def updating(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before an optimizer's step."""
-
-    def updated(self) -> None:
-        """Called after it."""
-
-    def _look_at_parameters(self) -> None:
         with Own():
             self._provenance.look_at_parameters()
+
+    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure:  # the ops of an update are not the model's; those of a closure are
+            self.stream.pause()
+            place, *_ = self.stream.where(sys._getframe(1))
+            at = place, len(self.events), self.ranges, self._provenance
+            self.updates.append(Update(optimizer, *at))
+
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure:
+            self.updates[-1].stepped(optimizer)
+            self.stream.go_on()
+        self._provenance.updated()
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
@@ -279,10 +242,6 @@ class AuditValues(Values):
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
         self.scales: list[Any] = [1.0]  # of each backward pass; the first for what is in none
         self.passes: dict[int, int] = {}  # by number of the backward pass, its place in `scales`
-        own = model.named_parameters() if model is not None else ()
-        self._called: dict[torch.Tensor, str] = {p: name for name, p in own}
-        # Of each step that updated low weights, a sample, and how many updates were lost.
-        self.samples: list[tuple[Sample, torch.Tensor | None]] = []
 
     def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
         if event.func is None:
@@ -361,16 +320,10 @@ class AuditValues(Values):
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
-        self.stream.pause()
-        try:
-            with Own(), torch.no_grad():
-                of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
-                tally = self._tally((self._scales_at, *of), p.grad)
-                tally.add(p.grad, self.ranges.add(p.grad))
-                if self.rounding is not None:
-                    self.rounding.gradient(p.grad, tally)
-        finally:
-            self.stream.go_on()
+        with self.stream.aside():
+            of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
+            tally = self._tally((self._scales_at, *of), p.grad)
+            tally.add(p.grad, self.ranges.add(p.grad))
 
     def begin(self) -> None:
         super().begin()
@@ -380,18 +333,6 @@ class AuditValues(Values):
                     lambda p, name=name: self._gradient(name, p)
                 )
                 self.stream.callback(hook.remove)
-
-    # Updates
-
-    def updating(self, optimizer: torch.optim.Optimizer) -> None:
-        with Own(), torch.no_grad():
-            self._sample = Sample(optimizer, called=self._called)
-
-    def updated(self) -> None:
-        with Own(), torch.no_grad():
-            self.samples.append((self._sample, self._sample.counts()))
-        if self.rounding is not None:
-            self.rounding.clear()
 
 
 # Kernels of products, and which of their tensors is summed over its last dimension.
@@ -415,66 +356,11 @@ def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
 # The rounding errors of ops, measured beside a run by twins of its tensors in float32.
 #
 #     an op on the tensors before its casts, in float32     its own error: `rounding`
-#     an op on twins, each made of twins                    the error of all so far: `drift`
 #     its own error times the loss's gradient there         how far it moves the loss: `effects`
 #
-# A twin lies in memory as its tensor does, so that it has the same views. Nothing of the run is
-# written, and nothing is read from the device.
-
-
-_SWEEP = 512  # tensors after which twins of freed ones are let go
-
-
-class Twin(NamedTuple):
-    """The memory that a tensor is on, in float32."""
-
-    of: Any  # a reference to the memory
-    size: int  # bytes of a value there
-    flat: torch.Tensor  # its values
-    maker: Tally | None  # counts of the op that made them
-
-
-class Twins:
-    """Twins of tensors, by the memory that these are on; they are let go with it."""
-
-    def __init__(self) -> None:
-        self._twins: dict[int, Twin] = {}
-
-    def of(self, t: torch.Tensor) -> torch.Tensor | None:
-        """Return the twin of a tensor; None if it has none."""
-        twin = self._twins.get(modes.storage_key(t))
-        if twin is None or twin.size != t.element_size():
-            return None
-        return twin.flat.as_strided(t.shape, t.stride(), t.storage_offset())
-
-    def maker(self, t: torch.Tensor) -> Tally | None:
-        """Return the counts of the op that made a tensor which has a twin."""
-        twin = self._twins.get(modes.storage_key(t))
-        return None if twin is None else twin.maker
-
-    def put(self, t: torch.Tensor, wide: torch.Tensor, maker: Tally | None = None) -> None:
-        """Give a tensor a twin, which nothing writes into afterwards."""
-        key, size = modes.storage_key(t), t.element_size()
-        count = t.untyped_storage().nbytes() // size
-        whole = wide.stride() == t.stride() and t.storage_offset() == 0
-        if whole and wide.storage_offset() == 0 and wide.untyped_storage().nbytes() == count * 4:
-            flat = wide.as_strided((count,), (1,))
-        else:
-            old = self._twins.get(key)
-            flat = t.as_strided((count,), (1,), 0).to(torch.float32) if old is None else old.flat
-            flat = flat.clone()
-            flat.as_strided(t.shape, t.stride(), t.storage_offset()).copy_(wide)
-        if len(self._twins) % _SWEEP == 0:
-            self._twins = {k: it for k, it in self._twins.items() if not it.of.expired()}
-        self._twins[key] = Twin(modes.storage_reference(t), size, flat, maker)
-
-    def forget(self, t: torch.Tensor) -> None:
-        """Note that a tensor has other values than its twin."""
-        self._twins.pop(modes.storage_key(t), None)
-
-    def clear(self) -> None:
-        """Let all go."""
-        self._twins.clear()
+# Ops that need no gradient have an effect as well: of them, twins have no error of any op so far,
+# and the error of all stands at the last one. Nothing of the run is written, and nothing is read
+# from the device.
 
 
 class RoundingErrors(Subscriber):
@@ -482,9 +368,11 @@ class RoundingErrors(Subscriber):
 
     def __init__(self, values: "AuditValues") -> None:
         self._values = values
-        self._uncast = Twins()  # of casts: what was cast
-        self._twins = Twins()
-        self._wide: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._uncast = Twins(dtype=torch.float32)  # of casts: what was cast
+        # Of what needs no gradient: without the errors so far.
+        self._exact = Twins(dtype=torch.float32)
+        self._own: list[torch.Tensor] = []  # results of the op that runs, in float32
+        self._whole: list[torch.Tensor] = []  # likewise, of exact inputs
         self.effects = LossEffects()
         self._node: int | None = None  # of the op that runs, if its result has a gradient
         self._entering: list[tuple[Tally, list[torch.Tensor]]] = []
@@ -500,43 +388,39 @@ class RoundingErrors(Subscriber):
 
     def _run_twins(self, ran: Ran) -> None:
         low = any(t.dtype in LOW_DTYPES for t in ran.reads)
-        own = whole = in_float32(ran, self._uncast.of) if low else []
-        if any(self._twins.of(t) is not None for t in ran.reads):
-            whole = in_float32(ran, self._twins.of)
-        self._wide = own, whole
-        forward = torch.is_grad_enabled() and dispatcher.backward_node() is None
-        graded = forward and any(t.requires_grad for t in ran.reads)
-        self._node = ran.node if graded else None
-        self._entering = []
-        for read in ran.reads if self._node is not None else ():
-            # Ops before it that need no gradient have no node: their errors enter the loss here.
-            maker = None if read.requires_grad else self._twins.maker(read)
-            if maker is not None:
+        self._own = in_float32(ran, self._uncast.of) if low else []
+        self._node, self._whole, self._entering = None, [], []
+        if dispatcher.backward_node() is not None:
+            return
+        exact = [t for t in ran.reads if self._exact.of(t) is not None]
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in ran.reads)):
+            self._whole = in_float32(ran, self._exact.of) if exact else []
+            return
+        self._node = ran.node
+        for read in exact:  # the errors before it enter the loss here
+            maker = self._exact.maker(read)
+            if maker is not None and ran.node is not None:
                 self._entering.append((maker, in_float32(ran, partial(self._mended, read))))
 
     def _mended(self, of: torch.Tensor, t: torch.Tensor) -> torch.Tensor | None:
         """Return the twin of an input; of one of them, that without the errors before it."""
-        return (self._twins if t is of else self._uncast).of(t)
+        return (self._exact if t is of else self._uncast).of(t)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         """Compare an op's results with its twins', and keep these."""
-        (own, whole), bins = self._wide, self._values.tally
-        if bins is not None and made and measurable(made[0]):
-            if own and made[0].dtype in LOW_DTYPES:
+        own, bins = self._own, self._values.tally
+        if made and measurable(made[0]):
+            if bins is not None and own and made[0].dtype in LOW_DTYPES:
                 bins.rounding.append(_difference(made[0], own[0]))
-            if whole:
-                bins.drift.append(_difference(made[0], whole[0]))
-        if self._node is not None and made and measurable(made[0]):
-            self._note_effects(self._node, made[0], own, bins)
-        into = written(ran)
-        for t in into:
-            self._uncast.forget(t)
-            if not whole:
-                self._twins.forget(t)
-        maker = bins or next(filter(None, map(self._twins.maker, ran.reads)), None)
-        for t, wide in zip(made or into, whole, strict=False):
+            if self._node is not None:
+                self._note_effects(self._node, made[0], own, bins)
+        self._uncast.forget(ran.into)
+        if not self._whole:
+            self._exact.forget(ran.into)
+        for t, wide in zip(made or ran.into, self._whole, strict=False):
             if measurable(t) and t.shape == wide.shape:
-                self._twins.put(t, wide, maker)
+                maker = bins or next(filter(None, map(self._exact.maker, ran.reads)), None)
+                self._exact.put(t, wide, maker)
 
     def _note_effects(
         self, node: int, result: torch.Tensor, own: list[torch.Tensor], bins: Tally | None
@@ -560,14 +444,10 @@ class RoundingErrors(Subscriber):
             return
         wide = source.to(torch.float32, copy=True)
         self._uncast.put(result, wide)
-        known = self._twins.of(source)
-        self._twins.put(result, wide if known is None else known, self._twins.maker(source))
-
-    def gradient(self, t: torch.Tensor, bins: Tally) -> None:
-        """Compare a parameter's gradient with its twin."""
-        wide = self._twins.of(t)
-        if wide is not None:
-            bins.drift.append(_difference(t, wide))
+        if not source.requires_grad:
+            exact = self._exact.of(source)
+            exact = wide if exact is None else exact.clone()
+            self._exact.put(result, exact, self._exact.maker(source))
 
     def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
         """Note tensors whose values were made of no others, and what a backward pass starts at."""
@@ -575,14 +455,18 @@ class RoundingErrors(Subscriber):
         if seeded:  # ones_like(loss), the gradient of the loss itself
             self.effects.starts.append(seeded[0].detach().clone().reshape(()))
         for t in filter(measurable, float_tensors(result)):
-            self._uncast.forget(t)
-            if self._twins.of(t) is not None:
-                self._twins.put(t, t.to(torch.float32, copy=True))
+            self._uncast.forget([t])
+            if self._exact.of(t) is not None:
+                self._exact.put(t, t.to(torch.float32, copy=True))
+
+    def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure:
+            self.clear()
 
     def clear(self) -> None:
         """Begin a step anew, with the weights that it finds."""
         self._uncast.clear()
-        self._twins.clear()
+        self._exact.clear()
         self.effects.clear()
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.call_record import BACKWARD, Call, CallList
+from polymp.diagnostics.call_record import BACKWARD, Call
 from polymp.diagnostics.report import Report
-from polymp.diagnostics.tables import RowKind, arranged
+from polymp.diagnostics.tables import TableKind
 from tests.support import reports
 from tests.support.reports import call, gradient, linear, measured
 
@@ -19,13 +19,12 @@ Row = tuple[str, str, int]  # module, kind, count
 
 
 def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[str, int]]]]:
-    kind: RowKind[Row] = RowKind(
-        {"": ""},
+    kind: TableKind[Row] = TableKind(
         lambda row: ("", row[0]),
-        lambda row: row[1],
-        lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
+        alike=lambda row: row[1],
+        added=lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
     )
-    found, _ = arranged(rows, kind, fold=fold)
+    found = kind.arranged(rows, fold=fold)
     return [(one.module, one.layers, [row[1:] for row in one.rows]) for one in found]
 
 
@@ -46,8 +45,8 @@ def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[st
     ],
 )
 def test_names(modules: list[str], names: list[str]) -> None:
-    kind: RowKind[str] = RowKind({"": ""}, lambda m: ("", m), lambda m: None, lambda many: many[0])
-    found, _ = arranged(modules, kind)
+    kind: TableKind[str] = TableKind(lambda m: ("", m), alike=lambda m: None)
+    found = kind.arranged(modules)
     assert [one.label for one in found] == names
 
 
@@ -166,4 +165,4 @@ def test_a_record_is_what_it_was() -> None:
     assert report.to_html()
     assert list(report.calls) == before
     assert len(report) == 97
-    assert CallList(before).casts == reports.Report(before).casts == 48 * 3
+    assert Report(before).casts == 48 * 3

@@ -252,8 +252,8 @@ def test_a_file_is_replaced_once_the_page_is_whole(
 
 def drawn(*points: tuple[str, float, float]) -> Parsed:
     table = tables.Table((tables.Column("op"),), (), [])
-    made = page_module.Page("title", "", [], table, None, "row", curve=points)
-    return Parsed(page_module.html(made))
+    made = page_module.html(None, title="title", notes=[], table=table, what="row", curve=points)
+    return Parsed(made)
 
 
 def percents(parsed: Parsed, of: str) -> list[float]:

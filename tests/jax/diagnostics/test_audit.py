@@ -232,11 +232,9 @@ def test_rounding_errors_inside_of_loops_branches_and_others() -> None:
     step = jax.value_and_grad(f)
     audited = audit(step, rounding=True)
     assert bits(audited(W, X)) == bits(step(W, X))
-    found = audited.audit
-    drifts = {m.op: m.drift for m in found.results}
-    assert all(x is not None and 0 <= x < 0.2 for x in drifts.values()), drifts
-    assert 1e-3 < drifts["linear"] < 0.1
-    assert all(m.rounding < 0.01 for m in found.results if m.rounding is not None)
+    own = {m.op: m.rounding for m in audited.audit.results if m.rounding is not None}
+    assert 1e-3 < own["linear"] < 0.01
+    assert max(own.values()) < 0.01
 
 
 def test_derivatives_by_hand_are_the_ones_that_run() -> None:

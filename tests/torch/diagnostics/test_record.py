@@ -439,7 +439,7 @@ def test_a_product_that_rounds_its_operands_differs_by_its_spread(
     assert not compared(8).explained
     for module in ("probes", "perturb", "record"):
         where = f"polymp.backends.torch.diagnostics.{module}.rounds_operands"
-        monkeypatch.setattr(where, lambda func, *_: "tf32" if "mm" in str(func) else "")
+        monkeypatch.setattr(where, lambda ran, _: "tf32" if "mm" in str(ran.func) else "")
     for probes in (0, 8):
         found = compared(probes)
         assert found.explained, str(found)

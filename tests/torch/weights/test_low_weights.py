@@ -15,7 +15,7 @@ from torch import nn
 
 from polymp.backends.torch.weights import low_step, update_watch
 from polymp.errors import LowWeightsWarning
-from polymp.torch import GradScaler, UpdateWatch, audit, low_weights
+from polymp.torch import GradScaler, UpdateWatch, low_weights
 from tests.support.torch.low_training import (
     batch,
     loss_of,
@@ -515,33 +515,6 @@ def test_a_sample_counts_what_a_step_left() -> None:
     counts = sample.counts()
     assert counts.tolist() == [[3, 1]]
     assert [r.name for r in sample.records(counts)] == ["parameter 0 of group 0"]
-
-
-def test_an_audit_says_which_updates_were_lost() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).bfloat16()
-
-    def lost(optimizer: Any) -> Any:
-        with audit(model) as found:
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
-                optimizer.step()
-        return found
-
-    found = lost(torch.optim.SGD(model.parameters(), lr=1e-6))
-    assert [each.name for each in found.lost_updates] == [
-        "0.weight", "0.bias", "1.weight", "1.bias",
-    ]  # fmt: skip
-    assert [each.share for each in found.lost_updates] == [1.0] * 4
-    assert [each.updates for each in found.lost_updates] == [3 * 64, 3 * 8, 3 * 8, 3]
-    text = str(found)
-    assert "updates of low weights that were rounded away: 100 %; low_weights() keeps them" in text
-    assert "  0.weight (bfloat16): 100 %" in text
-    assert found.to_dict()["lost_updates"][0]["lost"] == 3 * 64
-    kept = lost(low_weights(torch.optim.SGD(model.parameters(), lr=1e-6)))
-    assert kept.lost_updates == []
-    assert "rounded away" not in str(kept)
 
 
 def test_what_it_does_not_take() -> None:

@@ -54,7 +54,7 @@ class UnscaledError(PolympError, RuntimeError):
 
 
 class BadStepError(PolympError, RuntimeError):
-    """A training step made a value that is not finite, or its loss jumped.
+    """A training step made a value that is not finite.
 
     Args:
         report: the `polymp.diagnostics.bad_step.BadStep`.

@@ -20,7 +20,6 @@ from polymp.diagnostics.suggest import Suggestion, suggest
 from polymp.diagnostics.tables import COST, Cell, Column, Table, TableKind
 from polymp.errors import escaped
 from polymp.rules.policy_files import Source
-from polymp.weights import lost_updates
 
 
 class Audit(AuditRecord):
@@ -119,7 +118,6 @@ class Audit(AuditRecord):
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],
             "gradients": [m.to_dict() for m in self.gradients],
-            "lost_updates": [each._asdict() for each in self.lost_updates],
         }
 
 
@@ -156,7 +154,7 @@ _ERRORS = (
     "the loss: percent by which the op's own rounding changes the loss, to first order"
 )
 
-_WORST = 8  # parameters named of those that lose updates
+_MOST = 8  # products named of those that sum over nothing
 
 
 def _notes(audit: Audit, table: Table) -> list[str]:
@@ -182,13 +180,6 @@ def _summary(audit: Audit) -> Iterator[str]:
             yield "of the loss: not measured, for it needs the backward pass of a loss of one value"
         else:
             yield f"rounding changes the loss by {_error(effect)} %, to first order"
-    if records := audit.lost_updates:
-        share = text_table.share(lost_updates.share(records)) or "none"
-        advice = "" if share == "none" else "; low_weights() keeps them"
-        yield from ("", f"updates of low weights that were rounded away: {share}{advice}")
-        for each in lost_updates.worst(records, _WORST):
-            if each.lost:
-                yield f"  {each.name} ({each.dtype}): {text_table.share(each.share)}"
     yield from _unsummed(audit)
 
 
@@ -220,9 +211,9 @@ def _unsummed(audit: Audit) -> list[str]:
                 f"{m.op} {m.source} sums over nothing: a multiplication, in {m.run}. The row "
                 f'`"{m.row.of}" = "fp32"` in {where} keeps it in float32'
             )
-    rest = len(lines) - _WORST
+    rest = len(lines) - _MOST
     more = [f"and {text_table.plural(rest, 'more product')} that sum over nothing"]
-    return ["", *list(lines.values())[:_WORST], *(more if rest > 0 else [])] if lines else []
+    return ["", *list(lines.values())[:_MOST], *(more if rest > 0 else [])] if lines else []
 
 
 def _cells(measured: Measured) -> list[Cell | str]:

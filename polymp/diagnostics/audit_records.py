@@ -14,7 +14,6 @@ from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.dtypes import FORMATS
 from polymp.rules.row import Row
-from polymp.weights.lost_updates import LostUpdates
 
 # The share of the values of an op, or of all gradients, that is too much to become zero.
 MANY = 0.5
@@ -196,8 +195,6 @@ class AuditRecord:
 
     results: Sequence[Measured] = ()  # of ops, in the order in which they were first reached
     gradients: Sequence[Measured] = ()  # of parameters, by name
-    # Of low parameters that an optimizer wrote, added up over the steps.
-    lost_updates: Sequence[LostUpdates] = ()
     fault: Fault | None = None  # the op that the first value that is not finite came from
     steps: int = 0  # how many were measured
     scale: float = 1.0  # the loss scale of the gradients, 1 if none was known

@@ -24,15 +24,12 @@ RUNAWAY = 10.0
 # After so many bad steps in a row, training does not go on.
 MANY = 3
 
-# Of the mean loss, the share that stays at each step; a loss is compared with it from this many on.
-STAYS, WARM_UP = 0.9, 10
-
 # What is found where no more can be said.
 SOMETHING = "a value is not finite"
 
 
 class BadStep(NamedTuple):
-    """A step that made a value that is not finite, or whose loss jumped; `print` shows it."""
+    """A step that made a value that is not finite; `print` shows it."""
 
     step: int  # its number; 0 is the first call of the step
     found: str  # what broke: "the loss is NaN"
@@ -94,19 +91,10 @@ def _grown(losses: Sequence[float], fault: Fault | None) -> str:
     return ""
 
 
-class Mean(NamedTuple):
-    """The mean of the last values of a loss, in which older ones count less."""
-
-    value: Any = math.nan  # float32 [], on the loss's device; NaN before the first
-    seen: int = 0  # how many values it is of
-
-
 class LossVerbs(NamedTuple):
     """A framework's functions of losses on their devices."""
 
     is_bad: Callable[[Any], Any]  # whether a loss is Inf or NaN, bool []
-    # Likewise, or whether it is above so many times a mean; and the mean with it in it.
-    compared: Callable[[Any, Any, float], tuple[Any, Any]]
     sent: Callable[[Sequence[Any]], Sequence[Copy]]  # bools [], to the host
     alone: Callable[[], bool]  # False if other processes learn of a bad loss in `now` alone
 
@@ -114,11 +102,8 @@ class LossVerbs(NamedTuple):
 class LossChecks:
     """The findings on the steps since the last `now`; some are still on their way to the host."""
 
-    def __init__(
-        self, verbs: LossVerbs, jump: float | None, means: Mapping[int, Mean] | None = None
-    ) -> None:
-        self.means: Mapping[int, Mean] = means or {}  # by the place of a loss in the results
-        self._verbs, self._jump = verbs, jump
+    def __init__(self, verbs: LossVerbs) -> None:
+        self._verbs = verbs
         self._mailbox: Mailbox[None] = Mailbox()
 
     def add(self, losses: Mapping[int, Any], bad: Sequence[Any] = ()) -> bool:
@@ -126,7 +111,7 @@ class LossChecks:
 
         Several processes learn of it in `now` alone, so that all of them stop at the same step.
         """
-        for copy in self._verbs.sent([*bad, *(self._is_bad(at, x) for at, x in losses.items())]):
+        for copy in self._verbs.sent([*bad, *map(self._verbs.is_bad, losses.values())]):
             self._mailbox.post(copy, None)
         return self._verbs.alone() and self._arrived(wait=False)
 
@@ -134,30 +119,16 @@ class LossChecks:
         """Wait for what is on its way, and return whether something was bad."""
         return self._arrived(wait=True)
 
-    def described(self, losses: Mapping[int, Any]) -> str:
-        """Check the losses of a call, and say which is bad; "" if none. Waits for the device."""
-        for at, loss in losses.items():
-            mean = self.means.get(at, Mean())
-            if bool(self._is_bad(at, loss)):
-                number = float(loss)
-                if math.isfinite(number):
-                    before = float(mean.value)
-                    return f"the loss is {number:.4g}; the mean of the last ones is {before:.4g}"
-                sign = "-" if number == -math.inf else ""
-                return f"the loss is {'NaN' if math.isnan(number) else f'{sign}Inf'}"
-        return ""
-
-    def _is_bad(self, at: int, loss: Any) -> Any:
-        if self._jump is None:
-            return self._verbs.is_bad(loss)
-        mean = self.means.get(at, Mean())
-        jump = self._jump if mean.seen >= WARM_UP else math.inf
-        bad, value = self._verbs.compared(loss, mean.value, jump)
-        self.means = {**self.means, at: Mean(value, mean.seen + 1)}
-        return bad
-
     def _arrived(self, *, wait: bool) -> bool:
         return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
+
+
+def bad_loss(losses: Mapping[int, Any]) -> str:
+    """Say which of the losses of a call is bad; "" if none. Waits for the device."""
+    for number in map(float, losses.values()):
+        if not math.isfinite(number):
+            return f"the loss is {'NaN' if math.isnan(number) else 'Inf' if number > 0 else '-Inf'}"
+    return ""
 
 
 def first_difference(losses: Iterable[tuple[float, float, str]], on_cpu: bool) -> str:
@@ -171,11 +142,6 @@ def first_difference(losses: Iterable[tuple[float, float, str]], on_cpu: bool) -
         if math.isfinite(was) and not math.isclose(was, now, rel_tol=near):
             return f"{now:.4g}, where it was {was:.4g}"
     return ""
-
-
-def sample_of(array: Any) -> int:
-    """Return a hash of some numbers of a numpy array, which has no version, to notice a write."""
-    return hash(array.flat[:: max(1, array.size // 256)].tobytes())
 
 
 def described(found: Mapping[Any, str], name: Callable[[Any], str], after: str = "") -> str:
@@ -196,7 +162,6 @@ class CaughtStep:
         step: the function.
         every: steps between two copies.
         raises: whether a bad step raises.
-        jump: the factor by which a loss may grow; None for any.
 
     Attributes:
         step: the number of calls so far, which is the number of the next step.
@@ -205,14 +170,12 @@ class CaughtStep:
 
     __name__: str
 
-    def __init__(
-        self, step: Callable[..., object], every: int, raises: bool, jump: float | None
-    ) -> None:
+    def __init__(self, step: Callable[..., object], every: int, raises: bool) -> None:
         wrapper: Any = self  # callable in both backends
         functools.update_wrapper(wrapper, step, updated=())
         self.step: int = 0
         self.reports: list[BadStep] = []
-        self._every, self._raises, self._jump = every, raises, jump
+        self._every, self._raises = every, raises
 
     def _stopped(self, report: BadStep, last_good: Any = None, goes_on: bool = True) -> None:
         """Raise a bad step, or warn of it if training goes on."""
@@ -244,7 +207,7 @@ def in_a_row(reports: Sequence[BadStep]) -> bool:
     return len(last) == MANY and all(b.step == a.step + a.undone for a, b in pairwise(last))
 
 
-def checked_arguments(step: object, every: object, on_bad: object, jump: object) -> None:
+def checked_arguments(step: object, every: object, on_bad: object) -> None:
     """Check the arguments of `catch`."""
     if step is not None and not callable(step):
         raise TypeError(
@@ -256,8 +219,3 @@ def checked_arguments(step: object, every: object, on_bad: object, jump: object)
         raise kind(f"catch(every=...) is a number of steps, a positive int, got {every!r}")
     if on_bad not in ("raise", "report"):
         raise ValueError(f"catch(on_bad=...) is 'raise' or 'report', got {on_bad!r}")
-    if jump is not None and not (isinstance(jump, (int, float)) and jump > 1):
-        raise ValueError(
-            "catch(jump=...) is the factor by which a loss may grow, above 1, or None, got "
-            f"{jump!r}"
-        )

@@ -1,14 +1,14 @@
 """The op calls of a program: the records that reports are made of.
 
 A `Call` is a place in the user's code where an op is called, with the row that decided, the dtypes
-of its inputs and results, and the cost of its casts. The backends make calls; a `CallList` adds
-them up. Nothing here knows a framework, or how calls are shown.
+of its inputs and results, and the cost of its casts. The backends make calls; a `Report` adds them
+up. Nothing here knows a framework, or how calls are shown.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cached_property, reduce
+from collections.abc import Hashable, Iterable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 from polymp.rules.row import Row
@@ -79,103 +79,6 @@ class Call(NamedTuple):
 NOTHING_RAN = "no op on floats ran; polymp.torch sees torch's ops alone, polymp.jax those of JAX"
 
 
-class CallList:
-    """Call sites, each once, in the order in which they were first reached, and their sums."""
-
-    def __init__(
-        self,
-        calls: Iterable[Call] | Callable[[], Iterable[Call]] = (),
-        title: str = "",
-        low: str = "",
-        policy: str = "",
-    ) -> None:
-        """Keep calls: one for each run of an op, or a function that makes them when needed."""
-        self._calls = calls
-        self.title: str = title
-        self.low: str = low
-        self.policy: str = policy
-
-    @cached_property
-    def calls(self) -> tuple[Call, ...]:
-        """The call sites, each once; see `Call`."""
-        return merged(self._calls() if callable(self._calls) else self._calls)
-
-    @property
-    def flops(self) -> dict[str, int]:
-        """FLOPs of products, convolutions and attention, by the dtype that they ran in."""
-        return _sums((call.run, call.flops) for call in self.calls)
-
-    @property
-    def casts(self) -> int:
-        """How many arrays were cast."""
-        return sum(call.casts for call in self.calls)
-
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes that casts read and wrote."""
-        return sum(call.cast_bytes for call in self.calls)
-
-    @property
-    def saved(self) -> dict[str, int]:
-        """Casts that were not made, by reason."""
-        return _sums(pair for call in self.calls for pair in call.saved)
-
-    @property
-    def kept(self) -> int:
-        """Bytes of float32 that are kept for the backward pass, parameters aside."""
-        return sum(call.kept for call in self.calls)
-
-    @property
-    def kept_fp8(self) -> int:
-        """Bytes of 8-bit arrays that are kept for the backward pass."""
-        return sum(call.kept_fp8 for call in self.calls)
-
-    @property
-    def fallbacks(self) -> dict[str, int]:
-        """Products that did not run by their rule, fp8 or lower, by the reason."""
-        return _sums((call.fallback, call.times) for call in self.calls if call.fallback)
-
-    def rows(self) -> set[Row]:
-        """Return the rows of the policy that decided at least once; see `Policy.unused`."""
-        return {call.row for call in self.calls if call.row is not None}
-
-    def of(self, op: str) -> list[Call]:
-        """Return the calls of an op.
-
-        Args:
-            op: its name in the vocabulary or the framework's own: "softmax", "aten:softmax.int".
-
-        Returns:
-            The calls; none if it did not run.
-        """
-        return [call for call in self.calls if op in (call.op, call.spelling)]
-
-    def widened(self) -> list[Call]:
-        """Return calls without a row in which a float32 input widened a low one to float32.
-
-        Calls with a low result as well are left out: their float32 is for the backward pass.
-
-        Returns:
-            The calls.
-        """
-        return [
-            call
-            for call in self.calls
-            if call.region
-            and call.row is None
-            and call.direction == FORWARD
-            and {call.region, "float32"} <= {*call.inputs}
-            and "float32" in call.outputs
-            and call.region not in call.outputs
-        ]
-
-    def __iter__(self) -> Iterator[Call]:
-        return iter(self.calls)
-
-    def __len__(self) -> int:
-        return len(self.calls)
-
-
 def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
     """The calls, those of one site added up."""
     sites: dict[tuple[Any, ...], Call] = {}
@@ -195,10 +98,11 @@ _COUNTS = ("casts", "cast_bytes", "flops", "kept", "times", "kept_fp8")
 
 def _added(one: Call, other: Call) -> Call:
     counts = {name: getattr(one, name) + getattr(other, name) for name in _COUNTS}
-    return one._replace(**counts, saved=tuple(_sums((*one.saved, *other.saved)).items()))
+    return one._replace(**counts, saved=tuple(sums((*one.saved, *other.saved)).items()))
 
 
-def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The counts by name, without zeros."""
     total: Counter[str] = Counter()
     for name, count in pairs:
         if count:

@@ -10,7 +10,6 @@ The backends count, on the device; here counts become shares.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from operator import add
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
@@ -97,10 +96,8 @@ class Magnitudes(NamedTuple):
         """Return the shares of values that a dtype cannot hold, multiplied by `scale`.
 
         Bins are sixteenths of a power of two, and dtypes end where bins do; so the shares of the
-        counted values are exact, but for these. In float16, values from 65520 to 65536 become Inf,
-        and count as finite; so do those from 3.39e38 in bfloat16. Values of just 448 + 16 stay
-        finite in float8_e4m3fn and count as overflow; those of just half the smallest number become
-        zero and count as subnormal. Values below 2**-130 are in the first bin, and count as zero.
+        counted values are exact, but for values just at an end, such as 65520 to 65536 in float16,
+        which count as finite. Values below 2**-130 are in the first bin, and count as zero.
         """
         target = FORMATS[dtype_name(dtype)]
         # Half a step beyond the largest number rounds up; half of the smallest rounds to zero.
@@ -124,9 +121,8 @@ class Magnitudes(NamedTuple):
     def scaled(self, factor: float) -> "Magnitudes":
         """The same values, multiplied by a power of two.
 
-        Exact as long as they stay in float32's range. What leaves it stays in the first bin that is
-        not of zeros, or in the last of finite numbers; below float32's normal numbers, bins are
-        wider, and values go to the one in which their bin begins.
+        What leaves float32's range stays in the first bin that is not of zeros, or in the last of
+        finite numbers; below float32's normal numbers bins are wider.
         """
         if factor == 1:
             return self
@@ -148,21 +144,23 @@ def of_float(value: float) -> int:
 
 def joined(many: Iterable[Magnitudes]) -> Magnitudes:
     """Return the counts of several tensors together."""
-    found: Sequence[Magnitudes] = list(many)
-    values, bins = sum(m.values for m in found), found[0].bins
-    for m in found[1:]:
-        bins = tuple(map(add, bins, m.bins))
+    found = [*many]
+    values = sum(m.values for m in found)
+    burst, vanished, gone = (
+        sum(getattr(m, name) * m.values for m in found) / max(values, 1)
+        for name in ("burst", "vanished", "gone")
+    )
     return Magnitudes(
         values,
         sum(m.counted for m in found),
-        bins,
+        tuple(map(sum, zip(*(m.bins for m in found), strict=True))),
         max(m.largest for m in found),
         any(m.inf for m in found),
         any(m.nan for m in found),
-        sum(m.burst * m.values for m in found) / max(values, 1),
-        sum(m.vanished * m.values for m in found) / max(values, 1),
-        sum(m.gone * m.values for m in found) / max(values, 1),
-        wide=max(m.wide for m in found),
+        burst,
+        vanished,
+        gone,
+        max(m.wide for m in found),
     )
 
 
@@ -177,11 +175,11 @@ def followed(made: Iterable[tuple[Magnitudes | float, Iterable[int]]]) -> list[f
     for m, inputs in made:
         came = max((gone[at] for at in inputs if at < len(gone)), default=0.0)
         if isinstance(m, float):
-            found.append(max(m, came))
-            gone.append(found[-1])
-            continue
-        there = 1 - m.zeros
-        more = there * came / (1 - came) if came < 1 else 1.0
-        found.append(min(m.vanished + more, max(m.zeros, m.vanished)))
-        gone.append(found[-1] / (there + found[-1]) if found[-1] else 0.0)
+            share, there = max(m, came), 1 - max(m, came)
+        else:
+            there = 1 - m.zeros
+            more = there * came / (1 - came) if came < 1 else 1.0
+            share = min(m.vanished + more, max(m.zeros, m.vanished))
+        found.append(share)
+        gone.append(share / (there + share) if share else 0.0)
     return found

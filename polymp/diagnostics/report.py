@@ -5,34 +5,38 @@
     report.to_html("report.html")
     report.diff(polymp.explain(model, x, policy="lean"))
 
-It is a list of calls (`call_record`) that is drawn here and can be compared with another one.
-Text is plain characters in lines of a given width, so that it reads the same in a terminal, in a
-pipe and in a log; nothing but the standard library is needed.
+It is a list of calls (`call_record`) with their sums, that is drawn here and can be compared with
+another one. Text is plain characters in lines of a given width, so that it reads the same in a
+terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from difflib import SequenceMatcher
+from functools import cached_property, partial
 from os import PathLike
 from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics import page
-from polymp.diagnostics.alignment import aligned, matched
+from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import (
+    FORWARD,
     NOTHING_RAN,
     SECTIONS,
     Call,
-    CallList,
     added,
     alike,
     cost,
+    merged,
     ruled,
+    sums,
 )
 from polymp.diagnostics.tables import COST, Cell, Column, TableKind, number
 from polymp.errors import escaped
+from polymp.rules.row import Row
 
 
-class Report(CallList):
+class Report:
     """The op calls of a program, with rules, dtypes and casts; `print` shows them as a table.
 
     Iterating gives a `Call` for each call site, in the order in which the sites were first reached.
@@ -43,6 +47,99 @@ class Report(CallList):
         low: the low dtype of the regions, "" if there was none.
         policy: name of the policy, "" if there was no region.
     """
+
+    def __init__(
+        self,
+        calls: Iterable[Call] | Callable[[], Iterable[Call]] = (),
+        title: str = "",
+        low: str = "",
+        policy: str = "",
+    ) -> None:
+        """Keep calls: one for each run of an op, or a function that makes them when needed."""
+        self._calls = calls
+        self.title: str = title
+        self.low: str = low
+        self.policy: str = policy
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The call sites, each once; see `Call`."""
+        return merged(self._calls() if callable(self._calls) else self._calls)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of products, convolutions and attention, by the dtype that they ran in."""
+        return sums((call.run, call.flops) for call in self.calls)
+
+    @property
+    def casts(self) -> int:
+        """How many arrays were cast."""
+        return sum(call.casts for call in self.calls)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that casts read and wrote."""
+        return sum(call.cast_bytes for call in self.calls)
+
+    @property
+    def saved(self) -> dict[str, int]:
+        """Casts that were not made, by reason."""
+        return sums(pair for call in self.calls for pair in call.saved)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of float32 that are kept for the backward pass, parameters aside."""
+        return sum(call.kept for call in self.calls)
+
+    @property
+    def kept_fp8(self) -> int:
+        """Bytes of 8-bit arrays that are kept for the backward pass."""
+        return sum(call.kept_fp8 for call in self.calls)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Products that did not run by their rule, fp8 or lower, by the reason."""
+        return sums((call.fallback, call.times) for call in self.calls if call.fallback)
+
+    def rows(self) -> set[Row]:
+        """Return the rows of the policy that decided at least once; see `Policy.unused`."""
+        return {call.row for call in self.calls if call.row is not None}
+
+    def of(self, op: str) -> list[Call]:
+        """Return the calls of an op.
+
+        Args:
+            op: its name in the vocabulary or the framework's own: "softmax", "aten:softmax.int".
+
+        Returns:
+            The calls; none if it did not run.
+        """
+        return [call for call in self.calls if op in (call.op, call.spelling)]
+
+    def widened(self) -> list[Call]:
+        """Return calls without a row in which a float32 input widened a low one to float32.
+
+        Calls with a low result as well are left out: their float32 is for the backward pass.
+
+        Returns:
+            The calls.
+        """
+        return [
+            call
+            for call in self.calls
+            if call.region
+            and call.row is None
+            and call.direction == FORWARD
+            and {call.region, "float32"} <= {*call.inputs}
+            and "float32" in call.outputs
+            and call.region not in call.outputs
+        ]
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
 
     def fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
         """Fill a report that was empty until its block ended.
@@ -189,14 +286,14 @@ CALLS: TableKind[Call] = TableKind(
 )
 
 
-def _headline(report: CallList) -> str:
+def _headline(report: Report) -> str:
     """The first line: name, number of call sites, policy and low dtype."""
     under = f"policy {report.policy} in {report.low}" if report.policy else report.low
     sites = text_table.plural(len(report), "call site")
     return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
 
 
-def _in_8_bits(report: CallList) -> str:
+def _in_8_bits(report: Report) -> str:
     """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
     ran = sum(call.times for call in report if call.recipe)
     parts = [f"{text_table.plural(ran, 'product')} in 8 bits"] if ran else []
@@ -206,13 +303,13 @@ def _in_8_bits(report: CallList) -> str:
     return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
 
 
-def _fallbacks(report: CallList, rule: str, ran: str) -> list[str]:
+def _fallbacks(report: Report, rule: str, ran: str) -> list[str]:
     """How many products with a rule did not run by it, for each reason."""
     of_rule = {call.fallback for call in report if call.rule == rule}
     return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
 
 
-def _totals(report: CallList) -> list[tuple[str, str]]:
+def _totals(report: Report) -> list[tuple[str, str]]:
     """The names and texts of the report's sums."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
@@ -229,13 +326,13 @@ def _totals(report: CallList) -> list[tuple[str, str]]:
         ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
         ("fp8", _in_8_bits(report)),
         ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
-        ("widened", widening(report).removeprefix("widened ")),
+        ("widened", widening(report)),
     ]
     return [(name, text) for name, text in pairs if text]
 
 
-def widening(report: CallList) -> str:
-    """The calls in which a float32 input widened a low one and no row asked for it, as a line."""
+def widening(report: Report) -> str:
+    """The calls in which a float32 input widened a low one and no row asked for it; "" if none."""
     calls = report.widened()
     widened = [(call, one) for one in CALLS.arranged(calls) for call in one.rows]
     named = [
@@ -244,7 +341,7 @@ def widening(report: CallList) -> str:
     ]
     if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
-    return f"widened to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+    return f"to float32 by a float32 input: {'; '.join(named)}" if calls else ""
 
 
 # The difference of two reports:
@@ -282,10 +379,10 @@ class ReportDiff:
         rows: the differences, by module in the order of the first report.
     """
 
-    def __init__(self, one: CallList, other: CallList) -> None:
+    def __init__(self, one: Report, other: Report) -> None:
         """Compare."""
-        self.one: CallList = one
-        self.other: CallList = other
+        self.one: Report = one
+        self.other: Report = other
         self.rows: tuple[Difference, ...] = tuple(_differences(one.calls, other.calls))
 
     @property
@@ -348,37 +445,30 @@ def _side(row: Difference, call: Call | None) -> str:
 def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:
     """Yield the differences between the calls of two reports, by direction and module."""
     names = matched(*(dict.fromkeys(call.module for call in calls) for calls in (ones, others)))
-    left, right = _grouped(ones, {}), _grouped(others, names)
+    places: dict[tuple[str, str], tuple[list[Call], list[Call]]] = {}
+    for call in ones:
+        places.setdefault((call.module, call.direction), ([], []))[0].append(call)
+    for call in others:
+        places.setdefault((names[call.module], call.direction), ([], []))[1].append(call)
     order = [*SECTIONS]
-    for place in sorted({**left, **right}, key=lambda place: order.index(place[1])):
-        for one, other in _pairs(left.get(place, []), right.get(place, [])):
+    for place in sorted(places, key=lambda place: order.index(place[1])):
+        for one, other in _pairs(*places[place]):
             op = one.op if one else other.op if other else ""
             changed = _changed(one, other) if one and other else ()
             if changed or one is None or other is None:
                 yield Difference(*place, op, one, other, changed)
 
 
-def _grouped(calls: Iterable[Call], names: dict[str, str]) -> dict[tuple[str, str], list[Call]]:
-    """The calls by module, renamed, and direction, in order."""
-    groups: dict[tuple[str, str], list[Call]] = {}
-    for call in calls:
-        groups.setdefault((names.get(call.module, call.module), call.direction), []).append(call)
-    return groups
-
-
 def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
     """The calls side by side, by op and in order; None where there is none."""
-    pairs = aligned([call.op for call in left], [call.op for call in right])
-    todo = 0  # of the right
-    for i, call in enumerate(left):
-        j = pairs.get(i)
-        if j is None:
-            yield call, None
+    ours, theirs = ([call.op for call in calls] for calls in (left, right))
+    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
+    for tag, i, i_end, j, j_end in blocks:
+        if tag == "equal":
+            yield from zip(left[i:i_end], right[j:j_end], strict=True)
         else:
-            yield from ((None, other) for other in right[todo:j])
-            yield call, right[j]
-            todo = j + 1
-    yield from ((None, other) for other in right[todo:])
+            yield from ((call, None) for call in left[i:i_end])
+            yield from ((None, call) for call in right[j:j_end])
 
 
 def _changed(one: Call, other: Call) -> tuple[str, ...]:

@@ -22,16 +22,13 @@ sums, and how the rest of the program magnifies or damps each rounding, forward 
 numbers in one result round alike, and are moved alike; opposite ones are moved in opposite ways.
 Two runs are two sets of roundings: their squares are added.
 
-This is a model and not a bound. What it takes for granted:
-- Numbers that are not equal to 16 bits round independently, and neighbours alike: the error of a
-  function's polynomial is much the same for them. FUNCTION is a few times the mean error.
-- The order of a sum does not sort its terms. Ten thousand positive numbers before as many negative
+This is a model and not a bound. It takes for granted:
+- Numbers that are not equal to 16 bits round independently, and neighbours alike. FUNCTION is a few
+  times the mean error of a function's polynomial, and covers the sums of softmax and norms.
+- The order of a sum does not sort its terms: ten thousand positive numbers before as many negative
   ones have larger partial sums. Kernels that add in lanes or in pairs round less than this.
-- Kernels that normalise a row (softmax, layer_norm) add in lanes or pairs; FUNCTION covers it. The
-  mean that a norm subtracts is rounded, by more than its result where it is far from zero.
-- The change is small: roundings act to first order.
-- Some probes tell the mean square of the change: of a single number, 16 in each framework do so
-  within a factor of two; of an array the largest counts.
+- Roundings act to first order, and some probes tell the mean square of the change: of a single
+  number, 16 in each framework do so within a factor of two; of an array the largest counts.
 That no alarm is false is tested, on 31 ops and a transformer block with a thousand seeds; so is
 that the tolerance is at most 30 times the largest error seen there in float32.
 

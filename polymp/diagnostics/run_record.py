@@ -240,11 +240,10 @@ def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Opt
 
 
 def _check_number(option: str, number: Any, least: int, other: str = "") -> None:
-    said = f"record({option}={reprlib.repr(number)}): write a whole number from {least} on{other}."
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(said)
-    if number < least:
-        raise ValueError(said)
+    if type(number) is not int or number < least:
+        kind = ValueError if type(number) is int else TypeError
+        given = f"{option}={reprlib.repr(number)}"
+        raise kind(f"record({given}): write a whole number from {least} on{other}.")
 
 
 def _checked_path(path: Any) -> Path | None:
@@ -369,7 +368,10 @@ def read(path: str | PathLike[str]) -> RunRecord:
     except UnicodeDecodeError:
         raise RecordError(f"{name!r} is no record of polymp: it is no text in UTF-8.") from None
     first, *lines = text.split("\n")
-    header = _parsed(first)
+    try:
+        header = json.loads(first)
+    except (ValueError, RecursionError):
+        header = None
     if not isinstance(header, dict) or "polymp record" not in header:
         raise RecordError(
             f"{name!r} is no record of polymp: it does not begin as one. Records are written by "
@@ -384,32 +386,23 @@ def read(path: str | PathLike[str]) -> RunRecord:
     for key, of in _HEADER.items():
         if not isinstance(header.get(key) or of(), of):
             raise RecordError(f"{name!r} is damaged in line 1: {key} is {header[key]!r}.")
-    whole, rest = lines[:-1], lines[-1] if lines else ""
     steps = []
-    for at, line in enumerate(whole):
+    for at, line in enumerate(lines[:-1], 2):
         try:
             steps.append(_step(line))
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise RecordError(
-                f"{name!r} is damaged in line {at + 2}: {type(error).__name__}: {str(error)[:200]}."
-            ) from None
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            raise RecordError(f"{name!r} is damaged in line {at}: {said}.") from None
     if not steps:
         raise RecordError(
             f"{name!r} has no whole step: the run ended before its first recorded step did."
         )
-    return RunRecord(header, tuple(steps), name, cut=bool(rest))
+    return RunRecord(header, tuple(steps), name, cut=bool(lines[-1]))
 
 
 # Of the header, what is not text.
 _HEADER = {"versions": dict, "modules": list, "probes": int, "rank": int, "ranks": int}
 _LARGEST = 2**63  # sizes are below
-
-
-def _parsed(line: str) -> object:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _step(line: str) -> RecordedStep:

@@ -9,8 +9,10 @@ out nothing but measurements; they are read when somebody asks.
 """
 
 import math
+import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,25 +23,20 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
     measured,
 )
 from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
-from polymp.backends.jax.diagnostics.measures import ABSENT, Facts
+from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called
-from polymp.backends.jax.diagnostics.update_watch import is_kept, sampled
-from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, largest_error, together
 from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
-from polymp.weights import lost_updates
-from polymp.weights.lost_updates import LostUpdates
 
 
 class Audited(Wrapped):
@@ -58,7 +55,7 @@ class Audited(Wrapped):
     def __init__(self, fn: Callable[..., object], rounding: bool = False) -> None:
         super().__init__(fn)
         self._rounding = rounding
-        self._programs: dict[Hashable, tuple[MeasuredCall, list[Written]]] = {}
+        self._programs: dict[Hashable, MeasuredCall] = {}
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
 
@@ -77,16 +74,15 @@ class Audited(Wrapped):
         """
         key = self._key(args, kwargs)
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
-        if key not in self._programs:
+        if key in self._programs:
+            program = self._programs[key]
+            facts = program.packed.run(arrays)
+        else:
             program = measured(self.fn, args, kwargs, rounding=self._rounding)
-            weights = [] if is_kept((args, kwargs)) else written(program, arrays)
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
                 facts = program.packed.run(arrays)
-            self._programs[key] = program, weights
-        else:
-            program, weights = self._programs[key]
-            facts = program.packed.run(arrays)
+            self._programs[key] = program
         broke = None
         if program.unlisted:
             facts = jax.device_get(facts)  # to look at now, and for the audit
@@ -95,17 +91,8 @@ class Audited(Wrapped):
             if not (any(r.fault for r in self._measured) or all(map(_is_finite, peaks))):
                 broke = located(measured(self.fn, args, kwargs, once=True))
         scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
-        run = Run(program, facts, scale, broke, [])
-        self._measured.append(run)
-        before = sampled([arrays[w.before] for w in weights])  # fn may be given them to keep
-        result = self.fn(*args, **kwargs)
-        if weights:
-            modules = nnx.among((args, kwargs))  # which fn has changed in place
-            after = called(self.fn, args, kwargs)[1:] if modules else result
-            left = [leaf for leaf in jax.tree.leaves(after) if is_array(leaf)]
-            now = sampled([left[w.before if modules else w.after] for w in weights])
-            run.written.extend(zip(weights, before, now, strict=True))
-        return result
+        self._measured.append(Run(program, facts, scale, broke))
+        return self.fn(*args, **kwargs)
 
     @property
     def audit(self) -> Audit:
@@ -141,8 +128,8 @@ def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> A
     its `scale` or `value_and_grad` scales the loss.
 
     With `rounding=True`, the twin also measures rounding errors: of each op in a low dtype, against
-    its last equation in float32 on the same inputs, and of each result, against the same call in
-    float32, by a second twin; and what these errors change the loss by, by the gradient of a third.
+    its last equation in float32 on the same inputs; and what these errors change the loss by, by
+    the gradient of a second twin.
 
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
@@ -183,52 +170,13 @@ def _scale_of(tree: object) -> jax.Array | float:
 # The audit of measured calls: what the measuring program handed out, as records of an `Audit`.
 
 
-class Written(NamedTuple):
-    """A low weight that a program reads and returns changed."""
-
-    name: str  # as the caller would write it
-    dtype: str
-    before: int  # its number among the inputs
-    after: int  # its number among the results
-
-
-# Low weights that a measured call writes, and the updates that rounding takes away.
-#
-#     a measured program  ->  which input comes back as which result, changed
-#     bits before and after a call, the gradient's sample  ->  `LostUpdates`
-#
-# A weight is a low input that the forward pass reads. A result is its new value if it has its
-# dtype and shape, and is made of it without an op of the model between: optimizers and sums are
-# none.
-
-
-def written(program: MeasuredCall, arrays: Sequence[jax.Array]) -> list[Written]:
-    """The low weights that a program writes."""
-    kinds = [(str(x.dtype), tuple(np.shape(x))) for x in arrays]
-    read = set[int]()
-    for event in program.events:
-        if event.direction == FORWARD and event.site.key not in program.unlisted:
-            read.update(event.outside)
-    found, words = [], program.names
-    outs = compat.opened(program.traced.closed)[0].outvars
-    for after, (origin, out) in enumerate(zip(program.results, outs, strict=True)):
-        kind = str(getattr(out.aval, "dtype", "")), tuple(getattr(out.aval, "shape", ()))
-        places = [i for i in origin.outside & read if i < len(kinds) and kinds[i] == kind]
-        changed = bool(origin.events) or len(origin.outside) > 1
-        if kind[0] in LOW_DTYPES and changed and len(places) == 1:
-            found.append(Written(words[places[0]], kind[0], places[0], after))
-    return found
-
-
 class Run(NamedTuple):
     """A run of the program that measures."""
 
     program: MeasuredCall  # that ran
-    packed: dict[str, jax.Array]  # what it handed out, on the device unless an optimizer was in it
+    packed: jax.Array  # what it handed out, on the device unless an optimizer was in it
     scale: jax.Array | float  # of the gradients: float32 [], or 1.0 without a scaler
     fault: Fault | None  # of a call whose optimizer left what is not finite
-    # The weights that the call wrote, with the bits of samples before and after it.
-    written: list[tuple[Written, jax.Array, jax.Array]]
 
 
 def _is_finite(numbers: "np.ndarray[Any, Any]") -> bool:
@@ -241,14 +189,11 @@ def read(runs: Sequence[Run]) -> Audit:
     audit.steps = len(runs)
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
-    updates: list[LostUpdates] = []
-    for program, packed, scale, broke, weights in runs:
+    for program, packed, scale, broke in runs:
         facts, peaks, *effects = program.packed.read(packed)
         audit.scale = float(np.asarray(scale))
         forward = {call.module for call in program.calls if call.direction == FORWARD}
-        named = _handed(program)
-        updates += _updates(program, facts, weights, named)
-        handed = short_names(named, forward)
+        handed = short_names(_handed(program), forward)
         nodes = nodes_of(program, facts, peaks)
         masks = meant(nodes)
         shares = effects[0] / len(runs) if effects else np.empty(0)  # their sum is the mean
@@ -265,27 +210,7 @@ def read(runs: Sequence[Run]) -> Audit:
             audit.fault = fault(program, found, tuple(operands), facts)
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
-    audit.lost_updates = lost_updates.joined(updates)
     return audit
-
-
-def _updates(
-    program: MeasuredCall,
-    facts: Sequence[Facts],
-    weights: Sequence[tuple[Written, jax.Array, jax.Array]],
-    handed: Mapping[int, Sequence[str]],
-) -> Iterator[LostUpdates]:
-    """Count the updates of the weights that a call wrote, and those that rounding took away."""
-    events = {name: event for event, many in handed.items() for name in many}
-    for weight, old, new in weights:
-        moves: Any = np.ones(old.shape, bool)
-        event = events.get(program.traced.results[weight.after], events.get(weight.name))
-        if event is not None:
-            bins = facts[event].sample.reshape(-1)
-            if bins.shape == moves.shape:
-                moves = (bins != 0) & (bins != ABSENT)
-        kept = moves & np.equal(old, new)
-        yield LostUpdates(weight.name, weight.dtype, int(moves.sum()), int(kept.sum()))
 
 
 def _results(
@@ -314,7 +239,7 @@ def _results(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
             call.row, event.dtype, magnitudes, (),
             largest_error(fact.rounding.reshape(-1, 2).tolist()),
-            effect.pop(event.group, None),
+            loss_effect=effect.pop(event.group, None),
         ), number  # fmt: skip
 
 
@@ -324,7 +249,7 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes | None:
     peaks = peaks[(peaks >= 0) | np.isnan(peaks)]  # of what ran
     if not peaks.size:
         return None
-    bins = np.bincount(fact.sample.reshape(-1), minlength=BINS + 1)[:BINS]
+    bins = np.bincount(fact.sample.reshape(-1).astype(int), minlength=BINS + 1)[:BINS]
     lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((1, 3))
     return Magnitudes.measured(
         math.prod(event.site.eqn.outvars[0].aval.shape) * event.site.times,
@@ -351,17 +276,11 @@ def _handed(program: MeasuredCall) -> dict[int, list[str]]:
     for number in sorted(program.handed - found.keys()):
         site = program.events[number].site
         named = by_call.get((site.scope.call, tuple(site.eqn.outvars[0].aval.shape)), [])
-        if named:  # a norm's two parameters have one shape, and one name here
-            found[number] = [_shared(named)]
+        if named[1:]:  # a norm's two parameters have one shape, and one name here
+            named = [os.path.commonprefix(named).rstrip("['.")]  # noqa: RUF071
+        if named:
+            found[number] = named
     return found
-
-
-def _shared(names: Sequence[str]) -> str:
-    """The common beginning of names: "p['norm']" of its scale and its bias."""
-    same = 0
-    while all(name[: same + 1] == names[0][: same + 1] for name in names) and same < len(names[0]):
-        same += 1
-    return names[0][:same].rstrip("['.") if len(names) > 1 else names[0]
 
 
 def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[str]]:
@@ -384,11 +303,6 @@ def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[st
 #     "[1][0].mu['layers'][0]['attn']['kernel']"      of Adam's state: the same gradient went to it
 
 
-_TOKEN = re.compile(
-    r"""\[(?:'(?P<key>(?:[^'\\]|\\.)*)'|"(?P<other>[^"]*)"|(?P<at>[^\]]*))\]|\.?(?P<name>[^.\[\]]+)"""
-)
-
-
 def short_names(found: Mapping[int, Sequence[str]], modules: Iterable[str]) -> dict[int, list[str]]:
     """Return short names for expressions.
 
@@ -397,15 +311,26 @@ def short_names(found: Mapping[int, Sequence[str]], modules: Iterable[str]) -> d
     one name, both keep more of what stands in front.
     """
     known = _known(modules)
-    made: dict[tuple[int, str], Sequence[str]] = {}
-    for value, expressions in found.items():
-        options = {text: _options(text, known) for text in dict.fromkeys(expressions)}
-        for text, names in options.items():
-            others = (other[0] for key, other in options.items() if key != text)
-            if not any(_ends(names[0], other) for other in others):
-                made[value, names[0]] = names
-    chosen = _apart(made)
-    return {value: [chosen[key] for key in made if key[0] == value] for value in found}
+    options = {
+        (value, text): _options(text, known)
+        for value, texts in found.items()
+        for text in dict.fromkeys(texts)
+    }
+    having = Counter(
+        name
+        for value, texts in found.items()
+        for name in {name for text in texts for name in options[value, text]}
+    )
+    short = {}
+    for value, texts in found.items():
+        own = {options[value, text][0] for text in texts}
+        names = (
+            next((name for name in options[value, text] if having[name] == 1), text)
+            for text in texts
+            if not any(options[value, text][0].endswith(f".{other}") for other in own)
+        )
+        short[value] = list(dict.fromkeys(names))
+    return short
 
 
 def _known(modules: Iterable[str]) -> dict[str, str]:
@@ -422,7 +347,8 @@ def _known(modules: Iterable[str]) -> dict[str, str]:
 
 def _options(text: str, known: Mapping[str, str]) -> list[str]:
     """Names for an expression, the shortest first."""
-    parts = [part for match in _TOKEN.finditer(text) for part in _parts(match)]
+    parts = re.findall(r"[^\[\]'\"./]+", text.removesuffix(".value"))  # of flax's variables
+    parts = [part for part in parts if part != "~"]  # in haiku's names of modules
     starts = range(len(parts) - 1)
     owned = (at for at in starts if ".".join(parts[at:-1]) in known)
     plain = next((at for at in range(len(parts)) if not parts[at].isdigit()), 0)
@@ -434,32 +360,3 @@ def _options(text: str, known: Mapping[str, str]) -> list[str]:
     if start == 0 and all(part.isdigit() for part in parts):
         return [text]
     return [*names, *(".".join(parts[at:]) for at in range(start, -1, -1)), text]
-
-
-def _parts(match: re.Match[str]) -> list[str]:
-    """The parts of a path in one step of an expression; haiku's names of modules have several."""
-    key = match["key"] or match["other"] or match["at"] or match["name"] or ""
-    if match["name"] == "value":  # of flax's variables
-        return []
-    return [part for part in key.split("/") if part not in ("", "~")]
-
-
-def _ends(name: str, other: str) -> bool:
-    """True if a name is another one with more in front of it."""
-    return name.endswith(f".{other}")
-
-
-def _apart(made: Mapping[tuple[int, str], Sequence[str]]) -> dict[tuple[int, str], str]:
-    """One of its names for each, no two alike."""
-    length = dict.fromkeys(made, 0)
-    while True:
-        chosen = {key: names[min(length[key], len(names) - 1)] for key, names in made.items()}
-        by_name: dict[str, list[tuple[int, str]]] = {}
-        for key, name in chosen.items():
-            by_name.setdefault(name, []).append(key)
-        alike = [key for keys in by_name.values() if len(keys) > 1 for key in keys]
-        longer = [key for key in alike if length[key] < len(made[key]) - 1]
-        if not longer:
-            return chosen
-        for key in longer:
-            length[key] += 1

@@ -114,12 +114,10 @@ def is_update(traceback: object) -> bool:
 
 
 @cache
-def optimizer_of(traceback: object) -> tuple[str, object]:
-    """The function of optax that an equation is in, and where in it; ("", None) without one."""
-    for code, offset in zip(*compat.frames(traceback), strict=True):
-        if _OPTAX in code.co_filename:
-            return code.co_qualname.partition(".")[0], (code, offset)
-    return "", None
+def optimizer_of(traceback: object) -> str:
+    """The function of optax that an equation is in; "" without one."""
+    files = (code for code in compat.frames(traceback).codes if _OPTAX in code.co_filename)
+    return next((code.co_qualname.partition(".")[0] for code in files), "")
 
 
 _OPTAX = f"{os.sep}optax{os.sep}_src{os.sep}"
@@ -147,6 +145,8 @@ class Site(NamedTuple):
     fixed: frozenset[Atom]  # variables around it that do not change while a loop runs
     parent: tuple[int, ...]  # what it is inside of, by the places of equations
     written: object  # traceback of the equation, or of the call of the library's function it is in
+    # Around it, the outermost first: where each stands, and whether it is a `while`.
+    loops: tuple[tuple[tuple[int, ...], bool], ...]
 
     @property
     def key(self) -> Key:
@@ -159,21 +159,23 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
     A shard_map comes before those inside it. `around` has the program's place, in all its fields
     but the equation.
     """
-    outer, times, fixed, parent, written = (
-        around[1:] if around else (Scope(), 1, frozenset(), (), None)
+    outer, times, fixed, parent, written, loops = (
+        around[1:] if around else (Scope(), 1, frozenset(), (), None, ())
     )
     filename, line, _ = compat.traced_from(closed)
     for at, eqn in enumerate(compat.opened(closed)[0].eqns):
         scope, traceback = scope_in(outer, eqn.source_info.name_stack), eqn.source_info.traceback
         own = written is None or _is_of_user(traceback, filename, line)
-        site = Site(eqn, scope, times, fixed, parent, traceback if own else written)
-        programs = inside(eqn)
-        if not programs or eqn.primitive.name == "shard_map":
+        site = Site(eqn, scope, times, fixed, parent, traceback if own else written, loops)
+        programs, name = inside(eqn), eqn.primitive.name
+        more = (((*parent, at), name == "while"),) if name in ("scan", "while") else ()
+        if not programs or name == "shard_map":
             yield site
         for which, part in enumerate(programs):
             same = frozenset(compat.binders(part.closed)[1][: part.fixed])
             # A library's function is traced once, for the first of the lines that call it.
             outside = site.written if written or is_library(part.closed) else None
             turns = times * count_of([part.times])
-            place = Site(eqn, scope, turns, same, (*parent, at, which), outside)
+            own_place = *parent, at, which
+            place = Site(eqn, scope, turns, same, own_place, outside, (*loops, *more))
             yield from equations(part.closed, place)

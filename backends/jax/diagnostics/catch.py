@@ -8,7 +8,7 @@ at a bad value  repeat the calls from that copy with every check, stop at the fi
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -22,15 +22,14 @@ from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
     SOMETHING,
-    STAYS,
     BadStep,
     CaughtStep,
     LossChecks,
     LossVerbs,
-    Mean,
+    bad_loss,
     checked_arguments,
     described,
-    sample_of,
+    first_difference,
     warn,
 )
 
@@ -44,7 +43,6 @@ def catch(
     *,
     every: int = ...,
     on_bad: Literal["raise", "report"] = ...,
-    jump: float | None = ...,
 ) -> "Catch[P, R]": ...
 
 
@@ -54,7 +52,6 @@ def catch(
     *,
     every: int = ...,
     on_bad: Literal["raise", "report"] = ...,
-    jump: float | None = ...,
 ) -> "Callable[[Callable[P, R]], Catch[P, R]]": ...
 
 
@@ -63,7 +60,6 @@ def catch(
     *,
     every: int = 100,
     on_bad: Literal["raise", "report"] = "raise",
-    jump: float | None = None,
 ) -> "Catch[P, R] | Callable[[Callable[P, R]], Catch[P, R]]":
     """Wrap a training step, so that a loss or a weight that is not finite stops it.
 
@@ -90,8 +86,6 @@ def catch(
             bad one, so that training goes on without the batch; the losses are returned as they
             are; three bad steps in a row raise. flax nnx objects among the arguments are put back
             in both cases.
-        jump: also stop when a loss is more than this factor above the mean of its last values; from
-            the eleventh step on, when there is a mean to compare it with.
 
     Returns:
         The wrapped step, with the same arguments and results; without `step`, a decorator.
@@ -100,10 +94,10 @@ def catch(
         TypeError: `step` is not callable, or `every` is no whole number.
         ValueError: another argument is out of its range.
     """
-    checked_arguments(step, every, on_bad, jump)
+    checked_arguments(step, every, on_bad)
     if step is None:
-        return lambda fn: catch(fn, every=every, on_bad=on_bad, jump=jump)
-    return Catch(step, every, on_bad == "raise", jump)
+        return lambda fn: catch(fn, every=every, on_bad=on_bad)
+    return Catch(step, every, on_bad == "raise")
 
 
 Leaves = list[Any]
@@ -112,16 +106,14 @@ Leaves = list[Any]
 class Catch(CaughtStep, Generic[P, R]):
     """A `CaughtStep` of JAX."""
 
-    def __init__(self, step: Callable[P, R], every: int, raises: bool, jump: float | None) -> None:
-        super().__init__(step, every, raises, jump)
+    def __init__(self, step: Callable[P, R], every: int, raises: bool) -> None:
+        super().__init__(step, every, raises)
         self._fn = step
         self._recorded = RecordedCalls()
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
-        self._buffers: set[int] = set()  # places of numpy arrays that are written between calls
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
-        self._checks = LossChecks(_LOSSES, jump)
-        self._means: Mapping[int, Mean] = {}  # when the arguments were copied
+        self._checks = LossChecks(_LOSSES)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -150,10 +142,7 @@ class Catch(CaughtStep, Generic[P, R]):
         named: Any = kwargs
         self._objects = nnx.objects(args, kwargs)
         linked = self._recorded.linked(given)
-        written = self._recorded.written()  # of buffers for batches; those so far are lost
-        self._buffers |= written
         changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
-        changed |= bool(written)
         if not self._recorded.calls or changed or len(self._recorded.calls) >= self._every:
             good = self._good(given, linked, tree)
             if good is not given:  # of a bad step, whose state is good and whose batch is not
@@ -161,9 +150,9 @@ class Catch(CaughtStep, Generic[P, R]):
                 good = [state if isinstance(it, Made) else leaf for it, leaf, state in pairs]
                 positional, named = self._put_back(jax.tree.unflatten(tree, good))
             self._recorded.restart(good)
-            self._means, linked = self._checks.means, self._recorded.linked(good)
+            linked = self._recorded.linked(good)
         recorded = self._recorded
-        recorded.add(linked, tree, self._buffers)
+        recorded.add(linked, tree)
         self._fed |= recorded.calls[-1].fed
         self.step += 1
         result = self._fn(*positional, **named)
@@ -247,7 +236,7 @@ class Catch(CaughtStep, Generic[P, R]):
         """Find the first bad step, and say which it was."""
         report, good = self._replayed(last)
         self._recorded = RecordedCalls()
-        self._checks = LossChecks(_LOSSES, self._jump, self._means)
+        self._checks = LossChecks(_LOSSES)
         last_good = None if good is None else self._put_back(jax.tree.unflatten(tree, good))
         self._stopped(report, last_good, goes_on=good is not None and bool(self._fed))
         assert good is not None, "otherwise it has raised"
@@ -259,16 +248,21 @@ class Catch(CaughtStep, Generic[P, R]):
         if donated([leaf for call in calls[1:] for leaf in call.leaves]):  # the first's were copied
             return BadStep(self.step - 1, SOMETHING, undone=0, note=_DONATED), None
         losses: list[float] = []
-        checks = LossChecks(_LOSSES, self._jump, self._means)
         for run in self._recorded.repeated(self._fn, last):
             found_losses = self._losses(jax.tree.leaves(run.result))
-            if _differ(calls[run.at].losses, found_losses):  # it is another training: see the note
-                found_each = [LossChecks(_LOSSES, None).described(call.losses) for call in calls]
+            pairs = [
+                (float(was), float(found_losses[at]), was.dtype.name)
+                for at, was in calls[run.at].losses.items()
+                if at in found_losses
+            ]
+            # It is another training: see the note.
+            if first_difference(pairs, on_cpu=jax.default_backend() == "cpu"):
+                found_each = [bad_loss(call.losses) for call in calls]
                 bad = next((at for at, words in enumerate(found_each) if words), many - 1)
                 before = tuple(float(x) for call in calls[:bad] for x in call.losses.values())
                 found = found_each[bad] or SOMETHING
                 return BadStep(here + bad, found, None, before, 0, _UNREPEATED), None
-            found = checks.described(found_losses) or self._described(run.state, calls[run.at].tree)
+            found = bad_loss(found_losses) or self._described(run.state, calls[run.at].tree)
             if found:
                 fault, note = _located(self._fn, run.before, calls[run.at].tree)
                 step, undone = here + run.at, many - run.at
@@ -281,16 +275,6 @@ class Catch(CaughtStep, Generic[P, R]):
         found = not_finite(state)
         bad = {at: what for at, what in found.items() if at not in self._infinite}
         return described(bad, partial(name_of, tree), " after it")
-
-
-def _differ(recorded: Mapping[int, Any], now: Mapping[int, Any]) -> bool:
-    """Return whether a finite loss of a step was another when it was repeated.
-
-    On a CPU within a few roundings of the loss; other devices may add up in another order.
-    """
-    near = 1e-5 if jax.default_backend() == "cpu" else 0.1
-    pairs = ((float(was), float(now[at])) for at, was in recorded.items() if at in now)
-    return any(math.isfinite(a) and not math.isclose(a, b, rel_tol=near) for a, b in pairs)
 
 
 _JITTED = type(jax.jit(lambda: None))
@@ -343,7 +327,6 @@ class Call(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # of its arguments, `(args, kwargs)`
     leaves: Leaves  # of these; what the call before returned is a `Made`
     losses: dict[int, Any]  # that it returned, by their places in the results
-    samples: dict[int, int]  # of numpy arrays among the leaves; see `sample_of`
 
     @property
     def fed(self) -> dict[int, int]:
@@ -374,25 +357,13 @@ class RecordedCalls:
         self.calls = []
         self._start = copied(leaves)
 
-    def add(
-        self, linked: Leaves, tree: jax.tree_util.PyTreeDef, buffers: Collection[int] = ()
-    ) -> None:
+    def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
         """Record a call that is about to be made, with its arguments as `linked` returns them.
 
-        Of `buffers`, places of numpy arrays, it keeps copies.
+        Of numpy arrays it keeps copies: a buffer may be filled again for the next batch.
         """
-        own = list(linked)
-        for at in buffers:
-            if at < len(own) and isinstance(own[at], np.ndarray):
-                own[at] = own[at].copy()
-        samples = {at: sample_of(x) for at, x in enumerate(own) if isinstance(x, np.ndarray)}
-        self.calls.append(Call(tree, own, {}, samples))
-
-    def written(self) -> set[int]:
-        """The places of numpy arrays that were written since the last call began."""
-        last = self.calls[-1] if self.calls else None
-        samples = {} if last is None else last.samples
-        return {at for at, was in samples.items() if last and sample_of(last.leaves[at]) != was}
+        own = [x.copy() if isinstance(x, np.ndarray) else x for x in linked]
+        self.calls.append(Call(tree, own, {}))
 
     def linked(self, leaves: Leaves) -> Leaves:
         """Return the arguments, with a `Made` for each that the last call returned."""
@@ -442,7 +413,7 @@ def donated(leaves: Sequence[Any]) -> bool:
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
-# Whether the losses of a training are finite, and have not jumped; found out on the device.
+# Whether the losses of a training are finite; found out on the device.
 
 
 @jax.jit
@@ -451,24 +422,11 @@ def _not_finite(loss: Any) -> jax.Array:
     return ~jnp.isfinite(loss).reshape(())
 
 
-@jax.jit
-def _checked(loss: Any, mean: Any, jump: Any) -> tuple[jax.Array, jax.Array]:
-    """Return whether a loss is bad, bool [], and the mean with it, float32 []."""
-    loss = jnp.asarray(loss).reshape(()).astype(jnp.float32)
-    is_first = jnp.isnan(mean)
-    bad = ~jnp.isfinite(loss) | (loss > mean + (jump - 1) * jnp.abs(mean))
-    return bad, jnp.where(is_first, loss, mean * STAYS + loss * (1 - STAYS))
-
-
-def _sent(bad: Sequence[jax.Array]) -> list[AsyncCopy]:
-    return list(map(AsyncCopy, bad))
-
-
-def _alone() -> bool:
-    return bool(jax.process_count() == 1)
-
-
-_LOSSES = LossVerbs(_not_finite, _checked, _sent, _alone)
+_LOSSES = LossVerbs(
+    _not_finite,
+    lambda bad: list(map(AsyncCopy, bad)),
+    lambda: jax.process_count() == 1,
+)
 
 
 # Which arguments of a call are not finite, and their names as the caller would write them.
@@ -499,9 +457,5 @@ def not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
 def name_of(tree: jax.tree_util.PyTreeDef, at: int) -> str:
     """Return the name of an argument, as the caller would write it."""
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    (args, kwargs) = numbered
-    for kind in (args, kwargs):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(kind):
-            if leaf == at:
-                return f"argument {jax.tree_util.keystr(path)}"
-    return "an argument"
+    path, _ = jax.tree_util.tree_leaves_with_path(numbered)[at]
+    return f"argument {jax.tree_util.keystr(path[1:])}"

@@ -17,7 +17,7 @@ from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import IN_8_BITS, In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.call_site import (
     Scope,
     Site,
@@ -32,7 +32,7 @@ from polymp.backends.jax.diagnostics.traced_call import (
     planned_call,
     traced,
 )
-from polymp.backends.jax.jaxprs import inside
+from polymp.backends.jax.jaxprs import Inner, Walk
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.report import Report
@@ -124,7 +124,7 @@ def with_sites(
             alike.append(group)
             groups.append(group)
         group.append(site)
-    kept = kept_bytes(closed)
+    kept = _Kept(closed).bytes
     seen: set[str] = set()
     for sites in groups:
         call = record.calls.get(sites[0].scope.call)
@@ -189,7 +189,7 @@ def _call(
     call = planned or planned_call(op_named(spelled), spelled)
     sizes = [(float_dtype(v), kept.get((s.parent, v), 0)) for s in sites for v in s.eqn.outvars]
     return call._replace(
-        module=_module(sites),
+        module=module_of(sites),
         source=source(first.written),
         direction=first.scope.direction,
         inputs=tuple(inputs.values()),
@@ -218,8 +218,8 @@ def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
             yield v, dtype
 
 
-def _module(sites: Sequence[Site]) -> str:
-    """The innermost module that all of a call is in; casts for a function stand outside of it."""
+def module_of(sites: Sequence[Site]) -> str:
+    """The innermost module that all equations are in; casts for a function stand outside of it."""
     named = [s.scope for s in sites if not _is_cast(s.eqn)] or [s.scope for s in sites]
     levels = zip(*(scope.names for scope in named), strict=False)
     same = itertools.takewhile(lambda names: len({*names}) == 1, levels)
@@ -276,52 +276,53 @@ def bytes_of(v: Atom) -> int:
     return count_of(v.aval.shape) * int(v.aval.dtype.itemsize)
 
 
-def kept_bytes(closed: ClosedProgram) -> dict[tuple[tuple[int, ...], Atom], int]:
-    """Bytes of float32 and 8-bit values that forward equations make and others read.
+# What is handed inwards: the scope of the equations around, and their place, as `Site.parent`.
+_Place = tuple[Scope, tuple[int, ...]]
 
-    By place and name. A place is that of the program that a variable is in, as `Site.parent`. A
-    value that a call or a loop returns counts for the equation in it that makes it.
+# A variable, by the place of the program that it is in, as `Site.parent`.
+_Variable = tuple[tuple[int, ...], Atom]
+_Makers = frozenset[_Variable]
+
+_NONE: _Makers = frozenset()
+
+
+class _Kept(Walk[_Makers, _Place]):
+    """Finds the float32 and 8-bit values that forward equations make and others read.
+
+    The facts about a value are the variables that it may be of the equations that make it, inside
+    of calls, loops and branches; the innermost and first of these stands for all.
     """
-    kept: dict[tuple[tuple[int, ...], Atom], int] = {}
-    dtypes = IN_8_BITS | {"float32"}
 
-    def put_down(program: OpenProgram, variable: Atom, size: int, place: tuple[int, ...]) -> None:
-        for at, eqn in enumerate(program.eqns):
-            if variable not in eqn.outvars:
-                continue
-            which = eqn.outvars.index(variable)
-            for branch, part in enumerate(inside(eqn)):
-                inner, given = compat.opened(part.closed)[0], [*compat.binders(part.closed)[1]]
-                carries = part.carries if eqn.primitive.name == "scan" else 0
-                if which >= len(inner.outvars) or hasattr(inner.outvars[which], "val"):
-                    continue
-                if (same := inner.outvars[which]) not in given:
-                    put_down(inner, same, size, (*place, at, branch))
-                elif 0 <= (turn := given.index(same) - part.fixed) < carries:
-                    put_down(inner, inner.outvars[turn], size, (*place, at, branch))
-                elif not hasattr(outer := eqn.invars[part.takes[given.index(same)]], "val"):
-                    put_down(program, outer, size, place)
-                return
-            kept[place, variable] = size
-            return
+    def __init__(self, closed: ClosedProgram) -> None:
+        self.bytes: dict[_Variable, int] = {}
+        self.program(closed, [_NONE] * len(compat.binders(closed)[1]), (Scope(), ()))
 
-    def look(program: OpenProgram, outer: Scope, place: tuple[int, ...]) -> None:
-        made: set[Atom] = set()
-        read: dict[Atom, None] = {}
-        for at, eqn in enumerate(program.eqns):
-            scope = scope_in(outer, eqn.source_info.name_stack)
-            if scope.direction == FORWARD:
-                made.update(v for v in eqn.outvars if float_dtype(v) in dtypes)
-            else:
-                found = (v for v in eqn.invars if not hasattr(v, "val") and v in made)
-                read.update(dict.fromkeys(found))
-            for branch, part in enumerate(inside(eqn)):
-                look(compat.opened(part.closed)[0], scope, (*place, at, branch))
-        for variable in read:
-            put_down(program, variable, bytes_of(variable), place)
+    def number(self, value: object) -> _Makers:
+        return _NONE
 
-    look(compat.opened(closed)[0], Scope(), ())
-    return kept
+    def join(self, one: _Makers, other: _Makers) -> _Makers:
+        return one | other
+
+    def inner(self, around: _Place, eqn: Equation, at: int, which: int) -> _Place:
+        return scope_in(around[0], eqn.source_info.name_stack), (*around[1], at, which)
+
+    def looped(self, program: Inner, operands: list[_Makers], around: _Place) -> list[_Makers]:
+        return self.turned(program, operands, around)[1]
+
+    def equation(
+        self, at: int, eqn: Equation, values: list[_Makers], around: _Place
+    ) -> Sequence[_Makers]:
+        if scope_in(around[0], eqn.source_info.name_stack).direction != FORWARD:
+            for v, makers in zip(eqn.invars, values, strict=True):
+                if makers:
+                    first = min(makers, key=lambda maker: (-len(maker[0]), maker[0]))
+                    self.bytes.setdefault(first, bytes_of(v))
+        return super().equation(at, eqn, values, around)
+
+    def leaf(self, eqn: Equation, values: list[_Makers], around: _Place) -> Sequence[_Makers]:
+        scope, place = scope_in(around[0], eqn.source_info.name_stack), around[1]
+        own = IN_8_BITS | {"float32"} if scope.direction == FORWARD else frozenset()
+        return [frozenset([(place, v)]) if float_dtype(v) in own else _NONE for v in eqn.outvars]
 
 
 # FLOPs of products and convolutions, from their shapes; a multiply-add is two.

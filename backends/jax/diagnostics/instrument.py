@@ -11,7 +11,7 @@ Loops and branches hand out what was measured inside.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OPAQUE, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
@@ -36,7 +37,7 @@ from polymp.backends.jax.diagnostics.call_site import (
     scope_in,
 )
 from polymp.backends.jax.diagnostics.explain import with_sites
-from polymp.backends.jax.diagnostics.measures import Facts, difference, is_measured
+from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
 from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted, scanned
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
@@ -57,8 +58,6 @@ class Event(NamedTuple):
     site: Site  # the equation, where it stands
     inputs: tuple[int, ...]  # events whose results it reads
     outside: tuple[int, ...]  # inputs of the program that it reads, by their places
-    # Around it, the outermost first: where each stands, and whether it is a `while`.
-    loops: tuple[tuple[tuple[int, ...], bool], ...]
     dtype: str  # of its results; "" if they are no floats
     given: bool  # True if it reads an infinite number of the program
     group: int | None  # of the call that it ends; None of any other
@@ -71,22 +70,7 @@ class Event(NamedTuple):
         return self.site.scope.direction
 
 
-class _Leaf(NamedTuple):
-    """An equation that holds no program, as the walk meets it first."""
-
-    read: list[Origin]  # where its operands come from
-    before: int  # how many events are before it
-    loops: tuple[tuple[tuple[int, ...], bool], ...]  # as of `Event`
-
-
-class _Place(NamedTuple):
-    """A program inside the program: as `Site.parent`, and the loops around it."""
-
-    parent: tuple[int, ...] = ()
-    loops: tuple[tuple[tuple[int, ...], bool], ...] = ()
-
-
-class MeasuredCall(Walk[Origin, _Place]):
+class MeasuredCall(Walk[Origin, tuple[int, ...]]):
     """A call as it was traced: its events, and where the values that they read come from."""
 
     packed: "Packed"  # compiled: `Twin.run`, and with rounding errors `MovedTwin.effects`
@@ -110,13 +94,13 @@ class MeasuredCall(Walk[Origin, _Place]):
         self.names = [*traced.names, *captured]
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int] = {}  # by equation, that of its event
-        self.leaves: dict[Key, _Leaf] = {}
+        self.leaves: dict[Key, int] = {}  # equations without programs; how many events are before
         self.handed: set[int] = set()  # events of the backward that the rest of the program reads
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         self.results = interpreted(  # where they come from
             self.closed,
             ends[: len(invars)],
-            lambda at, eqn, values: self.equation(at, eqn, values, _Place()),
+            lambda at, eqn, values: self.equation(at, eqn, values, ()),
             self.number,
             ends[len(invars) :],
         )
@@ -175,27 +159,29 @@ class MeasuredCall(Walk[Origin, _Place]):
             one.events | other.events, one.outside | other.outside, one.given or other.given
         )
 
-    def inner(self, around: _Place, eqn: Equation, at: int, which: int) -> _Place:
-        place, name = (*around.parent, at), eqn.primitive.name
-        loops = ((place, name == "while"),) if name in ("scan", "while") else ()
-        return _Place((*place, which), (*around.loops, *loops))
+    def inner(self, around: tuple[int, ...], eqn: Equation, at: int, which: int) -> tuple[int, ...]:
+        return *around, at, which
 
     def equation(
-        self, at: int, eqn: Equation, values: list[Origin], around: _Place
+        self, at: int, eqn: Equation, values: list[Origin], around: tuple[int, ...]
     ) -> Sequence[Origin]:
         if eqn.primitive.name == "shard_map":  # what is inside is not measured
             return self.leaf(eqn, values, around)
         return super().equation(at, eqn, values, around)
 
-    def looped(self, program: Inner, operands: list[Origin], around: _Place) -> list[Origin]:
+    def looped(
+        self, program: Inner, operands: list[Origin], around: tuple[int, ...]
+    ) -> list[Origin]:
         _, outs = self.turned(program, operands, around)
         return outs  # which come from what the loop began with only if its body reads that
 
-    def leaf(self, eqn: Equation, values: list[Origin], around: _Place) -> Sequence[Origin]:
-        key, through = (around.parent, id(eqn)), reduce(self.join, values, Origin())
+    def leaf(
+        self, eqn: Equation, values: list[Origin], around: tuple[int, ...]
+    ) -> Sequence[Origin]:
+        key, through = (around, id(eqn)), reduce(self.join, values, Origin())
         site, events = self.sites[key], self.events
         if key not in self.leaves:
-            self.leaves[key] = _Leaf(values, len(events), around.loops)
+            self.leaves[key] = len(events)
             if site.scope.direction == FORWARD:
                 backward = (n for n in through.events if events[n].direction == BACKWARD)
                 self.handed.update(backward)
@@ -211,9 +197,7 @@ class MeasuredCall(Walk[Origin, _Place]):
                 inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
-                events.append(
-                    Event(site, inputs, outside, around.loops, dtype, through.given, group, numbers)
-                )
+                events.append(Event(site, inputs, outside, dtype, through.given, group, numbers))
         elif key in self.numbers:
             event = events[number := self.numbers[key]]
             later = tuple(sorted(through.events.difference(event.inputs)))
@@ -250,29 +234,28 @@ class Twin:
         self,
         call: MeasuredCall,
         ask: int | None = None,
-        asked: Collection[Key] = (),
         samples: bool = True,
         rounding: bool = False,
-        wide: bool = False,
     ) -> None:
         self.call = call
-        self.ask, self.asked = ask, asked  # an event, and the equations of its call
-        # Of what that call was given: dtype, shape, and its place among the inputs.
+        self.ask = ask  # an event whose operands are measured: those of its call
+        self._asked: set[Key] = set()  # the equations of that call
+        if ask is not None:
+            key = call.events[ask].site.key
+            of = call.of_event.get(key)
+            self._asked = {key, *(at for at, number in call.of_event.items() if number == of)}
+        # What that call made, by id, and the values that it was given for it.
+        self._came: dict[int, tuple[jax.Array, dict[int, jax.Array]]] = {}
+        # Of what it was given: dtype, shape, and its place among the inputs.
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
         self.samples = samples  # which take as long to compile as the rest
-        self.rounding = rounding  # True to measure rounding errors, and hand out values
-        self.wide = wide  # True to run the program in float32, and hand out values alone
-        # What the call that is asked for made, and of which values that it was given; by id.
-        self._came: dict[int, tuple[jax.Array, list[tuple[jax.Array, Origin]]]] = {}
+        self.rounding = rounding  # True to measure rounding errors
         self._outside: Sequence[jax.Array] = ()
 
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
-        closed, self._came = self.call.closed, {}
-        outside = [*arrays, *compat.opened(closed)[1]]
-        if self.wide:
-            outside = list(map(measures.wider, outside))
-        self._outside = tuple(outside)
+        closed = self.call.closed
+        self._outside = outside = (*arrays, *compat.opened(closed)[1])
         _, facts = self._program(closed, outside[: len(arrays)], (), outside[len(arrays) :])
         peaks = [measures.peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
         return facts, peaks
@@ -293,53 +276,36 @@ class Twin:
             facts.extend(found)
             return outs
 
-        made = interpreted(closed, values, equation, None, consts)
-        return list(map(measures.wider, made)) if self.wide else made, facts
+        return interpreted(closed, values, equation, None, consts), facts
 
     def _equation(
         self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
     ) -> _Made:
-        programs, place = inside(eqn), (*parent, at)
-        match eqn.primitive.name:
-            case "scan":
-                return self._scan(eqn, programs[0], read, place)
-            case "while":
-                return self._while(programs, read, place)
-            case "cond":
-                return self._cond(programs, read, place)
-            case "shard_map":
-                programs = []
-        if programs:
+        name, programs, place = eqn.primitive.name, inside(eqn), (*parent, at)
+        control = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
+        if control is not None:
+            return control(eqn, read, place)
+        if programs and name != "shard_map":
             return self._program(programs[0].closed, read, (*place, 0))
         key = parent, id(eqn)
         outs = self._results(eqn, read, key)
         if key not in self.call.leaves:  # of the condition of a `while`
             return outs, []
-        given = self._of_call(eqn, read, key) if key in self.asked else []
-        self._came.update((id(x), (x, given)) for x in outs if key in self.asked)
+        if key in self._asked:
+            self._follow(eqn, read, outs)
         number = self.call.numbers.get(key)
-        return outs, [] if number is None else [self._fact(number, eqn, read, outs, given)]
+        return outs, [] if number is None else [self._fact(number, eqn, read, outs)]
 
     def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
-        if self.wide:
-            return measures.results_in_float32(eqn, args)
         return list(compat.put(eqn.primitive, args, eqn.params))
 
     def _fact(
-        self,
-        number: int,
-        eqn: Equation,
-        args: list[jax.Array],
-        outs: Sequence[jax.Array],
-        given: Sequence[tuple[jax.Array, Origin]],
+        self, number: int, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]
     ) -> Facts:
         """The facts of an event."""
         event, made = self.call.events[number], [x for x in outs if is_measured(x)]
         ends = event.group is not None
-        drift = {"drift": measures.values(made[0])} if ends and (self.rounding or self.wide) else {}
-        if self.wide:
-            return Facts(**drift)
-        facts = Facts(measures.peak(*made) if made else jnp.float32(-1), **drift)
+        facts = Facts(measures.peak(*made) if made else jnp.float32(-1))
         if event.dtype in LOW:
             facts = facts._replace(lost=measures.lost(eqn, args, outs, event.numbers))
         if ends and self.samples:
@@ -348,49 +314,34 @@ class Twin:
             facts = facts._replace(rounding=measures.rounding(eqn, args, outs))
         if number == self.ask:
             places = {id(x): at for at, x in enumerate(self._outside)}
-            values = [x for x, origin in given if not self._own(origin, event.site)]
+            values = list(self._came[id(outs[0])][1].values())
             self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
-            rows = [*map(measures.operand, values)]
-            rows += measures.ends(args[1]) if eqn.primitive.name == "gather" else []
+            rows = list(map(measures.operand, values))
             facts = facts._replace(operands=jnp.stack(rows)) if rows else facts
         return facts
 
-    def _of_call(
-        self, eqn: Equation, args: Sequence[jax.Array], key: Key
-    ) -> list[tuple[jax.Array, Origin]]:
-        """The values that its call was given, of which an equation makes its results."""
-        counts = eqn.primitive.name == "gather"  # then the indices, too
-        came: dict[int, tuple[jax.Array, Origin]] = {}
-        for v, x, origin in zip(eqn.invars, args, self.call.leaves[key].read, strict=True):
-            if hasattr(x, "shape") and not hasattr(v, "val") and (counts or is_measured(x)):
-                _, many = self._came.get(id(x), (x, [(x, origin)]))
-                came.update((id(one[0]), one) for one in many)
-        return list(came.values())
-
-    def _own(self, origin: Origin, site: Site) -> bool:
-        """True for what a call has made for itself, such as a constant before the loop it is in."""
-        scopes = (self.call.events[at].site.scope for at in origin.events)
-        calls = {(scope.call, scope.direction) for scope in scopes}
-        own = site.scope.call, site.scope.direction
-        return bool(site.scope.call) and calls == {own} and not origin.outside
+    def _follow(self, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> None:
+        """Note of which values that its call was given an equation makes its results."""
+        given: dict[int, jax.Array] = {}
+        for v, x in zip(eqn.invars, args, strict=True):
+            if is_measured(x) and hasattr(x, "shape") and not hasattr(v, "val"):
+                _, before = self._came.get(id(x), (x, {id(x): x}))
+                given |= before
+        self._came.update((id(x), (x, given)) for x in outs)
 
     # Control
 
-    def _scan(
-        self, eqn: Equation, body: Inner, read: list[jax.Array], place: tuple[int, ...]
-    ) -> _Made:
+    def _scan(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
         def turn(_: None, values: list[jax.Array]) -> tuple[None, Sequence[jax.Array], list[Facts]]:
-            return None, *self._program(body.closed, values, (*place, 0))
+            return None, *self._program(inside(eqn)[0].closed, values, (*place, 0))
 
         outs, facts = scanned(eqn, turn, read, None)
         if eqn.params["reverse"]:  # rounds in the order in which they ran
             facts = jax.tree.map(lambda x: x[::-1], facts)
         return outs, facts
 
-    def _while(
-        self, programs: Sequence[Inner], read: list[jax.Array], place: tuple[int, ...]
-    ) -> _Made:
-        body, condition = programs
+    def _while(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
+        body, condition = inside(eqn)
         tested = condition.of(read)[: condition.fixed]
         fixed, start, _ = body.split(read)
 
@@ -412,9 +363,8 @@ class Twin:
         outs, facts, _ = lax.while_loop(test, body_of, (start, nothing, jnp.int32(0)))
         return outs, facts
 
-    def _cond(
-        self, branches: Sequence[Inner], read: list[jax.Array], place: tuple[int, ...]
-    ) -> _Made:
+    def _cond(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
+        branches = inside(eqn)
         values = branches[0].of(read)
 
         def made(number: int) -> tuple[ClosedProgram, list[Facts]]:
@@ -488,9 +438,9 @@ class MovedTwin(Twin):
 
     def _loss(self, at: int, facts: Sequence[Facts]) -> jax.Array:
         """The numbers that an event made; of a loop with no backward pass in it, the last one."""
-        made, loops = jnp.ravel(facts[at].drift), self.call.events[at].loops
+        made, loops = jnp.ravel(facts[at].value), self.call.events[at].site.loops
         back = (event for event in self.call.events if event.direction == BACKWARD)
-        return made if any(event.loops == loops for event in back) else made[-1:]
+        return made if any(event.site.loops == loops for event in back) else made[-1:]
 
     def _equation(
         self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
@@ -503,25 +453,21 @@ class MovedTwin(Twin):
 
     def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
         outs = super()._results(eqn, args, key)
-        leaf, of = self.call.leaves.get(key), self.call.of_event.get(key)
-        if leaf is None or of is None or any(counts for _, counts in leaf.loops):
+        before, of = self.call.leaves.get(key), self.call.of_event.get(key)
+        if before is None or of is None:
             return outs
-        forward = self.call.sites[key].scope.direction == FORWARD
-        wide = measures.exact(eqn, args, outs) if forward else None
+        site = self.call.sites[key]
+        moves = site.scope.direction == FORWARD and not any(counts for _, counts in site.loops)
+        wide = measures.exact(eqn, args, outs) if moves else None
         if wide is None:
             return outs
-        self.moved.setdefault(of, leaf.before)
+        self.moved.setdefault(of, before)
         off = outs[0].astype(jnp.float32) - wide
         off = lax.stop_gradient(jnp.where(jnp.isfinite(off), off, 0))
         return [outs[0] + (self._shares[of] * off).astype(outs[0].dtype), *outs[1:]]
 
     def _fact(
-        self,
-        number: int,
-        eqn: Equation,
-        args: list[jax.Array],
-        outs: Sequence[jax.Array],
-        given: Sequence[tuple[jax.Array, Origin]],
+        self, number: int, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]
     ) -> Facts:
         event, made = self.call.events[number], [x for x in outs if is_measured(x)]
         is_forward = event.direction == FORWARD
@@ -540,50 +486,42 @@ class MovedTwin(Twin):
             return jax.jvp(measures.values, (x,), (tangent,))
 
         value.defjvp(rule, symbolic_zeros=True)
-        return Facts(drift=value(made[0]))
+        return Facts(value=value(made[0]))
 
 
 # So that gradients in float16 do not vanish.
 _AMPLIFIED = 1024.0
 
 
-# `Packed`: a compiled function whose results leave the device as one array for each dtype.
-#
 # A program that measures has hundreds of results of a few numbers each. To make an array of its
 # own of each takes the host longer than the device needs to compute it.
 
 
 class Packed:
-    """A function of arrays, compiled; `run` returns its results packed, `read` takes them apart."""
+    """A function of arrays, compiled, whose results leave the device as one array.
+
+    `run` returns its results packed, in float32 or wider, and `read` takes them apart.
+    """
 
     def __init__(
-        self, fn: Callable[..., object], options: Mapping[str, bool | int] | None = None
+        self, fn: Callable[..., object], options: dict[str, bool | int] | None = None
     ) -> None:
         self.fn = fn
-        self._kinds: list[tuple[str, tuple[int, ...]]] = []  # dtype and shape of each result
-        self.run: Callable[..., dict[str, jax.Array]] = jax.jit(
-            self._packed, compiler_options=None if options is None else dict(options)
-        )
+        self._shapes: list[tuple[int, ...]] = []  # of each result
+        self.run: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
 
-    def _packed(self, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:
         leaves, self._structure = jax.tree.flatten(self.fn(arrays))
-        self._kinds = [(x.dtype.name, tuple(x.shape)) for x in leaves]
-        rows: dict[str, list[jax.Array]] = {}
-        for x in leaves:
-            if x.size:
-                rows.setdefault(x.dtype.name, []).append(lax.reshape(x, (x.size,)))
-        return {dtype: lax.concatenate(many, 0) for dtype, many in rows.items()}
+        self._shapes = [tuple(x.shape) for x in leaves]
+        dtype = jnp.result_type(np.float32, *(x.dtype for x in leaves if is_float(x)))
+        rows = [lax.convert_element_type(x, dtype).reshape(x.size) for x in leaves]
+        return lax.concatenate(rows, 0) if rows else jnp.zeros(0)
 
-    def read(self, packed: Mapping[str, jax.Array]) -> Any:
+    def read(self, packed: jax.Array) -> Any:
         """Return the results of a call of `run` as numpy arrays. Waits for the device."""
-        rows: dict[str, np.ndarray[Any, Any]] = jax.device_get(dict(packed))
-        done: dict[str, int] = {}
-        leaves = []
-        for dtype, shape in self._kinds:
-            start = done.setdefault(dtype, 0)
-            done[dtype] += math.prod(shape)
-            row = rows.get(dtype, np.empty(0, dtype))  # none if there are no values of it
-            leaves.append(row[start : done[dtype]].reshape(shape))
+        ends = np.cumsum(list(map(math.prod, self._shapes)), dtype=int)
+        rows = np.split(np.asarray(packed), ends[:-1])
+        leaves = [row.reshape(shape) for row, shape in zip(rows, self._shapes, strict=True)]
         return jax.tree.unflatten(self._structure, leaves)
 
 
@@ -597,22 +535,16 @@ def measured(
     """A call, traced, with a twin that is not run yet."""
     call = MeasuredCall(traced(fn, args, kwargs), once)
     twin = Twin(call, samples=not once, rounding=rounding)
-    wide, moved = Twin(call, wide=True), MovedTwin(call)
+    moved = MovedTwin(call)
     backward = any(event.direction == BACKWARD for event in call.events)
 
-    def compared(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array], jax.Array]:
-        facts, peaks = twin.run(arrays)
-        pairs = zip(facts, wide.run(arrays)[0], strict=True)
-        facts = [
-            one._replace(drift=difference(one.drift, other.drift)) if one.drift.size else one
-            for one, other in pairs
-        ]
-        return facts, peaks, moved.effects(arrays) if backward else jnp.zeros(0)
+    def with_effects(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array], jax.Array]:
+        return *twin.run(arrays), moved.effects(arrays) if backward else jnp.zeros(0)
 
     options = quick_options(call.traced.arrays) if once else None
     if rounding:  # else XLA leaves out roundings that the program has
         options = {"xla_allow_excess_precision": False}
-    call.packed = Packed(compared if rounding else twin.run, options)
+    call.packed = Packed(with_effects if rounding else twin.run, options)
     return call
 
 

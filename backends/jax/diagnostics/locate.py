@@ -14,18 +14,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from polymp import progress
-from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.compat.programs import Atom
 from polymp.backends.jax.diagnostics.call_site import (
-    Key,
-    Site,
     function_of,
     optimizer_of,
-    source,
 )
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
-    Packed,
     Twin,
     measured,
     quick_options,
@@ -39,7 +35,6 @@ from polymp.diagnostics.blame import (
     Blame,
     Node,
     blame,
-    larger_eps,
     of_optimizer,
     rounded,
 )
@@ -99,17 +94,12 @@ def located(program: MeasuredCall) -> Fault | None:
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
-        key = program.events[found.node].site.key
-        call = program.of_event.get(key)
-        asked = {key, *(at for at, of in program.of_event.items() if of == call)}
-        twin = Twin(program, found.node, asked, samples=False)
+        twin = Twin(program, found.node, samples=False)
         look = jax.jit(
             lambda arrays: twin.run(arrays)[0][found.node].operands,
             compiler_options=quick_options(program.traced.arrays),
         )
         operands = np.asarray(look(program.traced.arrays))
-        lost = lost_eps(program, program.events[found.node])
-        helps = lost is not None and _is_finite(program, lost)
     bad = _bad(program.events[found.node], facts[found.node])
     if bad.found:  # in a loop, those of that round
         operands = operands[bad.at]
@@ -120,9 +110,7 @@ def located(program: MeasuredCall) -> Fault | None:
         name = "" if place is None else program.names[place]
         numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
         inputs.append(Operand.measured(dtype, shape, numbers, name))
-    gathered = rounds[:, len(inputs) :]
-    indices = [*zip(gathered[..., 0].min(0), gathered[..., 1].max(0), strict=True)]
-    return fault(program, found, inputs, facts, lost if helps else None, indices)
+    return fault(program, found, inputs, facts)
 
 
 class _Bad(NamedTuple):
@@ -138,7 +126,7 @@ def _bad(event: Event, fact: Facts) -> _Bad:
     found = []
     for at in map(tuple, np.argwhere(~np.isfinite(peaks))):
         scans, whiles = iter(at), iter(fact.when[at])
-        rounds = tuple(int(next(whiles if counts else scans)) for _, counts in event.loops)
+        rounds = tuple(int(next(whiles if counts else scans)) for _, counts in event.site.loops)
         found.append(_Bad("NaN" if np.isnan(peaks[at]) else "Inf", rounds, at))
     return min(found, key=lambda bad: bad.first, default=_Bad())
 
@@ -174,7 +162,7 @@ def nodes_of(
                 bool(event.dtype),
                 name == "is_finite",
                 name == "convert_element_type",
-                tuple(place for place, _ in event.loops),
+                tuple(place for place, _ in event.site.loops),
                 first,
                 "" if call is None else call.op,
                 at in program.late,
@@ -193,19 +181,14 @@ def fault(
     found: Blame,
     operands: Sequence[Operand],
     facts: Sequence[Facts],
-    lost: "Eps | None" = None,
-    indices: Sequence[tuple[float, float]] = (),
 ) -> Fault:
-    """The fault that was found; with a larger eps in place of a `lost` one the step is finite.
-
-    `indices` are the ends of those of a gather, for each dimension; none where they are not known.
-    """
+    """The fault that was found."""
     event, first = program.events[found.node], program.events[found.first]
     call, other = program.call_of(event.site), program.call_of(first.site)
     assert call is not None, "what computes with floats is part of a call"
     kind, why = found.kind, found.why
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
-        kind, why = "index", _outside(program, event, indices)
+        kind, why = "index", _outside(event)
     remedy = ""
     if kind == "operation" and event.site.eqn.primitive.name == "shard_map":
         kind, why = "inside", "its inputs are finite, and ops inside of it were not looked at"
@@ -217,16 +200,16 @@ def fault(
     row = call.row and call.row.under(program.traced.record.policy)
     eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
-    if any(name for name, _ in by) and kind in ("overflow", "operation"):
+    if any(by) and kind in ("overflow", "operation"):
         given = (float(facts[at].peak.max()) for at in event.inputs)
         largest = max(filter(math.isfinite, given), default=0.0)
-        whose = ""
-        if lost is not None:
+        lost = ""
+        if optimizer := _without_eps(program, event):
             zero = "is 0" if event.dtype not in LOW else f"is zero in {event.dtype}"
             kind, why = "number", f"{NO_EPS} in {event.dtype}"
-            whose = f"{lost.optimizer}'s eps {zero}"
+            lost = f"{optimizer}'s eps {zero}"
         call = call._replace(direction=UPDATE)
-        remedy = of_optimizer("jax", kind, event.dtype, largest, whose, lost is not None)
+        remedy = of_optimizer("jax", kind, event.dtype, largest, lost)
     became, *_ = _bad(first, facts[found.first])
     beside = other if found.first != found.node else None
     cause = kind, why
@@ -234,113 +217,38 @@ def fault(
     return made._replace(remedy=remedy)
 
 
-# An eps of an optimizer that is zero in its dtype: in the program it is a zero that is added.
-
-
-class Eps(NamedTuple):
-    """A zero that an optimizer adds to what it divides by."""
-
-    optimizer: str  # the function of optax
-    where: object  # it is added, in that function
-    dtype: str
-
-
-def lost_eps(program: MeasuredCall, event: Event) -> Eps | None:
-    """Return the eps that should keep an optimizer from dividing by zero, if it is 0."""
+def _without_eps(program: MeasuredCall, event: Event) -> str:
+    """The function of optax that divides by zero with an eps of zero: in the program it adds 0."""
     divides = event.site.eqn.primitive.name
-    optimizer, _ = optimizer_of(event.site.eqn.source_info.traceback)
-    if divides not in ("div", "rsqrt", "pow") or not optimizer:
-        return None
-    makers = _makers(program)
+    if divides not in ("div", "rsqrt", "pow"):
+        return ""
+    makers = {v: s for s in program.sites.values() for v in s.eqn.outvars}
     read: Atom | None = event.site.eqn.invars[-1 if divides == "div" else 0]
     for _ in range(_STEPS):
         site = None if read is None or isinstance(read, Literal) else makers.get(read)
         if site is None:
-            return None
-        numbers = [x.val for x in site.eqn.invars if isinstance(x, Literal)]
-        if site.eqn.primitive.name == "add" and numbers:
-            name, where = optimizer_of(site.eqn.source_info.traceback)
-            is_zero = all(float(x) == 0 for x in numbers)
-            return Eps(name, where, event.dtype) if is_zero and name else None
-        read = next((x for x in site.eqn.invars if not isinstance(x, Literal)), None)
-    return None
-
-
-def _makers(program: MeasuredCall) -> dict[Atom, Site]:
-    """By variable, the equation that makes it."""
-    return {v: s for s in program.sites.values() for v in s.eqn.outvars}
+            return ""
+        eqn = site.eqn
+        numbers = [x.val for x in eqn.invars if isinstance(x, Literal)]
+        if eqn.primitive.name == "add" and numbers:
+            name = optimizer_of(eqn.source_info.traceback)
+            return name if all(float(x) == 0 for x in numbers) else ""
+        read = next((x for x in eqn.invars if not isinstance(x, Literal)), None)
+    return ""
 
 
 _STEPS = 4  # back from a division to the eps in it: over roots and casts
 
 
-class _WithEps(Twin):
-    """The twin of a program in which an eps is larger."""
-
-    eps: Eps
-
-    def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
-        if eqn.primitive.name == "add" and self.eps.where is not None:
-            _, where = optimizer_of(eqn.source_info.traceback)
-            if where == self.eps.where:
-                pairs = zip(eqn.invars, args, strict=True)
-                larger = larger_eps(self.eps.dtype)
-                args = [x + larger if isinstance(v, Literal) else x for v, x in pairs]
-        return super()._results(eqn, args, key)
-
-
-def _is_finite(program: MeasuredCall, eps: Eps) -> bool:
-    """Try a program with a larger eps."""
-    twin = _WithEps(program, samples=False)
-    twin.eps = eps
-    packed = Packed(twin.run, quick_options(program.traced.arrays))
-    facts, peaks = packed.read(packed.run(program.traced.arrays))
-    return blame(nodes_of(program, facts, peaks)) is None
-
-
-def _outside(program: MeasuredCall, event: Event, indices: Sequence[tuple[float, float]]) -> str:
-    """Say which index of a gather is outside of the array, if they were measured."""
+def _outside(event: Event) -> str:
+    """Say of which array an index of a gather is outside."""
     eqn = event.site.eqn
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    axes, taken = numbers.start_index_map, eqn.params["slice_sizes"]
-    by = function_of(eqn.source_info.traceback)
-    last = {axis: shape[axis] - taken[axis] for axis in axes}
-    pairs = zip(axes, indices, strict=False)
-    outside = ((n, low, high) for n, (low, high) in pairs if low < 0 or high > last[n])
-    if (found := next(outside, None)) is None:
-        which, allowed = "an index", f"shape {list(shape)}"
-        if len(axes) == 1:
-            allowed = f"0..{last[axes[0]]}"
-    else:
-        axis, low, high = found
-        first = 0
-        if low >= 0:
-            which = f"index {int(high)}"
-        elif _counted_from_end(program, event.site, by):
-            which, first = f"index {int(low) - shape[axis]}", -shape[axis]
-        else:
-            which = f"a negative index, {int(low)},"
-        which += "" if len(axes) == 1 else f" of dimension {axis}"
-        allowed = f"{first}..{last[axis]}"
-    return f"{which} is outside {allowed}: {by or 'gather'} filled with NaN"
-
-
-def _counted_from_end(program: MeasuredCall, site: Site, by: str) -> bool:
-    """True if jax.numpy has added the size to negative indices: by itself, or in the program."""
-    makers = _makers(program)
-
-    def is_number(v: Atom) -> bool:
-        maker = None if isinstance(v, Literal) else makers.get(v)
-        return isinstance(v, Literal) or (
-            maker is not None
-            and maker.eqn.primitive.name in ("broadcast_in_dim", "concatenate")
-            and all(map(is_number, maker.eqn.invars))
-        )
-
-    line = source(site.written)
-    beside = (s for s in program.sites.values() if s.eqn.primitive.name == "select_n")
-    wrapped = any("int" in str(s.eqn.outvars[0].aval) and source(s.written) == line for s in beside)
-    return bool(by) and (wrapped or is_number(site.eqn.invars[1]))
+    axes, shape = eqn.params["dimension_numbers"].start_index_map, eqn.invars[0].aval.shape
+    allowed = f"shape {list(shape)}"
+    if len(axes) == 1:
+        allowed = f"0..{shape[axes[0]] - eqn.params['slice_sizes'][axes[0]]}"
+    by = function_of(eqn.source_info.traceback) or "gather"
+    return f"an index is outside {allowed}: {by} filled with NaN"
 
 
 def largest(program: MeasuredCall, event: Event, peaks: Sequence[jax.Array]) -> Iterator[Operand]:

@@ -51,8 +51,7 @@ class Facts(NamedTuple):
     # float32 [2], the sums of squares of what differs from float32, and of float32's values, by the
     # same equation on the same operands; empty where it is not measured.
     rounding: Any = _NOTHING
-    # a sample of the values, float32 [n], or as `rounding`, by the program in float32.
-    drift: Any = _NOTHING
+    value: Any = _NOTHING  # float32 [1], its only one where it may be a loss; else empty
 
 
 def is_measured(x: Any) -> bool:
@@ -122,9 +121,14 @@ def lost(
 
 
 def rounding(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
-    """The error of an equation's result in a low dtype, as `Facts` has it."""
+    """The error of an equation's result in a low dtype, as `Facts` has it, of finite values."""
     wide = exact(eqn, args, outs)
-    return jnp.zeros(0, jnp.float32) if wide is None else difference(values(outs[0]), values(wide))
+    if wide is None:
+        return jnp.zeros(0, jnp.float32)
+    both = jnp.stack([values(outs[0]) - values(wide), values(wide)])
+    finite = jnp.all(jnp.isfinite(both), 0)
+    most = jnp.maximum(jnp.max(jnp.where(finite, jnp.abs(both), 0)), 1e-30)
+    return jnp.sum(jnp.where(finite, both / most, 0) ** 2, -1)  # squares may leave the range
 
 
 def exact(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array | None:
@@ -135,37 +139,6 @@ def exact(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> ja
 def values(x: jax.Array) -> jax.Array:
     """A sample of an array's values, float32."""
     return few(x).astype(jnp.float32)
-
-
-def difference(low: jax.Array, wide: jax.Array) -> jax.Array:
-    """The sums of squares of a difference and of float32's values, both of finite ones."""
-    both = jnp.stack([low - wide, wide], -2)
-    finite = jnp.all(jnp.isfinite(both), -2, keepdims=True)
-    most = jnp.maximum(jnp.max(jnp.where(finite, jnp.abs(both), 0), (-1, -2), keepdims=True), 1e-30)
-    return jnp.sum(jnp.where(finite, both / most, 0) ** 2, -1)  # squares may leave the range
-
-
-def results_in_float32(eqn: Equation, args: list[jax.Array]) -> list[jax.Array]:
-    """The results of an equation whose low dtypes are float32; as they are, if it has no such form.
-
-    They are float32 where they would be low.
-    """
-    wide = [wider(x) for x in args]
-    kinds = [(v.aval.shape, _wider_param(getattr(v.aval, "dtype", None))) for v in eqn.outvars]
-    try:
-        params = {key: _wider_param(value) for key, value in eqn.params.items()}
-        if params.get("update_jaxpr") is not None:
-            params["update_jaxpr"] = update_in(params["update_jaxpr"], "float32")
-        made = list(compat.put(eqn.primitive, wide, params))
-        if [(x.shape, x.dtype) for x in made] == kinds:
-            return made
-    except (TypeError, ValueError, NotImplementedError):
-        pass
-    low = [
-        x.astype(v.aval.dtype) if getattr(v.aval, "dtype", None) in _LOW else x
-        for v, x in zip(eqn.invars, wide, strict=True)
-    ]
-    return list(map(wider, compat.put(eqn.primitive, low, eqn.params)))
 
 
 def operand(x: jax.Array) -> jax.Array:
@@ -182,12 +155,6 @@ def operand(x: jax.Array) -> jax.Array:
     return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 
 
-def ends(indices: jax.Array) -> list[jax.Array]:
-    """The smallest and the largest index of each dimension, as of operands; float32 [6] each."""
-    rows = indices.reshape(-1, indices.shape[-1]).astype(jnp.float32)
-    return list(jnp.pad(jnp.stack([rows.min(0), rows.max(0)], 1), [(0, 0), (0, 4)]))
-
-
 def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
     """The first result of an equation whose low dtypes are float32; None if it has no such form."""
     wide = [wider(x) for x in args]
@@ -196,7 +163,14 @@ def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
         return x if is_measured(x) else lax.convert_element_type(x, np.float32)
     if eqn.primitive.name not in _WIDENS:
         return None
-    return results_in_float32(eqn, args)[0]
+    params = {key: _wider_param(value) for key, value in eqn.params.items()}
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = update_in(params["update_jaxpr"], "float32")
+    try:
+        made: jax.Array = compat.put(eqn.primitive, wide, params)[0]
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return None if made.dtype in _LOW else made
 
 
 # In bfloat16, where no range is lost, what of these becomes 1.
@@ -239,19 +213,15 @@ def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
         jnp.where(good[..., None], now.operands, before.operands),
         jnp.where(good, now.when.at[..., 0].set(number), before.when),
         now.rounding,
-        now.drift,
+        now.value,
     )
 
 
 def absent(shape: Facts) -> Facts:
     """The facts of an event that did not run."""
-    return Facts(*(_filled(x, value) for x, value in zip(shape, _ABSENT, strict=True)))
+    # Constants of a program, where `jax.numpy` would add equations.
+    pairs = zip(shape, _ABSENT, strict=True)
+    return Facts(*(np.full(x.shape, value, x.dtype) for x, value in pairs))
 
 
 _ABSENT = (-1, 0, ABSENT, 0, 0, 0, 0)
-
-
-@functools.cache
-def _filled(shape: jax.ShapeDtypeStruct, value: int) -> Any:
-    """One value everywhere: a constant of a program, where `jax.numpy` would add an equation."""
-    return np.full(shape.shape, value, shape.dtype)

@@ -1,13 +1,17 @@
-"""A run of a function, and runs of it in which every op is moved by its rounding.
+"""Runs of a program in which every op is moved by its rounding, beside one that is not.
 
-See `polymp.diagnostics.rounding`, which says by how much, and why. The traced program, derivatives
-included, is evaluated equation by equation under one `jax.jit`, with a seed for the movements.
+See `polymp.diagnostics.rounding`, which says by how much, and why. The program is run one equation
+after the other, each a small compiled program; the runs are one axis of its arrays, by `jax.vmap`.
+So equal layers are compiled once, and loops and branches are those of Python. Nearly all of a first
+run is compiling: what moves a result is compiled for each shape, not for each kind of equation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from math import prod
-from typing import Any, Generic, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as core
@@ -24,7 +28,7 @@ from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
 from polymp.backends.jax.diagnostics.traced_call import traced
-from polymp.backends.jax.jaxprs import inside, interpreted, scanned
+from polymp.backends.jax.jaxprs import inside, interpreted
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import EXACT, Run, movement
 from polymp.diagnostics.run_record import RunRecord
@@ -42,9 +46,6 @@ _CHOOSES |= frozenset(
     split floor ceil round optimization_barrier polymp_fp8_quantise
     """.split()
 )
-
-
-T = TypeVar("T")
 
 # By path, the arrays of a tree.
 _Arrays = dict[str, jax.Array]
@@ -100,9 +101,8 @@ class Program:
         self.closed, record, self._flat, *_ = traced(program, (self._given,), {})
         self._calls = tuple(call for call, _ in with_sites(self.closed, record))
         self._program = program
-        self._options = quick_options(self._flat)  # a probe runs a few times: most is compiling
+        self._kernels = Kernels(self._flat)
         self._plain = jax.jit(core.jaxpr_as_fun(self.closed))
-        self._moved: Callable[..., list[jax.Array]] | None = None
 
     def ran(self) -> tuple[Run, Run]:
         """The results, and the calls; twice, as a torch program has two."""
@@ -111,15 +111,11 @@ class Program:
 
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
-        if self._moved is None:
-            device = device_of(self._flat)
-
-            def moved(seed: jax.Array, *flat: jax.Array) -> list[jax.Array]:
-                return _Moving(seed, device).program(self.closed, flat)
-
-            self._moved = jax.jit(moved, compiler_options=self._options)
-        runs = (self._moved(np.uint32(i + 1), *self._flat) for i in range(count))
-        return list(map(self._run, runs))
+        seeds = np.arange(count + 1, dtype=np.uint32)
+        given = [Value(x) for x in self._flat]
+        outs = Evaluation(self._kernels, seeds).program(self.closed, given)
+        xs = [(np.asarray(out.x), out.runs) for out in outs]
+        return [self._run([x[i] if runs else x for x, runs in xs]) for i in seeds[1:]]
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
         """A record of it, in memory, by `record` of this backend, whose file imports this one."""
@@ -128,7 +124,7 @@ class Program:
         made: RunRecord = recorder.record
         return made
 
-    def _run(self, outs: Sequence[jax.Array]) -> Run:
+    def _run(self, outs: Sequence[Any]) -> Run:
         results = dict(zip(self._paths, outs, strict=False))
         gradients = dict(zip(self._graded, outs[len(self._paths) :], strict=True))
         return Run(
@@ -138,81 +134,277 @@ class Program:
         )
 
 
-class Evaluation(Generic[T]):
-    """Evaluates programs, equation by equation; a value is an array, or has some."""
+# A program, one equation after the other.
 
-    def __init__(self) -> None:
-        self.moves = 0  # how many arrays have been moved
+_NOWHERE: frozenset[int] = frozenset()
 
-    def number(self, value: Any) -> T:
+
+class Value(NamedTuple):
+    """An array of a program that runs."""
+
+    x: Any
+    runs: bool = False  # one axis more, the first: a run for each seed; else all are alike
+    fixed: bool = False  # made of random bits and constants by what every machine rounds alike
+    # For `record`, where it comes from; of what a scan stacks, a list with those of each turn.
+    sources: Any = _NOWHERE
+
+    @property
+    def first(self) -> Any:
+        """The array of the first run."""
+        return self.x[0] if self.runs else self.x
+
+
+class Evaluation:
+    """Runs programs for some seeds, of which the first, 0, moves nothing; None for one run."""
+
+    def __init__(self, kernels: "Kernels", seeds: Any) -> None:
+        self.kernels, self.seeds = kernels, seeds
+        self._moves = 0  # how many arrays have been moved
+
+    def number(self, value: Any) -> Value:
         """The value of a number in a program."""
-        raise NotImplementedError
-
-    def leaf(self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[T]) -> Sequence[T]:
-        """The results of an equation that is a loop, or evaluated as a whole."""
-        raise NotImplementedError
+        return Value(value, fixed=True)
 
     def program(
-        self, closed: ClosedProgram, args: Sequence[T], parent: tuple[int, ...] = ()
-    ) -> list[T]:
+        self, closed: ClosedProgram, args: Sequence[Value], parent: tuple[int, ...] = ()
+    ) -> list[Value]:
         """The results of a closed jaxpr."""
-        return interpreted(closed, args, partial(self._equation, parent), self.number)
+        return interpreted(closed, args, functools.partial(self.equation, parent), self.number)
 
-    def _equation(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[T]
-    ) -> Sequence[T]:
-        if is_followed(eqn):
-            return self.program(inside(eqn)[0].closed, values, (*parent, at, 0))
-        return self.leaf(parent, at, eqn, values)
+    def equation(
+        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[Value]
+    ) -> Sequence[Value]:
+        """The results of an equation."""
+        place, programs = (*parent, at), inside(eqn)
+        match eqn.primitive.name:
+            case "scan":
+                return self._scan(place, eqn, values)
+            case "while":
+                return self._while(place, eqn, values)
+            case "cond":
+                taken = int(values[0].first)  # in all runs: no rounding takes another
+                return self.program(programs[taken].closed, values[1:], (*place, taken))
+            case name if programs and name != "shard_map":
+                return self.program(programs[0].closed, values, (*place, 0))
+        if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            outs = compat.put(eqn.primitive, [value.first for value in values], eqn.params)
+            return list(map(Value, outs))  # the array of the first run, in all of them
+        if eqn.effects and not eqn.outvars:
+            return []  # what it does is done by the function itself
+        return self.computed(eqn, values)[0]
 
-    def move(self) -> np.uint32:
-        """A number of the next movement, for `shifted`."""
-        self.moves += 1
-        return np.uint32(self.moves * 0x9E3779B1 & 0xFFFFFFFF)
+    def computed(
+        self, eqn: Equation, values: list[Value], own: bool = False
+    ) -> tuple[list[Value], dict[int, Any]]:
+        """The results of an equation, moved.
 
+        If `own`, and in one run, also how large the movements of some results would be.
+        """
+        is_fixed = _is_fixed(eqn, values)
+        kernel = self.kernels.of(eqn, is_fixed or (self.seeds is None and not own))
+        xs, by, sizes = kernel([value.x for value in values], self.seeds)
+        self._moves += 1
+        move = self._moves * 0x9E3779B1
+        for n, far in by.items():
+            number = np.uint32(move + n & 0xFFFFFFFF)
+            xs[n] = self.kernels.jitted(_moved)(xs[n], far, self.seeds, number)
+        pairs = zip(xs, eqn.outvars, strict=True)
+        return [Value(x, x.ndim > len(v.aval.shape), is_fixed) for x, v in pairs], sizes
 
-def is_followed(eqn: Equation) -> bool:
-    """True for an equation that is a program: no loop, no branches, no part for one device."""
-    return bool(inside(eqn)) and eqn.primitive.name not in ("scan", "while", "cond", "shard_map")
-
-
-class _Moving(Evaluation[jax.Array]):
-    """Moves every result by its rounding, on a device."""
-
-    def __init__(self, seed: jax.Array | None, device: jax.Device) -> None:
-        super().__init__()
-        self._seed: Any = seed
-        self._device = device
-
-    def number(self, value: Any) -> Any:
-        return value
-
-    def leaf(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[jax.Array]
-    ) -> Sequence[jax.Array]:
-        if eqn.primitive.name == "scan":
-            return self._scan(eqn, values)
-        given = rounded(values, rounds_operands(eqn, self._device), self._seed)
-        outs = list(compat.put(eqn.primitive, given, eqn.params))
-        for n, x in enumerate(outs):
-            by = amount(eqn, values, x)
-            if by is not None:
-                outs[n] = shifted(x, by, self._seed, self.move())
-        return outs
-
-    def _scan(self, eqn: Equation, values: list[jax.Array]) -> Sequence[jax.Array]:
-        """A scan whose body is moved, in another way each time."""
+    def _scan(self, place: tuple[int, ...], eqn: Equation, values: list[Value]) -> Sequence[Value]:
         (body,) = inside(eqn)
+        fixed, state, over = body.split(values)
+        turns = range(body.times)
+        stacks: list[list[Value]] = [[_ABSENT] * body.times for _ in eqn.outvars[body.carries :]]
+        sliced = self.kernels.jitted(_sliced, "runs")
+        for turn in reversed(turns) if eqn.params["reverse"] else turns:
+            slices = sliced([v.x for v in over], np.int32(turn), runs=tuple(v.runs for v in over))
+            row = [
+                v._replace(x=x, sources=v.sources[turn] if type(v.sources) is list else v.sources)
+                for x, v in zip(slices, over, strict=True)
+            ]
+            outs = self.program(body.closed, [*fixed, *state, *row], (*place, 0))
+            state = outs[: body.carries]
+            for stack, out in zip(stacks, outs[body.carries :], strict=True):
+                stack[turn] = out
+        if not turns:
+            none = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[body.carries :]]
+            return [*state, *map(Value, none)]
+        whole = []
+        for stack in stacks:
+            runs = tuple(value.runs for value in stack)
+            x = self.kernels.jitted(_stacked, "runs")([value.x for value in stack], runs=runs)
+            whole.append(Value(x, any(runs), sources=[value.sources for value in stack]))
+        return [*state, *whole]
 
-        def turn(
-            number: jax.Array, row: list[jax.Array]
-        ) -> tuple[jax.Array, list[jax.Array], None]:
-            inner = _Moving(self._seed * np.uint32(7919) + number, self._device)
-            return number + np.uint32(1), inner.program(body.closed, row), None
+    def _while(self, place: tuple[int, ...], eqn: Equation, values: list[Value]) -> Sequence[Value]:
+        """A loop that has as many rounds in all runs."""
+        body, condition = inside(eqn)
+        fixed, state, _ = body.split(values)
+        tested = condition.of(values)[: condition.fixed]
+        while self.program(condition.closed, [*tested, *state], (*place, 1))[0].first:
+            state = self.program(body.closed, [*fixed, *state], (*place, 0))
+        return state
 
-        self.moves += 1
-        outs, _ = scanned(eqn, turn, values, jnp.uint32(self.moves * 104729))
-        return outs
+
+_ABSENT = Value(None)
+
+
+def _is_fixed(eqn: Equation, values: Sequence[Value]) -> bool:
+    """True for random numbers before a function is applied: a mask is the same in all runs."""
+    name = eqn.primitive.name
+    if name.startswith(("random_", "threefry")):
+        return True
+    same = name in _SAME or not any(is_float(v.aval) for v in eqn.outvars)
+    return same and all(value.fixed for value in values)
+
+
+_SAME = LAYOUT | frozenset("add sub mul max min bitcast_convert_type convert_element_type".split())
+
+
+def _moved(x: Any, by: Any, seeds: Any, move: Any) -> Any:
+    """An array, moved in all runs but the first."""
+
+    def run(seed: Any, x: Any) -> Any:
+        return jnp.where(seed > 0, shifted(x, by, seed, move), x)
+
+    return jax.vmap(run, (0, 0 if x.ndim > by.ndim else None))(seeds, x)
+
+
+def _sliced(xs: list[Any], turn: Any, runs: tuple[bool, ...]) -> list[Any]:
+    """The rows of arrays that a turn of a scan reads."""
+    return [x[:, turn] if several else x[turn] for x, several in zip(xs, runs, strict=True)]
+
+
+def _stacked(xs: list[Any], runs: tuple[bool, ...]) -> Any:
+    """An array that a scan stacks."""
+    if not any(runs):
+        return jnp.stack(xs)
+    shape = xs[runs.index(True)].shape
+    return jnp.stack([jnp.broadcast_to(x, shape) for x in xs], 1)
+
+
+# What is compiled for it.
+
+# Options of XLA.
+_Options = tuple[tuple[str, bool | int], ...]
+
+# Numbers of a program's inputs, up to which its kernels are not optimised.
+_SMALL = 2**16
+
+
+class Kernels:
+    """The compiled equations of a program; those of one kind, as of equal layers, are one."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.device = device_of(arrays)
+        self.numbers = sum(x.size for x in arrays if hasattr(x, "size"))
+        options = quick_options(arrays) or {}
+        if self.numbers >= _SMALL:
+            options.pop("xla_backend_optimization_level", None)
+        self._options: _Options = tuple(options.items())
+        self._known: dict[Hashable, _Kind] = {}
+
+    def of(self, eqn: Equation, still: bool) -> Callable[..., Any]:
+        """`_evaluated` for an equation."""
+        own = id(eqn), still
+        if own not in self._known:
+            self._known[own] = _Kind(eqn, still, rounds_operands(eqn, self.device))
+        return functools.partial(self.jitted(_evaluated, "kind"), kind=self._known[own])
+
+    def jitted(self, fn: Callable[..., Any], *static: str) -> Callable[..., Any]:
+        """A function of arrays, compiled."""
+        return _jitted(fn, self._options, static)
+
+
+class _Kind:
+    """How an equation is evaluated; equal for all of one primitive and one kind of arguments."""
+
+    def __init__(self, eqn: Equation, still: bool, narrow: str) -> None:
+        self.how = eqn, still, narrow
+        params = tuple(sorted(eqn.params.items(), key=itemgetter(0)))
+        self._key: Hashable = eqn.primitive, params, tuple(v.aval for v in eqn.invars), self.how[1:]
+        try:
+            self._hash = hash(self._key)
+        except TypeError:  # a parameter has no hash
+            self._key, self._hash = id(self), id(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kind) and self._key == other._key
+
+
+# Programs of one process share what is compiled.
+@functools.cache
+def _jitted(
+    fn: Callable[..., Any], options: _Options, static: tuple[str, ...]
+) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = jax.jit(
+        fn, static_argnames=static, compiler_options=dict(options)
+    )
+    return compiled
+
+
+def _evaluated(
+    given: list[Any], seeds: Any, kind: _Kind
+) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
+    """The results of an equation.
+
+    If not `still`, also how far its rounding moves the numbers of some; in one run, the root mean
+    square of that.
+    """
+    eqn, still, narrow = kind.how
+    runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
+    own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
+
+    def run(seed: Any, *given: Any) -> list[Any]:
+        if narrow:
+            moved = zip(given, rounded(given, narrow, seed), strict=True)
+            given = tuple(jnp.where(seed > 0, other, x) for x, other in moved)
+        return list(_put(eqn, given))
+
+    if eqn.effects or seeds is None or not (narrow or any(runs)):
+        outs = list(compat.put(eqn.primitive, own, eqn.params))
+        firsts = outs
+    else:
+        outs = jax.vmap(run, (0, *(0 if several else None for several in runs)))(seeds, *given)
+        firsts = [x[0] for x in outs]
+    moves = {}
+    if not still:
+        exact = seeds is not None
+        moves = {n: amount(eqn, own, x, exact=exact) for n, x in enumerate(firsts)}
+    by = {n: far for n, far in moves.items() if far is not None}
+    if seeds is not None:
+        return outs, by, {}
+    off = rounding.of_operands(narrow)
+    return outs, {}, {n: _size(far + off * _magnitude(outs[n])) for n, far in by.items()}
+
+
+def _size(x: jax.Array) -> jax.Array:
+    """The root mean square of an array's finite numbers."""
+    finite = jnp.where(jnp.isfinite(x), x, 0)
+    most = jnp.maximum(jnp.max(finite), np.finfo(np.float32).tiny)
+    return jnp.sqrt(jnp.mean((finite / most) ** 2)) * most
+
+
+def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation in a run; one run after the other if it has no batches."""
+
+    def plain(*given: Any) -> tuple[Any, ...]:
+        return tuple(compat.put(eqn.primitive, given, eqn.params))
+
+    # Of batches of convolutions XLA makes groups of channels, which are slow on CPUs.
+    if eqn.primitive.name != "conv_general_dilated":
+        with contextlib.suppress(NotImplementedError):
+            return plain(*given)
+    sequential: Any = jax.custom_batching.sequential_vmap  # without types
+    results: Sequence[Any] = sequential(plain)(*given)
+    return results
+
+
+# By how much the rounding of an equation moves its results.
 
 
 def device_of(arrays: Sequence[object]) -> jax.Device:
@@ -291,8 +483,10 @@ def amount(
         added: Any = 0.0
         if of in _SUMS:
             exact |= eqn.params.get("how") is not None  # in 8 bits there are more operands
-            exact &= not jnp.iscomplexobj(x)
-            added = _added(eqn, values) if exact else terms * prod(map(_mean_square, values))
+            if exact and not jnp.iscomplexobj(x):
+                added = _added(eqn, values)
+            else:
+                added = terms * prod(jnp.mean(_magnitude(v) ** 2) for v in values)
         by += summed * jnp.sqrt(magnitude**2 + added)
     return by
 
@@ -330,21 +524,17 @@ def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
     return made * prod(most**2 for most in largest)
 
 
-def _mean_square(x: jax.Array) -> jax.Array:
-    return jnp.mean(_magnitude(x) ** 2)
-
-
 def _is_number(x: jax.Array) -> bool:
     return is_float(x) or jnp.iscomplexobj(x)
 
 
 def _magnitude(x: jax.Array) -> jax.Array:
-    return jnp.abs(x.astype(wider(x.dtype)))
+    return jnp.abs(wide(x))
 
 
-def wider(dtype: Any) -> Any:
-    """Return a dtype as precise as float32 at least; JAX promotes no 8-bit floats."""
-    return np.float32 if dtype.itemsize == 1 else jnp.promote_types(dtype, np.float32)
+def wide(x: Any) -> Any:
+    """An array in float32 at least; JAX promotes no 8-bit floats."""
+    return x.astype(np.float32 if x.dtype.itemsize == 1 else jnp.promote_types(x.dtype, np.float32))
 
 
 def _array(x: jax.Array) -> "np.ndarray[Any, Any]":

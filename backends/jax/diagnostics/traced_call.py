@@ -140,18 +140,26 @@ def traced(
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 
-class CallTypes:
-    """Keys of calls: for calls of one key, one program will do."""
+class Wrapped:
+    """A function, `fn`, whose calls are looked at."""
 
-    def __init__(self) -> None:
+    _form: str  # how it is written: "audit(jax.jit(step))"
+
+    def __init__(self, fn: Callable[..., object]) -> None:
+        functools.update_wrapper(cast(Any, self), fn)
+        self.fn = fn
         # Arguments that cannot be hashed, so that their ids stay theirs.
         self._kept: dict[int, object] = {}
 
-    def key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
-        """The key of a call; None if an argument is traced."""
+    def _key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
+        """The key of a call, whose arguments have values: for calls of one key one program does."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return None
+            name = self._form.partition("(")[0]
+            raise TypeError(
+                f"{name}({self.fn!r}) was called by code that is traced, where there are no "
+                f"values. {name.capitalize()} the outermost function: polymp.jax.{self._form}."
+            )
         types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
         return tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
 
@@ -163,28 +171,6 @@ class CallTypes:
             self._kept[id(leaf)] = leaf
             return type(leaf), id(leaf)
         return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
-
-
-class Wrapped:
-    """A function, `fn`, whose calls are looked at."""
-
-    _form: str  # how it is written: "audit(jax.jit(step))"
-
-    def __init__(self, fn: Callable[..., object]) -> None:
-        functools.update_wrapper(cast(Any, self), fn)
-        self.fn = fn
-        self._types = CallTypes()
-
-    def _key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable:
-        """The key of a call, whose arguments have values."""
-        key = self._types.key(args, kwargs)
-        if key is None:
-            name = self._form.partition("(")[0]
-            raise TypeError(
-                f"{name}({self.fn!r}) was called by code that is traced, where there are no "
-                f"values. {name.capitalize()} the outermost function: polymp.jax.{self._form}."
-            )
-        return key
 
     def __enter__(self) -> NoReturn:
         """Say how it is used."""

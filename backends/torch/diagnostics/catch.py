@@ -37,11 +37,11 @@ from polymp.backends.torch.snapshot import (
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
     SOMETHING,
-    STAYS,
     BadStep,
     CaughtStep,
     LossChecks,
     LossVerbs,
+    bad_loss,
     checked_arguments,
     described,
     first_difference,
@@ -113,7 +113,7 @@ def catch(
         TypeError: `step` is not callable, `every` is no whole number, or `of` has nothing to copy.
         ValueError: another argument is out of its range.
     """
-    checked_arguments(step, every, on_bad, None)
+    checked_arguments(step, every, on_bad)
     for it in of if isinstance(of, (list, tuple)) else [of]:
         if it is not None and not any(training_objects(lambda: None, [it])):
             raise TypeError(
@@ -224,10 +224,10 @@ class Catch(CaughtStep, Generic[P, R]):
     """A `CaughtStep` of torch; `of` is as in `catch`."""
 
     def __init__(self, step: Callable[P, R], every: int, raises: bool, of: object) -> None:
-        super().__init__(step, every, raises, None)
+        super().__init__(step, every, raises)
         self._fn, self._of = step, of
         self._copy: StateCopy | None = None
-        self._checks = LossChecks(_LOSSES, None)
+        self._checks = LossChecks(_LOSSES)
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
@@ -343,7 +343,7 @@ class Catch(CaughtStep, Generic[P, R]):
     def _stop(self, copy: StateCopy) -> None:
         """Go back to before the first bad step, and say which it was."""
         report = self._replayed(copy)
-        self._copy, self._checks = None, LossChecks(_LOSSES, None)
+        self._copy, self._checks = None, LossChecks(_LOSSES)
         self._stopped(report)
 
     def _replayed(self, copy: StateCopy) -> BadStep:
@@ -370,7 +370,7 @@ class Catch(CaughtStep, Generic[P, R]):
                 broken.put_back()
                 return self._differing(calls, at, differs)
             found = (
-                self._checks.described(losses(result))
+                bad_loss(losses(result))
                 or described(gradients, str)
                 or described(not_finite(copy.trained()), str)
             )
@@ -394,7 +394,7 @@ class Catch(CaughtStep, Generic[P, R]):
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
         first = self.step - len(calls)
-        found = [self._checks.described(c.losses) for c in calls]
+        found = [bad_loss(c.losses) for c in calls]
         last = next((i for i, words in enumerate(found) if words), len(calls) - 1)
         losses = [float(loss) for c in calls[:last] for loss in c.losses.values()]
         note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")
@@ -452,14 +452,6 @@ def _is_bad(loss: torch.Tensor) -> torch.Tensor:
     return ~loss.isfinite()
 
 
-def _compared(loss: torch.Tensor, mean: Any, jump: float) -> tuple[torch.Tensor, torch.Tensor]:
-    bad, loss = _is_bad(loss), loss.float()
-    known = isinstance(mean, torch.Tensor)
-    mean = mean.to(loss.device) if known else torch.full_like(loss, mean)
-    bad = bad | (loss > mean + (jump - 1) * mean.abs())
-    return bad, torch.where(mean.isnan(), loss, mean * STAYS + loss * (1 - STAYS))
-
-
 def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
     """Send the host whether one is true, on any rank; all ranks have to ask."""
     ranks = _ranks()
@@ -475,7 +467,7 @@ def _alone() -> bool:
     return _ranks() == 1 or _device().type == "cpu"  # on which all ranks learn of it at once
 
 
-_LOSSES = LossVerbs(_is_bad, _compared, _sent, _alone)
+_LOSSES = LossVerbs(_is_bad, _sent, _alone)
 
 
 def differing(recorded: Mapping[int, torch.Tensor], result: object) -> str:

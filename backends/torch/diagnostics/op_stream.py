@@ -393,8 +393,7 @@ class _Mode(modes.OpMode):
                 op_call.cast(source, result)
             stream.tell(stream.cast, op_call, source, result)
             return result
-        into = [*dispatcher.written(func, args, kwargs)] if facts.writes else []
-        ran = Ran(func, args, kwargs, reads, op_call, facts, into, node)
+        ran = Ran(func, args, kwargs, reads, op_call, facts, node)
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
         for hear in stream.before:
             hear(ran)
@@ -403,7 +402,7 @@ class _Mode(modes.OpMode):
         if stream.counts:
             op_call.computed(func, args, kwargs, result, read, dtypes(made))
         if op_call.sends and stream.counts:
-            op_call.sent(reads, float_tensors(*into) or made)
+            op_call.sent(reads, float_tensors(*ran.into) or made)
             if not op_call.casts:  # copied into a buffer, or sent
                 stream.calls.pop()
         stream.tell(stream.after, ran, result, made)

@@ -217,6 +217,8 @@ class _Step(Subscriber):
         # The last array, whose numbers are not summed up yet, for its call may compute more.
         self._last: tuple[_Array, torch.Tensor] | None = None
         self._parameters: dict[str, torch.Tensor] = {}
+        # Buffers that a step may change, as running means are.
+        self._statistics: dict[str, torch.Tensor] = {}
         self._named: dict[int, tuple[str, torch.Tensor]] = {}  # the same and buffers, by memory
         if model is not None:
             self._parameters = dict(model.named_parameters())
@@ -225,9 +227,6 @@ class _Step(Subscriber):
                     continue
                 own = distributed.local(t.detach())
                 self._named.setdefault(modes.storage_key(own), (name, own))
-        # Buffers that a step may change, as running means are.
-        self._statistics: dict[str, torch.Tensor] = {}
-        if model is not None:
             for name, t in model.named_buffers():
                 b = distributed.local(t.detach())
                 if t.is_floating_point() and has_values(b) and t.numel() <= _LARGEST:

@@ -86,7 +86,7 @@ class UpdateWatch:
         step, self._step = self._step, self._step + 1
         self._arrive(wait=False)
         since = (step - self._first) % self._every
-        if since not in (0, self._every - 1) or is_kept(opt_state):
+        if since not in (0, self._every - 1) or _is_kept(opt_state):
             return
         paths = jax.tree_util.tree_leaves_with_path(params)
         if any(isinstance(x, jax.core.Tracer) for _, x in paths):
@@ -102,7 +102,7 @@ class UpdateWatch:
             given = [] if grads is None else [tree.flatten_up_to(grads)[i] for i in at]
             counts = AsyncCopy(_counted(self._before, low, given))
             self._mailbox.post(counts, (names, bool(given)))
-        self._before = sampled(low) if (step + 1 - self._first) % self._every == 0 else None
+        self._before = _sampled(low) if (step + 1 - self._first) % self._every == 0 else None
 
     def finish(self) -> tuple[LostUpdates, ...]:
         """Wait for what is on its way, and return the last records.
@@ -126,14 +126,14 @@ class UpdateWatch:
                 warn(text, LowWeightsWarning, stacklevel=3)
 
 
-def is_kept(opt_state: object) -> bool:
+def _is_kept(opt_state: object) -> bool:
     """True where `low_weights` keeps the updates: its state is in the tree."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, LowWeightsState))
     return any(isinstance(x, LowWeightsState) for x in leaves)
 
 
 @jax.jit
-def sampled(low: Sequence[jax.Array]) -> list[jax.Array]:
+def _sampled(low: Sequence[jax.Array]) -> list[jax.Array]:
     """The bits of a sample of each; never the array itself, which may be donated."""
     return [lax.bitcast_convert_type(few(x), jnp.int16) for x in low]
 
@@ -144,7 +144,7 @@ def _counted(
 ) -> jax.Array:
     """Updates, and those that left the bits as they were; int32 [arrays, 2]."""
     rows = []
-    for i, (old, new) in enumerate(zip(before, sampled(low), strict=True)):
+    for i, (old, new) in enumerate(zip(before, _sampled(low), strict=True)):
         moves = few(grads[i]) != 0 if grads else jnp.ones(old.shape, bool)
         rows.append(jnp.stack([moves.sum(), (moves & (old == new)).sum()]))
     return jnp.stack(rows).astype(jnp.int32)

@@ -7,17 +7,13 @@ programs inside whose traces JAX keeps, those of jitted functions.
 """
 
 import functools
-import gc
 import inspect
 import reprlib
-import sys
 import warnings
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -36,7 +32,7 @@ from polymp.backends.jax.jaxprs import JITTED
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.scoped import called_paths, naming
 from polymp.code_origin import outside
-from polymp.errors import EscapedValueError, PolicyWarning
+from polymp.errors import PolicyWarning
 from polymp.rules import decision_log, scopes
 from polymp.rules.region import Region
 from polymp.rules.vocabulary import vocabulary
@@ -144,13 +140,6 @@ def transformed(
 # `autocast(f)` is another object each time.
 _PLANS: weakref.WeakKeyDictionary[object, PlanCache] = weakref.WeakKeyDictionary()
 
-_ESCAPED = (
-    "autocast(fn): {fn!r} stored values outside of itself that end with its trace: {shown}. Return "
-    "them instead. Where a library stores them, such as parameters that haiku or flax linen make "
-    "in init, or samples of numpyro, wrap the whole of what returns them, as in autocast(net.init) "
-    "and autocast(net.apply), or only functions inside that store nothing."
-)
-
 _TRACED = (
     "polymp.jax.autocast traces {name}, as jax.jit does, so that its Python cannot branch on the "
     "values of arrays. Write jax.lax.cond or jax.numpy.where, or autocast the functions in the "
@@ -175,10 +164,8 @@ def trace(
 ) -> PlannedCall:
     """Trace and plan a function."""
     found: list[tuple[jax.tree_util.PyTreeDef, Sequence[object]]] = []
-    running: list[weakref.ref[jax.core.Trace]] = []
 
     def flat(*arrays: object) -> list[object]:
-        running.append(weakref.ref(compat.traces()[0]))
         left = iter(arrays)
         leaves = [next(left) if leaf is ARRAY else leaf for leaf in statics]
         args, kwargs = jax.tree.unflatten(tree, leaves)
@@ -192,7 +179,6 @@ def trace(
     compat.follow_buffers(regions.is_enabled)
     flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():
-        gc.collect(0)  # what is young from here on, the trace has made
         try:
             jaxpr = jax.make_jaxpr(flat)(*arrays)
         except jax.errors.ConcretizationTypeError as error:
@@ -202,10 +188,6 @@ def trace(
             if region.enabled and compat.asks_for_low(error):
                 error.add_note(_CUDNN.format(low=region.dtype))
             raise
-        if found_outside := escaped(running[0]):
-            shown, more = ", ".join(found_outside[:3]), len(found_outside) - 3
-            shown += f" and {more} more" if more > 0 else ""
-            raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
         invars = compat.binders(jaxpr)[1]
         plan = Planner(kept).plan_whole(jaxpr, map(given, invars), region)
     return PlannedCall(plan, *found[0])
@@ -290,96 +272,6 @@ def _is_plain(eqn: Any) -> bool:
         and not any(isinstance(x, jax.sharding.Sharding) for x in placed)
         and all(layout is None for layout in laid_out)
     )
-
-
-# `escaped` finds values of a trace that a function stored outside of itself: they are dead there.
-#
-# What is older than the trace and refers to one of its values was given it by the function: a
-# list of the user's, an object, the parameters that a library collects. What a function made in
-# the trace has captured does not count: a cache may keep that function, but does not read what
-# it captured.
-
-
-_CACHE = type(functools.lru_cache(len))
-
-# They run, or are called: what they refer to, they do not hand out.
-_CODE = (FrameType, FunctionType, GeneratorType, MethodType, functools.partial, _CACHE)
-
-# Carriers whose holders are looked for: all, but for the largest leaks.
-_SOUGHT = 256
-
-
-def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
-    """Find values of an ended trace in older objects.
-
-    To be called where Python's collector has been off since before the trace, and nothing was young
-    then: what is young now was made by the trace. Nothing outlives most traces, and then there is
-    nothing to look for.
-    """
-    if trace() is None:
-        return []
-    young = gc.get_objects(generation=0)
-    tracers = compat.tracers_of(trace(), young)
-    if not tracers:  # the jaxpr holds the trace, where a custom_vjp function is in it
-        return []
-    outside = _held_outside(young, tracers)
-    # By identity of what is held, the data that holds it.
-    holders: defaultdict[int, list[object]] = defaultdict(list)
-    known = {id(x) for x in young}
-    operands = {id(compat.operands_of(tracer)) for tracer in tracers}
-    for x in young:
-        if not isinstance(x, (*_CODE, CellType)) and id(x) not in operands:
-            for held in gc.get_referents(x):
-                if id(held) in known:
-                    holders[id(held)].append(x)
-    carried: dict[int, set[int]] = {}  # by identity of a carrier, the numbers of its tracers
-    carriers: list[object] = []
-    for number, tracer in enumerate(tracers):
-        left: list[object] = [tracer]
-        while left:
-            x = left.pop()
-            if x is young or number in carried.setdefault(id(x), set()):
-                continue
-            if not carried[id(x)]:
-                carriers.append(x)
-            carried[id(x)].add(number)
-            left += holders[id(x)]
-    sought = tuple([x for x in carriers if id(x) in outside][:_SOUGHT])  # a referrer from 3.13 on
-    if not sought:
-        return []
-    # Among frozen objects gc finds no referrers. They are not frozen again after: gc.freeze would
-    # take all that there is now, and what of it ends up in cycles would never be freed.
-    gc.unfreeze()
-    ours = known | {id(x) for x in (young, tracers, carriers, sought, *holders.values())}
-    older = [
-        x
-        for x in gc.get_referrers(*sought)
-        if id(x) not in ours and not isinstance(x, _CODE)
-        if not type(x).__module__.startswith("jaxlib")  # the caches of jax are there
-    ]
-    caches = [x for x in gc.get_referrers(*older) if isinstance(x, _CACHE)]
-    kept = {id(x) for cache in caches for x in gc.get_referents(cache)}
-    found: set[int] = set()
-    for holder in older:
-        if id(holder) not in kept:
-            found.update(*(carried.get(id(x), ()) for x in gc.get_referents(holder)))
-    return [compat.where_made(tracers[number]) for number in sorted(found)]
-
-
-def _held_outside(young: Sequence[object], tracers: Sequence[object]) -> set[int]:
-    """Find the young objects that something else than young objects and these lists refers to.
-
-    Counts of references tell, and cost less than a look at every older object: there are none,
-    where what the function made in the trace has captured its values, and a cache keeps that.
-    """
-    # The last object has only the references that counting itself takes.
-    *counts, counting = [sys.getrefcount(x) for x in (*young, object())]
-    known = Counter(id(x) for x in (*young, *tracers))
-    for x in young:
-        if x is not young:
-            known.update(map(id, gc.get_referents(x)))
-    pairs = zip(young, counts, strict=True)
-    return {id(x) for x, count in pairs if count - counting != known[id(x)]}
 
 
 # `warn_of_unmatched` warns of rules by module path whose pattern matches nothing in a program.

@@ -27,7 +27,7 @@ import jax.extend.core as core
 import jax.interpreters.mlir as mlir
 import numpy as np
 from jax import lax
-from jax.core import AbstractValue, Tracer
+from jax.core import AbstractValue
 from jax.extend.core import primitives
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh
@@ -505,24 +505,6 @@ def traces() -> list[jax.core.Trace]:
         found.append(trace)
         trace = getattr(trace, "parent_trace", None)
     return found
-
-
-def tracers_of(trace: jax.core.Trace | None, among: Sequence[object]) -> "list[Tracer[Any]]":
-    """Those of some objects that are values of a trace. Since jax 0.4.36."""
-    return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
-
-
-def operands_of(tracer: "Tracer[Any]") -> object:
-    """The list of values that a value was computed from; None if there is none. Since jax 0.7."""
-    eqn = getattr(tracer, "parent", None)
-    return None if eqn is None else eqn.in_tracers
-
-
-def where_made(tracer: "Tracer[Any]") -> str:
-    """Type of a traced value, and where it was computed. Since jax 0.4.36."""
-    shown, info = tracer.aval.str_short(), tracer._line_info
-    place = _source_info.summarize(info) if info is not None else ""
-    return f"{shown} from {place}" if place else str(shown)
 
 
 # Programs as MLIR, while they are lowered.

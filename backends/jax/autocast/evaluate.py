@@ -7,8 +7,8 @@ messages and meshes are those of the original.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import fp8_contraction, known_functions
-from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
+from polymp.backends.jax.autocast.contraction import contract
 from polymp.backends.jax.autocast.fp8_operands import (
     In8Bits,
     Quantised,
@@ -63,73 +63,50 @@ def collector_paused() -> Iterator[None]:
 
 
 def run(plan: Plan, args: Sequence[object]) -> list[object]:
-    """The outputs of a planned program, in the dtypes of `plan.outs`.
-
-    Where a trace records what runs, equations are put into it as they are. Anywhere else, and for
-    primitives that do something of their own when they are bound, they are bound.
-    """
+    """The outputs of a planned program, in the dtypes of `plan.outs`."""
     env: dict[Atom, object] = {}
     casts: dict[tuple[Atom, str], object] = {}
     constvars, invars = compat.binders(plan.jaxpr)
     env.update(zip(constvars, plan.consts, strict=True))
     env.update(zip(invars, args, strict=True))
-    given = (*plan.consts, *args)
-    recorder = compat.recorder(given)
-    bind, put = compat.put, compat.put
-    whole: Callable[[object], Any] = _itself
-    simple = {Kind.BIND, Kind.CAST}  # what takes values that are recorded, and no more
-    if recorder is not None:
-        bind, put, whole = recorder.bind, recorder.put, recorder.tracer
-        if recorder.meshless:
-            simple.add(Kind.CONTRACT)
+    shared_in_8_bits = SharedOperands(plan)
+    record = decision_log.current()
 
-    def read(operand: Operand, put: Put) -> object:
+    def read(operand: Operand) -> object:
         if type(operand) is not Cast:
             return operand.val if type(operand) is Literal else env[operand]
         atom, dtype, shared, value, _ = operand
         if value is not None:
-            return lax.full_like(whole(env[atom]), value, value.dtype) if atom.aval.shape else value
+            return lax.full_like(env[atom], value, value.dtype) if atom.aval.shape else value
         if not shared:
-            return cast(env[atom], dtype, put)
+            return cast(env[atom], dtype)
         key = (atom, dtype)
         if key not in casts:
-            casts[key] = cast(env[atom], dtype, put)
+            casts[key] = cast(env[atom], dtype)
         elif record is not None:
             record.spared(step, "shared")
         return casts[key]
 
-    shared_in_8_bits = SharedOperands(plan)
-
-    def results(step: Step, values: list[object], put: Put) -> Sequence[object]:
-        return _step(step, values, put, shared_in_8_bits)
-
-    record = decision_log.current()
-    outer = source_info_util.current_name_stack()
-    here = compat.equation_context()
+    outer, here = source_info_util.current_name_stack(), compat.equation_context()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
-    traced = any(isinstance(x, jax.core.Tracer) for x in given)
+    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.consts, *args))
     drops = [()] * len(plan.steps) if traced else plan.drops
-    with compat.EquationSource() as source:
-        for step, drop in zip(plan.steps, drops, strict=True):
-            eqn = step.eqn
-            source.at(eqn.source_info, outer + step.stack if outer.stack else step.stack)
-            if eqn.ctx is not here:
-                with eqn.ctx.manager:
-                    outs = results(step, [whole(read(o, bind)) for o in step.operands], compat.put)
-            elif step.kind in simple:
-                outs = results(step, [read(o, put) for o in step.operands], put)
-            else:
-                outs = results(step, [whole(read(o, put)) for o in step.operands], compat.put)
-            if record is not None and step.kind is Kind.CAST and _changes(eqn):
-                record.spared(step, "cancelled")
-            for var, out in zip(eqn.outvars, outs, strict=True):
-                env[var] = out
-            for var in drop:
-                env.pop(var, None)
-                shared_in_8_bits.drop(var)
-                for dtype in _DTYPES if casts else ():
-                    casts.pop((var, dtype), None)
-    return [whole(read(o, put)) for o in plan.results]
+    for step, drop in zip(plan.steps, drops, strict=True):
+        eqn = step.eqn
+        place = source_info_util.user_context(
+            eqn.source_info.traceback, name_stack=outer + step.stack
+        )
+        with place, nullcontext() if eqn.ctx is here else eqn.ctx.manager:
+            outs = _step(step, list(map(read, step.operands)), shared_in_8_bits)
+        if record is not None and step.kind is Kind.CAST and _changes(eqn):
+            record.spared(step, "cancelled")
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for var in drop:
+            env.pop(var, None)
+            shared_in_8_bits.drop(var)
+            for dtype in _DTYPES if casts else ():
+                casts.pop((var, dtype), None)
+    return list(map(read, plan.results))
 
 
 def _changes(eqn: Equation) -> bool:
@@ -137,24 +114,15 @@ def _changes(eqn: Equation) -> bool:
     return bool(eqn.invars) and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
 
 
-def _itself(x: object) -> object:
-    return x
-
-
-# Makes an equation: of a primitive, values and parameters, its results.
-Put = Callable[[core.Primitive, Sequence[object], jax.core.ParamDict], Sequence[object]]
-
-
-def cast(x: object, dtype: str, put: Put = compat.put) -> object:
+def cast(x: object, dtype: str) -> object:
     """The array in a dtype; the array itself if it has that already."""
-    target, aval = _DTYPES[dtype], compat.aval_of(x)
+    target, aval = _DTYPES[dtype], jax.typeof(x)
     if aval.dtype == target:
         return x
     params = {"new_dtype": target, "weak_type": False, "sharding": None}
-    if (mesh := compat.other_mesh(aval)) is None:
-        return put(lax.convert_element_type_p, (x,), params)[0]
-    with jax.sharding.use_abstract_mesh(mesh):
-        return put(lax.convert_element_type_p, (x,), params)[0]
+    mesh = compat.other_mesh(aval)
+    with nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        return lax.convert_element_type_p.bind(x, **params)
 
 
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
@@ -171,7 +139,7 @@ class SharedOperands:
         self._several: frozenset[_Form] = plan.cache["shared in 8 bits"]
         self._made: dict[_Form, Quantised] = {}
 
-    def operands(self, step: Step, values: Sequence[Any], put: Any) -> tuple[list[Any], In8Bits]:
+    def operands(self, step: Step, values: Sequence[Any]) -> tuple[list[Any], In8Bits]:
         """The arrays of a product in 8 bits, and how it runs."""
         assert step.in_8_bits is not None
         both: list[Any] = list(values)
@@ -180,7 +148,7 @@ class SharedOperands:
                 continue
             if form not in self._made:
                 params = quantise_params(*form[1:])
-                self._made[form] = Quantised(*put(fp8_quantise_p, (values[at],), params))
+                self._made[form] = Quantised(*fp8_quantise_p.bind(values[at], **params))
             both[at] = Shared(values[at], self._made[form])
         return flattened(both[0], both[1], step.in_8_bits)
 
@@ -190,40 +158,40 @@ class SharedOperands:
             del self._made[form]
 
 
-def _step(step: Step, values: list[object], put: Put, shared: SharedOperands) -> Sequence[object]:
-    eqn, kind = step.eqn, step.kind
-    if kind is Kind.BIND:
-        outs = put(eqn.primitive, values, _params(step))
-    elif kind is Kind.CAST:
-        return values
-    elif kind is Kind.PICK:
-        outs = _picked(step, values)
-    elif kind is Kind.ROUND:
-        outs = _rounded_first(step, values)
-    elif kind is Kind.CONTRACT:
-        (out,) = step.writes
-        assert step.low is not None
-        assert out is not None, "a contraction has a float result"
-        how = step.in_8_bits
-        if how is not None:
-            values, how = shared.operands(step, values, put)
-        if put is compat.put:  # there may be axes over which they vary
-            values = list(compat.varying_alike(*values))
-        if how is not None:
-            params = fp8_contraction.contraction_params(eqn.params, how, step.low, out)
-            outs = put(fp8_contraction.fp8_contraction_p, values, params)
-        else:
-            params = contraction_params(eqn.primitive, eqn.params, step.low, out)
-            outs = put(contraction_p, values, params)
-    else:
-        assert step.inside is not None
-        outs = step.inside.emit(step, values)
+def _step(step: Step, values: Sequence[object], shared: SharedOperands) -> Sequence[object]:
+    outs: Sequence[object]
+    match step.kind:
+        case Kind.CAST:
+            return values
+        case Kind.PICK:
+            outs = _picked(step, values)
+        case Kind.ROUND:
+            outs = _rounded_first(step, values)
+        case Kind.CONTRACT:
+            outs = [_contracted(step, values, shared)]
+        case Kind.INSIDE:
+            assert step.inside is not None
+            outs = step.inside.emit(step, values)
+        case _:
+            outs = bind(step, values)
     if step.returns is None:
         return outs
     return [
-        cast(out, dtype, put) if dtype else out
-        for out, dtype in zip(outs, step.returns, strict=True)
+        cast(out, dtype) if dtype else out for out, dtype in zip(outs, step.returns, strict=True)
     ]
+
+
+def _contracted(step: Step, values: Sequence[Any], shared: SharedOperands) -> object:
+    """The sum of products of a step, in low numbers or in 8 bits."""
+    (out,) = step.writes
+    assert step.low is not None
+    assert out is not None, "a contraction has a float result"
+    of = step.eqn.primitive
+    if step.in_8_bits is None:
+        return contract(of, *values, params=step.eqn.params, run=step.low, out=out)
+    values, how = shared.operands(step, values)
+    params = fp8_contraction.contraction_params(step.eqn.params, how, step.low, out)
+    return fp8_contraction.fp8_contraction_p.bind(*compat.varying_alike(*values), **params)
 
 
 def _picked(step: Step, values: Sequence[object]) -> Sequence[object]:

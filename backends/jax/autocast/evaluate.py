@@ -19,7 +19,7 @@ from jax.extend import core, source_info_util
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import fp8_contraction, known_functions
+from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.backends.jax.autocast.fp8_operands import (
     In8Bits,
@@ -30,9 +30,7 @@ from polymp.backends.jax.autocast.fp8_operands import (
     quantise_params,
 )
 from polymp.backends.jax.autocast.frame import (
-    LOW_DTYPES,
     Cast,
-    Frame,
     Kind,
     Operand,
     Plan,
@@ -40,7 +38,6 @@ from polymp.backends.jax.autocast.frame import (
     declared,
 )
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
-from polymp.backends.jax.jaxprs import CALLS
 from polymp.fp8.recipes import WEIGHT
 from polymp.rules import decision_log
 
@@ -64,7 +61,7 @@ def collector_paused() -> Iterator[None]:
 
 def run(plan: Plan, args: Sequence[object]) -> list[object]:
     """The outputs of a planned program, in the dtypes of `plan.outs`."""
-    env: dict[Atom, object] = {}
+    env: dict[Atom, Any] = {}
     casts: dict[tuple[Atom, str], object] = {}
     constvars, invars = compat.binders(plan.jaxpr)
     env.update(zip(constvars, plan.consts, strict=True))
@@ -165,8 +162,6 @@ def _step(step: Step, values: Sequence[object], shared: SharedOperands) -> Seque
             return values
         case Kind.PICK:
             outs = _picked(step, values)
-        case Kind.ROUND:
-            outs = _rounded_first(step, values)
         case Kind.CONTRACT:
             outs = [_contracted(step, values, shared)]
         case Kind.INSIDE:
@@ -254,93 +249,6 @@ def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
     evaluate = core.jaxpr_as_fun(compat.close(jaxpr))
     scalars = [jax.ShapeDtypeStruct((), np.dtype(dtype)) for _ in jaxpr.invars]
     return compat.opened(jax.make_jaxpr(evaluate)(*scalars))[0]
-
-
-# `round_before` rounds parameters before they travel between devices, if only low ops read them.
-#
-# A program that gathers its sharded parameters itself, with `all_gather` or `reshard`, gathers
-# them in the dtype they are stored in. Where contractions are all that reads the result, it is
-# rounded in any case; rounded before, it is half the bytes and the same numbers. Its gradient
-# goes back in float32 as before: nothing is rounded before devices add it up.
-#
-# These send the elements of one array to other devices, and change none of them.
-TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reshard"})
-_WIDE = "float32"
-
-
-def round_before(frame: Frame) -> None:
-    """Have parameters rounded before they travel, where contractions alone read them afterwards."""
-    steps = frame.steps
-    if not any(step.eqn.primitive.name in TRAVELS for step in steps):
-        return
-    reads = _reads(frame.closed, steps)
-    for at, step in enumerate(steps):
-        if step.kind is not Kind.BIND or step.eqn.primitive.name not in TRAVELS:
-            continue
-        (operand,), (var,) = step.operands, step.eqn.outvars
-        dtypes = reads.get(var, set())
-        if len(dtypes) == 1 and dtypes <= LOW_DTYPES and type(operand) is not Cast:
-            if frame.known(operand).is_parameter:
-                (low,) = dtypes
-                steps[at] = step._replace(kind=Kind.ROUND, low=low)
-
-
-def _reads(jaxpr: ClosedProgram, steps: Sequence[Step]) -> dict[Atom, set[str]]:
-    """By variable of a planned program, the dtypes in which it is read in the end."""
-    reads: dict[Atom, set[str]] = {}
-
-    def note(atom: Atom, dtypes: set[str]) -> None:
-        if not isinstance(atom, Literal):
-            reads.setdefault(atom, set()).update(dtypes)
-
-    for atom in compat.opened(jaxpr)[0].outvars:
-        note(atom, {_WIDE})
-    for step in reversed(steps):
-        for operand, dtypes in zip(step.operands, _dtypes(step, reads), strict=True):
-            if type(operand) is Cast:
-                note(operand.atom, {operand.dtype})
-            else:
-                note(operand, dtypes)
-    return reads
-
-
-_MOVES = known_functions.LAYOUT | TRAVELS
-
-
-def _dtypes(step: Step, reads: dict[Atom, set[str]]) -> Sequence[set[str]]:
-    """By operand of a step, the dtypes in which it, or what reads its result, reads it."""
-    name, dtypes = step.eqn.primitive.name, {_WIDE}
-    if name in CALLS and step.inside is not None:
-        (plan,) = step.inside.plans
-        inside = _reads(plan.jaxpr, plan.steps)
-        return [inside.get(var, set()) for var in compat.binders(plan.jaxpr)[1]]
-    if step.kind is Kind.CONTRACT and step.low:
-        dtypes = {step.low}
-    elif step.kind in (Kind.BIND, Kind.ROUND) and name in _MOVES and step.returns is None:
-        (var,) = step.eqn.outvars
-        dtypes = reads.get(var, set())
-    return [dtypes] * len(step.operands)
-
-
-def _rounded_first(step: Step, values: Sequence[object]) -> Sequence[object]:
-    """The result of a step, whose operand is rounded first; its derivative is that of the step."""
-    low, (out,) = step.low, step.writes
-    assert low is not None
-    assert out is not None
-
-    def moved(x: object) -> object:
-        (result,) = bind(step, [x])
-        return result
-
-    @jax.custom_jvp
-    def rounded(x: object) -> object:
-        return cast(moved(cast(x, low)), out)
-
-    @rounded.defjvp
-    def _(primals: Sequence[object], tangents: Sequence[object]) -> tuple[object, object]:
-        return rounded(*primals), moved(*tangents)
-
-    return [rounded(*values)]
 
 
 # Operands in 8 bits that several products of a program read are quantised and saved once.

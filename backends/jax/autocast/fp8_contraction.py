@@ -11,9 +11,7 @@ what is saved for the backward pass, but for parameters, which are there in any 
 is a product of the same kind, with the gradient in its own format.
 """
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import contraction as programs
-from polymp.backends.jax.autocast.contraction import Params, contract, contraction_p
+from polymp.backends.jax.autocast.contraction import Params, contract
 from polymp.backends.jax.autocast.fp8_operands import (
     In8Bits,
     Part,
@@ -246,52 +244,6 @@ ad.primitive_jvps[fp8_contraction_p] = _jvp
 ad.primitive_transposes[fp8_contraction_p] = _transpose
 batching.primitive_batchers[fp8_contraction_p] = _batch
 compat.remat_rules[fp8_contraction_p] = programs.remat_rule
-
-
-# Contractions under the transformations of jax.experimental that have rules of their own.
-#
-# `jet`, `checkify` and `roofline` look a primitive up in a table. They are not
-# imported here: their tables get an entry once somebody has loaded them.
-
-
-def register_rules() -> None:
-    """Enter the contractions into the tables of the transformations that are loaded by now."""
-    for name, rules in _RULES.items():
-        table = compat.rules_of(name)
-        if table is not None:
-            for primitive, rule in rules.items():
-                table.setdefault(primitive, rule)
-
-
-def _jet(
-    primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: object
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Taylor coefficients of a bilinear op: each a sum of products of those of the operands."""
-    ls, rs = ([x, *terms] for x, terms in zip(primals[:2], series[:2], strict=True))
-    rest = primals[2:]
-    bind = partial(contraction_p.bind, **params)
-    out, *terms = (
-        reduce(operator.add, (bind(ls[i], rs[k - i], *rest) for i in range(k + 1)))
-        for k in range(len(ls))
-    )
-    return out, terms
-
-
-def _cost(
-    context: object, *values: object, of: core.Primitive, params: Params, **_: object
-) -> object:
-    """Count the cost of jax's own product, at the types that go in and come out."""
-    table = compat.rules_of("roofline")
-    assert table is not None, "it asks"
-    return table[of](context, *values, **dict(params))
-
-
-_RULES: Mapping[str, Mapping[core.Primitive, Callable[..., object]]] = {
-    "jet": {contraction_p: _jet},
-    # A NaN that a product made is reported as one of jax's own products.
-    "checkify": {p: partial(compat.nan_checked, p) for p in (contraction_p, fp8_contraction_p)},
-    "roofline": {contraction_p: _cost},
-}
 
 
 def product(

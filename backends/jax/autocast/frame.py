@@ -61,7 +61,6 @@ class Kind(StrEnum):
     BIND      its primitive, on operands in the dtypes of the plan
     CAST      not at all: its operand, read in the planned dtype, is its result
     PICK      as BIND, and what it picks more than once has its gradients added up in float32
-    ROUND     as BIND, with an operand that is rounded first; see `evaluate`
     CONTRACT  as a contraction, which takes low operands; see `contraction`, `fp8_contraction`
     INSIDE    its primitive is put back around the plans of the programs inside it
     """
@@ -69,7 +68,6 @@ class Kind(StrEnum):
     BIND = "bind"
     CAST = "cast"
     PICK = "pick"
-    ROUND = "round"
     CONTRACT = "contract"
     INSIDE = "inside"
 
@@ -87,7 +85,7 @@ class Step(NamedTuple):
     # Dtype to cast each float result to afterwards; None to leave them.
     returns: tuple[str | None, ...] | None
     stack: NameStack  # the name stack, without our marks
-    low: str | None = None  # of ROUND and CONTRACT, the dtype of the operands
+    low: str | None = None  # of CONTRACT, the dtype of the operands
     inside: "Inside | None" = None  # of INSIDE, the programs inside
     in_8_bits: In8Bits | None = None  # of CONTRACT, how it runs in 8 bits; None if it does not
     # Why a product that the policy wants in 8 bits runs by rule `lower`, or one with rule `lower`

@@ -17,12 +17,12 @@ from polymp.backends.jax import compat, jaxprs
 from polymp.backends.jax.autocast import (
     control_flow,
     custom_derivatives,
-    evaluate,
-    fp8_contraction,
     function_calls,
     known_functions,
     op_handlers,
 )
+from polymp.backends.jax.autocast.contraction import contraction_p
+from polymp.backends.jax.autocast.fp8_contraction import fp8_contraction_p
 from polymp.backends.jax.autocast.frame import (
     LOW_DTYPES,
     Cast,
@@ -106,7 +106,7 @@ class Planner:
 
     def __init__(self, kept: PlanCache | None = None) -> None:
         FUNCTIONS.refresh()
-        fp8_contraction.register_rules()
+        compat.check_nans(contraction_p, fp8_contraction_p)
         self.kept = None if decision_log.current() is not None else kept
         # What else plans depend on: jax's configuration, and the ops that are known by now.
         known = len(vocabulary().registered), len(FUNCTIONS.ops)
@@ -176,7 +176,6 @@ def _planned(frame: Frame) -> Plan:
             env[var] = known
     if frame.casts:
         _CastPuller(frame).run()
-    evaluate.round_before(frame)
     return _finished(frame)
 
 

@@ -8,6 +8,7 @@ Each name says why it is needed and since when it has been there;
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import CodeType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -139,25 +140,11 @@ def device_type() -> tuple[str, tuple[int, int] | None]:
     return "cuda", (int(major), int(minor)) if major and minor else None
 
 
-# By transformation, the module and the name of its table of rules.
-_RULES = {
-    "jet": ("jax.experimental.jet", "jet_rules"),
-    "checkify": ("jax._src.checkify", "error_checks"),
-    "roofline": ("jax.experimental.roofline.roofline", "_rooflines"),
-}
-
-
-def rules_of(name: str) -> dict[core.Primitive, Callable[..., object]] | None:
-    """The rules of a transformation, by primitive; None if it is not loaded. Since jax 0.4."""
-    module, table = _RULES[name]
-    return getattr(sys.modules.get(module), table, None)
-
-
-def nan_checked(primitive: core.Primitive, *given: object, **params: object) -> object:
-    """The rule of checkify that reports a NaN in what a primitive returns. Since jax 0.4."""
-    from jax._src import checkify
-
-    return checkify.nan_error_check(primitive, *given, **params)
+def check_nans(*primitives: core.Primitive) -> None:
+    """Have checkify report a NaN in what primitives return, if it is loaded. Since jax 0.4."""
+    checkify = sys.modules.get("jax._src.checkify")
+    for primitive in primitives if checkify else ():
+        checkify.error_checks.setdefault(primitive, partial(checkify.nan_error_check, primitive))
 
 
 def jvp(

@@ -142,7 +142,7 @@ def device_type() -> tuple[str, tuple[int, int] | None]:
 
 def check_nans(*primitives: core.Primitive) -> None:
     """Have checkify report a NaN in what primitives return, if it is loaded. Since jax 0.4."""
-    checkify = sys.modules.get("jax._src.checkify")
+    checkify: Any = sys.modules.get("jax._src.checkify")
     for primitive in primitives if checkify else ():
         checkify.error_checks.setdefault(primitive, partial(checkify.nan_error_check, primitive))
 

@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
@@ -45,17 +45,10 @@ def contract(
     out: str,
 ) -> jax.Array:
     """`of(lhs, rhs)` on low operands, added up in float32."""
-    operands = compat.varying_alike(lhs, rhs, *rest)
-    result: jax.Array = contraction_p.bind(*operands, **contraction_params(of, params, run, out))
-    return result
-
-
-def contraction_params(
-    of: core.Primitive, params: Mapping[str, object], run: str, out: str
-) -> jax.core.ParamDict:
-    """The parameters of a contraction that stands for `of` with its own."""
     kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
-    return {"of": of, "params": kept, "run": run, "out": out}
+    operands = compat.varying_alike(lhs, rhs, *rest)
+    result: jax.Array = contraction_p.bind(*operands, of=of, params=kept, run=run, out=out)
+    return result
 
 
 def _lower(
@@ -288,17 +281,20 @@ def row_by_row(
     if run != "bfloat16" or of.name != "dot_general":
         # XLA's CPU kernels for these take float32.
         return widened(*operands, of=of, params=params, run=run, out=out)
-    rows, columns = _rows_and_columns(*operands, **dict(params))
-    if rows <= _FEW or columns <= _THIN:
-        return _of_few_rows(*operands, **dict(params), run=run, out=out)
+    own = dict(params)
+    numbers, sharding = own["dimension_numbers"], own["out_sharding"]
+    rows, columns = free_sizes(*operands, numbers)
+    batched = numbers[1][0]
+    asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+    if (rows <= _FEW or columns <= _THIN) and not (batched or asked):
+        return _of_few_rows(*operands, numbers, own["precision"], run, out)
     # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
     # dimensions and both lie row by row in memory. An operand that a transpose made lies otherwise,
     # and is computed in float32; a unit dimension, put in after the transpose, sets that right. The
     # barriers keep XLA from folding a transpose into the product afterwards: it would then run a
     # slower kernel, or have none and raise.
     lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
-    own = dict(params)
-    (lc, rc), (lb, rb) = own["dimension_numbers"]
+    (lc, rc), (lb, rb) = numbers
     lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
     at, after = len(lb), len(lb) + 1 + len(lf)  # where the unit dimensions come out
     lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), (at,))
@@ -308,7 +304,6 @@ def row_by_row(
         (tuple(range(after, lhs.ndim)), tuple(d + 1 for d in rc)),
         (tuple(range(at)), tuple(d + 1 for d in rb)),
     )
-    sharding = own["out_sharding"]
     if sharding is not None:
         spec = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
         spec = [*spec[:at], None, *spec[at : after - 1], None, *spec[after - 1 :]]
@@ -334,21 +329,6 @@ _FEW = 128
 _THIN = 8
 
 
-def _rows_and_columns(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    dimension_numbers: lax.DotDimensionNumbers,
-    out_sharding: NamedSharding | None,
-    **_: object,
-) -> tuple[float, float]:
-    """The free sizes of a matrix by a matrix; infinitely many of a product of any other kind."""
-    asked = out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
-    if dimension_numbers[1][0] or asked:
-        return inf, inf
-    return free_sizes(lhs, rhs, dimension_numbers)
-
-
 def free_sizes(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
 ) -> tuple[float, float]:
@@ -364,10 +344,8 @@ def free_sizes(
 def _of_few_rows(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
-    dimension_numbers: lax.DotDimensionNumbers,
+    numbers: lax.DotDimensionNumbers,
     precision: lax.PrecisionLike,
-    out_sharding: NamedSharding | None,
     run: str,
     out: str,
 ) -> jax.Array:
@@ -378,19 +356,11 @@ def _of_few_rows(
     The few rows are laid out as in the general form. The other operand is left to XLA: a transpose
     of it becomes part of the product, for which there is a kernel either way.
     """
-    (lc, rc), _ = dimension_numbers
-    rows, columns = free_sizes(lhs, rhs, dimension_numbers)
+    (lc, rc), _ = numbers
+    rows, columns = free_sizes(lhs, rhs, numbers)
     lf = [d for d in range(lhs.ndim) if d not in lc]
     if columns <= _THIN and columns < rows:
-        turned = _of_few_rows(
-            rhs,
-            lhs,
-            dimension_numbers=((rc, lc), ((), ())),
-            precision=precision,
-            out_sharding=None,
-            run=run,
-            out=out,
-        )
+        turned = _of_few_rows(rhs, lhs, ((rc, lc), ((), ())), precision, run, out)
         rf = turned.ndim - len(lf)
         return lax.transpose(turned, (*range(rf, turned.ndim), *range(rf)))
     few, other = (lax.convert_element_type(x, run) for x in (lhs, rhs))

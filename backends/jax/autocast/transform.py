@@ -184,8 +184,8 @@ def trace(
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(_TRACED.format(name=flat.__name__))
             raise
-        except (NotImplementedError, ValueError) as error:
-            if region.enabled and compat.asks_for_low(error):
+        except NotImplementedError as error:
+            if region.enabled and "must be fp16/bf16" in str(error):
                 error.add_note(_CUDNN.format(low=region.dtype))
             raise
         invars = compat.binders(jaxpr)[1]

@@ -196,19 +196,6 @@ def is_ready(x: Any) -> bool:
     return bool(x.is_ready())
 
 
-def asks_for_low(error: BaseException) -> bool:
-    """True for an error of jax's wrappers of cuDNN's kernels, that the dtypes are no low ones.
-
-    `jax._src.cudnn` since 0.4.24. The error itself does not say where it is from.
-    """
-    at = error.__traceback__ if "fp16" in str(error) or "dtype" in str(error) else None
-    while at is not None:
-        if str(at.tb_frame.f_globals.get("__name__")).startswith("jax._src.cudnn."):
-            return True
-        at = at.tb_next
-    return False
-
-
 def equation_context() -> JaxprEqnContext:
     """The context that an equation traced here would hold; one object for one context. Since 0.4.
 

@@ -57,10 +57,7 @@ def _lower(
     """Lower a contraction; what it makes of its operands is what earlier contractions made of them.
 
     A parameter is cast in the forward pass and again in the backward pass. XLA would merge the two
-    casts, but only after it has divided the program among devices, and by then it has gathered each
-    of them by itself. Here they are one from the start, with what follows them as far as it is the
-    same too. Nothing is kept for that between the passes: in a scan, a residual would be a low copy
-    of the parameters of all layers.
+    casts only after it has divided the program among devices, and would gather each by itself.
     """
     before = compat.readers(operands)
     outs: Sequence[mlir.ir.Value[Any]] = _lower_form(ctx, *operands, **params)
@@ -73,8 +70,7 @@ def _lower(
 def _casts(jaxpr: ClosedProgram) -> bool:
     """True if a contraction in a program, or in a function jitted in it, casts an operand.
 
-    The forward and the backward pass of a jitted function are two functions: to have their casts
-    merged, both are lowered into their caller.
+    Such functions are lowered into their caller: forward and backward passes are two functions.
     """
     for eqn in compat.opened(jaxpr)[0].eqns:
         if eqn.primitive is contraction_p:
@@ -99,23 +95,13 @@ def _abstract(
     return made
 
 
-# The transpose and the batched form of JAX's primitive are traced at one dtype, and every product
-# in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
-
-
 def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[object], **params: object
 ) -> tuple[jax.Array, object]:
-    lhs, rhs, *rest = primals
-    dl, dr = tangents[:2]
     bind = partial(contraction_p.bind, **params)
-    out = bind(lhs, rhs, *rest)
-    parts = []
-    if type(dl) is not ad.Zero:
-        parts.append(bind(dl, rhs, *rest))
-    if type(dr) is not ad.Zero:
-        parts.append(bind(lhs, dr, *rest))
-    return out, tangent(out, parts)
+    out = bind(*primals)
+    moved = [(at, t) for at, t in enumerate(tangents[:2]) if type(t) is not ad.Zero]
+    return out, tangent(out, [bind(*primals[:at], t, *primals[at + 1 :]) for at, t in moved])
 
 
 def _transpose(
@@ -130,7 +116,8 @@ def _transpose(
     rest = [x for i, x in enumerate(operands) if i != moving]
     avals = [low(x, run) for x in (aval, ct, *rest)]
     jaxpr = transposed(of, params, run, moving, *avals)
-    nones[moving] = _with_contractions(jaxpr, (ct, *rest), run, aval.dtype.name)
+    product = partial(contract, run=run, out=aval.dtype.name)
+    nones[moving] = with_products(jaxpr, (ct, *rest), product, aval.dtype.name)
     return nones
 
 
@@ -143,13 +130,7 @@ def _batch(
     out: str,
 ) -> tuple[jax.Array, int]:
     jaxpr = batched(of, params, run, tuple(dims), *(low(x, run) for x in operands))
-    return _with_contractions(jaxpr, operands, run, out), 0
-
-
-def _with_contractions(closed: ClosedProgram, args: Sequence[Any], run: str, out: str) -> jax.Array:
-    """The result of a program of one dtype, with each contraction in it replaced by ours."""
-    product = partial(contract, run=run, out=out)
-    return with_products(closed, args, product, out)
+    return with_products(jaxpr, operands, partial(contract, run=run, out=out), out), 0
 
 
 def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]:
@@ -167,12 +148,10 @@ def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]
 
 
 contraction_p.def_impl(eager(contraction_p, ("of", "params", "run", "out")))
-
 contraction_p.def_abstract_eval(_abstract)
 
 # A contraction is lowered as this primitive, which is the same in the platform's form.
 form_p: core.Primitive = core.Primitive("polymp_contraction_form")
-
 form_p.def_abstract_eval(_abstract)
 
 ad.primitive_jvps[contraction_p] = _jvp
@@ -223,17 +202,14 @@ def remat_rule(
 
 compat.remat_rules[contraction_p] = remat_rule
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
-
-# JAX would keep the program of the first contraction, and copy it for equal ones.
+# Cached, the program of the first contraction would be copied for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
 
 compat.lower_in_place(_casts)
 
 
-# The next functions are forms of one product; each is what XLA runs fast on some platform.
-#
-# A form takes the operands and parameters of a contraction, and binds JAX's own primitive. Low
-# operands, a sum in float32 and one rounding are what all of them compute.
+# Forms of one product: each binds JAX's own primitive as XLA runs it fast on some platform. All
+# compute the same: low operands, a sum in float32 and one rounding.
 
 
 def result_as_asked(
@@ -289,9 +265,8 @@ def row_by_row(
     if (rows <= _FEW or columns <= _THIN) and not (batched or asked):
         return _of_few_rows(*operands, numbers, own["precision"], run, out)
     # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
-    # dimensions and both lie row by row in memory. An operand that a transpose made lies otherwise,
-    # and is computed in float32; a unit dimension, put in after the transpose, sets that right. The
-    # barriers keep XLA from folding a transpose into the product afterwards: it would then run a
+    # dimensions and both lie row by row in memory. A unit dimension after a transpose makes it lie
+    # so. The barriers keep XLA from folding the transpose into the product: it would then run a
     # slower kernel, or have none and raise.
     lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
     (lc, rc), (lb, rb) = numbers
@@ -351,10 +326,7 @@ def _of_few_rows(
 ) -> jax.Array:
     """The product of few rows, without the copy that the general form makes of the other operand.
 
-    XLA on CPU has the fast kernel for low operands from two rows on, so a single row gets a row of
-    zeros beside it.
-    The few rows are laid out as in the general form. The other operand is left to XLA: a transpose
-    of it becomes part of the product, for which there is a kernel either way.
+    XLA on CPU has the fast kernel from two rows on: a single row gets a row of zeros beside it.
     """
     (lc, rc), _ = numbers
     rows, columns = free_sizes(lhs, rhs, numbers)
@@ -554,8 +526,7 @@ def with_products(
 def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:
     """The parameters of a product whose operands change places, if only a transpose follows it.
 
-    The transpose of a product is the product of its operands the other way round. XLA on CPU would
-    find that out late, and then has no kernel for what it made.
+    XLA on CPU would find that out late, and then has no kernel for what it made.
     """
     if eqn.primitive.name != "dot_general" or after is None:
         return None

@@ -22,10 +22,8 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.backends.jax.autocast.fp8_operands import (
-    In8Bits,
     Quantised,
     Shared,
-    flattened,
     fp8_quantise_p,
     quantise_params,
 )
@@ -46,8 +44,7 @@ from polymp.rules import decision_log
 def collector_paused() -> Iterator[None]:
     """Python's cycle collector, off while a program is planned or traced again.
 
-    Nothing in either dies before it ends, and the collector would look through all of it again and
-    again: large programs paid more for that than for their plan.
+    The collector would look through all of it again and again, which cost more than the plan.
     """
     if not gc.isenabled():
         yield
@@ -66,7 +63,8 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
     constvars, invars = compat.binders(plan.jaxpr)
     env.update(zip(constvars, plan.consts, strict=True))
     env.update(zip(invars, args, strict=True))
-    shared_in_8_bits = SharedOperands(plan)
+    made_in_8_bits: dict[_Form, Quantised] = {}
+    several = _several(plan)
     record = decision_log.current()
 
     def read(operand: Operand) -> object:
@@ -94,13 +92,15 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
             eqn.source_info.traceback, name_stack=outer + step.stack
         )
         with place, nullcontext() if eqn.ctx is here else eqn.ctx.manager:
-            outs = _step(step, list(map(read, step.operands)), shared_in_8_bits)
+            values = [read(o) for o in step.operands]
+            if step.in_8_bits is not None:
+                values = _shared(step, values, several, made_in_8_bits)
+            outs = _step(step, values)
         if record is not None and step.kind is Kind.CAST and _changes(eqn):
             record.spared(step, "cancelled")
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in drop:
             env.pop(var, None)
-            shared_in_8_bits.drop(var)
             for dtype in _DTYPES if casts else ():
                 casts.pop((var, dtype), None)
     return list(map(read, plan.results))
@@ -125,37 +125,7 @@ def cast(x: object, dtype: str) -> object:
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
-class SharedOperands:
-    """The shared operands of one run of a plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        if "shared in 8 bits" not in plan.cache:
-            counts = Counter(form for step in plan.steps for _, form in _forms(step))
-            several = frozenset(form for form, count in counts.items() if count > 1)
-            plan.cache["shared in 8 bits"] = several
-        self._several: frozenset[_Form] = plan.cache["shared in 8 bits"]
-        self._made: dict[_Form, Quantised] = {}
-
-    def operands(self, step: Step, values: Sequence[Any]) -> tuple[list[Any], In8Bits]:
-        """The arrays of a product in 8 bits, and how it runs."""
-        assert step.in_8_bits is not None
-        both: list[Any] = list(values)
-        for at, form in _forms(step) if self._several else ():
-            if form not in self._several:
-                continue
-            if form not in self._made:
-                params = quantise_params(*form[1:])
-                self._made[form] = Quantised(*fp8_quantise_p.bind(values[at], **params))
-            both[at] = Shared(values[at], self._made[form])
-        return flattened(both[0], both[1], step.in_8_bits)
-
-    def drop(self, atom: Atom) -> None:
-        """Forget what was made of a variable that no later step reads."""
-        for form in [form for form in self._made if form.atom is atom]:
-            del self._made[form]
-
-
-def _step(step: Step, values: Sequence[object], shared: SharedOperands) -> Sequence[object]:
+def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
     outs: Sequence[object]
     match step.kind:
         case Kind.CAST:
@@ -163,7 +133,7 @@ def _step(step: Step, values: Sequence[object], shared: SharedOperands) -> Seque
         case Kind.PICK:
             outs = _picked(step, values)
         case Kind.CONTRACT:
-            outs = [_contracted(step, values, shared)]
+            outs = [_contracted(step, *values)]
         case Kind.INSIDE:
             assert step.inside is not None
             outs = step.inside.emit(step, values)
@@ -176,17 +146,14 @@ def _step(step: Step, values: Sequence[object], shared: SharedOperands) -> Seque
     ]
 
 
-def _contracted(step: Step, values: Sequence[Any], shared: SharedOperands) -> object:
+def _contracted(step: Step, *values: Any) -> object:
     """The sum of products of a step, in low numbers or in 8 bits."""
-    (out,) = step.writes
+    (out,), params, how = step.writes, step.eqn.params, step.in_8_bits
     assert step.low is not None
     assert out is not None, "a contraction has a float result"
-    of = step.eqn.primitive
-    if step.in_8_bits is None:
-        return contract(of, *values, params=step.eqn.params, run=step.low, out=out)
-    values, how = shared.operands(step, values)
-    params = fp8_contraction.contraction_params(step.eqn.params, how, step.low, out)
-    return fp8_contraction.fp8_contraction_p.bind(*compat.varying_alike(*values), **params)
+    if how is not None:
+        return fp8_contraction.contract_in_8_bits(*values, params, how, step.low, out)
+    return contract(step.eqn.primitive, *values, params=params, run=step.low, out=out)
 
 
 def _picked(step: Step, values: Sequence[object]) -> Sequence[object]:
@@ -251,10 +218,8 @@ def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
     return compat.opened(jax.make_jaxpr(evaluate)(*scalars))[0]
 
 
-# Operands in 8 bits that several products of a program read are quantised and saved once.
-#
-# The queries, keys and values of attention are products of one activation. Each of them would
-# quantise it, and save it for the backward pass.
+# Operands in 8 bits that several products read, as those for queries, keys and values do, are
+# quantised and saved once.
 
 
 class _Form(NamedTuple):
@@ -278,3 +243,25 @@ def _forms(step: Step) -> Iterator[tuple[int, _Form]]:
             continue
         axes = how.axes_when_saved(at, len(operand.aval.shape), step.eqn.params)
         yield at, _Form(operand, how.recipe, part.role, axes)
+
+
+def _several(plan: Plan) -> frozenset[_Form]:
+    """The operands that several products of a program take in 8 bits."""
+    if "several" not in plan.cache:
+        counts = Counter(form for step in plan.steps for _, form in _forms(step))
+        plan.cache["several"] = frozenset(form for form, count in counts.items() if count > 1)
+    found: frozenset[_Form] = plan.cache["several"]
+    return found
+
+
+def _shared(
+    step: Step, values: list[Any], several: frozenset[_Form], made: dict[_Form, Quantised]
+) -> list[Any]:
+    """The operands of a product in 8 bits, with what other products take of them, too."""
+    for at, form in _forms(step):
+        if form in several:
+            if form not in made:
+                params = quantise_params(*form[1:])
+                made[form] = Quantised(*fp8_quantise_p.bind(values[at], **params))
+            values[at] = Shared(values[at], made[form])
+    return values

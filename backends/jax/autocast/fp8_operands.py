@@ -36,8 +36,6 @@ class Part(NamedTuple):
 
     role: str  # "activation", "weight" or "gradient"
     given: bool = False  # True for a parameter, which is saved for the backward pass as it is
-    # The dimensions that vmap batches it by: each element of a batch has its own scales.
-    own: tuple[int, ...] = ()
     # True if it also comes in 8 bits, in the form that is saved for the backward pass, which
     # several products share.
     shared: bool = False
@@ -95,12 +93,12 @@ class In8Bits(NamedTuple):
     def axes(self, at: int, ndim: int, summed: Sequence[int], other: str = "") -> tuple[int, ...]:
         """The dimensions along which a scale of an operand is computed."""
         roles = self.both[at].role, other or self.both[1 - at].role
-        return scale_axes(ndim, self.rules, roles, summed, self.both[at].own)
+        return scale_axes(ndim, self.rules, roles, summed)
 
     def axes_when_saved(self, at: int, ndim: int, params: Mapping[str, Any]) -> tuple[int, ...]:
         """The same for the product with the gradient, which sums over the other dimensions."""
-        contracted, batch = params["dimension_numbers"]
-        free = [d for d in range(ndim) if d not in (*contracted[at], *batch[at])]
+        contracted, _ = params["dimension_numbers"]
+        free = [d for d in range(ndim) if d not in contracted[at]]
         return self.axes(at, ndim, free, self.role_of_result)
 
 
@@ -143,11 +141,6 @@ def flattened(lhs: Value, rhs: Value, how: In8Bits) -> tuple[list[jax.Array], In
     return [main(lhs), main(rhs), *rest], how._replace(lhs=parts[0], rhs=parts[1])
 
 
-# The formulas are those of `polymp.fp8.quantise`. The next functions are JAX's verbs for them, and
-# say along which axes a scale is computed in a product of any number of dimensions, over a batch of
-# vmap's too.
-
-
 IN_8_BITS = frozenset({E4M3, E5M2})
 
 
@@ -164,16 +157,12 @@ def product_of(roles: Collection[str]) -> str:
 
 
 def scale_axes(
-    ndim: int,
-    recipe: Recipe,
-    roles: Sequence[str],
-    summed: Collection[int],
-    own: Collection[int],
+    ndim: int, recipe: Recipe, roles: Sequence[str], summed: Collection[int]
 ) -> tuple[int, ...]:
     """The dimensions along which a scale of an operand is computed."""
     axes = recipe.scale_axis(product_of(roles), roles[0], tuple(sorted(summed)))
     if axes is None:
-        return tuple(d for d in range(ndim) if d in summed or d not in own)
+        return tuple(range(ndim))
     return (axes,) if isinstance(axes, int) else axes
 
 

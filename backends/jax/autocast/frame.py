@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, SupportsFloat, final
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, SupportsFloat, final
 
 import jax
 import jax.extend.core as core
@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.fp8_operands import In8Bits
-from polymp.backends.jax.autocast.regions import AS_CALLED
+from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
 from polymp.backends.jax.compat.programs import (
     Atom,
     ClosedProgram,
@@ -31,9 +31,6 @@ from polymp.rules import decision_log
 from polymp.rules.policy import Decision, Policy
 from polymp.rules.region import Region
 from polymp.rules.row import Rule
-
-if TYPE_CHECKING:
-    from polymp.backends.jax.autocast.planner import Planner
 
 
 @final
@@ -49,11 +46,6 @@ class Cast(NamedTuple):
     number: float | None = None  # the same as the program has it
 
 
-# The plan of a program: in which dtype every value will be.
-#
-# A `Plan` has one `Step` for each equation of a traced program; emission then follows it. How an
-# equation becomes a step is `planner`'s part. No array is made here.
-#
 # A variable or literal, read as it is, or a cast of one.
 Operand = Atom | Cast
 
@@ -196,12 +188,30 @@ class Inside:
         return replace(self, plans=plans)
 
 
+class Plans(Protocol):
+    """What all frames of a program share: a `Planner`."""
+
+    stacks: NameStacks
+    op_plans: dict[Hashable, Any]
+
+    def plan(
+        self,
+        jaxpr: ClosedProgram,
+        known: Iterable[ValueFacts],
+        region: Region,
+        results: Sequence[str | None] | None = None,
+        gradients: bool = False,
+        keep: bool = False,
+    ) -> Plan: ...
+    def warn(self, name: str, message: str = ...) -> None: ...
+
+
 class Frame:
     """One closed jaxpr under one set of known inputs, while its equations become steps."""
 
     def __init__(
         self,
-        planner: "Planner",
+        planner: Plans,
         jaxpr: ClosedProgram,
         known: tuple[ValueFacts, ...],
         region: Region,
@@ -336,8 +346,6 @@ def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -
     )
 
 
-# Facts about values before they exist, and about the numbers that a program holds.
-#
 # A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one,
 # that the plan gives it.
 #

@@ -193,12 +193,9 @@ def trace(
     return PlannedCall(plan, *found[0])
 
 
-# Calls of a jitted function under autocast are planned once for arguments of the same types.
-#
-# jit runs a function's Python once for arguments of the same types, so that nothing is missed if
-# the whole plan is kept. What is kept is compiled as one program, unless the user's jit has
-# options of its own, such as donated arguments: then the plan runs op by op, which binds that
-# jit again.
+# Calls of a jitted function under autocast are planned once for arguments of the same types, as
+# jit runs its Python once. The plan is compiled as one program, unless the user's jit has options
+# of its own, such as donated arguments: then the plan runs op by op, which binds that jit again.
 
 
 class _Array:

@@ -257,13 +257,13 @@ def row_by_row(
     if run != "bfloat16" or of.name != "dot_general":
         # XLA's CPU kernels for these take float32.
         return widened(*operands, of=of, params=params, run=run, out=out)
-    own = dict(params)
+    own, (lhs, rhs) = dict(params), operands
     numbers, sharding = own["dimension_numbers"], own["out_sharding"]
-    rows, columns = free_sizes(*operands, numbers)
+    rows, columns = free_sizes(lhs, rhs, numbers)
     batched = numbers[1][0]
     asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
     if (rows <= _FEW or columns <= _THIN) and not (batched or asked):
-        return _of_few_rows(*operands, numbers, own["precision"], run, out)
+        return _of_few_rows(lhs, rhs, numbers, own["precision"], run, out)
     # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
     # dimensions and both lie row by row in memory. A unit dimension after a transpose makes it lie
     # so. The barriers keep XLA from folding the transpose into the product: it would then run a
@@ -398,21 +398,16 @@ _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 
 # How the contraction is lowered, platform by platform; elsewhere, the result is as asked.
 #
-# cpu         measured by benchmarks/contraction.py. With instructions for bfloat16: in all but tiny
-#             products a float32 result is faster than a low one or float32 operands, and nothing
-#             is rounded in between. Plain, it falls back to float32 operands where one of them is
-#             transposed, as in some gradients; laid out row by row it does not, and costs up to a
-#             third more where it would not have. Without: XLA has no kernel for low operands that
-#             is faster than widening them for its float32 one, but where it reads a large operand
-#             for a few rows. An exported program may run on either, and is laid out row by row; so
-#             is one for several devices, which would otherwise gather weights when they are wide.
+# cpu         measured by benchmarks/contraction.py. With instructions for bfloat16, a float32
+#             result is faster than a low one or float32 operands, in all but tiny products; laid
+#             out row by row it stays so where an operand is transposed. Without them, XLA has no
+#             kernel for low operands that is faster than widening them, but where it reads a large
+#             one for a few rows. Exported programs and those for several devices: row by row.
 # cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the dtype of
-#             its result; with a low one it takes 0.8 to 1.1 of the time, least where the result is
-#             large. A convolution of low operands with a float32 result is run in float32, up to
-#             three times as slow: so it rounds its result, a parameter's gradient too.
+#             its result. A convolution of low operands with a float32 result is run in float32, up
+#             to three times as slow: so it rounds its result, a parameter's gradient too.
 #             Source: XLA, xla/service/gpu/gpu_float_support.cc, SupportsMixedPrecisions.
-# rocm        by reasoning, not measured: as cuda.
-# tpu         by reasoning, not measured: the matrix unit adds up in float32, as above.
+# rocm, tpu   by reasoning, not measured.
 FORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "cpu": of_this_processor,

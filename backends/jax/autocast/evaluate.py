@@ -35,7 +35,7 @@ from polymp.backends.jax.autocast.frame import (
     Step,
     declared,
 )
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
 from polymp.fp8.recipes import WEIGHT
 from polymp.rules import decision_log
 
@@ -96,19 +96,15 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
             if step.in_8_bits is not None:
                 values = _shared(step, values, several, made_in_8_bits)
             outs = _step(step, values)
-        if record is not None and step.kind is Kind.CAST and _changes(eqn):
-            record.spared(step, "cancelled")
+        if record is not None and step.kind is Kind.CAST:
+            if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
+                record.spared(step, "cancelled")
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in drop:
             env.pop(var, None)
             for dtype in _DTYPES if casts else ():
                 casts.pop((var, dtype), None)
     return list(map(read, plan.results))
-
-
-def _changes(eqn: Equation) -> bool:
-    """True for a cast in the program, from one dtype to another."""
-    return bool(eqn.invars) and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
 
 
 def cast(x: object, dtype: str) -> object:
@@ -152,7 +148,8 @@ def _contracted(step: Step, *values: Any) -> object:
     assert step.low is not None
     assert out is not None, "a contraction has a float result"
     if how is not None:
-        return fp8_contraction.contract_in_8_bits(*values, params, how, step.low, out)
+        lhs, rhs = values
+        return fp8_contraction.contract_in_8_bits(lhs, rhs, params, how, step.low, out)
     return contract(step.eqn.primitive, *values, params=params, run=step.low, out=out)
 
 

@@ -104,7 +104,7 @@ def transformed(
             traced = new(fn, region, tree, statics, arrays, kept)
             evaluate = partial(run, traced.plan)
         else:
-            traced, evaluate = again(fn, tree, statics, key)
+            traced, evaluate = again(fn, tree, statics, *key)
         if unchecked:
             unchecked.clear()
             warn_of_unmatched(traced.plan.jaxpr, region, call)
@@ -126,10 +126,11 @@ def transformed(
         fn: Callable[..., object],
         tree: jax.tree_util.PyTreeDef,
         statics: Sequence[object],
-        key: Key,
+        avals: Sequence[object],
+        _: Hashable,
     ) -> tuple[PlannedCall, Evaluate]:
         """The plan of a call of a jitted function, and what runs it."""
-        made = new(fn, region, tree, statics, key.avals, kept)
+        made = new(fn, region, tree, statics, avals, kept)
         return made, whole(made.plan)
 
     call.polymp = AutocastFunction(call, fn, region)  # type: ignore[attr-defined]
@@ -223,23 +224,17 @@ def is_jitted(fn: object) -> TypeGuard[Callable[..., object]]:
     return isinstance(fn, _FUNCTION)
 
 
-class Key(NamedTuple):
-    """All that the plan of a jitted function depends on, besides the leaves of its arguments."""
-
-    avals: tuple[object, ...]  # types of the arrays
-    kinds: tuple[type, ...]  # types of the leaves
-    settings: Hashable  # of JAX and of polymp
-
-
-def call_key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key | None:
-    """Make the key that the plan of a call is kept under."""
+def call_key(
+    fn: object, statics: Sequence[object], arrays: Sequence[object]
+) -> tuple[Sequence[object], Hashable] | None:
+    """The types of a call's arrays, and all else that its plan depends on, to keep it under."""
     kinds = tuple(map(type, statics))
     if not is_jitted(fn) or decision_log.current() is not None or not _PLAIN.issuperset(kinds):
         return None
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return None
     settings = compat.trace_context(), len(vocabulary().registered)
-    return Key(tuple(map(jax.typeof, arrays)), kinds, settings)
+    return tuple(map(jax.typeof, arrays)), (kinds, settings)
 
 
 def whole(plan: Plan) -> Evaluate:

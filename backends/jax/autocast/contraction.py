@@ -133,21 +133,7 @@ def _batch(
     return with_products(jaxpr, operands, partial(contract, run=run, out=out), out), 0
 
 
-def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]:
-    """Make the function that runs a primitive where nothing is traced: as one kernel."""
-
-    @partial(jax.jit, static_argnames=names)
-    def run(*operands: jax.Array, **params: object) -> Any:
-        return primitive.bind(*operands, **params)
-
-    def eagerly(*operands: jax.Array, **params: object) -> Any:
-        with jax.disable_jit(False):  # it is no part of the user's function
-            return run(*operands, **params)
-
-    return eagerly
-
-
-contraction_p.def_impl(eager(contraction_p, ("of", "params", "run", "out")))
+compat.run_eagerly(contraction_p)
 contraction_p.def_abstract_eval(_abstract)
 
 # A contraction is lowered as this primitive, which is the same in the platform's form.

@@ -21,20 +21,8 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.contraction import contract
-from polymp.backends.jax.autocast.fp8_operands import (
-    Quantised,
-    Shared,
-    fp8_quantise_p,
-    quantise_params,
-)
-from polymp.backends.jax.autocast.frame import (
-    Cast,
-    Kind,
-    Operand,
-    Plan,
-    Step,
-    declared,
-)
+from polymp.backends.jax.autocast.fp8_operands import Quantised, Shared, quantised_once
+from polymp.backends.jax.autocast.frame import Cast, Kind, Operand, Plan, Step, declared
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
 from polymp.fp8.recipes import WEIGHT
 from polymp.rules import decision_log
@@ -124,6 +112,8 @@ _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
     outs: Sequence[object]
     match step.kind:
+        case Kind.BIND:
+            outs = compat.put(step.eqn.primitive, values, _params(step))
         case Kind.CAST:
             return values
         case Kind.PICK:
@@ -133,8 +123,6 @@ def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
         case Kind.INSIDE:
             assert step.inside is not None
             outs = step.inside.emit(step, values)
-        case _:
-            outs = bind(step, values)
     if step.returns is None:
         return outs
     return [
@@ -258,7 +246,6 @@ def _shared(
     for at, form in _forms(step):
         if form in several:
             if form not in made:
-                params = quantise_params(*form[1:])
-                made[form] = Quantised(*fp8_quantise_p.bind(values[at], **params))
+                made[form] = quantised_once(values[at], *form[1:], differentiated=False)
             values[at] = Shared(values[at], made[form])
     return values

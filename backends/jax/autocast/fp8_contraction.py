@@ -170,7 +170,7 @@ def _wide(flat: Sequence[jax.Array], how: In8Bits, run: str) -> list[jax.Array]:
     return [dequantised(*x, run) if isinstance(x, Quantised) else main(x) for x in operands]
 
 
-fp8_contraction_p.def_impl(programs.eager(fp8_contraction_p, ("of", "params", "how", "run", "out")))
+compat.run_eagerly(fp8_contraction_p)
 
 fp8_contraction_p.def_abstract_eval(_abstract)
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
+from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import largest_magnitude
-from polymp.backends.jax.autocast.contraction import eager
 from polymp.dtypes import FORMATS
 from polymp.fp8 import quantise
 from polymp.fp8.quantise import Verbs
@@ -222,19 +222,12 @@ TWICE = (
 )
 
 
-def quantised_once(x: jax.Array, recipe: str, role: str, axes: Sequence[int]) -> Quantised:
-    """An operand in 8 bits, from which no derivative is taken: one that is saved for it."""
-    params = quantise_params(recipe, role, axes, differentiated=True)
-    return Quantised(*fp8_quantise_p.bind(x, **params))
-
-
-def quantise_params(
-    recipe: str, role: str, axes: Sequence[int], differentiated: bool = False
-) -> jax.core.ParamDict:
-    """The parameters of `fp8_quantise_p`; `differentiated` once the derivative has been taken."""
-    return {
-        "recipe": recipe, "role": role, "axes": tuple(axes), "differentiated": differentiated,
-    }  # fmt: skip
+def quantised_once(
+    x: jax.Array, recipe: str, role: str, axes: Sequence[int], differentiated: bool = True
+) -> Quantised:
+    """An operand in 8 bits as one equation; `differentiated` once the derivative is taken."""
+    how = {"recipe": recipe, "role": role, "axes": tuple(axes), "differentiated": differentiated}
+    return Quantised(*fp8_quantise_p.bind(x, **how))
 
 
 def _quantise(x: jax.Array, *, recipe: str, role: str, axes: Sequence[int], **_: bool) -> Quantised:
@@ -270,7 +263,7 @@ def _quantise_batch(
     return fp8_quantise_p.bind(x, axes=moved, **params), [at, at]
 
 
-fp8_quantise_p.def_impl(eager(fp8_quantise_p, ("recipe", "role", "axes", "differentiated")))
+compat.run_eagerly(fp8_quantise_p)
 
 fp8_quantise_p.def_abstract_eval(_quantise_abstract)
 

@@ -195,24 +195,21 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         decision, run = decision._replace(out=run if plain else asked), "float32"
     out = run if plain else asked
     final = decision.out or out
-    if run not in LOW_DTYPES:
+    low = run in LOW_DTYPES
+    how = how_in_8_bits() if low and decision.rule is Rule.FP8 else in_float32
+    made = out if out == run or not low else "float32"
+    returns = (final,) if final != made else None
+    if low:
+        # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
+        # What is quantised goes in as it is, too.
+        kept = isinstance(how, In8Bits)
+        reads = [None if kept or k.is_parameter or not k.dtype else run for k in known]
+        step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)
+    else:
         params = {**eqn.params, "preferred_element_type": np.dtype(out)}
         reads = [run if k.dtype else None for k in known]
-        returns = (final,) if final != out else None
-        step = frame.step(eqn, reads, [out], Kind.BIND, params, returns)
-        return step._replace(fallback=in_float32), [ValueFacts(final, product=final in LOW_DTYPES)]
-    # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
-    reads = [run if k.dtype and not k.is_parameter else None for k in known]
-    how = how_in_8_bits() if decision.rule is Rule.FP8 else ""
-    if isinstance(how, In8Bits):
-        reads = [None] * len(known)  # they are quantised from the dtypes that they come in
-    made = out if out == run else "float32"
-    returns = (final,) if final != made else None
-    step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)
-    if isinstance(how, In8Bits):
-        step = step._replace(in_8_bits=how)
-    else:
-        step = step._replace(fallback=how)
+        step = frame.step(eqn, reads, [made], params=params, returns=returns)
+    step = step._replace(in_8_bits=how) if isinstance(how, In8Bits) else step._replace(fallback=how)
     return step, [ValueFacts(final, product=final in LOW_DTYPES)]
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 import jax
 import jax._src.config as _config
 import jax._src.core as _core
+import jax._src.dispatch as _dispatch
 import jax._src.interpreters.ad as _ad
 import jax._src.interpreters.partial_eval as _partial_eval
 import jax._src.mesh as _mesh
@@ -202,6 +203,11 @@ def equation_context() -> JaxprEqnContext:
     An equation's own context need not be entered where it is the current one.
     """
     return JaxprEqnContext()
+
+
+def run_eagerly(primitive: core.Primitive) -> None:
+    """Run a primitive as one kernel where nothing is traced, as jax runs its own. Since jax 0.2."""
+    primitive.def_impl(partial(_dispatch.apply_primitive, primitive))
 
 
 def put(

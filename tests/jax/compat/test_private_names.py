@@ -285,6 +285,19 @@ def test_what_a_jitted_function_traces_to():
         assert [eqn.primitive.name for eqn in compat.opened(jaxpr)[0].eqns] == ["sin"]
 
 
+def test_a_primitive_runs_eagerly_as_one_kernel():
+    lowered, twice = [], core.Primitive("twice")
+    twice.def_abstract_eval(lambda x, by: x)
+    compat.run_eagerly(twice)
+    rule = mlir.lower_fun(lambda x, by: (lowered.append(by), by * x)[1], multiple_results=False)
+    mlir.register_lowering(twice, rule)
+    for _ in range(2):
+        assert np.array_equal(twice.bind(X, by=2), 2 * X)
+    with jax.disable_jit():
+        assert np.array_equal(twice.bind(X, by=3), 3 * X)
+    assert lowered == [2, 3]
+
+
 def test_jvp_and_pulled_keep_symbolic_zeros():
     def fn(x, y):
         return [x * 2, y * 3, lax.stop_gradient(x)]

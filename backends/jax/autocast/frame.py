@@ -189,7 +189,7 @@ class Inside:
 
 
 class Plans(Protocol):
-    """What all frames of a program share: a `Planner`."""
+    """A `Planner`, as the frames of its programs see it."""
 
     stacks: NameStacks
     op_plans: dict[Hashable, Any]

@@ -9,7 +9,7 @@ rewrite knows the region of each. Nothing here casts.
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import jax
@@ -82,10 +82,7 @@ def as_written() -> Iterator[None]:
     Also a decorator, for arithmetic of polymp's own that no policy decides.
     """
     ambient = AMBIENT.value
-    if ambient is None:
-        yield
-        return
-    with entered(replace(ambient, enabled=False)):
+    with nullcontext() if ambient is None else entered(replace(ambient, enabled=False)):
         yield
 
 

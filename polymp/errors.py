@@ -72,10 +72,6 @@ class BadStepError(PolympError, RuntimeError):
         self.last_good = last_good
 
 
-class EscapedValueError(PolympError, RuntimeError):
-    """A function stored traced values outside of itself, which are invalid after the trace."""
-
-
 class UsageError(PolympError):
     """A command that cannot be carried out; the text says why, in one line."""
 

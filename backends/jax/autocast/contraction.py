@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Literal
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
@@ -45,17 +45,10 @@ def contract(
     out: str,
 ) -> jax.Array:
     """`of(lhs, rhs)` on low operands, added up in float32."""
-    operands = compat.varying_alike(lhs, rhs, *rest)
-    result: jax.Array = contraction_p.bind(*operands, **contraction_params(of, params, run, out))
-    return result
-
-
-def contraction_params(
-    of: core.Primitive, params: Mapping[str, object], run: str, out: str
-) -> jax.core.ParamDict:
-    """The parameters of a contraction that stands for `of` with its own."""
     kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
-    return {"of": of, "params": kept, "run": run, "out": out}
+    operands = compat.varying_alike(lhs, rhs, *rest)
+    result: jax.Array = contraction_p.bind(*operands, of=of, params=kept, run=run, out=out)
+    return result
 
 
 def _lower(
@@ -64,10 +57,7 @@ def _lower(
     """Lower a contraction; what it makes of its operands is what earlier contractions made of them.
 
     A parameter is cast in the forward pass and again in the backward pass. XLA would merge the two
-    casts, but only after it has divided the program among devices, and by then it has gathered each
-    of them by itself. Here they are one from the start, with what follows them as far as it is the
-    same too. Nothing is kept for that between the passes: in a scan, a residual would be a low copy
-    of the parameters of all layers.
+    casts only after it has divided the program among devices, and would gather each by itself.
     """
     before = compat.readers(operands)
     outs: Sequence[mlir.ir.Value[Any]] = _lower_form(ctx, *operands, **params)
@@ -80,8 +70,7 @@ def _lower(
 def _casts(jaxpr: ClosedProgram) -> bool:
     """True if a contraction in a program, or in a function jitted in it, casts an operand.
 
-    The forward and the backward pass of a jitted function are two functions: to have their casts
-    merged, both are lowered into their caller.
+    Such functions are lowered into their caller: forward and backward passes are two functions.
     """
     for eqn in compat.opened(jaxpr)[0].eqns:
         if eqn.primitive is contraction_p:
@@ -106,23 +95,13 @@ def _abstract(
     return made
 
 
-# The transpose and the batched form of JAX's primitive are traced at one dtype, and every product
-# in the traced program is replaced by one of ours; no rule of JAX's is repeated here.
-
-
 def _jvp(
     primals: Sequence[jax.Array], tangents: Sequence[object], **params: object
 ) -> tuple[jax.Array, object]:
-    lhs, rhs, *rest = primals
-    dl, dr = tangents[:2]
     bind = partial(contraction_p.bind, **params)
-    out = bind(lhs, rhs, *rest)
-    parts = []
-    if type(dl) is not ad.Zero:
-        parts.append(bind(dl, rhs, *rest))
-    if type(dr) is not ad.Zero:
-        parts.append(bind(lhs, dr, *rest))
-    return out, tangent(out, parts)
+    out = bind(*primals)
+    moved = [(at, t) for at, t in enumerate(tangents[:2]) if type(t) is not ad.Zero]
+    return out, tangent(out, [bind(*primals[:at], t, *primals[at + 1 :]) for at, t in moved])
 
 
 def _transpose(
@@ -137,7 +116,8 @@ def _transpose(
     rest = [x for i, x in enumerate(operands) if i != moving]
     avals = [low(x, run) for x in (aval, ct, *rest)]
     jaxpr = transposed(of, params, run, moving, *avals)
-    nones[moving] = _with_contractions(jaxpr, (ct, *rest), run, aval.dtype.name)
+    product = partial(contract, run=run, out=aval.dtype.name)
+    nones[moving] = with_products(jaxpr, (ct, *rest), product, aval.dtype.name)
     return nones
 
 
@@ -150,36 +130,14 @@ def _batch(
     out: str,
 ) -> tuple[jax.Array, int]:
     jaxpr = batched(of, params, run, tuple(dims), *(low(x, run) for x in operands))
-    return _with_contractions(jaxpr, operands, run, out), 0
+    return with_products(jaxpr, operands, partial(contract, run=run, out=out), out), 0
 
 
-def _with_contractions(closed: ClosedProgram, args: Sequence[Any], run: str, out: str) -> jax.Array:
-    """The result of a program of one dtype, with each contraction in it replaced by ours."""
-    product = partial(contract, run=run, out=out)
-    return with_products(closed, args, product, out)
-
-
-def eager(primitive: core.Primitive, names: Sequence[str]) -> Callable[..., Any]:
-    """Make the function that runs a primitive where nothing is traced: as one kernel."""
-
-    @partial(jax.jit, static_argnames=names)
-    def run(*operands: jax.Array, **params: object) -> Any:
-        return primitive.bind(*operands, **params)
-
-    def eagerly(*operands: jax.Array, **params: object) -> Any:
-        with jax.disable_jit(False):  # it is no part of the user's function
-            return run(*operands, **params)
-
-    return eagerly
-
-
-contraction_p.def_impl(eager(contraction_p, ("of", "params", "run", "out")))
-
+compat.run_eagerly(contraction_p)
 contraction_p.def_abstract_eval(_abstract)
 
 # A contraction is lowered as this primitive, which is the same in the platform's form.
 form_p: core.Primitive = core.Primitive("polymp_contraction_form")
-
 form_p.def_abstract_eval(_abstract)
 
 ad.primitive_jvps[contraction_p] = _jvp
@@ -230,17 +188,14 @@ def remat_rule(
 
 compat.remat_rules[contraction_p] = remat_rule
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
-
-# JAX would keep the program of the first contraction, and copy it for equal ones.
+# Cached, the program of the first contraction would be copied for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
 
 compat.lower_in_place(_casts)
 
 
-# The next functions are forms of one product; each is what XLA runs fast on some platform.
-#
-# A form takes the operands and parameters of a contraction, and binds JAX's own primitive. Low
-# operands, a sum in float32 and one rounding are what all of them compute.
+# Forms of one product: each binds JAX's own primitive as XLA runs it fast on some platform. All
+# compute the same: low operands, a sum in float32 and one rounding.
 
 
 def result_as_asked(
@@ -288,17 +243,19 @@ def row_by_row(
     if run != "bfloat16" or of.name != "dot_general":
         # XLA's CPU kernels for these take float32.
         return widened(*operands, of=of, params=params, run=run, out=out)
-    rows, columns = _rows_and_columns(*operands, **dict(params))
-    if rows <= _FEW or columns <= _THIN:
-        return _of_few_rows(*operands, **dict(params), run=run, out=out)
+    own, (lhs, rhs) = dict(params), operands
+    numbers, sharding = own["dimension_numbers"], own["out_sharding"]
+    rows, columns = free_sizes(lhs, rhs, numbers)
+    batched = numbers[1][0]
+    asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+    if (rows <= _FEW or columns <= _THIN) and not (batched or asked):
+        return _of_few_rows(lhs, rhs, numbers, own["precision"], run, out)
     # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
-    # dimensions and both lie row by row in memory. An operand that a transpose made lies otherwise,
-    # and is computed in float32; a unit dimension, put in after the transpose, sets that right. The
-    # barriers keep XLA from folding a transpose into the product afterwards: it would then run a
+    # dimensions and both lie row by row in memory. A unit dimension after a transpose makes it lie
+    # so. The barriers keep XLA from folding the transpose into the product: it would then run a
     # slower kernel, or have none and raise.
     lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
-    own = dict(params)
-    (lc, rc), (lb, rb) = own["dimension_numbers"]
+    (lc, rc), (lb, rb) = numbers
     lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
     at, after = len(lb), len(lb) + 1 + len(lf)  # where the unit dimensions come out
     lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), (at,))
@@ -308,7 +265,6 @@ def row_by_row(
         (tuple(range(after, lhs.ndim)), tuple(d + 1 for d in rc)),
         (tuple(range(at)), tuple(d + 1 for d in rb)),
     )
-    sharding = own["out_sharding"]
     if sharding is not None:
         spec = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
         spec = [*spec[:at], None, *spec[at : after - 1], None, *spec[after - 1 :]]
@@ -334,21 +290,6 @@ _FEW = 128
 _THIN = 8
 
 
-def _rows_and_columns(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    dimension_numbers: lax.DotDimensionNumbers,
-    out_sharding: NamedSharding | None,
-    **_: object,
-) -> tuple[float, float]:
-    """The free sizes of a matrix by a matrix; infinitely many of a product of any other kind."""
-    asked = out_sharding is not None and AxisType.Explicit in out_sharding.mesh.axis_types
-    if dimension_numbers[1][0] or asked:
-        return inf, inf
-    return free_sizes(lhs, rhs, dimension_numbers)
-
-
 def free_sizes(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
 ) -> tuple[float, float]:
@@ -364,33 +305,20 @@ def free_sizes(
 def _of_few_rows(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
-    dimension_numbers: lax.DotDimensionNumbers,
+    numbers: lax.DotDimensionNumbers,
     precision: lax.PrecisionLike,
-    out_sharding: NamedSharding | None,
     run: str,
     out: str,
 ) -> jax.Array:
     """The product of few rows, without the copy that the general form makes of the other operand.
 
-    XLA on CPU has the fast kernel for low operands from two rows on, so a single row gets a row of
-    zeros beside it.
-    The few rows are laid out as in the general form. The other operand is left to XLA: a transpose
-    of it becomes part of the product, for which there is a kernel either way.
+    XLA on CPU has the fast kernel from two rows on: a single row gets a row of zeros beside it.
     """
-    (lc, rc), _ = dimension_numbers
-    rows, columns = free_sizes(lhs, rhs, dimension_numbers)
+    (lc, rc), _ = numbers
+    rows, columns = free_sizes(lhs, rhs, numbers)
     lf = [d for d in range(lhs.ndim) if d not in lc]
     if columns <= _THIN and columns < rows:
-        turned = _of_few_rows(
-            rhs,
-            lhs,
-            dimension_numbers=((rc, lc), ((), ())),
-            precision=precision,
-            out_sharding=None,
-            run=run,
-            out=out,
-        )
+        turned = _of_few_rows(rhs, lhs, ((rc, lc), ((), ())), precision, run, out)
         rf = turned.ndim - len(lf)
         return lax.transpose(turned, (*range(rf, turned.ndim), *range(rf)))
     few, other = (lax.convert_element_type(x, run) for x in (lhs, rhs))
@@ -456,21 +384,16 @@ _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 
 # How the contraction is lowered, platform by platform; elsewhere, the result is as asked.
 #
-# cpu         measured by benchmarks/contraction.py. With instructions for bfloat16: in all but tiny
-#             products a float32 result is faster than a low one or float32 operands, and nothing
-#             is rounded in between. Plain, it falls back to float32 operands where one of them is
-#             transposed, as in some gradients; laid out row by row it does not, and costs up to a
-#             third more where it would not have. Without: XLA has no kernel for low operands that
-#             is faster than widening them for its float32 one, but where it reads a large operand
-#             for a few rows. An exported program may run on either, and is laid out row by row; so
-#             is one for several devices, which would otherwise gather weights when they are wide.
+# cpu         measured by benchmarks/contraction.py. With instructions for bfloat16, a float32
+#             result is faster than a low one or float32 operands, in all but tiny products; laid
+#             out row by row it stays so where an operand is transposed. Without them, XLA has no
+#             kernel for low operands that is faster than widening them, but where it reads a large
+#             one for a few rows. Exported programs and those for several devices: row by row.
 # cuda        measured on an H100, by `make gpu`: a dot adds up in float32 whatever the dtype of
-#             its result; with a low one it takes 0.8 to 1.1 of the time, least where the result is
-#             large. A convolution of low operands with a float32 result is run in float32, up to
-#             three times as slow: so it rounds its result, a parameter's gradient too.
+#             its result. A convolution of low operands with a float32 result is run in float32, up
+#             to three times as slow: so it rounds its result, a parameter's gradient too.
 #             Source: XLA, xla/service/gpu/gpu_float_support.cc, SupportsMixedPrecisions.
-# rocm        by reasoning, not measured: as cuda.
-# tpu         by reasoning, not measured: the matrix unit adds up in float32, as above.
+# rocm, tpu   by reasoning, not measured.
 FORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "cpu": of_this_processor,
@@ -584,8 +507,7 @@ def with_products(
 def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:
     """The parameters of a product whose operands change places, if only a transpose follows it.
 
-    The transpose of a product is the product of its operands the other way round. XLA on CPU would
-    find that out late, and then has no kernel for what it made.
+    XLA on CPU would find that out late, and then has no kernel for what it made.
     """
     if eqn.primitive.name != "dot_general" or after is None:
         return None

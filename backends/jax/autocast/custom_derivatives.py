@@ -6,9 +6,9 @@ rule is planned when a derivative is first asked for, in the region of the call.
 reverse rules have a part each.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -46,8 +46,6 @@ class Rules(Inside):
         self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
         self.num_consts: int = eqn.params.get("num_consts", 0)
         self.name: str = compat.function_name(plan.jaxpr)
-        # Not the plan's: two functions may share a body and differ in their rules.
-        self.cache: dict[Hashable, Any] = {}
 
     @property
     def plan(self) -> Plan:
@@ -79,7 +77,7 @@ class Rules(Inside):
 
 
 class Half(NamedTuple):
-    """A planned rule, or half of one."""
+    """A planned rule, or half of one, for one choice of what is differentiated."""
 
     plan: Plan  # of what is computed
     # Which float results have a tangent, or which differentiated arguments a gradient; the others
@@ -87,19 +85,6 @@ class Half(NamedTuple):
     moves: tuple[bool, ...] = ()
     # Of the forward half, the structure of what is saved.
     tree: jax.tree_util.PyTreeDef | None = None
-
-
-def once(method: Callable[..., Half]) -> Callable[..., Half]:
-    """A method that plans for each choice of arguments once; kept where its rules keep things."""
-
-    @wraps(method)
-    def call(self: Rules, *choice: tuple[bool, ...]) -> Half:
-        if choice not in self.cache:
-            self.cache[choice] = method(self, *choice)
-        half: Half = self.cache[choice]
-        return half
-
-    return call
 
 
 FUNCTIONS.border(Rules.trace)
@@ -142,20 +127,22 @@ class Forward(Rules):
     choice.
     """
 
+    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
+        super().__init__(frame, eqn, plan)
+        self.halves: Callable[..., Half] = cache(self.planned)
+        # One object, so that JAX's caches know it again.
+        self.function = jax.custom_jvp(named(self.primal, self.name, plan.jaxpr))
+        self.function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
+
     def call(self, values: Sequence[object]) -> Sequence[object]:
-        cache = self.cache
-        if "function" not in cache:  # one object, so that JAX's caches know it again
-            primal = named(self.primal, self.name, self.plan.jaxpr)
-            cache["function"] = function = jax.custom_jvp(primal)
-            function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
-        outs: Sequence[object] = cache["function"](*values)
+        outs: Sequence[object] = self.function(*values)
         return outs
 
     def rule(
         self, primals: Sequence[object], tangents: Sequence[object]
     ) -> tuple[tuple[object, ...], tuple[object, ...]]:
         moving = moving_of(tangents, self.floats)
-        half = self.planned(moving)
+        half = self.halves(moving)
         flat = run(half.plan, [*primals, *where(tangents, moving)])
         count = len(self.plan.outs)
         left, moves = iter(flat[count:]), iter(half.moves)
@@ -165,7 +152,6 @@ class Forward(Rules):
         ]
         return tuple(flat[:count]), tuple(tangents)
 
-    @once
     def planned(self, moving: tuple[bool, ...]) -> Half:
         """The rule, when these arguments move."""
         avals = [var.aval for var in self.eqn.invars]
@@ -197,13 +183,15 @@ class Reverse(Rules):
     cotangent, and gets a plan for each such choice.
     """
 
+    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
+        super().__init__(frame, eqn, plan)
+        self.forward: Callable[..., Half] = cache(self.planned_forward)
+        self.backward: Callable[..., Half] = cache(self.planned_backward)
+        self.whole = None if self.num_consts else self.function(())
+
     def call(self, values: Sequence[object]) -> Sequence[object]:
         consts, args = values[: self.num_consts], values[self.num_consts :]
-        cache = self.cache
-        function = cache.get("function") or self.function(consts)
-        if not consts:
-            cache["function"] = function
-        outs: Sequence[object] = function(*args)
+        outs: Sequence[object] = (self.whole or self.function(consts))(*args)
         return outs
 
     def function(self, consts: Sequence[object]) -> Callable[..., Sequence[object]]:
@@ -232,8 +220,7 @@ class Reverse(Rules):
         function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
         return function
 
-    @once
-    def forward(self, moving: tuple[bool, ...]) -> Half:
+    def planned_forward(self, moving: tuple[bool, ...]) -> Half:
         """The forward half, when these arguments are differentiated."""
         count = len(self.plan.outs)
         skip = self.num_consts
@@ -259,8 +246,7 @@ class Reverse(Rules):
         plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, results)
         return Half(plan, tree=trees[0])
 
-    @once
-    def backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> Half:
+    def planned_backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> Half:
         """The backward half, when these arguments are differentiated and these cotangents come."""
         first = self.forward(moving)
         count = len(self.plan.outs)

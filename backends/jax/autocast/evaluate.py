@@ -7,8 +7,8 @@ messages and meshes are those of the original.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,28 +19,11 @@ from jax.extend import core, source_info_util
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import fp8_contraction, known_functions
-from polymp.backends.jax.autocast.contraction import contraction_p, contraction_params
-from polymp.backends.jax.autocast.fp8_operands import (
-    In8Bits,
-    Quantised,
-    Shared,
-    flattened,
-    fp8_quantise_p,
-    quantise_params,
-)
-from polymp.backends.jax.autocast.frame import (
-    LOW_DTYPES,
-    Cast,
-    Frame,
-    Kind,
-    Operand,
-    Plan,
-    Step,
-    declared,
-)
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, OpenProgram
-from polymp.backends.jax.jaxprs import CALLS
+from polymp.backends.jax.autocast import fp8_contraction
+from polymp.backends.jax.autocast.contraction import contract
+from polymp.backends.jax.autocast.fp8_operands import Quantised, Shared, quantised_once
+from polymp.backends.jax.autocast.frame import Cast, Kind, Operand, Plan, Step, declared
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
 from polymp.fp8.recipes import WEIGHT
 from polymp.rules import decision_log
 
@@ -49,8 +32,7 @@ from polymp.rules import decision_log
 def collector_paused() -> Iterator[None]:
     """Python's cycle collector, off while a program is planned or traced again.
 
-    Nothing in either dies before it ends, and the collector would look through all of it again and
-    again: large programs paid more for that than for their plan.
+    The collector would look through all of it again and again, which cost more than the plan.
     """
     if not gc.isenabled():
         yield
@@ -63,167 +45,100 @@ def collector_paused() -> Iterator[None]:
 
 
 def run(plan: Plan, args: Sequence[object]) -> list[object]:
-    """The outputs of a planned program, in the dtypes of `plan.outs`.
-
-    Where a trace records what runs, equations are put into it as they are. Anywhere else, and for
-    primitives that do something of their own when they are bound, they are bound.
-    """
-    env: dict[Atom, object] = {}
+    """The outputs of a planned program, in the dtypes of `plan.outs`."""
+    env: dict[Atom, Any] = {}
     casts: dict[tuple[Atom, str], object] = {}
     constvars, invars = compat.binders(plan.jaxpr)
     env.update(zip(constvars, plan.consts, strict=True))
     env.update(zip(invars, args, strict=True))
-    given = (*plan.consts, *args)
-    recorder = compat.recorder(given)
-    bind, put = compat.put, compat.put
-    whole: Callable[[object], Any] = _itself
-    simple = {Kind.BIND, Kind.CAST}  # what takes values that are recorded, and no more
-    if recorder is not None:
-        bind, put, whole = recorder.bind, recorder.put, recorder.tracer
-        if recorder.meshless:
-            simple.add(Kind.CONTRACT)
+    made_in_8_bits: dict[_Form, Quantised] = {}
+    several = _several(plan)
+    record = decision_log.current()
 
-    def read(operand: Operand, put: Put) -> object:
+    def read(operand: Operand) -> object:
         if type(operand) is not Cast:
             return operand.val if type(operand) is Literal else env[operand]
         atom, dtype, shared, value, _ = operand
         if value is not None:
-            return lax.full_like(whole(env[atom]), value, value.dtype) if atom.aval.shape else value
+            return lax.full_like(env[atom], value, value.dtype) if atom.aval.shape else value
         if not shared:
-            return cast(env[atom], dtype, put)
+            return cast(env[atom], dtype)
         key = (atom, dtype)
         if key not in casts:
-            casts[key] = cast(env[atom], dtype, put)
+            casts[key] = cast(env[atom], dtype)
         elif record is not None:
             record.spared(step, "shared")
         return casts[key]
 
-    shared_in_8_bits = SharedOperands(plan)
-
-    def results(step: Step, values: list[object], put: Put) -> Sequence[object]:
-        return _step(step, values, put, shared_in_8_bits)
-
-    record = decision_log.current()
-    outer = source_info_util.current_name_stack()
-    here = compat.equation_context()
+    outer, here = source_info_util.current_name_stack(), compat.equation_context()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
-    traced = any(isinstance(x, jax.core.Tracer) for x in given)
+    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.consts, *args))
     drops = [()] * len(plan.steps) if traced else plan.drops
-    with compat.EquationSource() as source:
-        for step, drop in zip(plan.steps, drops, strict=True):
-            eqn = step.eqn
-            source.at(eqn.source_info, outer + step.stack if outer.stack else step.stack)
-            if eqn.ctx is not here:
-                with eqn.ctx.manager:
-                    outs = results(step, [whole(read(o, bind)) for o in step.operands], compat.put)
-            elif step.kind in simple:
-                outs = results(step, [read(o, put) for o in step.operands], put)
-            else:
-                outs = results(step, [whole(read(o, put)) for o in step.operands], compat.put)
-            if record is not None and step.kind is Kind.CAST and _changes(eqn):
+    for step, drop in zip(plan.steps, drops, strict=True):
+        eqn = step.eqn
+        place = source_info_util.user_context(
+            eqn.source_info.traceback, name_stack=outer + step.stack
+        )
+        with place, nullcontext() if eqn.ctx is here else eqn.ctx.manager:
+            values = [read(o) for o in step.operands]
+            if step.in_8_bits is not None:
+                values = _shared(step, values, several, made_in_8_bits)
+            outs = _step(step, values)
+        if record is not None and step.kind is Kind.CAST:
+            if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
                 record.spared(step, "cancelled")
-            for var, out in zip(eqn.outvars, outs, strict=True):
-                env[var] = out
-            for var in drop:
-                env.pop(var, None)
-                shared_in_8_bits.drop(var)
-                for dtype in _DTYPES if casts else ():
-                    casts.pop((var, dtype), None)
-    return [whole(read(o, put)) for o in plan.results]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        for var in drop:
+            env.pop(var, None)
+            for dtype in _DTYPES if casts else ():
+                casts.pop((var, dtype), None)
+    return list(map(read, plan.results))
 
 
-def _changes(eqn: Equation) -> bool:
-    """True for a cast in the program, from one dtype to another."""
-    return bool(eqn.invars) and eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
-
-
-def _itself(x: object) -> object:
-    return x
-
-
-# Makes an equation: of a primitive, values and parameters, its results.
-Put = Callable[[core.Primitive, Sequence[object], jax.core.ParamDict], Sequence[object]]
-
-
-def cast(x: object, dtype: str, put: Put = compat.put) -> object:
+def cast(x: object, dtype: str) -> object:
     """The array in a dtype; the array itself if it has that already."""
-    target, aval = _DTYPES[dtype], compat.aval_of(x)
+    target, aval = _DTYPES[dtype], jax.typeof(x)
     if aval.dtype == target:
         return x
     params = {"new_dtype": target, "weak_type": False, "sharding": None}
-    if (mesh := compat.other_mesh(aval)) is None:
-        return put(lax.convert_element_type_p, (x,), params)[0]
-    with jax.sharding.use_abstract_mesh(mesh):
-        return put(lax.convert_element_type_p, (x,), params)[0]
+    mesh = compat.other_mesh(aval)
+    with nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        return lax.convert_element_type_p.bind(x, **params)
 
 
 _DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
-class SharedOperands:
-    """The shared operands of one run of a plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        if "shared in 8 bits" not in plan.cache:
-            counts = Counter(form for step in plan.steps for _, form in _forms(step))
-            several = frozenset(form for form, count in counts.items() if count > 1)
-            plan.cache["shared in 8 bits"] = several
-        self._several: frozenset[_Form] = plan.cache["shared in 8 bits"]
-        self._made: dict[_Form, Quantised] = {}
-
-    def operands(self, step: Step, values: Sequence[Any], put: Any) -> tuple[list[Any], In8Bits]:
-        """The arrays of a product in 8 bits, and how it runs."""
-        assert step.in_8_bits is not None
-        both: list[Any] = list(values)
-        for at, form in _forms(step) if self._several else ():
-            if form not in self._several:
-                continue
-            if form not in self._made:
-                params = quantise_params(*form[1:])
-                self._made[form] = Quantised(*put(fp8_quantise_p, (values[at],), params))
-            both[at] = Shared(values[at], self._made[form])
-        return flattened(both[0], both[1], step.in_8_bits)
-
-    def drop(self, atom: Atom) -> None:
-        """Forget what was made of a variable that no later step reads."""
-        for form in [form for form in self._made if form.atom is atom]:
-            del self._made[form]
-
-
-def _step(step: Step, values: list[object], put: Put, shared: SharedOperands) -> Sequence[object]:
-    eqn, kind = step.eqn, step.kind
-    if kind is Kind.BIND:
-        outs = put(eqn.primitive, values, _params(step))
-    elif kind is Kind.CAST:
-        return values
-    elif kind is Kind.PICK:
-        outs = _picked(step, values)
-    elif kind is Kind.ROUND:
-        outs = _rounded_first(step, values)
-    elif kind is Kind.CONTRACT:
-        (out,) = step.writes
-        assert step.low is not None
-        assert out is not None, "a contraction has a float result"
-        how = step.in_8_bits
-        if how is not None:
-            values, how = shared.operands(step, values, put)
-        if put is compat.put:  # there may be axes over which they vary
-            values = list(compat.varying_alike(*values))
-        if how is not None:
-            params = fp8_contraction.contraction_params(eqn.params, how, step.low, out)
-            outs = put(fp8_contraction.fp8_contraction_p, values, params)
-        else:
-            params = contraction_params(eqn.primitive, eqn.params, step.low, out)
-            outs = put(contraction_p, values, params)
-    else:
-        assert step.inside is not None
-        outs = step.inside.emit(step, values)
+def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
+    outs: Sequence[object]
+    match step.kind:
+        case Kind.BIND:
+            outs = compat.put(step.eqn.primitive, values, _params(step))
+        case Kind.CAST:
+            return values
+        case Kind.PICK:
+            outs = _picked(step, values)
+        case Kind.CONTRACT:
+            outs = [_contracted(step, *values)]
+        case Kind.INSIDE:
+            assert step.inside is not None
+            outs = step.inside.emit(step, values)
     if step.returns is None:
         return outs
     return [
-        cast(out, dtype, put) if dtype else out
-        for out, dtype in zip(outs, step.returns, strict=True)
+        cast(out, dtype) if dtype else out for out, dtype in zip(outs, step.returns, strict=True)
     ]
+
+
+def _contracted(step: Step, *values: Any) -> object:
+    """The sum of products of a step, in low numbers or in 8 bits."""
+    (out,), params, how = step.writes, step.eqn.params, step.in_8_bits
+    assert step.low is not None
+    assert out is not None, "a contraction has a float result"
+    if how is not None:
+        lhs, rhs = values
+        return fp8_contraction.contract_in_8_bits(lhs, rhs, params, how, step.low, out)
+    return contract(step.eqn.primitive, *values, params=params, run=step.low, out=out)
 
 
 def _picked(step: Step, values: Sequence[object]) -> Sequence[object]:
@@ -288,97 +203,8 @@ def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
     return compat.opened(jax.make_jaxpr(evaluate)(*scalars))[0]
 
 
-# `round_before` rounds parameters before they travel between devices, if only low ops read them.
-#
-# A program that gathers its sharded parameters itself, with `all_gather` or `reshard`, gathers
-# them in the dtype they are stored in. Where contractions are all that reads the result, it is
-# rounded in any case; rounded before, it is half the bytes and the same numbers. Its gradient
-# goes back in float32 as before: nothing is rounded before devices add it up.
-#
-# These send the elements of one array to other devices, and change none of them.
-TRAVELS = frozenset({"all_gather", "all_gather_invariant", "all_to_all", "ppermute", "reshard"})
-_WIDE = "float32"
-
-
-def round_before(frame: Frame) -> None:
-    """Have parameters rounded before they travel, where contractions alone read them afterwards."""
-    steps = frame.steps
-    if not any(step.eqn.primitive.name in TRAVELS for step in steps):
-        return
-    reads = _reads(frame.closed, steps)
-    for at, step in enumerate(steps):
-        if step.kind is not Kind.BIND or step.eqn.primitive.name not in TRAVELS:
-            continue
-        (operand,), (var,) = step.operands, step.eqn.outvars
-        dtypes = reads.get(var, set())
-        if len(dtypes) == 1 and dtypes <= LOW_DTYPES and type(operand) is not Cast:
-            if frame.known(operand).is_parameter:
-                (low,) = dtypes
-                steps[at] = step._replace(kind=Kind.ROUND, low=low)
-
-
-def _reads(jaxpr: ClosedProgram, steps: Sequence[Step]) -> dict[Atom, set[str]]:
-    """By variable of a planned program, the dtypes in which it is read in the end."""
-    reads: dict[Atom, set[str]] = {}
-
-    def note(atom: Atom, dtypes: set[str]) -> None:
-        if not isinstance(atom, Literal):
-            reads.setdefault(atom, set()).update(dtypes)
-
-    for atom in compat.opened(jaxpr)[0].outvars:
-        note(atom, {_WIDE})
-    for step in reversed(steps):
-        for operand, dtypes in zip(step.operands, _dtypes(step, reads), strict=True):
-            if type(operand) is Cast:
-                note(operand.atom, {operand.dtype})
-            else:
-                note(operand, dtypes)
-    return reads
-
-
-_MOVES = known_functions.LAYOUT | TRAVELS
-
-
-def _dtypes(step: Step, reads: dict[Atom, set[str]]) -> Sequence[set[str]]:
-    """By operand of a step, the dtypes in which it, or what reads its result, reads it."""
-    name, dtypes = step.eqn.primitive.name, {_WIDE}
-    if name in CALLS and step.inside is not None:
-        (plan,) = step.inside.plans
-        inside = _reads(plan.jaxpr, plan.steps)
-        return [inside.get(var, set()) for var in compat.binders(plan.jaxpr)[1]]
-    if step.kind is Kind.CONTRACT and step.low:
-        dtypes = {step.low}
-    elif step.kind in (Kind.BIND, Kind.ROUND) and name in _MOVES and step.returns is None:
-        (var,) = step.eqn.outvars
-        dtypes = reads.get(var, set())
-    return [dtypes] * len(step.operands)
-
-
-def _rounded_first(step: Step, values: Sequence[object]) -> Sequence[object]:
-    """The result of a step, whose operand is rounded first; its derivative is that of the step."""
-    low, (out,) = step.low, step.writes
-    assert low is not None
-    assert out is not None
-
-    def moved(x: object) -> object:
-        (result,) = bind(step, [x])
-        return result
-
-    @jax.custom_jvp
-    def rounded(x: object) -> object:
-        return cast(moved(cast(x, low)), out)
-
-    @rounded.defjvp
-    def _(primals: Sequence[object], tangents: Sequence[object]) -> tuple[object, object]:
-        return rounded(*primals), moved(*tangents)
-
-    return [rounded(*values)]
-
-
-# Operands in 8 bits that several products of a program read are quantised and saved once.
-#
-# The queries, keys and values of attention are products of one activation. Each of them would
-# quantise it, and save it for the backward pass.
+# Operands in 8 bits that several products read, as those for queries, keys and values do, are
+# quantised and saved once.
 
 
 class _Form(NamedTuple):
@@ -402,3 +228,24 @@ def _forms(step: Step) -> Iterator[tuple[int, _Form]]:
             continue
         axes = how.axes_when_saved(at, len(operand.aval.shape), step.eqn.params)
         yield at, _Form(operand, how.recipe, part.role, axes)
+
+
+def _several(plan: Plan) -> frozenset[_Form]:
+    """The operands that several products of a program take in 8 bits."""
+    if "several" not in plan.cache:
+        counts = Counter(form for step in plan.steps for _, form in _forms(step))
+        plan.cache["several"] = frozenset(form for form, count in counts.items() if count > 1)
+    found: frozenset[_Form] = plan.cache["several"]
+    return found
+
+
+def _shared(
+    step: Step, values: list[Any], several: frozenset[_Form], made: dict[_Form, Quantised]
+) -> list[Any]:
+    """The operands of a product in 8 bits, with what other products take of them, too."""
+    for at, form in _forms(step):
+        if form in several:
+            if form not in made:
+                made[form] = quantised_once(values[at], *form[1:], differentiated=False)
+            values[at] = Shared(values[at], made[form])
+    return values

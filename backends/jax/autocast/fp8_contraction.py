@@ -5,15 +5,12 @@
     weight_gradient  gradient x activation
 
 One primitive stands for `dot_general`. An operand comes in as it is, and is quantised by its role;
-or in 8 bits, with its scale as one operand more. In an operand that is not in 8 bits yet, the
-product is linear, as `contraction_p` is. The derivative is taken at operands in 8 bits: they are
-what is saved for the backward pass, but for parameters, which are there in any case. Its transpose
-is a product of the same kind, with the gradient in its own format.
+or in 8 bits, with its scale as one operand more. The derivative is taken at operands in 8 bits,
+which are saved for the backward pass, but for parameters, which are there in any case. The
+transpose is a product of the same kind, with the gradient in its own format.
 """
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import contraction as programs
-from polymp.backends.jax.autocast.contraction import Params, contract, contraction_p
+from polymp.backends.jax.autocast.contraction import Params, contract
 from polymp.backends.jax.autocast.fp8_operands import (
     In8Bits,
     Part,
@@ -34,7 +31,6 @@ from polymp.backends.jax.autocast.fp8_operands import (
     Value,
     dequantised,
     flattened,
-    is_quantised,
     main,
     operands_of,
     quantised,
@@ -46,21 +42,16 @@ from polymp.fp8.recipes import GRADIENT, ROW, WEIGHT
 fp8_contraction_p: core.Primitive = core.Primitive("polymp_fp8_contraction")
 
 
-def contraction_params(
-    params: Mapping[str, object], how: In8Bits, run: str, out: str
-) -> jax.core.ParamDict:
-    """The parameters of a contraction in 8 bits."""
-    own = {"dimension_numbers": params["dimension_numbers"], "precision": None}
-    kept = tuple(sorted({**own, "out_sharding": params["out_sharding"]}.items()))
-    return {"of": lax.dot_general_p, "params": kept, "how": how, "run": run, "out": out}
-
-
-def _bind(
-    lhs: Value, rhs: Value, params: Mapping[str, object], how: In8Bits, run: str, out: str
+def contract_in_8_bits(
+    lhs: Value, rhs: Value, params: Mapping[str, Any], how: In8Bits, run: str, out: str
 ) -> jax.Array:
+    """`dot_general(lhs, rhs)` of operands in 8 bits, added up in float32."""
     flat, how = flattened(lhs, rhs, how)
-    operands = compat.varying_alike(*flat)
-    made: jax.Array = fp8_contraction_p.bind(*operands, **contraction_params(params, how, run, out))
+    names = ("dimension_numbers", "out_sharding")
+    kept = tuple(sorted({"precision": None, **{name: params[name] for name in names}}.items()))
+    made: jax.Array = fp8_contraction_p.bind(
+        *compat.varying_alike(*flat), of=lax.dot_general_p, params=kept, how=how, run=run, out=out
+    )
     return made
 
 
@@ -71,9 +62,6 @@ def _abstract(
     made: ShapedArray
     made, _ = of.abstract_eval(*low, **dict(params), preferred_element_type=np.dtype(out))
     return made
-
-
-# Derivatives
 
 
 def _jvp(
@@ -93,9 +81,10 @@ def _jvp(
             saved[at] = _saved(x, at, own, how, run)
             if isinstance(x, Shared):
                 continue
-            if isinstance(saved[at], Quantised) and _serves(saved[at], at, own, how):
-                operands[at] = saved[at]
-    made = _bind(operands[0], operands[1], own, how, run, out)
+            axes = how.axes(at, main(x).ndim, own["dimension_numbers"][0][at])
+            if isinstance(saved[at], Quantised) and _is_along(saved[at], axes):
+                operands[at] = saved[at]  # what this product takes, too
+    made = contract_in_8_bits(operands[0], operands[1], own, how, run, out)
     parts = []
     for at, moved in enumerate(tangents[:2]):
         if type(moved) is ad.Zero:
@@ -106,7 +95,7 @@ def _jvp(
         if how.rules.weight_gradient_high and how.both[at].role == WEIGHT:
             parts.append(contract(of, lhs, rhs, params=own, run=run, out=out))
         else:
-            parts.append(_bind(lhs, rhs, own, how, run, out))
+            parts.append(contract_in_8_bits(lhs, rhs, own, how, run, out))
     return made, programs.tangent(made, parts)
 
 
@@ -129,15 +118,9 @@ def _saved(
     if how.rules.weight_gradient_high and moving.role == WEIGHT:
         return lax.convert_element_type(wide, run)
     axes = how.axes_when_saved(at, wide.ndim, params)
-    if isinstance(x, Shared) and x.low.scale.shape == scale_shape(wide, axes):
+    if isinstance(x, Shared) and _is_along(x.low, axes):
         return x.low
     return quantised_once(wide, how.recipe, part.role, axes)
-
-
-def _serves(x: Quantised, at: int, params: Mapping[str, Any], how: In8Bits) -> bool:
-    """True if an operand that is saved is what this product takes, too."""
-    axes = how.axes(at, x.values.ndim, params["dimension_numbers"][0][at])
-    return bool(x.scale.shape == scale_shape(x.values, axes))
 
 
 def _transpose(
@@ -150,7 +133,7 @@ def _transpose(
         grads[moving] = ad.Zero(aval)
         return grads
     other, part = operands_of(flat, how)[1 - moving], how.both[1 - moving]
-    of_ct = Part(how.role_of_result, own=_own_of_result(params, flat, how))
+    of_ct = Part(how.role_of_result)
     wide = main(other)
     avals = [programs.low(x, run) for x in (aval, ct, wide)]
     program = programs.transposed(of, params, run, moving, *avals)
@@ -158,87 +141,36 @@ def _transpose(
     def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
         (lhs, left), (rhs, right) = ((x, of_ct) if x is ct else (other, part) for x in values)
         own = how._replace(lhs=left, rhs=right)
-        return _bind(lhs, rhs, params, own, run, aval.dtype.name)
+        return contract_in_8_bits(lhs, rhs, params, own, run, aval.dtype.name)
 
     grads[moving] = programs.with_products(program, (ct, wide), product, aval.dtype.name)
     return grads
 
 
-def _own_of_result(params: Params, flat: Sequence[Any], how: In8Bits) -> tuple[int, ...]:
-    """The dimensions of the result that vmap batches an operand by."""
-    contracted, batch = dict(params)["dimension_numbers"]
-    ndims = [(x.aval if ad.is_undefined_primal(x) else x).ndim for x in flat[:2]]
-    own: set[int] = set()
-    first = len(batch[0])
-    for at, part in enumerate(how.both):
-        free = [d for d in range(ndims[at]) if d not in (*contracted[at], *batch[at])]
-        places = {d: i for i, d in enumerate(batch[at])}
-        places |= {d: first + i for i, d in enumerate(free)}
-        own.update(places[d] for d in part.own if d in places)
-        first += len(free)
-    return tuple(sorted(own))
-
-
-# Batches
-
-
 def _batch(
     flat: Sequence[jax.Array],
-    dims: Sequence[Any],
+    dims: Sequence[int | None],
     of: core.Primitive,
     params: Params,
     how: In8Bits,
     run: str,
     out: str,
 ) -> tuple[jax.Array, int]:
-    rest = iter(zip(flat[2:], dims[2:], strict=True))
-    operands: list[Any] = []
-    parts, places = [], []
-    for x, at, part in zip(flat, dims[:2], how.both, strict=False):
-        value: Value = x
-        if part.shared:
-            low = [next(rest), next(rest)]
-            if at is not None:
-                value = Shared(jax.numpy.moveaxis(x, at, 0), _batched_alike(*low)[0])
-                at = 0
-            else:
-                value = Shared(x, Quantised(*(y for y, _ in low)))
-        elif is_quantised(x):
-            value, at = _batched_alike((x, at), next(rest))
-        if at is not None:
-            part = part._replace(own=tuple(sorted([at, *(d + (d >= at) for d in part.own)])))
-        parts.append(part)
-        places.append(at)
-        operands.append(value)
-    how = how._replace(lhs=parts[0], rhs=parts[1])
-    wide = list(map(main, operands))
-    avals = [programs.low(x, run) for x in wide]
-    program = programs.batched(of, params, run, tuple(places), *avals)
+    """Under vmap a product runs by rule `lower`, as in torch."""
 
-    def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
-        order = (0, 1) if values[0] is wide[0] else (1, 0)
-        own = how._replace(lhs=how.both[order[0]], rhs=how.both[order[1]])
-        return _bind(operands[order[0]], operands[order[1]], params, own, run, out)
+    def lowered(*flat: jax.Array) -> jax.Array:
+        return contract(of, *_wide(flat, how, run), params=dict(params), run=run, out=out)
 
-    return programs.with_products(program, wide, product, out), 0
+    return jax.vmap(lowered, tuple(dims))(*flat), 0
 
 
-def _batched_alike(
-    values: tuple[jax.Array, Any], scale: tuple[jax.Array, Any]
-) -> tuple[Quantised, int | None]:
-    """An operand and its scale, with the batch in front of both if either has one."""
-    (x, at), (s, of_scale) = values, scale
-    if at is None and of_scale is None:
-        return Quantised(x, s), None
-    if at is None:
-        x = lax.broadcast(x, (s.shape[of_scale],))
-    else:
-        x = jax.numpy.moveaxis(x, at, 0)
-    s = lax.expand_dims(s, (0,)) if of_scale is None else jax.numpy.moveaxis(s, of_scale, 0)
-    return Quantised(x, s), 0
+def _wide(flat: Sequence[jax.Array], how: In8Bits, run: str) -> list[jax.Array]:
+    """The two operands, those in 8 bits as low numbers."""
+    operands = operands_of(flat, how)
+    return [dequantised(*x, run) if isinstance(x, Quantised) else main(x) for x in operands]
 
 
-fp8_contraction_p.def_impl(programs.eager(fp8_contraction_p, ("of", "params", "how", "run", "out")))
+compat.run_eagerly(fp8_contraction_p)
 
 fp8_contraction_p.def_abstract_eval(_abstract)
 
@@ -248,65 +180,23 @@ batching.primitive_batchers[fp8_contraction_p] = _batch
 compat.remat_rules[fp8_contraction_p] = programs.remat_rule
 
 
-# Contractions under the transformations of jax.experimental that have rules of their own.
-#
-# `jet`, `checkify` and `roofline` look a primitive up in a table. They are not
-# imported here: their tables get an entry once somebody has loaded them.
-
-
-def register_rules() -> None:
-    """Enter the contractions into the tables of the transformations that are loaded by now."""
-    for name, rules in _RULES.items():
-        table = compat.rules_of(name)
-        if table is not None:
-            for primitive, rule in rules.items():
-                table.setdefault(primitive, rule)
-
-
-def _jet(
-    primals: Sequence[jax.Array], series: Sequence[Sequence[jax.Array]], **params: object
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Taylor coefficients of a bilinear op: each a sum of products of those of the operands."""
-    ls, rs = ([x, *terms] for x, terms in zip(primals[:2], series[:2], strict=True))
-    rest = primals[2:]
-    bind = partial(contraction_p.bind, **params)
-    out, *terms = (
-        reduce(operator.add, (bind(ls[i], rs[k - i], *rest) for i in range(k + 1)))
-        for k in range(len(ls))
-    )
-    return out, terms
-
-
-def _cost(
-    context: object, *values: object, of: core.Primitive, params: Params, **_: object
-) -> object:
-    """Count the cost of jax's own product, at the types that go in and come out."""
-    table = compat.rules_of("roofline")
-    assert table is not None, "it asks"
-    return table[of](context, *values, **dict(params))
-
-
-_RULES: Mapping[str, Mapping[core.Primitive, Callable[..., object]]] = {
-    "jet": {contraction_p: _jet},
-    # A NaN that a product made is reported as one of jax's own products.
-    "checkify": {p: partial(compat.nan_checked, p) for p in (contraction_p, fp8_contraction_p)},
-    "roofline": {contraction_p: _cost},
-}
-
-
 def product(
     *flat: jax.Array, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
 ) -> jax.Array:
-    """The product of quantised operands, and of those that are quantised here."""
+    """The product of quantised operands, and of those that are quantised here.
+
+    On GPUs this is the direct form of XLA's fp8 gemm. On an H100, jax 0.11.2 ran it in 8 bits, and
+    in 16 where operands are cast up and scaled before: benchmarks/results/FIGURES.md, "Products of
+    8-bit operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param.
+    """
     operands, own = operands_of(flat, how), dict(params)
-    (lc, rc), (lb, rb) = own["dimension_numbers"]
+    (lc, rc), _ = own["dimension_numbers"]
     pairs = zip(operands, (lc, rc), strict=True)
     scales = [(x.scale, summed) for x, summed in pairs if isinstance(x, Quantised)]
     if any(scale.shape[d] != 1 for scale, summed in scales for d in summed):
         # Forward mode meets an operand that was quantised for the backward product, which sums
         # over other dimensions: its scales differ along those of this one.
-        wide = [dequantised(*x, run) if isinstance(x, Quantised) else x for x in operands]
-        return contract(of, *wide, params=own, run=run, out=out)
+        return contract(of, *_wide(flat, how, run), params=own, run=run, out=out)
     lhs, rhs = (_in_8_bits(x, at, own, how) for at, x in enumerate(operands))
     # XLA's gemm adds up fast, with fewer digits, unless it is asked not to. As torchao's recipes
     # have it, results do, and gradients do not.
@@ -319,23 +209,12 @@ def product(
         preferred_element_type=np.dtype("float32"),
         out_sharding=own["out_sharding"],
     )
-    of_lhs, of_rhs = lhs.values.ndim - len(lb) - len(lc), rhs.values.ndim - len(rb) - len(rc)
-    made = made * _over_result(inverse(lhs.scale), lc, lb, 0, of_rhs)
-    made = made * _over_result(inverse(rhs.scale), rc, rb, of_lhs, 0)
+    made = made * _over_result(inverse(lhs.scale), lc, 0, rhs.values.ndim - len(rc))
+    made = made * _over_result(inverse(rhs.scale), rc, lhs.values.ndim - len(lc), 0)
     return lax.convert_element_type(made, out)
 
 
 mlir.register_lowering(fp8_contraction_p, mlir.lower_fun(product, multiple_results=False))
-
-
-# The program of a contraction in 8 bits, as XLA gets it.
-#
-# XLA multiplies the 8-bit operands as they are, and the result is multiplied by the scales. On
-# GPUs that is the direct form of XLA's fp8 gemm: nothing has to be recognised, as where operands
-# are cast up and scaled before a product in a wider dtype. On an H100, jax 0.11.2 ran the direct
-# form in 8 bits, and the other one in 16: benchmarks/results/FIGURES.md, "Products of 8-bit
-# operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param, F8ScaleD;
-# flax #3922.
 
 
 def _in_8_bits(x: Value, at: int, params: Mapping[str, Any], how: In8Bits) -> Quantised:
@@ -344,25 +223,20 @@ def _in_8_bits(x: Value, at: int, params: Mapping[str, Any], how: In8Bits) -> Qu
         return x
     wide = main(x)
     axes = how.axes(at, wide.ndim, params["dimension_numbers"][0][at])
-    if isinstance(x, Shared) and x.low.scale.shape == scale_shape(wide, axes):
+    if isinstance(x, Shared) and _is_along(x.low, axes):
         return x.low
     return quantised(wide, how.rules, how.both[at].role, axes)
 
 
-def scale_shape(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the scales that are computed along some dimensions of an operand."""
-    return tuple(1 if d in axes else size for d, size in enumerate(x.shape))
+def _is_along(x: Quantised, axes: Sequence[int]) -> bool:
+    """True if the scales of an operand were computed along these dimensions."""
+    shape = [1 if d in axes else size for d, size in enumerate(x.values.shape)]
+    return bool(x.scale.shape == tuple(shape))
 
 
-def _over_result(
-    scale: jax.Array, summed: Sequence[int], batch: Sequence[int], before: int, after: int
-) -> jax.Array:
+def _over_result(scale: jax.Array, summed: Sequence[int], before: int, after: int) -> jax.Array:
     """The scales of an operand in the dimensions of the result, to be multiplied by it."""
     if all(size == 1 for size in scale.shape):
         return lax.reshape(scale, ())  # which XLA can make part of a gemm
-    free = [d for d in range(scale.ndim) if d not in (*summed, *batch)]
-    turned = lax.transpose(scale, (*batch, *free, *summed))
-    kept = lax.squeeze(turned, range(len(batch) + len(free), scale.ndim))
-    places = [*range(len(batch), len(batch) + before)]
-    first = len(batch) + before + len(free)
-    return lax.expand_dims(kept, [*places, *range(first, first + after)])
+    end = before + scale.ndim - len(summed)
+    return lax.expand_dims(lax.squeeze(scale, summed), [*range(before), *range(end, end + after)])

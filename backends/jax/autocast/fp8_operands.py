@@ -11,8 +11,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
+from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import largest_magnitude
-from polymp.backends.jax.autocast.contraction import eager
 from polymp.dtypes import FORMATS
 from polymp.fp8 import quantise
 from polymp.fp8.quantise import Verbs
@@ -36,8 +36,6 @@ class Part(NamedTuple):
 
     role: str  # "activation", "weight" or "gradient"
     given: bool = False  # True for a parameter, which is saved for the backward pass as it is
-    # The dimensions that vmap batches it by: each element of a batch has its own scales.
-    own: tuple[int, ...] = ()
     # True if it also comes in 8 bits, in the form that is saved for the backward pass, which
     # several products share.
     shared: bool = False
@@ -95,12 +93,12 @@ class In8Bits(NamedTuple):
     def axes(self, at: int, ndim: int, summed: Sequence[int], other: str = "") -> tuple[int, ...]:
         """The dimensions along which a scale of an operand is computed."""
         roles = self.both[at].role, other or self.both[1 - at].role
-        return scale_axes(ndim, self.rules, roles, summed, self.both[at].own)
+        return scale_axes(ndim, self.rules, roles, summed)
 
     def axes_when_saved(self, at: int, ndim: int, params: Mapping[str, Any]) -> tuple[int, ...]:
         """The same for the product with the gradient, which sums over the other dimensions."""
-        contracted, batch = params["dimension_numbers"]
-        free = [d for d in range(ndim) if d not in (*contracted[at], *batch[at])]
+        contracted, _ = params["dimension_numbers"]
+        free = [d for d in range(ndim) if d not in contracted[at]]
         return self.axes(at, ndim, free, self.role_of_result)
 
 
@@ -143,11 +141,6 @@ def flattened(lhs: Value, rhs: Value, how: In8Bits) -> tuple[list[jax.Array], In
     return [main(lhs), main(rhs), *rest], how._replace(lhs=parts[0], rhs=parts[1])
 
 
-# The formulas are those of `polymp.fp8.quantise`. The next functions are JAX's verbs for them, and
-# say along which axes a scale is computed in a product of any number of dimensions, over a batch of
-# vmap's too.
-
-
 IN_8_BITS = frozenset({E4M3, E5M2})
 
 
@@ -164,16 +157,12 @@ def product_of(roles: Collection[str]) -> str:
 
 
 def scale_axes(
-    ndim: int,
-    recipe: Recipe,
-    roles: Sequence[str],
-    summed: Collection[int],
-    own: Collection[int],
+    ndim: int, recipe: Recipe, roles: Sequence[str], summed: Collection[int]
 ) -> tuple[int, ...]:
     """The dimensions along which a scale of an operand is computed."""
     axes = recipe.scale_axis(product_of(roles), roles[0], tuple(sorted(summed)))
     if axes is None:
-        return tuple(d for d in range(ndim) if d in summed or d not in own)
+        return tuple(range(ndim))
     return (axes,) if isinstance(axes, int) else axes
 
 
@@ -233,19 +222,12 @@ TWICE = (
 )
 
 
-def quantised_once(x: jax.Array, recipe: str, role: str, axes: Sequence[int]) -> Quantised:
-    """An operand in 8 bits, from which no derivative is taken: one that is saved for it."""
-    params = quantise_params(recipe, role, axes, differentiated=True)
-    return Quantised(*fp8_quantise_p.bind(x, **params))
-
-
-def quantise_params(
-    recipe: str, role: str, axes: Sequence[int], differentiated: bool = False
-) -> jax.core.ParamDict:
-    """The parameters of `fp8_quantise_p`; `differentiated` once the derivative has been taken."""
-    return {
-        "recipe": recipe, "role": role, "axes": tuple(axes), "differentiated": differentiated,
-    }  # fmt: skip
+def quantised_once(
+    x: jax.Array, recipe: str, role: str, axes: Sequence[int], differentiated: bool = True
+) -> Quantised:
+    """An operand in 8 bits as one equation; `differentiated` once the derivative is taken."""
+    how = {"recipe": recipe, "role": role, "axes": tuple(axes), "differentiated": differentiated}
+    return Quantised(*fp8_quantise_p.bind(x, **how))
 
 
 def _quantise(x: jax.Array, *, recipe: str, role: str, axes: Sequence[int], **_: bool) -> Quantised:
@@ -281,7 +263,7 @@ def _quantise_batch(
     return fp8_quantise_p.bind(x, axes=moved, **params), [at, at]
 
 
-fp8_quantise_p.def_impl(eager(fp8_quantise_p, ("recipe", "role", "axes", "differentiated")))
+compat.run_eagerly(fp8_quantise_p)
 
 fp8_quantise_p.def_abstract_eval(_quantise_abstract)
 

@@ -46,11 +46,6 @@ class Cast(NamedTuple):
     number: float | None = None  # the same as the program has it
 
 
-# The plan of a program: in which dtype every value will be.
-#
-# A `Plan` has one `Step` for each equation of a traced program; emission then follows it. How an
-# equation becomes a step is `planner`'s part. No array is made here.
-#
 # A variable or literal, read as it is, or a cast of one.
 Operand = Atom | Cast
 
@@ -61,7 +56,6 @@ class Kind(StrEnum):
     BIND      its primitive, on operands in the dtypes of the plan
     CAST      not at all: its operand, read in the planned dtype, is its result
     PICK      as BIND, and what it picks more than once has its gradients added up in float32
-    ROUND     as BIND, with an operand that is rounded first; see `evaluate`
     CONTRACT  as a contraction, which takes low operands; see `contraction`, `fp8_contraction`
     INSIDE    its primitive is put back around the plans of the programs inside it
     """
@@ -69,7 +63,6 @@ class Kind(StrEnum):
     BIND = "bind"
     CAST = "cast"
     PICK = "pick"
-    ROUND = "round"
     CONTRACT = "contract"
     INSIDE = "inside"
 
@@ -87,7 +80,7 @@ class Step(NamedTuple):
     # Dtype to cast each float result to afterwards; None to leave them.
     returns: tuple[str | None, ...] | None
     stack: NameStack  # the name stack, without our marks
-    low: str | None = None  # of ROUND and CONTRACT, the dtype of the operands
+    low: str | None = None  # of CONTRACT, the dtype of the operands
     inside: "Inside | None" = None  # of INSIDE, the programs inside
     in_8_bits: In8Bits | None = None  # of CONTRACT, how it runs in 8 bits; None if it does not
     # Why a product that the policy wants in 8 bits runs by rule `lower`, or one with rule `lower`
@@ -196,7 +189,7 @@ class Inside:
 
 
 class Plans(Protocol):
-    """Plans of the programs inside one, and what all of their frames share: a `Planner`."""
+    """A `Planner`, as the frames of its programs see it."""
 
     stacks: NameStacks
     op_plans: dict[Hashable, Any]
@@ -353,8 +346,6 @@ def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -
     )
 
 
-# Facts about values before they exist, and about the numbers that a program holds.
-#
 # A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one,
 # that the plan gives it.
 #

@@ -209,12 +209,8 @@ def spelled(given: object, where: str) -> tuple[tuple[str, ...], tuple[str, ...]
 
 FUNCTIONS = Functions()
 
-# Facts about JAX's primitives: with which float dtypes they can do what. No rules.
-#
-# A primitive that no set here names runs in the dtypes that the program was written in. That is
-# always right, at worst slower: linear algebra, Fourier transforms, bit casts, callbacks,
-# kernels. Names, not objects: a name is the same in every supported version, or simply never
-# turns up.
+# With which float dtypes JAX's primitives can do what. One that no set here names runs in the
+# dtypes that the program was written in: that is always right, at worst slower.
 #
 # Sums of products of two operands: the ones that units for low dtypes are built for.
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -257,8 +253,6 @@ MOVES = frozenset(
 )
 
 # Each result has the dtype of the operand in its place; the operands need not agree.
-# The casts around these stay where the program's values are: the transpose of a pvary is a psum,
-# and moving a cast through it would sum gradients in the low dtype.
 INDEPENDENT = frozenset(
     """
     all_gather all_gather_invariant all_to_all device_put optimization_barrier pbroadcast pcast

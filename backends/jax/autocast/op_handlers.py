@@ -2,7 +2,7 @@
 
     lower, fp32, ...   what the policy's row says
     no row             in the dtypes of the operands, the widest of those declared alike
-    as written         ops that cannot run in another dtype: see `op_facts`
+    as written         ops that cannot run in another dtype: see `known_functions`
 
 Numbers in the program, scalar arguments and masks take the dtype of what they meet. A parameter
 that is added to the result of a contraction is its bias, and takes the low dtype too.
@@ -195,24 +195,21 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         decision, run = decision._replace(out=run if plain else asked), "float32"
     out = run if plain else asked
     final = decision.out or out
-    if run not in LOW_DTYPES:
+    low = run in LOW_DTYPES
+    how = how_in_8_bits() if low and decision.rule is Rule.FP8 else in_float32
+    made = out if out == run or not low else "float32"
+    returns = (final,) if final != made else None
+    if low:
+        # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
+        # What is quantised goes in as it is, too.
+        kept = isinstance(how, In8Bits)
+        reads = [None if kept or k.is_parameter or not k.dtype else run for k in known]
+        step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)
+    else:
         params = {**eqn.params, "preferred_element_type": np.dtype(out)}
         reads = [run if k.dtype else None for k in known]
-        returns = (final,) if final != out else None
-        step = frame.step(eqn, reads, [out], Kind.BIND, params, returns)
-        return step._replace(fallback=in_float32), [ValueFacts(final, product=final in LOW_DTYPES)]
-    # A parameter goes in as it is and is cast inside, so that its gradient is never rounded.
-    reads = [run if k.dtype and not k.is_parameter else None for k in known]
-    how = how_in_8_bits() if decision.rule is Rule.FP8 else ""
-    if isinstance(how, In8Bits):
-        reads = [None] * len(known)  # they are quantised from the dtypes that they come in
-    made = out if out == run else "float32"
-    returns = (final,) if final != made else None
-    step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)
-    if isinstance(how, In8Bits):
-        step = step._replace(in_8_bits=how)
-    else:
-        step = step._replace(fallback=how)
+        step = frame.step(eqn, reads, [made], params=params, returns=returns)
+    step = step._replace(in_8_bits=how) if isinstance(how, In8Bits) else step._replace(fallback=how)
     return step, [ValueFacts(final, product=final in LOW_DTYPES)]
 
 
@@ -271,13 +268,8 @@ def _precision_is_default(precision: object) -> bool:
     return all(p in (None, jax.lax.Precision.DEFAULT) for p in both)
 
 
-# Operands of different dtypes in one op: which decide its dtype, and which follow.
-#
-#     numbers, masks, integers follow
-#     scalar arguments         follow arrays
-#     a bias                   follows the contraction's result that it is added to
-#
-# Everything else decides, and the widest dtype wins.
+# In an op, numbers, masks and integers follow the other operands, scalar arguments follow arrays,
+# and a bias follows the contraction's result. All else decides, and the widest dtype wins.
 
 
 def deciding(eqn: Equation, op: str, known: Sequence[ValueFacts]) -> tuple[str, ...]:
@@ -403,18 +395,6 @@ def _is_bias(hard: Sequence[ValueFacts]) -> bool:
     )
 
 
-# Which products run in 8 bits, and which of their operands is the weight.
-#
-# A product with rule fp8 runs in 8 bits if it is a `dot_general` that comes down to one product
-# of two matrices, `[m, k] @ [k, n]`, and nothing in `polymp.fp8.recipes` speaks against it.
-#
-# The weight is the operand that is a parameter: an argument or a constant of the program, or a
-# layout of one. If both are, or neither, it is the second one, as in `x @ w`. The formats of
-# weights and activations are the same in all recipes, so that the choice matters to those alone
-# that treat the product for the weight's gradient, or the weight in the backward pass, in a way
-# of its own.
-
-
 _ONE = "JAX's {} has no form in 8 bits"
 _UNKNOWN = "its sizes are not known before it runs"
 _GRADIENT = "it is in the backward rule of a jax.custom_vjp function, whose gradients are not told"
@@ -423,7 +403,11 @@ _GRADIENT = "it is in the backward rule of a jax.custom_vjp function, whose grad
 def in_8_bits(
     frame: Frame, eqn: Equation, known: Sequence[ValueFacts], op: str, region: Region
 ) -> In8Bits | str:
-    """How a product runs in 8 bits, or why it runs by rule `lower` instead."""
+    """How a product runs in 8 bits, or why it runs by rule `lower` instead.
+
+    The weight is the operand that is an argument or a constant of the program, or a layout of one.
+    If both are, or neither, it is the second one, as in `x @ w`.
+    """
     assert region.policy is not None, "it has a row with rule fp8"
     if eqn.primitive.name != "dot_general":
         return _ONE.format(eqn.primitive.name)

@@ -9,23 +9,20 @@ import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any, TypeGuard
 
-import jax
 import jax.extend.core as core
 
 from polymp.backends.jax import compat, jaxprs
-from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import (
     control_flow,
     custom_derivatives,
-    evaluate,
-    fp8_contraction,
     function_calls,
     known_functions,
     op_handlers,
 )
+from polymp.backends.jax.autocast.contraction import contraction_p
+from polymp.backends.jax.autocast.fp8_contraction import fp8_contraction_p
 from polymp.backends.jax.autocast.frame import (
     LOW_DTYPES,
     Cast,
@@ -34,12 +31,10 @@ from polymp.backends.jax.autocast.frame import (
     Inside,
     Kind,
     Operand,
-    Origin,
     Plan,
     Step,
     ValueFacts,
     declared,
-    fits,
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
@@ -111,7 +106,7 @@ class Planner:
 
     def __init__(self, kept: PlanCache | None = None) -> None:
         FUNCTIONS.refresh()
-        fp8_contraction.register_rules()
+        compat.check_nans(contraction_p, fp8_contraction_p)
         self.kept = None if decision_log.current() is not None else kept
         # What else plans depend on: jax's configuration, and the ops that are known by now.
         known = len(vocabulary().registered), len(FUNCTIONS.ops)
@@ -179,8 +174,8 @@ def _planned(frame: Frame) -> Plan:
         steps.append(step)
         for var, known in zip(eqn.outvars, outs, strict=True):
             env[var] = known
-    improve(frame)
-    evaluate.round_before(frame)
+    if frame.casts:
+        _CastPuller(frame).run()
     return _finished(frame)
 
 
@@ -232,139 +227,78 @@ def _is_as_written(step: Step) -> bool:
     return step.kind is Kind.CAST
 
 
-# Two passes leave fewer casts: see `improve`.
-#
 # These are computed in float32 at no more cost: single results, made element by element or chosen.
 WIDENED = known_functions.ELEMENTWISE | {
     "broadcast_in_dim", "concatenate", "copy", "pad", "reduce_max", "reduce_min",
     "reshape", "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 
-# Through these a cast to a low dtype moves, from the result to the operands, bit for bit.
-#
-# Forward. Each element of the result is one element of one operand, and which one it is depends on
-# shapes, integers and bools alone. Rounding maps each element by itself, infinities, NaNs and -0.0
-# too, so it may come before the choice as well as after it. An operand that is low already was
-# cast up, which is exact, and stays what it is.
-#
-# Backward. The transpose of each, but one, moves, drops or fills up with zeros the elements of the
-# cotangent, which is low, and adds none of them up; the cast back up is exact, and may again come
-# before or after. The one is `broadcast_in_dim` to more elements, whose transpose is a sum: in the
-# low dtype it would be rounded. It is moved through where its operand has no gradient, because
-# nothing but integers, bools, numbers and constants of the program went into it; so is the padding
-# of `pad`.
-#
-# Where the operand is cast for another reader as well the two casts become one, and their
-# cotangents meet in the low dtype: `sharing`, of a value and its layouts. Of parameters, neither
-# is shared.
-#
-# Not here, though rounding keeps order:
-#   max, min, clamp, abs     their derivatives compare numbers, and rounding makes ties and zeros
-#   neg                      exact; but it computes, and XLA on CPU casts it up and down again
-#   reduce_max, cummax, sort, argmax   the same, and the larger side would be cast
-#   gather, slice, split, dynamic_slice   the larger side would be cast: a table for a few rows
-#   pvary, pcast, psum, all_gather     transposes that are sums over devices
-#   optimization_barrier, name, sharding_constraint, reshard, copy   what the program asks for is
-#       that this very value be there
-NARROWED = frozenset(
-    """
-    broadcast_in_dim concatenate pad reshape rev select_n squeeze stack transpose
-    """.split()
-)
-
 _MIXED = "mixed"
 
 
-def improve(frame: Frame) -> None:
-    """Pull casts up and down, where that leaves fewer or smaller ones.
-
-    What is read in one other dtype than its own, and in no other, is computed in that dtype:
-
-        low, read in float32     pulled up: no rounding in between
-        float32, read low        pulled down: where fewer casts are left, or a smaller one
-
-    That is where no operand needs a new cast: it is low, or a number, or cast for another reader
-    already, or will be, as one of its layouts is. Or where one operand needs one, and another is
-    low and need not be cast up, or the result spreads it over more elements.
-    """
-    if frame.casts:
-        puller = _CastPuller(frame)
-        puller.run()
-        frame.reads = puller.dtypes
-
-
 class _CastPuller:
-    """Goes over the steps of a program, from the last to the first."""
+    """Pulls casts up: what is low and read in float32 alone is computed in float32.
+
+    So a rounding is left out. Goes over the steps of a program, from the last to the first.
+    """
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         # In which dtype the steps seen so far read a variable; `_MIXED` for several.
         self.dtypes: dict[Atom, str | None] = {}
-        self.cast: set[tuple[Atom, str]] = set()  # to which they share a cast
         self.moved: set[Atom] = set()  # values that have another dtype than they were planned in
-        self._sources: dict[Atom, Atom] = {}  # what a variable is a layout of
-        # By a source and a dtype, the layouts of it that are cast.
-        self._layouts: dict[tuple[Atom, str], set[Atom]] | None = None
-        self._inert: set[Atom] | None = None  # what has no gradient, as one of a constant has none
 
     def run(self) -> None:
-        frame, steps = self.frame, self.frame.steps
-        env, dtypes = frame.env, self.dtypes
-        self.results()
-        for at in range(len(steps) - 1, -1, -1):
-            step = steps[at]
-            outvars = step.eqn.outvars
-            if step.eqn.primitive.name in JITTED and step.inside is not None:
-                step = steps[at] = self.through(step, step.inside)
-            elif len(outvars) == 1:
-                (var,) = outvars
-                want, have = dtypes.get(var), (step.returns or step.writes)[0]
-                if want is not None and want != have and have is not None:
-                    if want == "float32":
-                        if have in LOW_DTYPES and self.widens(step):
-                            step = steps[at] = self.recast(step, want)
-                    elif want in LOW_DTYPES and self.narrows(step, want):
-                        step = steps[at] = self.recast(step, want)
-            follows = _compares(step)
-            for operand in step.operands:
-                if type(operand) is not Cast:
-                    if type(operand) is not core.Literal:
-                        have = env[operand].dtype
-                        if not (follows and have in LOW_DTYPES):
-                            self.reads(operand, have)
-                elif operand.value is None:
-                    self.reads(operand.atom, operand.dtype)
-                    if operand.shared:
-                        self.cast.add((operand.atom, operand.dtype))
-        if self.moved:  # what was read with a cast may now come in that dtype already
-            frame.steps = list(map(self.settled, steps))
-
-    def results(self) -> None:
-        """The dtypes in which the program's outputs are read."""
-        frame = self.frame
+        frame, steps, env = self.frame, self.frame.steps, self.frame.env
         atoms = frame.jaxpr.outvars
         for atom, want in zip(atoms, frame.results or [None] * len(atoms), strict=True):
-            if type(atom) is core.Literal:
-                continue
-            have = frame.env[atom].dtype
-            self.reads(atom, want if want and have else have)
+            if type(atom) is not core.Literal:
+                have = env[atom].dtype
+                self.reads(atom, want if want and have else have)
+        for at in range(len(steps) - 1, -1, -1):
+            step = steps[at]
+            if step.eqn.primitive.name in JITTED and step.inside is not None:
+                step = steps[at] = self.through(step, step.inside)
+            elif self.widens(step):
+                step = steps[at] = self.widened(step)
+            follows = _compares(step)
+            for operand in step.operands:
+                if type(operand) is Cast:
+                    if operand.value is None:
+                        self.reads(operand.atom, operand.dtype)
+                elif type(operand) is not core.Literal:
+                    have = env[operand].dtype
+                    if not (follows and have in LOW_DTYPES):
+                        self.reads(operand, have)
+        if self.moved:  # what was read with a cast may now come in that dtype already
+            frame.steps = list(map(self.settled, steps))
+        frame.reads = self.dtypes
 
     def reads(self, var: Atom, dtype: str | None) -> None:
-        dtypes = self.dtypes
-        if dtypes.setdefault(var, dtype) != dtype:
-            dtypes[var] = _MIXED
+        if self.dtypes.setdefault(var, dtype) != dtype:
+            self.dtypes[var] = _MIXED
 
-    def recast(self, step: Step, dtype: str) -> Step:
-        """The step with its result, and what it reads of floats, in a dtype."""
+    def widens(self, step: Step) -> bool:
+        if len(step.eqn.outvars) != 1:
+            return False
+        (var,), have = step.eqn.outvars, (step.returns or step.writes)[0]
+        if have not in LOW_DTYPES or not self.dtypes.get(var) == declared(var) == "float32":
+            return False
+        if step.kind is Kind.CONTRACT:
+            return self.frame.gradients
+        return step.kind is Kind.BIND and step.eqn.primitive.name in WIDENED
+
+    def widened(self, step: Step) -> Step:
+        """The step with its result, and what it reads of floats, in float32."""
         frame, eqn = self.frame, step.eqn
         (var,) = eqn.outvars
-        frame.env[var] = frame.env[var]._replace(dtype=dtype, product=False)
+        frame.env[var] = frame.env[var]._replace(dtype="float32", product=False)
         self.moved.add(var)
         if step.kind is Kind.CONTRACT:
-            return step._replace(writes=(dtype,), returns=None)
-        reads = [dtype if frame.known(atom).dtype else None for atom in eqn.invars]
+            return step._replace(writes=("float32",), returns=None)
+        reads = ["float32" if frame.known(atom).dtype else None for atom in eqn.invars]
         frame.stack = step.stack
-        return frame.step(eqn, reads, (dtype,), params=step.params)
+        return frame.step(eqn, reads, ("float32",), params=step.params)
 
     def through(self, step: Step, inside: Inside) -> Step:
         """A call of a jitted function, planned as if its equations stood here."""
@@ -385,82 +319,6 @@ class _CastPuller:
         return frame.step(
             eqn, [k.dtype for k in known], results, inside=replace(inside, plans=(plan,))
         )
-
-    def widens(self, step: Step) -> bool:
-        if declared(step.eqn.outvars[0]) != "float32":
-            return False
-        if step.kind is Kind.CONTRACT:
-            return self.frame.gradients
-        return step.kind is Kind.BIND and step.eqn.primitive.name in WIDENED
-
-    def narrows(self, step: Step, low: str) -> bool:
-        eqn, frame = step.eqn, self.frame
-        name = eqn.primitive.name
-        if step.kind is not Kind.BIND or name not in NARROWED or step.writes[0] != "float32":
-            return False
-        (var,) = eqn.outvars
-        if declared(var) != "float32" or step.returns is not None or not self.pays(step, low):
-            return False
-        if not frame.planner.stacks.place(eqn.source_info.name_stack, frame.region)[0].enabled:
-            return False  # it runs as written
-        # A parameter's casts are not shared, so neither are those of its layouts.
-        computed = frame.env[var].origin is Origin.COMPUTED
-        if not (computed or self.inert(var)):
-            return False
-        if name == "pad":
-            return self.inert(eqn.invars[1])
-        grows = name == "broadcast_in_dim" and _size(var) != _size(eqn.invars[0])
-        return not grows or self.inert(eqn.invars[0])
-
-    def pays(self, step: Step, low: str) -> bool:
-        """True if what moves leaves fewer casts than there are, or smaller ones."""
-        needed, ups = set(), 0
-        for atom in step.eqn.invars:
-            known = self.frame.known(atom)
-            if known.dtype in (None, low):
-                ups += known.dtype == low
-                continue
-            if known.dtype != "float32":
-                return False  # the other low dtype
-            if known.number is not None and not fits(known.number, low):
-                return False  # it would be clamped, and not rounded
-            number = known.number is not None and not atom.aval.shape
-            if type(atom) is not core.Literal and not number and (atom, low) not in self.cast:
-                needed.add(atom)
-        if len(needed) != 1:
-            return not needed
-        (atom,), (var,) = needed, step.eqn.outvars
-        if _size(atom) > _size(var):
-            return False
-        if ups or (step.eqn.primitive.name == "broadcast_in_dim" and _size(atom) < _size(var)):
-            return True
-        return self.meets(var, low)
-
-    def meets(self, var: Atom, low: str) -> bool:
-        """True if what a variable is a layout of is cast in some other layout too."""
-        if self._layouts is None:
-            self._sources, self._layouts = {}, {}
-            for step in self.frame.steps:
-                if _only_moves(step):
-                    (atom,), (out,) = step.eqn.invars, step.eqn.outvars
-                    self._sources[out] = self._sources.get(atom, atom)
-                for o in step.operands:
-                    if type(o) is Cast and o.value is None and o.shared and o.dtype in LOW_DTYPES:
-                        source = self._sources.get(o.atom, o.atom)
-                        self._layouts.setdefault((source, o.dtype), set()).add(o.atom)
-        source = self._sources.get(var, var)
-        return len(self._layouts.get((source, low), ())) > 1
-
-    def inert(self, atom: Atom) -> bool:
-        """True for what has no gradient: integers, bools, numbers and constants made it."""
-        if self._inert is None:
-            constvars, _ = compat.binders(self.frame.closed)
-            pairs = zip(constvars, self.frame.consts, strict=True)
-            self._inert = {var for var, value in pairs if not isinstance(value, jax.core.Tracer)}
-            for step in self.frame.steps:
-                if all(map(self.inert, step.eqn.invars)):
-                    self._inert.update(step.eqn.outvars)
-        return type(atom) is core.Literal or atom in self._inert or not is_inexact(atom.aval)
 
     def settled(self, step: Step) -> Step:
         if _compares(step) and any(map(self._has_moved, step.operands)):
@@ -498,18 +356,3 @@ def _compares(step: Step) -> bool:
     """True for a step that makes bools of floats, for which each dtype is as good."""
     bools = step.writes == (None,) and step.kind is Kind.BIND
     return bools and step.eqn.primitive.name in known_functions.ELEMENTWISE
-
-
-def _only_moves(step: Step) -> bool:
-    """True for a step that puts the elements of one float32 value in another order or shape."""
-    eqn = step.eqn
-    if step.kind is not Kind.BIND or eqn.primitive.name not in NARROWED or len(eqn.invars) != 1:
-        return False
-    (atom,), (var,) = eqn.invars, eqn.outvars
-    return (
-        type(atom) is not core.Literal and _size(atom) == _size(var) and declared(var) is not None
-    )
-
-
-def _size(atom: Atom) -> int:
-    return prod(atom.aval.shape)

@@ -6,11 +6,10 @@ survives grad, vmap, scan and remat on the equations that were traced under it, 
 rewrite knows the region of each. Nothing here casts.
 """
 
-import re
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import jax
@@ -29,8 +28,6 @@ EXPLAINED: compat.Context[int | None] = jax.make_user_context(None)
 # Inside a function that a row names, nothing else is asked; what it adds up low is rounded once.
 _SUMS = [Row(f"jax:{name}", Rule.FP32_KEEP) for name in ("scatter-add", "scatter-sub")]
 AS_CALLED = Policy("the rule of the call", tuple(_SUMS))
-
-_MARK = re.compile(r"polymp:[\w.:-]+")
 
 # The name scope of what became of an equation, with its number, where calls are followed.
 CALL = "polymp:call:"
@@ -85,10 +82,7 @@ def as_written() -> Iterator[None]:
     Also a decorator, for arithmetic of polymp's own that no policy decides.
     """
     ambient = AMBIENT.value
-    if ambient is None:
-        yield
-        return
-    with entered(replace(ambient, enabled=False)):
+    with nullcontext() if ambient is None else entered(replace(ambient, enabled=False)):
         yield
 
 
@@ -141,7 +135,7 @@ def latest_low() -> str | None:
 
 def innermost(stack: NameStack) -> Region | None:
     """The region of an equation: that of the last mark on its name stack; None without a mark."""
-    marks = [name for name in _MARK.findall(str(stack)) if is_mark(name)]
+    marks = list(filter(is_mark, compat.scope_names(stack)))
     return _MARKS.regions[marks[-1]] if marks else None
 
 

@@ -7,17 +7,13 @@ programs inside whose traces JAX keeps, those of jitted functions.
 """
 
 import functools
-import gc
 import inspect
 import reprlib
-import sys
 import warnings
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from types import CellType, FrameType, FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -36,7 +32,7 @@ from polymp.backends.jax.jaxprs import JITTED
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.scoped import called_paths, naming
 from polymp.code_origin import outside
-from polymp.errors import EscapedValueError, PolicyWarning
+from polymp.errors import PolicyWarning
 from polymp.rules import decision_log, scopes
 from polymp.rules.region import Region
 from polymp.rules.vocabulary import vocabulary
@@ -108,7 +104,7 @@ def transformed(
             traced = new(fn, region, tree, statics, arrays, kept)
             evaluate = partial(run, traced.plan)
         else:
-            traced, evaluate = again(fn, tree, statics, key)
+            traced, evaluate = again(fn, tree, statics, *key)
         if unchecked:
             unchecked.clear()
             warn_of_unmatched(traced.plan.jaxpr, region, call)
@@ -130,10 +126,11 @@ def transformed(
         fn: Callable[..., object],
         tree: jax.tree_util.PyTreeDef,
         statics: Sequence[object],
-        key: Key,
+        avals: Sequence[object],
+        _: Hashable,
     ) -> tuple[PlannedCall, Evaluate]:
         """The plan of a call of a jitted function, and what runs it."""
-        made = new(fn, region, tree, statics, key.avals, kept)
+        made = new(fn, region, tree, statics, avals, kept)
         return made, whole(made.plan)
 
     call.polymp = AutocastFunction(call, fn, region)  # type: ignore[attr-defined]
@@ -143,13 +140,6 @@ def transformed(
 # By the code of a function that `autocast` takes, what is kept for it. Written where it is called,
 # `autocast(f)` is another object each time.
 _PLANS: weakref.WeakKeyDictionary[object, PlanCache] = weakref.WeakKeyDictionary()
-
-_ESCAPED = (
-    "autocast(fn): {fn!r} stored values outside of itself that end with its trace: {shown}. Return "
-    "them instead. Where a library stores them, such as parameters that haiku or flax linen make "
-    "in init, or samples of numpyro, wrap the whole of what returns them, as in autocast(net.init) "
-    "and autocast(net.apply), or only functions inside that store nothing."
-)
 
 _TRACED = (
     "polymp.jax.autocast traces {name}, as jax.jit does, so that its Python cannot branch on the "
@@ -175,10 +165,8 @@ def trace(
 ) -> PlannedCall:
     """Trace and plan a function."""
     found: list[tuple[jax.tree_util.PyTreeDef, Sequence[object]]] = []
-    running: list[weakref.ref[jax.core.Trace]] = []
 
     def flat(*arrays: object) -> list[object]:
-        running.append(weakref.ref(compat.traces()[0]))
         left = iter(arrays)
         leaves = [next(left) if leaf is ARRAY else leaf for leaf in statics]
         args, kwargs = jax.tree.unflatten(tree, leaves)
@@ -192,31 +180,23 @@ def trace(
     compat.follow_buffers(regions.is_enabled)
     flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():
-        gc.collect(0)  # what is young from here on, the trace has made
         try:
             jaxpr = jax.make_jaxpr(flat)(*arrays)
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(_TRACED.format(name=flat.__name__))
             raise
-        except (NotImplementedError, ValueError) as error:
-            if region.enabled and compat.asks_for_low(error):
+        except NotImplementedError as error:
+            if region.enabled and "must be fp16/bf16" in str(error):
                 error.add_note(_CUDNN.format(low=region.dtype))
             raise
-        if found_outside := escaped(running[0]):
-            shown, more = ", ".join(found_outside[:3]), len(found_outside) - 3
-            shown += f" and {more} more" if more > 0 else ""
-            raise EscapedValueError(_ESCAPED.format(fn=fn, shown=shown))
         invars = compat.binders(jaxpr)[1]
         plan = Planner(kept).plan_whole(jaxpr, map(given, invars), region)
     return PlannedCall(plan, *found[0])
 
 
-# Calls of a jitted function under autocast are planned once for arguments of the same types.
-#
-# jit runs a function's Python once for arguments of the same types, so that nothing is missed if
-# the whole plan is kept. What is kept is compiled as one program, unless the user's jit has
-# options of its own, such as donated arguments: then the plan runs op by op, which binds that
-# jit again.
+# Calls of a jitted function under autocast are planned once for arguments of the same types, as
+# jit runs its Python once. The plan is compiled as one program, unless the user's jit has options
+# of its own, such as donated arguments: then the plan runs op by op, which binds that jit again.
 
 
 class _Array:
@@ -244,23 +224,17 @@ def is_jitted(fn: object) -> TypeGuard[Callable[..., object]]:
     return isinstance(fn, _FUNCTION)
 
 
-class Key(NamedTuple):
-    """All that the plan of a jitted function depends on, besides the leaves of its arguments."""
-
-    avals: tuple[object, ...]  # types of the arrays
-    kinds: tuple[type, ...]  # types of the leaves
-    settings: Hashable  # of JAX and of polymp
-
-
-def call_key(fn: object, statics: Sequence[object], arrays: Sequence[object]) -> Key | None:
-    """Make the key that the plan of a call is kept under."""
+def call_key(
+    fn: object, statics: Sequence[object], arrays: Sequence[object]
+) -> tuple[Sequence[object], Hashable] | None:
+    """The types of a call's arrays, and all else that its plan depends on, to keep it under."""
     kinds = tuple(map(type, statics))
     if not is_jitted(fn) or decision_log.current() is not None or not _PLAIN.issuperset(kinds):
         return None
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return None
     settings = compat.trace_context(), len(vocabulary().registered)
-    return Key(tuple(map(jax.typeof, arrays)), kinds, settings)
+    return tuple(map(jax.typeof, arrays)), (kinds, settings)
 
 
 def whole(plan: Plan) -> Evaluate:
@@ -290,96 +264,6 @@ def _is_plain(eqn: Any) -> bool:
         and not any(isinstance(x, jax.sharding.Sharding) for x in placed)
         and all(layout is None for layout in laid_out)
     )
-
-
-# `escaped` finds values of a trace that a function stored outside of itself: they are dead there.
-#
-# What is older than the trace and refers to one of its values was given it by the function: a
-# list of the user's, an object, the parameters that a library collects. What a function made in
-# the trace has captured does not count: a cache may keep that function, but does not read what
-# it captured.
-
-
-_CACHE = type(functools.lru_cache(len))
-
-# They run, or are called: what they refer to, they do not hand out.
-_CODE = (FrameType, FunctionType, GeneratorType, MethodType, functools.partial, _CACHE)
-
-# Carriers whose holders are looked for: all, but for the largest leaks.
-_SOUGHT = 256
-
-
-def escaped(trace: weakref.ref[jax.core.Trace]) -> list[str]:
-    """Find values of an ended trace in older objects.
-
-    To be called where Python's collector has been off since before the trace, and nothing was young
-    then: what is young now was made by the trace. Nothing outlives most traces, and then there is
-    nothing to look for.
-    """
-    if trace() is None:
-        return []
-    young = gc.get_objects(generation=0)
-    tracers = compat.tracers_of(trace(), young)
-    if not tracers:  # the jaxpr holds the trace, where a custom_vjp function is in it
-        return []
-    outside = _held_outside(young, tracers)
-    # By identity of what is held, the data that holds it.
-    holders: defaultdict[int, list[object]] = defaultdict(list)
-    known = {id(x) for x in young}
-    operands = {id(compat.operands_of(tracer)) for tracer in tracers}
-    for x in young:
-        if not isinstance(x, (*_CODE, CellType)) and id(x) not in operands:
-            for held in gc.get_referents(x):
-                if id(held) in known:
-                    holders[id(held)].append(x)
-    carried: dict[int, set[int]] = {}  # by identity of a carrier, the numbers of its tracers
-    carriers: list[object] = []
-    for number, tracer in enumerate(tracers):
-        left: list[object] = [tracer]
-        while left:
-            x = left.pop()
-            if x is young or number in carried.setdefault(id(x), set()):
-                continue
-            if not carried[id(x)]:
-                carriers.append(x)
-            carried[id(x)].add(number)
-            left += holders[id(x)]
-    sought = tuple([x for x in carriers if id(x) in outside][:_SOUGHT])  # a referrer from 3.13 on
-    if not sought:
-        return []
-    # Among frozen objects gc finds no referrers. They are not frozen again after: gc.freeze would
-    # take all that there is now, and what of it ends up in cycles would never be freed.
-    gc.unfreeze()
-    ours = known | {id(x) for x in (young, tracers, carriers, sought, *holders.values())}
-    older = [
-        x
-        for x in gc.get_referrers(*sought)
-        if id(x) not in ours and not isinstance(x, _CODE)
-        if not type(x).__module__.startswith("jaxlib")  # the caches of jax are there
-    ]
-    caches = [x for x in gc.get_referrers(*older) if isinstance(x, _CACHE)]
-    kept = {id(x) for cache in caches for x in gc.get_referents(cache)}
-    found: set[int] = set()
-    for holder in older:
-        if id(holder) not in kept:
-            found.update(*(carried.get(id(x), ()) for x in gc.get_referents(holder)))
-    return [compat.where_made(tracers[number]) for number in sorted(found)]
-
-
-def _held_outside(young: Sequence[object], tracers: Sequence[object]) -> set[int]:
-    """Find the young objects that something else than young objects and these lists refers to.
-
-    Counts of references tell, and cost less than a look at every older object: there are none,
-    where what the function made in the trace has captured its values, and a cache keeps that.
-    """
-    # The last object has only the references that counting itself takes.
-    *counts, counting = [sys.getrefcount(x) for x in (*young, object())]
-    known = Counter(id(x) for x in (*young, *tracers))
-    for x in young:
-        if x is not young:
-            known.update(map(id, gc.get_referents(x)))
-    pairs = zip(young, counts, strict=True)
-    return {id(x) for x, count in pairs if count - counting != known[id(x)]}
 
 
 # `warn_of_unmatched` warns of rules by module path whose pattern matches nothing in a program.

@@ -8,14 +8,14 @@ Each name says why it is needed and since when it has been there;
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import partial
 from types import CodeType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax._src.config as _config
 import jax._src.core as _core
-import jax._src.dtypes as _dtypes
+import jax._src.dispatch as _dispatch
 import jax._src.interpreters.ad as _ad
 import jax._src.interpreters.partial_eval as _partial_eval
 import jax._src.mesh as _mesh
@@ -27,18 +27,12 @@ import jax.extend.core as core
 import jax.interpreters.mlir as mlir
 import numpy as np
 from jax import lax
-from jax.core import AbstractValue, Tracer
+from jax.core import AbstractValue
 from jax.extend.core import primitives
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh
 
-from polymp.backends.jax.compat.programs import (
-    Atom,
-    Equation,
-    JaxprEqnContext,
-    NameStack,
-    SourceInfo,
-)
+from polymp.backends.jax.compat.programs import Equation, JaxprEqnContext, NameStack
 from polymp.backends.jax.compat.programs import binders as binders
 from polymp.backends.jax.compat.programs import close as close
 from polymp.backends.jax.compat.programs import dtypes_out as dtypes_out
@@ -147,25 +141,11 @@ def device_type() -> tuple[str, tuple[int, int] | None]:
     return "cuda", (int(major), int(minor)) if major and minor else None
 
 
-# By transformation, the module and the name of its table of rules.
-_RULES = {
-    "jet": ("jax.experimental.jet", "jet_rules"),
-    "checkify": ("jax._src.checkify", "error_checks"),
-    "roofline": ("jax.experimental.roofline.roofline", "_rooflines"),
-}
-
-
-def rules_of(name: str) -> dict[core.Primitive, Callable[..., object]] | None:
-    """The rules of a transformation, by primitive; None if it is not loaded. Since jax 0.4."""
-    module, table = _RULES[name]
-    return getattr(sys.modules.get(module), table, None)
-
-
-def nan_checked(primitive: core.Primitive, *given: object, **params: object) -> object:
-    """The rule of checkify that reports a NaN in what a primitive returns. Since jax 0.4."""
-    from jax._src import checkify
-
-    return checkify.nan_error_check(primitive, *given, **params)
+def check_nans(*primitives: core.Primitive) -> None:
+    """Have checkify report a NaN in what primitives return, if it is loaded. Since jax 0.4."""
+    checkify: Any = sys.modules.get("jax._src.checkify")
+    for primitive in primitives if checkify else ():
+        checkify.error_checks.setdefault(primitive, partial(checkify.nan_error_check, primitive))
 
 
 def jvp(
@@ -217,177 +197,25 @@ def is_ready(x: Any) -> bool:
     return bool(x.is_ready())
 
 
-def asks_for_low(error: BaseException) -> bool:
-    """True for an error of jax's wrappers of cuDNN's kernels, that the dtypes are no low ones.
-
-    `jax._src.cudnn` since 0.4.24. The error itself does not say where it is from.
-    """
-    at = error.__traceback__ if "fp16" in str(error) or "dtype" in str(error) else None
-    while at is not None:
-        if str(at.tb_frame.f_globals.get("__name__")).startswith("jax._src.cudnn."):
-            return True
-        at = at.tb_next
-    return False
-
-
-# Programs that are traced: equations put in without a `bind`, and their source.
-
-
 def equation_context() -> JaxprEqnContext:
     """The context that an equation traced here would hold; one object for one context. Since 0.4.
 
     An equation's own context need not be entered where it is the current one.
     """
-    return _core.JaxprEqnContext()
+    return JaxprEqnContext()
 
 
-class EquationSource:
-    """The source of what is traced in a block: tracebacks and name stacks of equations, in turn.
-
-    `source_info_util.user_context` without a context manager for each equation: of a large program,
-    they were an eighth of the time. Since jax 0.4.
-    """
-
-    def __init__(self) -> None:
-        self._here = _source_info._source_info_context
-
-    def __enter__(self) -> "EquationSource":
-        self._before = self._here.context
-        self._traceback: object = None
-        return self
-
-    def at(self, info: SourceInfo, stack: NameStack) -> None:
-        """From here on: the traceback of an equation's source information, and a name stack."""
-        self._traceback = info.traceback
-        if info.name_stack is not stack or info.traceback is None:
-            info = self._before.replace(traceback=info.traceback, name_stack=stack)
-        self._here.context = info
-
-    def __exit__(self, *raised: Any) -> None:
-        self._here.context = self._before
-        if raised[0] is not None:  # the error gets the place of the equation at hand
-            manager = _source_info.user_context(self._traceback)
-            manager.__enter__()
-            manager.__exit__(*raised)
-
-
-# A value that is an equation's only result, as long as no tracer of it is asked for.
-Recorded: TypeAlias = _core.JaxprEqn
-
-
-class Recorder:
-    """Puts equations into the program that is being traced, as jax's own `lower_jaxpr` does.
-
-    An equation is the one that `bind` would put there, with types from the primitive's own shape
-    rule, by way of jax's cache. What `bind` does before that is the same for all equations of a
-    program: it finds the current trace, looks whether a value is one of that trace's own and
-    whether its mesh is the current one. Since jax 0.10.
-    """
-
-    def __init__(
-        self, trace: _partial_eval.DynamicJaxprTrace, mesh: jax.sharding.AbstractMesh
-    ) -> None:
-        # No mesh holds here, so that no value varies over manual axes.
-        self.meshless: bool = mesh.empty
-        self._mesh = mesh
-        self._trace = trace
-        self._frame: Any = trace.frame
-        self._context = equation_context()
-        self._here = _source_info._source_info_context
-        self._tracers: dict[Atom, jax.Array] = {}
-
-    def put(
-        self, primitive: core.Primitive, values: Sequence[Any], params: jax.core.ParamDict
-    ) -> Sequence[Any]:
-        """The results of a primitive, at the current source information.
-
-        Values and results are `Recorded`, or what `bind` takes and returns.
-        """
-        if not is_plain(primitive) or params.get("sharding") is not None:
-            return self.bind(primitive, values, params)
-        if _mesh.get_abstract_mesh() is not self._mesh:  # a cast under another one
-            return self.bind(primitive, values, params)
-        frame, trace = self._frame, self._trace
-        constants = frame.constvar_to_val
-        source = self._here.context
-        if not source.traceback:
-            source = _source_info.current()
-        atoms, avals = [], []
-        for x in values:
-            if type(x) is Recorded:
-                (atom,) = x.outvars
-            else:
-                if not isinstance(x, _core.Tracer):
-                    x = trace.to_jaxpr_tracer(_dtypes.canonicalize_value(x), source)
-                elif x._trace is not trace:
-                    return self.bind(primitive, values, params)
-                atom = x.val
-                if type(atom) is core.Literal:
-                    if primitive in _partial_eval.const_fold_rules:
-                        return self.bind(primitive, values, params)
-                elif atom in constants:  # it lives as long as its tracers, which `bind` keeps
-                    return self.bind(primitive, values, params)
-            atoms.append(atom)
-            avals.append(atom.aval)
-        made, effects = _partial_eval._cached_abstract_eval(primitive, *avals, **params)
-        if effects:
-            return self.bind(primitive, values, params)
-        several = primitive.multiple_results
-        variables = [frame.gensym(aval) for aval in (made if several else (made,))]
-        eqn = Recorded(atoms, variables, primitive, params, effects, source, self._context)
-        if primitive in _partial_eval.forwarding_rules:
-            (same,), _ = _partial_eval.forwarding_rules[primitive](eqn)
-            if same is not None:
-                return (values[same],)
-        frame.tracing_eqns.append(eqn)
-        if several:
-            return [trace.var_to_tracer(var, source) for var in variables]
-        return (eqn,)
-
-    def bind(
-        self, primitive: core.Primitive, values: Sequence[Any], params: jax.core.ParamDict
-    ) -> Sequence[Any]:
-        """The same, by way of `bind`."""
-        return put(primitive, [self.tracer(x) for x in values], params)
-
-    def tracer(self, x: object) -> Any:
-        """The tracer of a recorded value; any other value as it is."""
-        if type(x) is not Recorded:
-            return x
-        (var,) = x.outvars
-        if var not in self._tracers:
-            self._tracers[var] = self._trace.var_to_tracer(var, x.source_info)
-        return self._tracers[var]
+def run_eagerly(primitive: core.Primitive) -> None:
+    """Run a primitive as one kernel where nothing is traced, as jax runs its own. Since jax 0.2."""
+    primitive.def_impl(partial(_dispatch.apply_primitive, primitive))
 
 
 def put(
     primitive: core.Primitive, values: Sequence[object], params: jax.core.ParamDict
 ) -> Sequence[Any]:
-    """The results of a primitive, by way of `bind`."""
+    """The results of a primitive."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return out if primitive.multiple_results else (out,)
-
-
-def aval_of(x: object) -> Any:
-    """The type of a value, recorded or not."""
-    return x.outvars[0].aval if type(x) is Recorded else jax.typeof(x)
-
-
-def recorder(values: Sequence[object]) -> Recorder | None:
-    """For the program that is being traced, of which these values will be part.
-
-    None where `bind` decides what becomes of an equation: where nothing is traced, under a
-    derivative or vmap, and where a value has another mesh than the one that holds here.
-    """
-    trace = _core.trace_ctx.trace
-    if type(trace) is not _partial_eval.DynamicJaxprTrace or trace.frame.auto_dce:
-        return None
-    mesh = _mesh.get_abstract_mesh()
-    for x in values:
-        of = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", mesh)
-        if not of.empty and of != mesh:
-            return None
-    return None if _config.eager_constant_folding.value else Recorder(trace, mesh)
 
 
 def other_mesh(aval: object) -> AbstractMesh | None:
@@ -398,27 +226,6 @@ def other_mesh(aval: object) -> AbstractMesh | None:
     mesh = _mesh.get_abstract_mesh()
     of = getattr(getattr(aval, "sharding", None), "mesh", mesh)
     return None if of is mesh or of.empty or of == mesh else of
-
-
-@cache
-def is_plain(primitive: core.Primitive) -> bool:
-    """True if `bind` of a primitive, under a trace that records, does nothing of its own.
-
-    Told by the attributes of `Primitive` that others override, and by jax's rules for recording.
-    Since jax 0.10.
-    """
-    own = vars(primitive)
-    if type(primitive) is not _core.Primitive or "bind" in own or "get_bind_params" in own:
-        return False
-    if "is_high" in own or primitive.ref_primitive or primitive.ref_allocating:
-        return False
-    if primitive.name == "custom_lin":  # its parameters cannot be told apart
-        return False
-    if "bind_with_trace" in own and primitive is not jax.lax.convert_element_type_p:
-        return False  # that one's puts a sharding constraint after a cast that has a sharding
-    # These rules put their parameters in order, nothing else.
-    ordered = jax.lax.broadcast_in_dim_p, jax.lax.reshape_p, jax.lax.dynamic_slice_p
-    return primitive not in _partial_eval.custom_staging_rules or primitive in ordered
 
 
 # Where equations and values come from: name stacks, tracebacks, and the traces around.
@@ -507,24 +314,6 @@ def traces() -> list[jax.core.Trace]:
     return found
 
 
-def tracers_of(trace: jax.core.Trace | None, among: Sequence[object]) -> "list[Tracer[Any]]":
-    """Those of some objects that are values of a trace. Since jax 0.4.36."""
-    return [x for x in among if isinstance(x, _core.Tracer) and x._trace is trace]
-
-
-def operands_of(tracer: "Tracer[Any]") -> object:
-    """The list of values that a value was computed from; None if there is none. Since jax 0.7."""
-    eqn = getattr(tracer, "parent", None)
-    return None if eqn is None else eqn.in_tracers
-
-
-def where_made(tracer: "Tracer[Any]") -> str:
-    """Type of a traced value, and where it was computed. Since jax 0.4.36."""
-    shown, info = tracer.aval.str_short(), tracer._line_info
-    place = _source_info.summarize(info) if info is not None else ""
-    return f"{shown} from {place}" if place else str(shown)
-
-
 # Programs as MLIR, while they are lowered.
 
 
@@ -607,20 +396,11 @@ def _devices(context: object) -> int:
     return context.mesh.size if isinstance(context, _sharding.SPMDAxisContext) else 1
 
 
-# `lax.dynamic_update_slice` of a low buffer by float32 values, in an autocast function's trace.
-#
-# An autocast function is traced in the dtypes as written. There, a cache that is stored in
-# bfloat16 meets keys that autocast makes bfloat16 only afterwards, and jax refuses to write them
-# into it. Here the values are cast to the buffer's dtype; where autocast makes them low, that
-# cast is nothing.
-#
-# The float dtypes of a buffer that values in float32 follow.
-_LOW = frozenset({"bfloat16", "float16"})
-
-
 def follow_buffers(inside: Callable[[], bool]) -> None:
-    """Let updates of low buffers by float32 values follow the buffer.
+    """Let `lax.dynamic_update_slice` of a low buffer by float32 values follow the buffer.
 
+    A function is traced in the dtypes as written: a bfloat16 cache meets keys there that autocast
+    makes bfloat16 only afterwards, and jax refuses to write them.
     `jax.extend.core.primitives` is public; that `lax.dynamic_update_slice` calls `bind` as an
     attribute of the primitive, which an object may have of its own, is not documented. Since 0.2.
     """
@@ -631,7 +411,11 @@ def follow_buffers(inside: Callable[[], bool]) -> None:
 
     def bind(buffer: jax.Array, update: jax.Array, *start: jax.Array, **params: object) -> object:
         name = getattr(getattr(buffer, "dtype", None), "name", "")
-        if name in _LOW and getattr(update, "dtype", None) == np.float32 and inside():
+        if (
+            name in ("bfloat16", "float16")
+            and getattr(update, "dtype", None) == np.float32
+            and inside()
+        ):
             update = lax.convert_element_type(update, name)
         return own(buffer, update, *start, **params)
 

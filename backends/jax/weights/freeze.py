@@ -501,7 +501,7 @@ class _LowInputs:
         eqn, name = step.eqn, step.eqn.primitive.name
         if step.inside is not None:
             return self.inside(step, step.inside, lows)
-        bound = step.kind in (Kind.BIND, Kind.ROUND) and step.returns is None
+        bound = step.kind is Kind.BIND and step.returns is None
         if step.kind is Kind.CAST or (bound and name in _EACH):
             return self.moved(step, lows)
         low = _joined(eqn, lows) if bound and name in _MOVES else None

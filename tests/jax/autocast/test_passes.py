@@ -3,7 +3,6 @@
     bias_fold   for residual memory: a parameter added to a product's result takes its dtype
     sharing     for casts: a computed value is cast once for all who read it low
     pull_up     for roundings: what float32 ops alone read is computed in float32
-    pull_down   for casts, with the same bits: a layout that low ops alone read is low itself
 
 On small programs made for each, on a transformer, and on the corpus, where no count of a pass may
 be worse with it than without.
@@ -22,23 +21,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from polymp.backends.jax.autocast import op_handlers
 from polymp.backends.jax.autocast.frame import Cast, Frame
-from polymp.backends.jax.autocast.planner import NARROWED, _CastPuller
+from polymp.backends.jax.autocast.planner import _CastPuller
 from polymp.jax import autocast
 from tests.support.jax import hlo, transformer
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
-from tests.support.jax.scaler_tools import bits
 from tests.support.jax.walker import equations
 from tests.support.sizes import LONG, size
 
 FLOATS = ("float32", "bfloat16", "float16")
 LOW = ("bfloat16", "float16")
 CALLS = ("jit", "checkpoint", "custom_jvp_call", "custom_vjp_call", "scan")
-MOVES = {*NARROWED, "copy", "slice", "dynamic_slice", "gather", "convert_element_type"}
+MOVES = set(
+    "broadcast_in_dim concatenate convert_element_type copy dynamic_slice gather pad reshape rev "
+    "select_n slice squeeze stack transpose".split()
+)
 
 
 def casts(jaxpr: Any) -> int:
@@ -87,7 +87,6 @@ OFF: dict[str, list[tuple[Any, str, Any]]] = {
         (_CastPuller, "widens", lambda self, step: False),
         (_CastPuller, "through", lambda self, step, inside: step),
     ],
-    "pull_down": [(_CastPuller, "narrows", lambda self, step, low: False)],
 }
 
 
@@ -124,38 +123,12 @@ def squares(w: Any, v: Any, x: Any) -> Any:
     return (y * y * y).sum()
 
 
-def layouts(w: Any, v: Any, x: Any) -> Any:
-    h = jnp.exp(x)
-    return h @ w, h.T.reshape(2, 2, 8) @ w, lax.rev(h, (0,)) @ w
-
-
-def a_spread_mask(w: Any, v: Any, x: Any) -> Any:
-    """Integers that are spread and then read low: the cast belongs before the spreading."""
-    scale = jnp.exp(lax.iota("float32", 8))
-    return jnp.broadcast_to(scale, (3, 4, 8)) @ w + x @ w
-
-
-def filled_up(w: Any, v: Any, x: Any) -> Any:
-    """A low value among float32 ones, for a low reader."""
-    return jnp.concatenate([x @ w, jnp.exp(x)]) @ w
-
-
 # A pass, its program, how it is traced, and the counts with the pass and without it.
 PAYS = [
     ("bias_fold", biases, memory, lambda w, o: w <= 0.7 * o),
     ("sharing", three_readers, lambda *a: casts(forward(*a)), lambda w, o: w == o - 2),
     ("sharing", three_readers, memory, lambda w, o: w < o),
     ("pull_up", squares, lambda *a: roundings(forward(*a)), lambda w, o: (w, o) == (1, 3)),
-    ("pull_down", layouts, lambda *a: casts(forward(*a)), lambda w, o: (w, o) == (1, 3)),
-    ("pull_down", layouts, lambda *a: casts(backward(*a)), lambda w, o: w < o),
-    # What is spread is cast before.
-    (
-        "pull_down",
-        a_spread_mask,
-        lambda *a: sizes_of_casts(forward(*a)),
-        lambda w, o: 8 in w and 96 in o,
-    ),
-    ("pull_down", filled_up, lambda *a: casts(forward(*a)), lambda w, o: w == o - 1),
 ]
 
 
@@ -171,101 +144,6 @@ def test_a_pass_pays(name, fn, count, paid):
         without_it = count(made, W, V, X)
     assert paid(with_it, without_it), (with_it, without_it)
     assert count(made, W, V, X) == with_it
-
-
-def test_what_is_spread_and_differentiated_is_not_cast_before():
-    """The transpose of spreading is a sum, and the sum of a low cotangent would be low."""
-
-    def fn(w: Any, v: Any, x: Any) -> Any:
-        return jnp.broadcast_to(jnp.exp(v), (3, 4, 8)) @ w
-
-    assert sizes_of_casts(forward(autocast(fn), W, V, X)) == [96]
-    with without("pull_down"):
-        want = jax.jit(jax.grad(lambda v: autocast(fn)(W, v, X).sum()))(V)
-    assert bits(jax.jit(jax.grad(lambda v: autocast(fn)(W, v, X).sum()))(V)) == bits(want)
-
-
-# The same numbers
-
-
-def tough(shape: tuple[int, ...], seed: int, dtype: str = "float32") -> jax.Array:
-    """Numbers of every size, ties of rounding, both zeros, infinities, NaNs of both signs."""
-    rng = np.random.default_rng(seed)
-    pattern = rng.integers(0, 2**32, shape, np.uint64).astype(np.uint32)
-    ties = (pattern & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
-    x = np.where(rng.random(shape) < 0.5, pattern, ties).view(np.float32)
-    normal = rng.standard_normal(shape).astype(np.float32)
-    x = np.where(rng.random(shape) < 0.4, normal, x)
-    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-30, -6e4, 7e4], np.float32)
-    some = rng.random(shape) < 0.2
-    return jnp.asarray(np.where(some, rng.choice(special, shape), x)).astype(dtype)
-
-
-MASK = np.random.default_rng(0).random((16, 24)) < 0.5
-# Each op that a cast moves through, as a function of what is differentiated.
-MOVED: dict[str, Callable[..., Any]] = {
-    "broadcast_in_dim": lambda x: lax.broadcast_in_dim(x, (16, 1, 24), (0, 2)),
-    "concatenate": lambda x: lax.concatenate([jnp.full_like(x, 3.0), x], 0),
-    "pad": lambda x: lax.pad(x, jnp.float32(0.5).astype(x.dtype), [(1, 2, 1), (0, 1, 0)]),
-    "reshape": lambda x: lax.reshape(x, (24, 16)),
-    "rev": lambda x: lax.rev(x, (1,)),
-    "select_n": lambda x: lax.select_n(MASK, x, jnp.full_like(x, -3.0)),
-    "squeeze": lambda x: lax.squeeze(lax.reshape(x, (16, 1, 24)), (1,)),
-    "stack": lambda x: jnp.stack([x, jnp.full_like(x, 3.0)]),
-    "transpose": lambda x: lax.transpose(x, (1, 0)),
-}
-
-
-def commutes(op: Callable[..., Any], x: jax.Array, low: str) -> list[bool]:
-    """Whether the cast may come before or after the op: values, and cotangents."""
-
-    def after(x: Any) -> Any:
-        return op(x).astype(low)
-
-    def before(x: Any) -> Any:
-        return op(x.astype(low))
-
-    made = [jax.vjp(f, x) for f in (after, before)]
-    cotangent = tough(made[0][0].shape, 5, low)
-    grads = [pull(cotangent)[0] for _, pull in made]
-    return [bits(a) == bits(b) for a, b in ([m[0] for m in made], grads)]
-
-
-def test_the_table_is_tried_whole():
-    assert set(MOVED) == set(NARROWED)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("name", MOVED)
-def test_a_cast_may_come_before_or_after(name, low):
-    assert commutes(MOVED[name], tough((16, 24), 1), low) == [True, True]
-
-
-@pytest.mark.parametrize("fn", [layouts, filled_up, a_spread_mask], ids=lambda fn: fn.__name__)
-@pytest.mark.parametrize("low", LOW)
-def test_results_have_the_same_bits_without_pull_down(fn, low):
-    args = (W, V, X * 3)
-    made = autocast(fn, dtype=low)
-    with_it = jax.jit(made)(*args)
-    with without("pull_down"):
-        assert bits(jax.jit(made)(*args)) == bits(with_it)
-
-
-def gradients(fn: Any, *args: Any) -> Any:
-    def total(*args: Any) -> Any:
-        outs = jax.tree.leaves(fn(*args))
-        return sum((jnp.cos(jnp.arange(x.size)).reshape(x.shape) * x).sum() for x in outs)
-
-    return jax.jit(jax.grad(total, argnums=tuple(range(len(args)))))(*args)
-
-
-@pytest.mark.parametrize("fn", [filled_up, a_spread_mask], ids=lambda fn: fn.__name__)
-def test_gradients_have_the_same_bits_where_no_casts_meet(fn):
-    made = autocast(fn)
-    with_it = gradients(made, W, V, X)
-    with without("pull_down"):
-        assert bits(gradients(made, W, V, X)) == bits(with_it)
 
 
 # Jitted functions of jax.numpy and jax.nn that compute element by element, and one of the user's.
@@ -367,7 +245,6 @@ def roundings_forward(it: Any) -> int:
 FOR = {
     "sharing": casts_of_gradient,
     "pull_up": roundings_forward,
-    "pull_down": casts_of_gradient,
 }
 
 
@@ -385,14 +262,3 @@ def test_no_program_of_the_corpus_is_worse_with_a_pass():
             better[name] += ours[count] < less
     print(f"\nbetter with: {better}")
     assert all(count >= 5 for count in better.values()) if LONG else any(better.values())
-
-
-def test_code_that_is_off_is_not_moved_into():
-    def fn(w: Any, v: Any, x: Any) -> Any:
-        h = jnp.exp(x)
-        with autocast(enabled=False):
-            turned = h.T
-        return h @ w, turned.reshape(4, 8) @ w
-
-    found = [s for s in equations(forward(autocast(fn), W, V, X)) if s.op == "transpose"]
-    assert [s.results for s in found] == [("float32",)]

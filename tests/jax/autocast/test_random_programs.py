@@ -443,8 +443,9 @@ def _narrow(have: Any, out: Any) -> Any:
 
 
 def _rounded_gradients(real: Callable[..., Any]) -> Callable[..., Any]:
-    def mold(closed: Any, args: Any, run: str, out: str) -> Any:
-        return real(closed, args, run, run).astype(out)
+    def mold(closed: Any, args: Any, product: Any, out: str) -> Any:
+        run = product.keywords["run"]
+        return real(closed, args, partial(product, out=run), run).astype(out)
 
     return mold
 
@@ -480,12 +481,12 @@ WRONG: dict[str, tuple[str, Any, str, Block]] = {
         "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
     ),
     "a parameter's gradient is rounded": (
-        "contraction._with_contractions",
-        _rounded_gradients(contraction._with_contractions),
+        "contraction.with_products",
+        _rounded_gradients(contraction.with_products),
         "gradients",
         LAYER,
     ),
-    "nothing is pulled up": ("planner.improve", lambda program: None, "results", LARGE),
+    "nothing is pulled up": ("planner._CastPuller.run", lambda self: None, "results", LARGE),
     "a bias promotes": ("op_handlers._is_bias", lambda hard: False, "results", LAYER),
     "a number promotes": ("op_handlers._soft", lambda *of: False, "results", NUMBER),
     "regions are not seen": (

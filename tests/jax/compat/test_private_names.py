@@ -1,6 +1,5 @@
 """Every private name of jax that polymp uses does what `compat` says; loud when one changes."""
 
-import re
 from functools import partial
 from unittest import mock
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -286,150 +285,17 @@ def test_what_a_jitted_function_traces_to():
         assert [eqn.primitive.name for eqn in compat.opened(jaxpr)[0].eqns] == ["sin"]
 
 
-def test_places_are_those_of_user_context():
-    (eqn,) = traced(jnp.sin, X).eqns
-    stack = source_info_util.new_name_stack("here")
-
-    def one(x):
-        with compat.EquationSource() as places:
-            places.at(eqn.source_info, stack)
-            made = jnp.cos(x)
-            places.at(source_info_util.new_source_info(), stack)  # no traceback
-            return made, jnp.cos(x)
-
-    def other(x):
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
-            return jnp.cos(x)
-
-    ours, bare = traced(one, X).eqns
-    (theirs,) = traced(other, X).eqns
-    assert str(ours.source_info.name_stack) == str(theirs.source_info.name_stack) == "here"
-    assert ours.source_info.traceback is theirs.source_info.traceback is eqn.source_info.traceback
-    assert bare.source_info.traceback is not None
-    assert str(source_info_util.current_name_stack()) == ""
-
-
-def test_an_error_gets_its_place():
-    (eqn,) = traced(lambda x: jnp.sin(x), X).eqns
-
-    def fails(context):
-        with pytest.raises(ValueError, match="no") as caught, context:
-            raise ValueError("no")
-        return caught.value
-
-    class Ours(compat.EquationSource):
-        def __enter__(self):
-            super().__enter__().at(eqn.source_info, source_info_util.new_name_stack())
-            return self
-
-    ours = fails(Ours())
-    theirs = fails(source_info_util.user_context(eqn.source_info.traceback))
-    assert str(ours.__cause__) == str(theirs.__cause__)
-    assert "source of the JAX operation" in str(ours.__cause__)
-
-
-def test_a_recorder_where_a_trace_records():
-    found = {}
-
-    def look(name):
-        def f(x):
-            found[name] = compat.recorder([x])
-            return x * 1
-
-        return f
-
-    look("eager")(X)
-    traced(look("traced"), X)
-    jax.jit(look("jit"))(X)
-    jax.vmap(look("vmap"))(X)
-    jax.grad(lambda x: look("grad")(x).sum())(X)
-    jax.linearize(look("linearize"), X)
-    assert [name for name, one in found.items() if one is not None] == ["traced", "jit"]
-    assert found["jit"].meshless
-
-
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_a_recorder_and_meshes(kind):
-    mesh, found = mesh_of_one(kind), []
-
-    def look(x):
-        found.append(compat.recorder([x]))
-        return x
-
-    with jax.set_mesh(mesh):
-        traced(look, X)
-        sharded = jax.device_put(X, NamedSharding(mesh, PartitionSpec("d")))
-        traced(look, sharded)
-    assert [one.meshless for one in found] == [False, False]
-
-    def outside(x):
-        found.append(compat.recorder([sharded]))
-        return x
-
-    if kind is EXPLICIT:  # a mesh that does not hold there
-        traced(outside, X)
-        assert found[-1] is None
-
-
-def test_a_recorded_equation():
-    """That it is the one that `bind` makes is shown by `test_evaluate.py`."""
-    table = np.arange(1024.0, dtype=np.float32)
-
-    def f(x):
-        recorder = compat.recorder([x])
-        (a,) = recorder.put(lax.mul_p, [x, np.float32(2)], {})
-        assert type(a) is compat.Recorded
-        assert compat.aval_of(a).shape == compat.aval_of(x).shape == (2, 2)
-        assert recorder.tracer(a) is recorder.tracer(a)
-        assert recorder.tracer(x) is x
-        cast = {"new_dtype": np.dtype("float32"), "weak_type": False, "sharding": None}
-        axes = {"axes": (0,), "out_sharding": None}
-        bound = [  # a number is folded, and a constant of the program lives as its tracers do
-            *recorder.put(lax.convert_element_type_p, [np.int32(3)], cast),
-            *recorder.put(lax.reduce_sum_p, [jnp.asarray(table)], axes),
-        ]
-        assert not any(type(x) is compat.Recorded for x in bound)
-        return [recorder.tracer(x) for x in (a, *bound)]
-
-    double, three, total = core.jaxpr_as_fun(traced(f, X))(X)
-    assert np.array_equal(double, X * 2)
-    assert (float(three), float(total)) == (3, table.sum())
-
-
-def test_plain_primitives():
-    plain = lax.sin_p, lax.reshape_p, lax.broadcast_in_dim_p, lax.dynamic_slice_p
-    not_plain = [
-        eqn.primitive
-        for fn in (jax.jit(jnp.sin), jax.checkpoint(jnp.sin), jax.nn.relu)
-        for eqn in traced(fn, X).eqns
-    ]
-    not_plain += [traced(lambda x: lax.map(jnp.sin, x), X).eqns[-1].primitive]
-    assert all(map(compat.is_plain, (*plain, lax.convert_element_type_p)))
-    assert not any(map(compat.is_plain, not_plain))
-    mine = core.Primitive("mine")
-    assert compat.is_plain(mine)
-    other = core.Primitive("other")
-    other.bind = lambda *args: args
-    assert not compat.is_plain(other)
-
-
-def test_values_of_a_trace():
-    held = []
-
-    def fn(x):
-        held.extend((compat.traces()[0], jnp.cos(jnp.sin(x)), x))
-        return x
-
-    jax.make_jaxpr(fn)(X)
-    trace, cos, x = held
-    assert compat.tracers_of(trace, [X, trace, cos, 1, x]) == [cos, x]
-    (sin,) = compat.operands_of(cos)
-    assert compat.operands_of(sin)[0] is x
-    assert compat.operands_of(x) is None
-    assert re.fullmatch(
-        r"float32\[2,2\] from .*test_private_names\.py:\d+:\d+ \(.*fn\)", compat.where_made(cos)
-    )
-    assert compat.where_made(x) == "float32[2,2]"
+def test_a_primitive_runs_eagerly_as_one_kernel():
+    lowered, twice = [], core.Primitive("twice")
+    twice.def_abstract_eval(lambda x, by: x)
+    compat.run_eagerly(twice)
+    rule = mlir.lower_fun(lambda x, by: (lowered.append(by), by * x)[1], multiple_results=False)
+    mlir.register_lowering(twice, rule)
+    for _ in range(2):
+        assert np.array_equal(twice.bind(X, by=2), 2 * X)
+    with jax.disable_jit():
+        assert np.array_equal(twice.bind(X, by=3), 3 * X)
+    assert lowered == [2, 3]
 
 
 def test_jvp_and_pulled_keep_symbolic_zeros():

@@ -9,7 +9,7 @@ backward. Autocast also with one of its means switched off.
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import evaluate
-from polymp.jax import autocast
+from polymp.jax import autocast, lower
 from tests.support.jax import forms, hlo
 
 WIDTH, LAYERS, ROWS = 16, 3, 256
@@ -84,10 +83,6 @@ def gathered(w: Any) -> Any:
     return lax.all_gather(w, "d", tiled=True)
 
 
-def read_twice(x: Any, w: Any, low: Low) -> Any:
-    return x @ low(w) + jnp.exp(w[0]).astype(x.dtype)
-
-
 MESHES = {
     kind.name: jax.make_mesh((8,), ("d",), axis_types=(kind,))
     for kind in (AxisType.Auto, AxisType.Explicit)
@@ -108,24 +103,9 @@ PROGRAMS = {
     "jitted with autocast inside": PLAIN,
     "jitted, explicit": in_a_row(jitted),
     "explicit": PLAIN,
-    "explicit, resharded": in_a_row(lambda x, w, low: x @ jax.sharding.reshard(low(w), P())),
-    "explicit, resharded, jitted": in_a_row(
-        lambda x, w, low: jitted(x, jax.sharding.reshard(low(w), P()), lambda w: w)
-    ),
-    "shard_map": mapped(in_a_row(lambda x, w, low: x @ gathered(low(w)))),
-    "shard_map and scan": mapped(
-        lambda weights, x, low: scanned(weights, x, lambda w: gathered(low(w)))
-    ),
-    "shard_map, turned": mapped(in_a_row(lambda x, w, low: x @ gathered(low(w)).T)),
-    "shard_map, jitted": mapped(
-        in_a_row(lambda x, w, low: jitted(x, gathered(low(w)), lambda w: w))
-    ),
-    "shard_map, read in float32 too": mapped(
-        in_a_row(lambda x, w, low: read_twice(x, gathered(w), low))
-    ),
-    "shard_map, read in float32 too, jitted": mapped(
-        in_a_row(lambda x, w, low: jax.jit(lambda x, w: read_twice(x, w, low))(x, gathered(w)))
-    ),
+    "explicit, resharded": in_a_row(lambda x, w, low: x @ jax.sharding.reshard(lower(low(w)), P())),
+    "shard_map": mapped(in_a_row(lambda x, w, low: x @ gathered(lower(low(w))))),
+    "shard_map, not marked": mapped(in_a_row(lambda x, w, low: x @ gathered(low(w)))),
 }
 
 
@@ -177,12 +157,6 @@ def with_calls() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_rounding() -> Iterator[None]:
-    with mock.patch.object(evaluate, "TRAVELS", frozenset()):
-        yield
-
-
 def main(folder: Path, *names: str) -> None:
     """Look at the programs of these names, or at all."""
     found: dict[str, Any] = {}
@@ -211,7 +185,7 @@ def main(folder: Path, *names: str) -> None:
 def means(name: str) -> Any:
     """Switches off what makes a difference to a program."""
     if "shard_map" in name or "resharded" in name:  # the program gathers by itself
-        return without_rounding
+        return nullcontext
     return with_calls if "jitted" in name else without_merging
 
 

@@ -8,7 +8,6 @@ enters and leaves regions, and `policies/` has the ops that they change.
 # would guard on the one that it saw.
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
@@ -26,7 +25,7 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.regions import enter, leave, stack
+from polymp.backends.torch.autocast.regions import enter, leave
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
@@ -128,32 +127,18 @@ class autocast:  # the name is torch's
             return self
         if are_functions_watched():
             compiled_region.tell_export(self._ticket)
-        return enter(self._ticket, self)
+        enter(self._ticket)
+        return self
 
     @dynamo.no_frame
-    def __exit__(
-        self, kind: Any = None, error: BaseException | None = None, trace: Any = None
-    ) -> Literal[False]:
+    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> Literal[False]:
         if self._traced is not None:
             traced, self._traced = self._traced
             traced.__exit__()
             return False
-        depth = 0  # of the stack while the region is left, and -1 once it is
-        try:
-            if error is not None:
-                _leave_interrupted(error)
-            thread = stack.thread
-            depth = len(thread.frames)
-            leave(self._ticket, thread)
-            depth = -1
-            if are_functions_watched():
-                compiled_region.tell_export(None)
-        except BaseException:  # an interrupt may come at any line
-            if depth in (0, len(stack.frames)):
-                with contextlib.suppress(RuntimeError):  # it was not open
-                    leave(self._ticket, stack.thread)
-            depth = -1
-            raise
+        leave(self._ticket)
+        if are_functions_watched():
+            compiled_region.tell_export(None)
         return False
 
     def _again(self) -> compiled_region.CompiledRegion:
@@ -206,19 +191,6 @@ class autocast:  # the name is torch's
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
         return wrapper
-
-
-@dynamo.no_frame
-def _leave_interrupted(error: BaseException) -> None:
-    """Leave the inner regions whose `__exit__` an exception on its way out kept from starting."""
-    trace = error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        if frame.f_code is autocast.__exit__.__code__ and frame.f_locals.get("depth") != -1:
-            done = vars(error).setdefault("_left_by_polymp", [])  # outer regions see it, too
-            if frame not in done:
-                done.append(frame)
-                leave(frame.f_locals["self"]._ticket, stack.thread)
 
 
 @dynamo.at_trace_time

@@ -128,7 +128,7 @@ def test_the_front_key_is_where_torch_func_looks_first():
 
 def test_slots_are_free_per_thread_and_guarded():
     """No tensor of this build is on the devices whose state holds the policies' code."""
-    slots = (*regions.SLOTS, regions.THIRD)
+    slots = regions.SLOTS
     before = [torch.get_autocast_dtype(slot) for slot in slots]
     for slot in slots:
         with pytest.raises((RuntimeError, NotImplementedError, AssertionError)):
@@ -137,7 +137,7 @@ def test_slots_are_free_per_thread_and_guarded():
             torch.set_autocast_dtype(slot, dtype)
             assert torch.get_autocast_dtype(slot) is dtype
     seen = in_thread(lambda: [torch.get_autocast_dtype(slot) for slot in slots])
-    assert seen == [*regions.NONE, regions.NO_THIRD], "a new thread starts with no policy"
+    assert seen == [*regions.NONE], "a new thread starts with no policy"
     for slot, dtype in zip(slots, before, strict=True):
         torch.set_autocast_dtype(slot, dtype)
 

@@ -35,6 +35,7 @@ from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.versions import __version__
 
+
 @dynamo.no_frame
 def enter(ticket: str) -> None:
     """Enter a prepared region in this thread.

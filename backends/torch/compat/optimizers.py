@@ -1,7 +1,6 @@
 """torch.optim and torch.nn: steps, state and hooks; torch.amp's scaler; modules."""
 
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -24,20 +23,6 @@ def unscales(device: str, dtype: torch.dtype) -> bool:
     On CUDA it has no bfloat16 (pytorch/pytorch#127176).
     """
     return device == "cpu" or dtype is not torch.bfloat16
-
-
-def unscaled_by_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a torch.amp scaler has unscaled the optimizer's gradients since its `update`.
-
-    torch has no list of scalers, so all objects of the process are searched, for a fraction of a
-    second. `_per_optimizer_states`: since torch 1.6.
-    """
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.amp.GradScaler):
-            states = vars(one).get("_per_optimizer_states", {})
-            if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
-                return True
-    return False
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

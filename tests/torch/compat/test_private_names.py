@@ -401,18 +401,6 @@ def test_a_tensor_goes_to_a_device_that_the_group_speaks(monkeypatch):
         assert (there is tensor) == (device == "cpu")
 
 
-def test_a_scaler_of_torchs_notes_what_it_has_unscaled():
-    w = torch.ones(2, requires_grad=True)
-    optimizer, scaler = torch.optim.SGD([w], lr=1.0), torch.amp.GradScaler("cpu")
-    scaler.scale(w.sum()).backward()
-    assert not optimizers.unscaled_by_torch(optimizer)
-    scaler.unscale_(optimizer)
-    assert optimizers.unscaled_by_torch(optimizer)
-    assert not optimizers.unscaled_by_torch(torch.optim.SGD([w], lr=1.0))
-    scaler.update()
-    assert not optimizers.unscaled_by_torch(optimizer)
-
-
 def test_steps_of_torch_s_optimizers_are_in_the_two_wrappers_that_are_left_out():
     class Own(torch.optim.SGD):
         def step(self, closure=None):

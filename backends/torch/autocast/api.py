@@ -63,8 +63,8 @@ class autocast:  # the name is torch's
             loss = loss_fn(model(x), y)          # each op in the dtype that the policy names
         loss.backward()                          # outside: backward runs in the forward's dtypes
 
-    As a decorator it wraps functions, generators, coroutines and async generators; a generator
-    or coroutine is in the region while it runs and out of it while it is suspended.
+    As a decorator it wraps functions, generators and coroutines; a generator or coroutine is in
+    the region while it runs and out of it while it is suspended.
 
     One object may be entered any number of times: again inside itself, recursively, and by
     several threads at once. State is per thread; a new thread starts outside of regions.
@@ -171,13 +171,13 @@ class autocast:  # the name is torch's
         """Wrap a function so that its body runs in the region.
 
         Args:
-            func: a function, generator, coroutine or async generator function.
+            func: a function, generator or coroutine function.
 
         Returns:
             A function of the same kind and signature.
 
         Raises:
-            TypeError: `func` is not callable.
+            TypeError: `func` is not callable, or an async generator function.
         """
         if not callable(func):
             raise TypeError(
@@ -279,10 +279,13 @@ def _wrapped(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
 
     @functools.wraps(func)
     async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return await _awaitable_steps(region, func(*args, **kwargs))
+        return await types.coroutine(_steps)(region, func(*args, **kwargs))
 
     if inspect.isasyncgenfunction(func):
-        return _async_generator(region, func)
+        raise TypeError(
+            f"autocast()(func) cannot wrap the async generator {func.__qualname__!r}. Write "
+            "`with autocast(...):` in it, around what computes."
+        )
     if inspect.iscoroutinefunction(func):
         return coroutine
     return generator if inspect.isgeneratorfunction(func) else function
@@ -307,29 +310,3 @@ def _steps(region: autocast, inner: Any) -> Generator[Any, Any, Any]:
             step = functools.partial(inner.throw, error)
         else:
             step = functools.partial(inner.send, sent)
-
-
-_awaitable_steps = types.coroutine(_steps)
-
-
-def _async_generator(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
-    @functools.wraps(func)
-    async def async_generator(*args: P.args, **kwargs: P.kwargs) -> Any:
-        inner = func(*args, **kwargs)
-        step = inner.asend(None)
-        while True:
-            try:
-                value = await _awaitable_steps(region, step)
-            except StopAsyncIteration:
-                return
-            try:
-                sent = yield value
-            except GeneratorExit:
-                await _awaitable_steps(region, inner.aclose())
-                raise
-            except BaseException as error:
-                step = inner.athrow(error)
-            else:
-                step = inner.asend(sent)
-
-    return async_generator

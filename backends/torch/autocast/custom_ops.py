@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any
 
 import torch
 
@@ -182,22 +182,6 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 # `custom_fwd` and `custom_bwd`: autograd functions that follow the region they are used in.
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-@overload
-def custom_fwd(
-    fwd: Callable[P, R], *, device_type: str, cast_inputs: torch.dtype | str | None = None
-) -> Callable[P, R]: ...
-
-
-@overload
-def custom_fwd(
-    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | str | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-
-
 def custom_fwd(
     fwd: Callable[..., Any] | None = None,
     *,
@@ -248,16 +232,6 @@ def custom_fwd(
             )
 
     return forward
-
-
-@overload
-def custom_bwd(bwd: Callable[P, R], *, device_type: str) -> Callable[P, R]: ...
-
-
-@overload
-def custom_bwd(
-    bwd: None = None, *, device_type: str
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Callable[..., Any]:

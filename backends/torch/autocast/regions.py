@@ -27,7 +27,7 @@ from torch import (
 from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.region_casts import Code as Code
-from polymp.backends.torch.autocast.region_casts import Frame, Thread, dtypes, end, keep, owner
+from polymp.backends.torch.autocast.region_casts import Frame, dtypes, end, keep, owner
 from polymp.backends.torch.autocast.region_casts import stack as stack
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError

@@ -1,7 +1,6 @@
 """torch's dispatcher and autograd: keys, ops, kernels on them, and nodes of the graph."""
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -305,38 +304,26 @@ def saved_tensors_shown(stack: ExitStack, see: Callable[[torch.Tensor], None]) -
     graph: Any = torch.autograd.graph
 
     def end() -> None:
-        with showing.lock:
-            showing.hooks.pop(pack, None)
-            if not showing.hooks:
-                graph.disable_saved_tensors_hooks = _DISABLE
+        showing.pop(pack, None)
+        if not showing:
+            graph.disable_saved_tensors_hooks = _DISABLE
 
     stack.callback(end)
     stack.callback(end)  # an interrupt may end one of the two
-    with showing.lock:
-        showing.hooks[pack] = hooks
-        graph.disable_saved_tensors_hooks = _disable_hooks
+    showing[pack] = hooks
+    graph.disable_saved_tensors_hooks = _disable_hooks
     stack.enter_context(hooks)
 
 
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
-
-
-class Showing:
-    """The hooks of `saved_tensors_shown` that are in force, in all threads of this process."""
-
-    def __init__(self) -> None:
-        self.hooks: dict[Any, Any] = {}  # by the function that packs
-        self.lock: threading.RLock = threading.RLock()  # held while any come or go
-
-
-showing: Showing = Showing()
+showing: dict[Any, Any] = {}  # the hooks that are in force, in all threads, by what packs
 
 
 @contextmanager
 def _disable_hooks(message: str) -> Iterator[None]:
     with ExitStack() as stack:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and (hooks := showing.hooks.get(top[0])) is not None:
+        if top is not None and (hooks := showing.get(top[0])) is not None:
             hooks.__exit__(None, None, None)
             stack.callback(hooks.__enter__)
             stack.enter_context(_disable_hooks(message))  # there may be more below

@@ -19,7 +19,7 @@ from polymp.rules.region import Region
 ROOT = Path(__file__).parents[3]
 OURS = tuple(str(ROOT / folder) for folder in ("polymp", "backends"))
 # An interrupt while a region is entered or left can leave it open, as one of torch.amp's.
-REGIONS = tuple(f"{OURS[1]}/torch/autocast/{name}.py" for name in ("api", "regions"))
+REGIONS = "torch/autocast/api.py", "torch/autocast/regions.py"
 
 
 def interrupted(program: Callable[[], object], at: int) -> None:
@@ -29,7 +29,7 @@ def interrupted(program: Callable[[], object], at: int) -> None:
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
         name = frame.f_code.co_filename
-        if not name.startswith(OURS) or name.startswith(REGIONS):
+        if not name.startswith(OURS) or name.endswith(REGIONS):
             return None
         if event == "line":
             lines += 1

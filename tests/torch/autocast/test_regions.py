@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from polymp import policy
 from polymp.torch import autocast
 from tests.support.torch.compiled import mm
 from tests.support.torch.each_op import inside
-from tests.torch.conftest import state
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 

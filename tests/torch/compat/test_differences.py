@@ -33,7 +33,7 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "recursive-decorated-function": (True, False),
     "decorated-function-in-two-threads": (True, False),
     "decorated-generator": (["float32"] * 2, ["bfloat16"] * 2),
-    "decorated-async-generator": (["float32"] * 2, ["bfloat16"] * 2),
+    "decorated-async-generator": (["float32"] * 2, RAISES),
     "decorated-coroutines-interleaved": (
         ["float32", "float32", False],
         ["bfloat16", "bfloat16", False],

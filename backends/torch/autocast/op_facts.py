@@ -117,14 +117,8 @@ WRITERS = (
 ).split()
 
 
-def in_float32(overload: str, device: str) -> bool:
-    """Return whether the op's own kernel computes in float32 on low inputs, and rounds once.
-
-    Not so layer_norm on CPUs, whose backward adds up the gradients of the weights in the dtype of
-    the input (torch v2.13 aten/src/ATen/native/cpu/layer_norm_kernel.cpp: buffers of X's dtype).
-    """
-    if (overload, device) == ("layer_norm", "cpu"):
-        return False
+def in_float32(overload: str) -> bool:
+    """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""
     kind = vocabulary().kind_of(vocabulary().of_aten(overload))
     return overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT
 

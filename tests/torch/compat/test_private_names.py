@@ -794,7 +794,8 @@ def test_a_tensor_of_a_transform_is_told_from_others():
 
 
 def test_a_tensor_that_stays_is_as_dynamo_marks_it():
-    ours, theirs = dynamo.stays(torch.ones(())), torch.ones(())
+    ours, theirs = torch.ones(()), torch.ones(())
+    dynamo.stays(ours)
     torch._dynamo.mark_static_address(theirs, guard=True)
     assert vars(ours) == vars(theirs) == {"_dynamo_static_input_type": "guarded"}
 

@@ -95,21 +95,27 @@ def leave(ticket: str) -> None:
 
 
 def _pull(region: Region) -> Frame:
-    """Take a frame out from under younger ones; return the state that is to be in force then.
+    """Take the youngest frame of a region out from under others; return the state to restore.
 
-    Flag and dtype belong to a device and go to its next younger frame. Cache flag and policies
-    belong to the thread: the frames that are left change them, from those before the first.
+    Tasks of an event loop interleave, and so do generators. Flag and dtype belong to a device and
+    go to its next younger frame. Cache flag and policies belong to the thread: the frames that are
+    left change them, from those before the first.
     """
-    frames = stack.frames
-    cache, code = frames[0][3:] if frames else (True, NONE)
-    pulled = stack.pull(region)
-    for at, (younger, enabled, dtype, *_) in enumerate(frames):
-        frames[at] = younger, enabled, dtype, cache, code
+    frames, device = stack.thread.frames, region.device
+    mine = [at for at, frame in enumerate(frames) if frame[0] is region]
+    if not mine:
+        raise RuntimeError(f"cannot leave {region}: it is not open in this thread")
+    cache, code = frames[0][3:]
+    _, enabled, dtype, *_ = frames.pop(mine[-1])
+    for at in range(mine[-1], len(frames)):
+        if frames[at][0].device == device:
+            frames[at] = frames[at][0], enabled, dtype, cache, code
+            enabled, dtype = is_autocast_enabled(device), get_autocast_dtype(device)
+            break
+    for at, (younger, was, low, *_) in enumerate(frames):
+        frames[at] = younger, was, low, cache, code
         cache, code = younger.cache and region_casts.mine(), code_inside(younger, code)
-    if pulled is None:
-        device = region.device
-        return region, is_autocast_enabled(device), get_autocast_dtype(device), cache, code
-    return *pulled[:3], cache, code
+    return region, enabled, dtype, cache, code
 
 
 class Prepared:
@@ -194,7 +200,7 @@ def low_dtype(device: str) -> str:
 
     It is read from the stack: below autocast, torch reports every region as disabled.
     """
-    opened = (frame[0] for frame in reversed(stack.frames))
+    opened = (frame[0] for frame in reversed(stack.thread.frames))
     inner = next((region for region in opened if region.device == device), None)
     return inner.dtype if inner is not None and inner.enabled else ""
 
@@ -221,7 +227,7 @@ def latest_low(device: str) -> torch.dtype | None:
 @dynamo.no_frame
 def wants_cache() -> bool:
     """Return the cache flag of the region around, even if another thread has torch's map."""
-    frames = stack.frames
+    frames = stack.thread.frames
     return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 
 

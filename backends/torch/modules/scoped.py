@@ -265,7 +265,7 @@ def leave(outer: Code) -> None:
         _put(False, *outer)
         return
     regions.write_code(outer)
-    if outer == NONE and not regions.stack.frames:
+    if outer == NONE and not regions.stack.thread.frames:
         region_casts.end(regions.stack.thread)  # the end of a region of torch's own is not seen
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from polymp import PolicyError, policy
@@ -44,9 +46,45 @@ def test_leaving_out_of_order_across_devices_restores_cache_flag_and_policies() 
     assert thread_wide() == before
 
 
+@given(st.data())
+def test_whatever_the_order_of_leaving_the_first_state_comes_back(data: st.DataObject) -> None:
+    made = [("cpu", torch.float16), ("cpu", torch.bfloat16), ("xpu", torch.float16)]
+    entered: list[tuple[str, torch.dtype]] = []
+
+    def state(device: str) -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    outside = {device: state(device) for device in ("cpu", "xpu")}
+    contexts: dict[Any, list[autocast]] = {one: [] for one in made}
+
+    def leave(one: tuple[str, torch.dtype]) -> None:
+        youngest = max(at for at, other in enumerate(entered) if other == one)
+        del entered[youngest]
+        contexts[one].pop().__exit__()
+        for device, before in outside.items():
+            inside = [dtype for on, dtype in entered if on == device]
+            assert state(device) == ((True, inside[-1]) if inside else before)
+
+    for _ in range(data.draw(st.integers(0, 12))):
+        if entered and data.draw(st.booleans()):
+            leave(data.draw(st.sampled_from(entered)))
+        else:
+            one = data.draw(st.sampled_from(made))
+            contexts[one].append(autocast(*one))
+            contexts[one][-1].__enter__()
+            entered.append(one)
+    for one in data.draw(st.permutations(entered)):
+        leave(one)
+
+
+def test_what_is_not_open_cannot_be_left() -> None:
+    with autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="not open in this"):
+        autocast("cpu", torch.bfloat16).__exit__()
+
+
 def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     region = autocast("cpu", policy={"name": "never", "rules": {"exp2": "fp32"}})
-    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.frames)
+    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.thread.frames)
 
     def full(*_: object) -> None:
         raise PolicyError("no code left")
@@ -54,7 +92,11 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(regions, "code_inside", full)
     with pytest.raises(PolicyError), region:
         pass
-    assert (thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.frames)) == before
+    assert (
+        thread_wide(),
+        torch.is_autocast_enabled("cpu"),
+        len(regions.stack.thread.frames),
+    ) == before
 
 
 def test_a_device_that_holds_the_policies_is_refused_once_there_are_any() -> None:

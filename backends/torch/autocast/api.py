@@ -53,7 +53,7 @@ def is_autocast_available(device_type: str) -> bool:
     Raises:
         RuntimeError: torch knows no such device type.
     """
-    return accelerators.knows_autocast(device_type)
+    return torch.amp.is_autocast_available(device_type)
 
 
 class autocast:  # the name is torch's

@@ -102,15 +102,11 @@ def why_not(
     return recipes.why_not(asked, recipe)
 
 
+@cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
-    return _capability_of(device.index)
-
-
-@cache
-def _capability_of(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return torch.cuda.get_device_capability(device)
 
 
 def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -75,11 +75,6 @@ def cuda_lacks_bfloat16() -> bool:
     return not _standing_in.get() and not torch.cuda.is_bf16_supported()
 
 
-def knows_autocast(device: str) -> bool:
-    """Return whether torch has autocast for a device type; raises if it has no such device."""
-    return bool(torch._C._is_autocast_available(device))
-
-
 def is_private(device: str) -> bool:
     """Return whether an extension registered the device type."""
     return device == torch._C._get_privateuse1_backend_name()

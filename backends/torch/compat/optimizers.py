@@ -17,14 +17,6 @@ from torch.optim.optimizer import (
 from polymp.backends.torch.compat import dynamo
 
 
-def unscales(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch's fused kernel can unscale gradients of a device type and dtype.
-
-    On CUDA it has no bfloat16 (pytorch/pytorch#127176).
-    """
-    return device == "cpu" or dtype is not torch.bfloat16
-
-
 def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Call `optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break if possible.
 

@@ -18,7 +18,6 @@ import torch
 from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import dynamo
 from polymp.backends.torch.scaler import unscale
-from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict
 
@@ -338,22 +337,22 @@ class AsyncRead:
         self.seen: ScaleState | None = None
         self.age: float = 0
         self.sent: float = 0
-        self._mailbox: Mailbox[None] = Mailbox()
+        self._copy: AsyncCopy | None = None
 
     def updated(self, *state: torch.Tensor) -> bool:
         """Note an update; read a copy that has arrived, and start another."""
         self.age += 1
         self.sent += 1
-        new = False
-        for copy, _ in self._mailbox.taken():
+        new = self._copy is not None and self._copy.is_ready()
+        if self._copy is not None and new:
+            copy = self._copy.values()
             (tracker,), numbers = copy[:1].tolist(), copy[1:].view(torch.float32).tolist()
             self.seen = state_of(numbers[0], tracker, *numbers[1:])
-            self.age, new = self.sent, True
-        if not self._mailbox and self.sent >= _EVERY:
+            self.age, self._copy = self.sent, None
+        if self._copy is None and self.sent >= _EVERY:
             # One copy for all, as bits, so that no number is converted or rounded.
             together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
-            self._mailbox.post(AsyncCopy(together), None)
-            self.sent = 0
+            self._copy, self.sent = AsyncCopy(together), 0
         return new
 
     def at_least(self, backoff: float) -> float:

@@ -20,10 +20,9 @@ from torch.amp.grad_scaler import OptState as OptState  # readers of the stages 
 from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
-from polymp.backends.torch.scaler.device_state import AsyncRead, DeviceState
+from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
-from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import (
     NO_EFFECT,
@@ -644,7 +643,7 @@ class GradScaler(DeviceState):
         self, optimizer: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call `optimizer.step(*args, **kwargs)`, with scale and finding set on the optimizer."""
-        if optimizer_step.takes_scaler(optimizer):
+        if optimizer_step.takes_scaler(type(optimizer)):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
                 "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -775,9 +774,6 @@ _NOT_KEPT = (
     *("_arriving", "_per_optimizer_states", "_before", "_scaled_in"),
     *("_may_warn_of_clipping", "_named"),
 )
-
-# The classes whose objects change as a scaler is used.
-PARTS = (AsyncRead, Mailbox)
 
 
 def _acts_on(device: object, dtype: object, enabled: bool) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from polymp.backends.torch.compat import distributed, optimizers
+from polymp.backends.torch.compat import distributed
 from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient
 
 Findings = dict[torch.device, torch.Tensor]
@@ -67,7 +67,8 @@ def unscale_gradients(
     def each(alike: list[list[torch.Tensor]]) -> None:
         for grads in alike:
             device = grads[0].device
-            if optimizers.unscales(device.type, grads[0].dtype):
+            # On CUDA the kernel has no bfloat16 (pytorch/pytorch#127176).
+            if device.type == "cpu" or grads[0].dtype is not torch.bfloat16:
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     grads, founds.get(device), inverses.get(device)
                 )

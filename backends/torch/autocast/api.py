@@ -109,8 +109,7 @@ class autocast:  # the name is torch's
         self.device = device_type
         around = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         if cache_enabled is None:
-            traced = is_dynamo_compiling()
-            cache_enabled = torch.is_autocast_cache_enabled() if traced else regions.wants_cache()
+            cache_enabled = torch.is_autocast_cache_enabled()
         self._cache_enabled = cache_enabled
         self.fast_dtype: torch.dtype
         self._ticket, self._enabled, self.fast_dtype = _prepare(

@@ -24,10 +24,9 @@ from torch import (
     set_autocast_enabled,
 )
 
-from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.region_casts import Code as Code
-from polymp.backends.torch.autocast.region_casts import Frame, dtypes, end, keep, owner
+from polymp.backends.torch.autocast.region_casts import Frame, drop, dtypes, end
 from polymp.backends.torch.autocast.region_casts import stack as stack
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
@@ -62,11 +61,12 @@ def enter(ticket: str) -> None:
         set_autocast_enabled(device, enabled)
     if dtype is not low:
         set_autocast_dtype(device, dtype)
-    mine = thread.reference
-    if depth == 1 and cache and enabled and owner.setdefault("thread", mine) is mine:
-        dtypes[device] = dtype  # as in `keep`: there are no casts yet
-    else:
-        cache = cache and keep(thread, device, dtype, enabled, depth)
+    if depth == 1 and dtypes:
+        drop()  # casts of another thread: the weights may have changed since
+    if enabled and cache and dtypes.get(device) is not dtype:
+        if depth > 1:  # else there is none yet
+            drop()
+        dtypes[device] = dtype
     if cache is not cached:
         set_autocast_cache_enabled(cache)
     if coded:
@@ -83,9 +83,9 @@ def leave(ticket: str) -> None:
     _, enabled, dtype, cache, code = frame
     if not frames:
         end(thread)
-    elif cache:
-        # Back in a region of another dtype, the casts to this one go. It is not the outermost.
-        keep(thread, device, dtype, enabled, len(frames) + 1)
+    elif enabled and cache and dtypes.get(device) is not dtype:  # back in one of another dtype
+        drop()
+        dtypes[device] = dtype
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
@@ -114,7 +114,7 @@ def _pull(region: Region) -> Frame:
             break
     for at, (younger, was, low, *_) in enumerate(frames):
         frames[at] = younger, was, low, cache, code
-        cache, code = younger.cache and region_casts.mine(), code_inside(younger, code)
+        cache, code = younger.cache, code_inside(younger, code)
     return region, enabled, dtype, cache, code
 
 
@@ -222,13 +222,6 @@ def latest_low(device: str) -> torch.dtype | None:
     if is_autocast_enabled(device):
         return get_autocast_dtype(device)
     return stack.thread.latest.get(device)
-
-
-@dynamo.no_frame
-def wants_cache() -> bool:
-    """Return the cache flag of the region around, even if another thread has torch's map."""
-    frames = stack.thread.frames
-    return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 
 
 @cache

@@ -83,29 +83,25 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     kind = _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return tensor
-    if not torch.is_grad_enabled():
-        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
     with torch.no_grad():  # otherwise it would be a new node in the graph
         return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
 
 
-def is_partial(tensor: torch.Tensor) -> bool:
-    """Return whether the ranks hold terms of a sum, as for some gradients of replicated DTensors.
+def added_up(tensor: Any) -> Any:
+    """Return a DTensor of which every rank holds the sum, where ranks hold terms of it.
 
-    The answer is the same on every rank of the mesh.
+    So it is for some gradients of replicated DTensors, on every rank of the mesh alike. Talks to
+    the ranks then; other tensors are returned as they are.
     """
     kind = _dtensor()
     if kind is None or not isinstance(tensor, kind):
-        return False
-    return any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
-
-
-def added_up(tensor: Any) -> Any:
-    """Add up every sum of a DTensor over the ranks, so that each holds it. Talks to them."""
+        return tensor
+    if not any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
+        return tensor
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    return tensor.redistribute(placements=placements)
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]  # type: ignore[attr-defined]
+    return tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
 
 
 def meshes(tensors: list[torch.Tensor]) -> list[Any]:

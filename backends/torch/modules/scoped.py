@@ -18,7 +18,6 @@ from torch.compiler import is_dynamo_compiling
 from polymp.backends.torch.autocast import (
     dtype_names,
     kernel_registry,
-    region_casts,
     regions,
     torch_table,
 )
@@ -266,7 +265,7 @@ def leave(outer: Code) -> None:
         return
     regions.write_code(outer)
     if outer == NONE and not regions.stack.thread.frames:
-        region_casts.end(regions.stack.thread)  # the end of a region of torch's own is not seen
+        regions.stack.thread.casts.clear()  # the end of a region of torch's own is not seen
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:

@@ -247,7 +247,8 @@ def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer cannot step without a closure, as LBFGS."""
-    closure = _arguments(type(optimizer)).get("closure")
+    kind: type = type(optimizer)
+    closure = _arguments(kind).get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

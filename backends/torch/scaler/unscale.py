@@ -157,8 +157,8 @@ def _values(param: torch.Tensor) -> torch.Tensor:
     """Return the values of a parameter's gradient as a dense real tensor that can be written."""
     grad = param.grad
     assert grad is not None
-    if distributed.is_partial(grad):  # only the sums can be judged, and the step needs them anyway
-        grad = param.grad = distributed.added_up(grad)
+    if (total := distributed.added_up(grad)) is not grad:  # the step needs the sums anyway
+        grad = param.grad = total
     grad = distributed.local(grad)
     if grad.is_sparse:
         # Entries that share an index add up, and float16 can overflow there: only the sums can

@@ -105,18 +105,6 @@ def test_a_device_that_holds_the_policies_is_refused_once_there_are_any() -> Non
         autocast("maia", torch.float16).__enter__()
 
 
-def test_an_object_made_beside_another_threads_region_still_wants_its_casts() -> None:
-    def beside() -> autocast:
-        with autocast("cpu"):
-            assert not torch.is_autocast_cache_enabled()
-            return autocast("cpu")
-
-    with autocast("cpu"):
-        made = in_thread(beside)
-    with made:
-        assert torch.is_autocast_cache_enabled()
-
-
 def test_our_own_casts_do_not_outlive_a_drop() -> None:
     with autocast("cpu", policy={"rules": {"mv": "lower"}}):
         w = torch.eye(4).requires_grad_()
@@ -211,9 +199,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.mark.usefixtures("left_as_found")
 def test_threads_at_once_keep_to_their_own_regions(x: torch.Tensor, w: torch.Tensor) -> None:
-    """One weight, one step at a time for all: nobody may see another's region or another's cast."""
-    arguments = ({"dtype": BF16}, {"dtype": FP16}, {"enabled": False}, {"dtype": FP16})
-    dtypes = (BF16, FP16, FP32, FP16)
+    """One weight, one step at a time for all: nobody may see another's region."""
+    arguments = ({"dtype": BF16}, {"enabled": False}, {"dtype": BF16})
+    dtypes = (BF16, FP32, BF16)
     steps = threading.Barrier(len(arguments), timeout=60)
 
     def work(given: dict[str, Any]) -> list[torch.Tensor]:
@@ -282,7 +270,6 @@ def test_a_thread_that_ends_inside_a_region_harms_nobody(x: torch.Tensor, w: tor
     gc.collect()
     for dtype in (BF16, FP16):
         with autocast("cpu", dtype=dtype):
-            assert region_casts.mine()
             assert torch.equal(torch.mm(x, w), mm(x, w, dtype))
             with torch.no_grad():
                 w.mul_(2)

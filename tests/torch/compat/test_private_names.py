@@ -357,11 +357,11 @@ def test_meshes_are_named_once_in_the_order_of_their_use(alone):
 def test_a_sum_that_is_not_made_yet_is_partial(alone):
     for placement in (Partial(), Replicate(), Shard(0)):
         tensor = DTensor.from_local(torch.ones(2), alone, [placement])
-        assert distributed.is_partial(tensor) is isinstance(placement, Partial)
         made = distributed.added_up(tensor)
-        assert not distributed.is_partial(made)
+        assert (made is tensor) is not isinstance(placement, Partial)
+        assert not any(p.is_partial() for p in made.placements)
         assert distributed.local(made).tolist() == [1.0, 1.0]
-    assert not distributed.is_partial(torch.ones(2))
+    assert distributed.added_up(plain := torch.ones(2)) is plain
 
 
 @pytest.mark.parametrize("original", [True, False])
@@ -758,7 +758,7 @@ from polymp.backends.torch.compat import distributed as dtensor
 x = torch.ones(2)
 assert 'torch.distributed.tensor' not in sys.modules
 assert dtensor._dtensor() is None
-assert dtensor.local(x) is x and dtensor.meshes([x]) == [] and not dtensor.is_partial(x)
+assert dtensor.local(x) is x and dtensor.meshes([x]) == [] and dtensor.added_up(x) is x
 calls = []
 def carry(function):
     def carried(*args, **kwargs):

@@ -36,8 +36,8 @@ Code = tuple[torch.dtype, ...]  # of policies: see `regions`
 Frame = tuple[Region, bool, torch.dtype, bool, Code]
 
 
-class Thread:
-    """The open regions of one thread and the casts of our own kernels; it lives as long as that."""
+class Thread(threading.local):
+    """The open regions of this thread, and the casts of our own kernels."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []  # oldest first
@@ -51,13 +51,6 @@ class Thread:
         ] = {}
 
 
-class Threads(threading.local):
-    """The state of this thread, all behind one attribute: each look into it takes 50 ns."""
-
-    def __init__(self) -> None:
-        self.thread = Thread()
-
-
 class _Map:
     """The state of torch's map of casts, one for the process."""
 
@@ -67,7 +60,7 @@ class _Map:
 
 
 _map = _Map()
-stack: Threads = Threads()
+thread: Thread = Thread()
 dtypes = _map.dtypes  # read at every entry of a region
 
 
@@ -79,7 +72,7 @@ def drop() -> None:
 
 
 @dynamo.no_frame
-def end(thread: Thread) -> None:
+def end() -> None:
     """Drop the casts: this thread left its last region."""
     thread.casts.clear()
     drop()  # autograd's own threads have casts, too, and never leave a region
@@ -158,15 +151,15 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     )
     if not may_keep:
         return t.to(dtype)
-    mine = stack.thread
-    if mine.epoch != _map.epoch:
-        mine.casts.clear()
-        mine.epoch = _map.epoch
+    casts = thread.casts
+    if thread.epoch != _map.epoch:
+        casts.clear()
+        thread.epoch = _map.epoch
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
-    found = mine.casts.get(key)
+    found = casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
         made = t.to(dtype)
-    mine.casts[key] = (weakref.ref(t), stamp, made)
+    casts[key] = (weakref.ref(t), stamp, made)
     return made

@@ -27,7 +27,7 @@ from torch import (
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.region_casts import Code as Code
 from polymp.backends.torch.autocast.region_casts import Frame, drop, dtypes, end
-from polymp.backends.torch.autocast.region_casts import stack as stack
+from polymp.backends.torch.autocast.region_casts import thread as thread
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
@@ -42,7 +42,6 @@ def enter(ticket: str) -> None:
     It runs at every `with`: a call more shows in the overhead of regions.
     """
     region, device, enabled, dtype, cache = _by_ticket[ticket]
-    thread = stack.thread
     code = inside = NONE
     if coded := len(_policies) > 1:
         code = code_in_force()
@@ -77,12 +76,11 @@ def enter(ticket: str) -> None:
 def leave(ticket: str) -> None:
     """Leave the youngest open region of this thread that is equal to the ticket's."""
     region, device, _, _, _ = _by_ticket[ticket]
-    thread = stack.thread
     frames = thread.frames
     frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
     _, enabled, dtype, cache, code = frame
     if not frames:
-        end(thread)
+        end()
     elif enabled and cache and dtypes.get(device) is not dtype:  # back in one of another dtype
         drop()
         dtypes[device] = dtype
@@ -101,7 +99,7 @@ def _pull(region: Region) -> Frame:
     go to its next younger frame. Cache flag and policies belong to the thread: the frames that are
     left change them, from those before the first.
     """
-    frames, device = stack.thread.frames, region.device
+    frames, device = thread.frames, region.device
     mine = [at for at, frame in enumerate(frames) if frame[0] is region]
     if not mine:
         raise RuntimeError(f"cannot leave {region}: it is not open in this thread")
@@ -200,7 +198,7 @@ def low_dtype(device: str) -> str:
 
     It is read from the stack: below autocast, torch reports every region as disabled.
     """
-    opened = (frame[0] for frame in reversed(stack.thread.frames))
+    opened = (frame[0] for frame in reversed(thread.frames))
     inner = next((region for region in opened if region.device == device), None)
     return inner.dtype if inner is not None and inner.enabled else ""
 
@@ -208,7 +206,6 @@ def low_dtype(device: str) -> str:
 @dynamo.no_frame
 def note(device: str, dtype: torch.dtype) -> None:
     """Note for loss scalers that an enabled region was entered."""
-    thread = stack.thread
     thread.latest[device] = dtype
     if dtype is torch.float16 and is_grad_enabled():
         thread.unscaled.add(device)
@@ -221,7 +218,7 @@ def latest_low(device: str) -> torch.dtype | None:
     """
     if is_autocast_enabled(device):
         return get_autocast_dtype(device)
-    return stack.thread.latest.get(device)
+    return thread.latest.get(device)
 
 
 @cache

@@ -264,8 +264,8 @@ def leave(outer: Code) -> None:
         _put(False, *outer)
         return
     regions.write_code(outer)
-    if outer == NONE and not regions.stack.thread.frames:
-        regions.stack.thread.casts.clear()  # the end of a region of torch's own is not seen
+    if outer == NONE and not regions.thread.frames:
+        regions.thread.casts.clear()  # the end of a region of torch's own is not seen
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:

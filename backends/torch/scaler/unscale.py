@@ -6,7 +6,6 @@ wait for it.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -105,14 +104,7 @@ def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
     # kind of accelerator.
     if len(dtypes) > 1 or grads[0].is_complex() or set(map(type, grads)) != {torch.Tensor}:
         return False
-    only_cpu = not torch.compiler.is_compiling() and _only_cpu()
-    return only_cpu or len({g.get_device() for g in grads}) == 1
-
-
-@cache
-def _only_cpu() -> bool:
-    """Return whether there is no accelerator that a gradient could be on."""
-    return not torch.accelerator.is_available()
+    return len({g.get_device() for g in grads}) == 1
 
 
 def _by_kind(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:

@@ -84,7 +84,7 @@ def test_what_is_not_open_cannot_be_left() -> None:
 
 def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     region = autocast("cpu", policy={"name": "never", "rules": {"exp2": "fp32"}})
-    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.thread.frames)
+    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.thread.frames)
 
     def full(*_: object) -> None:
         raise PolicyError("no code left")
@@ -95,7 +95,7 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     assert (
         thread_wide(),
         torch.is_autocast_enabled("cpu"),
-        len(regions.stack.thread.frames),
+        len(regions.thread.frames),
     ) == before
 
 
@@ -114,7 +114,7 @@ def test_our_own_casts_do_not_outlive_a_drop() -> None:
             w.mul_(2)  # drops
         v = torch.eye(4).requires_grad_()
         torch.mv(v, X[0])  # the next cast clears what was dropped
-        kept = [entry[0]() for entry in region_casts.stack.thread.casts.values()]
+        kept = [entry[0]() for entry in region_casts.thread.casts.values()]
         assert len(kept) == 1
         assert kept[0] is v
         assert alive() is w

@@ -109,7 +109,8 @@ class autocast:  # the name is torch's
         self.device = device_type
         around = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         if cache_enabled is None:
-            cache_enabled = torch.is_autocast_cache_enabled()
+            traced = is_dynamo_compiling()
+            cache_enabled = torch.is_autocast_cache_enabled() if traced else regions.wants_cache()
         self._cache_enabled = cache_enabled
         self.fast_dtype: torch.dtype
         self._ticket, self._enabled, self.fast_dtype = _prepare(

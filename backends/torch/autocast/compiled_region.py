@@ -87,7 +87,7 @@ open_regions: OpenInGraphs = OpenInGraphs()
 
 def in_region() -> bool:
     """Return whether this thread is in a region of polymp's, running or being traced."""
-    return bool(regions.thread.frames or open_regions.leaving)
+    return bool(regions.stack.thread.frames or open_regions.leaving)
 
 
 def _put(
@@ -122,7 +122,7 @@ def _set(
         else:
             dynamo.compile_by(regions.codes.digest)
     elif autocast_decrement_nesting() == 0:
-        region_casts.end()
+        region_casts.forget_mine()
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
@@ -200,7 +200,7 @@ def _resumed(code: Code, entered: bool) -> Iterator[None]:
             open_regions.leaving.remove(_nothing)
         regions.write_code(outer)
         if code != NONE or outer != NONE:
-            region_casts.drop()  # made in a region of torch's: its end is not seen
+            region_casts.drop_unknown()  # made in a region of torch's: its end is not seen
 
 
 def _nothing() -> None:

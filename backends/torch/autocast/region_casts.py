@@ -1,12 +1,13 @@
-"""The casts of parameters that a region keeps, and when they are dropped.
+"""The casts of parameters that a region keeps: which thread has them, and when they are dropped.
 
 torch's own kernels keep a cast of every float32 parameter until the outermost region ends, in
-one map for the whole process, keyed by the parameter alone. That is right for one low dtype and
-constant weights. So all casts are dropped in these cases, too:
+one map for the whole process, keyed by the parameter alone. That is right for one thread, one low
+dtype and constant weights. This module makes it right in all cases:
 
-    a region of another low dtype, or of a second thread, is entered     `regions.enter`
-    a parameter is written in place                                      kernels on the writing ops
-    an optimizer steps                                                   torch's optimizer hook
+    another low dtype on the device   drop                       `keep`
+    a parameter is written in place    drop                       kernels on the writing ops
+    an optimizer steps                 drop                       torch's optimizer hook
+    a second thread enters a region    it keeps no casts          `keep`, `end`
 
 Our own kernels keep theirs in `cast`, per thread and keyed by dtype, version and epoch.
 docs/differences.md lists the writes that are not seen.
@@ -36,8 +37,8 @@ Code = tuple[torch.dtype, ...]  # of policies: see `regions`
 Frame = tuple[Region, bool, torch.dtype, bool, Code]
 
 
-class Thread(threading.local):
-    """The open regions of this thread, and the casts of our own kernels."""
+class Thread:
+    """The open regions of one thread and the casts of our own kernels; it lives as long as that."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []  # oldest first
@@ -45,37 +46,92 @@ class Thread(threading.local):
         # low dtype of the latest, and the devices of float16 ones with gradients on since a step.
         self.latest: dict[str, torch.dtype] = {}
         self.unscaled: set[str] = set()
+        self.reference = weakref.ref(self)
         self.epoch = 0  # of the map when `casts` were made
         self.casts: dict[  # by identity of the parameter and dtype
             tuple[int, torch.dtype], tuple[weakref.ref[Any], tuple[int, int], torch.Tensor]
         ] = {}
 
 
+class Threads(threading.local):
+    """The state of this thread, all behind one attribute: each look into it takes 50 ns."""
+
+    def __init__(self) -> None:
+        self.thread = Thread()
+
+
 class _Map:
     """The state of torch's map of casts, one for the process."""
 
     def __init__(self) -> None:
-        self.dtypes: dict[str, torch.dtype] = {}  # by device, of the casts in it; empty if unknown
+        # Under "thread", a reference to the thread whose casts it holds; dead when that is. It is a
+        # dict because `setdefault` claims the map in one step, without a lock.
+        self.owner: dict[str, weakref.ref[Thread]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}  # by device, of the casts in it
         self.epoch = 0  # raised by every drop; casts of our own kernels from before it are stale
+        self.lock = threading.Lock()  # held to take the map over from a dead thread
 
 
 _map = _Map()
-thread: Thread = Thread()
-dtypes = _map.dtypes  # read at every entry of a region
+stack: Threads = Threads()
+owner, dtypes = _map.owner, _map.dtypes  # read at every entry of a region
 
 
 def drop() -> None:
     """Forget every kept cast, of every thread."""
     _map.epoch += 1
     clear_autocast_cache()
-    dtypes.clear()
+
+
+def drop_unknown() -> None:
+    """Forget every kept cast, and the low dtypes of the devices."""
+    drop()
+    _map.dtypes.clear()
 
 
 @dynamo.no_frame
-def end() -> None:
-    """Drop the casts: this thread left its last region."""
-    thread.casts.clear()
-    drop()  # autograd's own threads have casts, too, and never leave a region
+def keep(thread: Thread, device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
+    """Give torch's map to this thread, so that it can keep casts there, if the map is free.
+
+    Casts to another dtype, or to an unknown one, are dropped.
+    """
+    mine = thread.reference
+    if owner.setdefault("thread", mine) is not mine and not _take_over(mine):
+        return False
+    if casting and dtypes.get(device) is not dtype:
+        if depth > 1:  # else there is none yet
+            drop()
+        dtypes[device] = dtype
+    return True
+
+
+def _take_over(mine: "weakref.ref[Thread]") -> bool:
+    """Give the map to this thread if its owner died in a region."""
+    with _map.lock:
+        owner = _map.owner.get("thread")
+        if owner is not None and owner() is not None:
+            return False
+        drop_unknown()
+        _map.owner["thread"] = mine
+        return True
+
+
+@dynamo.no_frame
+def mine() -> bool:
+    """Return whether torch's map belongs to this thread."""
+    return _map.owner.get("thread") is stack.thread.reference
+
+
+@dynamo.no_frame
+def end(thread: Thread) -> None:
+    """Drop the casts of this thread and give the map up: it left its last region."""
+    if thread.casts:
+        thread.casts.clear()
+    if owner.get("thread") is thread.reference:
+        _map.epoch += 1  # autograd's own threads have casts, too, and never leave a region
+        clear_autocast_cache()
+        dtypes.clear()
+        del owner["thread"]
 
 
 @cache
@@ -151,15 +207,21 @@ def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
     )
     if not may_keep:
         return t.to(dtype)
-    casts = thread.casts
-    if thread.epoch != _map.epoch:
-        casts.clear()
-        thread.epoch = _map.epoch
+    mine = stack.thread
+    if mine.epoch != _map.epoch:
+        mine.casts.clear()
+        mine.epoch = _map.epoch
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
-    found = casts.get(key)
+    found = mine.casts.get(key)
     if found is not None and found[0]() is t and found[1] == stamp:
         return found[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
         made = t.to(dtype)
-    casts[key] = (weakref.ref(t), stamp, made)
+    mine.casts[key] = (weakref.ref(t), stamp, made)
     return made
+
+
+def forget_mine() -> None:
+    """Drop this thread's casts, where a region ends in a graph."""
+    stack.thread.casts.clear()
+    clear_autocast_cache()

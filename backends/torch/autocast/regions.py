@@ -24,10 +24,11 @@ from torch import (
     set_autocast_enabled,
 )
 
+from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.region_casts import Code as Code
-from polymp.backends.torch.autocast.region_casts import Frame, drop, dtypes, end
-from polymp.backends.torch.autocast.region_casts import thread as thread
+from polymp.backends.torch.autocast.region_casts import Frame, dtypes, end, keep, owner
+from polymp.backends.torch.autocast.region_casts import stack as stack
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy
@@ -42,6 +43,7 @@ def enter(ticket: str) -> None:
     It runs at every `with`: a call more shows in the overhead of regions.
     """
     region, device, enabled, dtype, cache = _by_ticket[ticket]
+    thread = stack.thread
     code = inside = NONE
     if coded := len(_policies) > 1:
         code = code_in_force()
@@ -60,12 +62,11 @@ def enter(ticket: str) -> None:
         set_autocast_enabled(device, enabled)
     if dtype is not low:
         set_autocast_dtype(device, dtype)
-    if depth == 1 and dtypes:
-        drop()  # casts of another thread: the weights may have changed since
-    if enabled and cache and dtypes.get(device) is not dtype:
-        if depth > 1:  # else there is none yet
-            drop()
-        dtypes[device] = dtype
+    mine = thread.reference
+    if depth == 1 and cache and enabled and owner.setdefault("thread", mine) is mine:
+        dtypes[device] = dtype  # as in `keep`: there are no casts yet
+    else:
+        cache = cache and keep(thread, device, dtype, enabled, depth)
     if cache is not cached:
         set_autocast_cache_enabled(cache)
     if coded:
@@ -76,14 +77,15 @@ def enter(ticket: str) -> None:
 def leave(ticket: str) -> None:
     """Leave the youngest open region of this thread that is equal to the ticket's."""
     region, device, _, _, _ = _by_ticket[ticket]
+    thread = stack.thread
     frames = thread.frames
     frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
     _, enabled, dtype, cache, code = frame
     if not frames:
-        end()
-    elif enabled and cache and dtypes.get(device) is not dtype:  # back in one of another dtype
-        drop()
-        dtypes[device] = dtype
+        end(thread)
+    elif cache:
+        # Back in a region of another dtype, the casts to this one go. It is not the outermost.
+        keep(thread, device, dtype, enabled, len(frames) + 1)
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
@@ -99,7 +101,7 @@ def _pull(region: Region) -> Frame:
     go to its next younger frame. Cache flag and policies belong to the thread: the frames that are
     left change them, from those before the first.
     """
-    frames, device = thread.frames, region.device
+    frames, device = stack.thread.frames, region.device
     mine = [at for at, frame in enumerate(frames) if frame[0] is region]
     if not mine:
         raise RuntimeError(f"cannot leave {region}: it is not open in this thread")
@@ -112,7 +114,7 @@ def _pull(region: Region) -> Frame:
             break
     for at, (younger, was, low, *_) in enumerate(frames):
         frames[at] = younger, was, low, cache, code
-        cache, code = younger.cache, code_inside(younger, code)
+        cache, code = younger.cache and region_casts.mine(), code_inside(younger, code)
     return region, enabled, dtype, cache, code
 
 
@@ -198,7 +200,7 @@ def low_dtype(device: str) -> str:
 
     It is read from the stack: below autocast, torch reports every region as disabled.
     """
-    opened = (frame[0] for frame in reversed(thread.frames))
+    opened = (frame[0] for frame in reversed(stack.thread.frames))
     inner = next((region for region in opened if region.device == device), None)
     return inner.dtype if inner is not None and inner.enabled else ""
 
@@ -206,6 +208,7 @@ def low_dtype(device: str) -> str:
 @dynamo.no_frame
 def note(device: str, dtype: torch.dtype) -> None:
     """Note for loss scalers that an enabled region was entered."""
+    thread = stack.thread
     thread.latest[device] = dtype
     if dtype is torch.float16 and is_grad_enabled():
         thread.unscaled.add(device)
@@ -218,7 +221,14 @@ def latest_low(device: str) -> torch.dtype | None:
     """
     if is_autocast_enabled(device):
         return get_autocast_dtype(device)
-    return thread.latest.get(device)
+    return stack.thread.latest.get(device)
+
+
+@dynamo.no_frame
+def wants_cache() -> bool:
+    """Return the cache flag of the region around, even if another thread has torch's map."""
+    frames = stack.thread.frames
+    return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 
 
 @cache

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from polymp.backends.torch.autocast import (
     dtype_names,
     kernel_registry,
+    region_casts,
     regions,
     torch_table,
 )
@@ -264,8 +265,8 @@ def leave(outer: Code) -> None:
         _put(False, *outer)
         return
     regions.write_code(outer)
-    if outer == NONE and not regions.thread.frames:
-        regions.thread.casts.clear()  # the end of a region of torch's own is not seen
+    if outer == NONE and not regions.stack.thread.frames:
+        region_casts.end(regions.stack.thread)  # the end of a region of torch's own is not seen
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:

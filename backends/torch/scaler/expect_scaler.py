@@ -50,13 +50,13 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
     """
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
-    regions.thread.unscaled.clear()
+    regions.stack.thread.unscaled.clear()
     settled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
             return
-        entered = regions.thread.unscaled
+        entered = regions.stack.thread.unscaled
         if not entered:
             return
         on = sorted(entered & {g.device.type for g in unscale.gradients(optimizer)})

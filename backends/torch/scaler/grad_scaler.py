@@ -193,7 +193,7 @@ class GradScaler(DeviceState):
             )
         self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
         first = scale_rule.checked_scale("init_scale", init_scale, self._rule, first=True)
-        regions.thread.latest.clear()  # regions from before say nothing about this scaler's
+        regions.stack.thread.latest.clear()  # regions from before say nothing about this scaler's
         self._knows_region = False  # whether it is bfloat16, where scaling has no effect
         self._reported_row: int | None = None  # of skips, by the number of skips before it
         self._set_first(ScaleState(first))
@@ -619,7 +619,7 @@ class GradScaler(DeviceState):
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
-            regions.thread.unscaled.clear()
+            regions.stack.thread.unscaled.clear()
         entry["found_inf_per_device"] = found
         entry["loss"] = loss
         entry["optimizer"] = weakref.ref(optimizer)

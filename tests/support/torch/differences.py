@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from tests.support.processes import in_thread
+
 Amp = Any
 BF16, FP16 = torch.bfloat16, torch.float16
 Pair = collections.namedtuple("Pair", ["first", "second"])
@@ -111,6 +113,22 @@ def casts_of_another_thread(amp: Amp) -> float:
     done.set()
     thread.join(60)
     return second
+
+
+@program
+def casts_after_another_thread_left(amp: Amp) -> bool:
+    """True if a cast is kept although another thread left a region in between."""
+    w = weight()
+
+    def visit() -> None:
+        with amp.autocast("cpu"):
+            torch.mm(X, weight())
+
+    with amp.autocast("cpu"):
+        first = torch.mm(X, w).grad_fn
+        in_thread(visit)
+        second = torch.mm(X, w).grad_fn
+    return bool(first.next_functions[1][0] is second.next_functions[1][0])  # type: ignore[union-attr]
 
 
 @program

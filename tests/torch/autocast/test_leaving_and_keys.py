@@ -79,7 +79,7 @@ def test_what_is_not_open_cannot_be_left() -> None:
 
 def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     region = autocast("cpu", policy={"name": "never", "rules": {"exp2": "fp32"}})
-    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.thread.frames)
+    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.thread.frames)
 
     def full(*_: object) -> None:
         raise PolicyError("no code left")
@@ -90,7 +90,7 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     assert (
         thread_wide(),
         torch.is_autocast_enabled("cpu"),
-        len(regions.thread.frames),
+        len(regions.stack.thread.frames),
     ) == before
 
 
@@ -98,6 +98,18 @@ def test_a_device_that_holds_the_policies_is_refused_once_there_are_any() -> Non
     autocast("cpu", policy={"name": "some", "rules": {"exp": "fp32"}})
     with pytest.raises(PolicyError, match=r"^autocast\('maia'\) cannot be used in a process"):
         autocast("maia", torch.float16).__enter__()
+
+
+def test_an_object_made_beside_another_threads_region_still_wants_its_casts() -> None:
+    def beside() -> autocast:
+        with autocast("cpu"):
+            assert not torch.is_autocast_cache_enabled()
+            return autocast("cpu")
+
+    with autocast("cpu"):
+        made = in_thread(beside)
+    with made:
+        assert torch.is_autocast_cache_enabled()
 
 
 def test_our_own_casts_do_not_outlive_a_drop() -> None:
@@ -109,7 +121,7 @@ def test_our_own_casts_do_not_outlive_a_drop() -> None:
             w.mul_(2)  # drops
         v = torch.eye(4).requires_grad_()
         torch.mv(v, X[0])  # the next cast clears what was dropped
-        kept = [entry[0]() for entry in region_casts.thread.casts.values()]
+        kept = [entry[0]() for entry in region_casts.stack.thread.casts.values()]
         assert len(kept) == 1
         assert kept[0] is v
         assert alive() is w
@@ -194,9 +206,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.mark.usefixtures("left_as_found")
 def test_threads_at_once_keep_to_their_own_regions(x: torch.Tensor, w: torch.Tensor) -> None:
-    """One weight, one step at a time for all: nobody may see another's region."""
-    arguments = ({"dtype": BF16}, {"enabled": False}, {"dtype": BF16})
-    dtypes = (BF16, FP32, BF16)
+    """One weight, one step at a time for all: nobody may see another's region or another's cast."""
+    arguments = ({"dtype": BF16}, {"dtype": FP16}, {"enabled": False}, {"dtype": FP16})
+    dtypes = (BF16, FP16, FP32, FP16)
     steps = threading.Barrier(len(arguments), timeout=60)
 
     def work(given: dict[str, Any]) -> list[torch.Tensor]:
@@ -265,6 +277,7 @@ def test_a_thread_that_ends_inside_a_region_harms_nobody(x: torch.Tensor, w: tor
     gc.collect()
     for dtype in (BF16, FP16):
         with autocast("cpu", dtype=dtype):
+            assert region_casts.mine()
             assert torch.equal(torch.mm(x, w), mm(x, w, dtype))
             with torch.no_grad():
                 w.mul_(2)

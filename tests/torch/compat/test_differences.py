@@ -28,6 +28,7 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "weight-written-in-a-region": ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]),
     "optimizer-stepped-in-a-region": ([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]),
     "casts-of-another-thread": (1.0, 2.0),
+    "casts-after-another-thread-left": (False, True),
     "one-object-entered-twice": (True, False),
     "recursive-decorated-function": (True, False),
     "decorated-function-in-two-threads": (True, False),

@@ -24,9 +24,9 @@ LOW = torch.float16
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """No note of a region is left by other tests, or for them."""
-    regions.thread.unscaled.clear()
+    regions.stack.thread.unscaled.clear()
     yield
-    regions.thread.unscaled.clear()
+    regions.stack.thread.unscaled.clear()
 
 
 class Run:
@@ -174,7 +174,7 @@ def without_gradients(run: Run) -> None:
 
 def gradients_on_another_device(run: Run) -> None:
     run.backward(None)
-    regions.thread.unscaled.add("cuda")
+    regions.stack.thread.unscaled.add("cuda")
     run.optimizer.step()
 
 

@@ -276,9 +276,12 @@ def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
             ]
             if not isinstance(value, dict):
                 return dict(pairs)
-            result = copy.copy(value)  # a defaultdict keeps its factory, a subclass its fields
-            result.clear()
-            result.update(pairs)
+            try:
+                result = copy.copy(value)  # a defaultdict keeps its factory, a subclass its fields
+                result.clear()
+                result.update(pairs)
+            except Exception:  # a subclass that cannot be filled so becomes a dict, as in torch
+                return dict(pairs)
             return result
         case Iterable():
             items = (cast_inside(v, device_type, dtype) for v in value)

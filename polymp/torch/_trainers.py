@@ -47,7 +47,9 @@ class RegionSettings(NamedTuple):
     def check(self) -> None:
         """Raise if this thread is in a region of polymp's with another dtype or policy."""
         # Regions of torch.autocast around it are allowed: they have no policy that would be lost.
-        here = [region for region, *_ in regions.stack.frames if region.device == self.device]
+        here = [
+            region for region, *_ in regions.stack.thread.frames if region.device == self.device
+        ]
         if not here or not here[-1].enabled:
             return
         outer, name = here[-1], dtype_names.NAMES[self.dtype]

@@ -8,7 +8,6 @@ enters and leaves regions, and `policies/` has the ops that they change.
 # would guard on the one that it saw.
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
@@ -26,7 +25,7 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.regions import enter, leave, stack
+from polymp.backends.torch.autocast.regions import enter, leave
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
@@ -54,7 +53,7 @@ def is_autocast_available(device_type: str) -> bool:
     Raises:
         RuntimeError: torch knows no such device type.
     """
-    return accelerators.knows_autocast(device_type)
+    return torch.amp.is_autocast_available(device_type)
 
 
 class autocast:  # the name is torch's
@@ -64,8 +63,8 @@ class autocast:  # the name is torch's
             loss = loss_fn(model(x), y)          # each op in the dtype that the policy names
         loss.backward()                          # outside: backward runs in the forward's dtypes
 
-    As a decorator it wraps functions, generators, coroutines and async generators; a generator
-    or coroutine is in the region while it runs and out of it while it is suspended.
+    As a decorator it wraps functions, generators and coroutines; a generator or coroutine is in
+    the region while it runs and out of it while it is suspended.
 
     One object may be entered any number of times: again inside itself, recursively, and by
     several threads at once. State is per thread; a new thread starts outside of regions.
@@ -128,32 +127,18 @@ class autocast:  # the name is torch's
             return self
         if are_functions_watched():
             compiled_region.tell_export(self._ticket)
-        return enter(self._ticket, self)
+        enter(self._ticket)
+        return self
 
     @dynamo.no_frame
-    def __exit__(
-        self, kind: Any = None, error: BaseException | None = None, trace: Any = None
-    ) -> Literal[False]:
+    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> Literal[False]:
         if self._traced is not None:
             traced, self._traced = self._traced
             traced.__exit__()
             return False
-        depth = 0  # of the stack while the region is left, and -1 once it is
-        try:
-            if error is not None:
-                _leave_interrupted(error)
-            thread = stack.thread
-            depth = len(thread.frames)
-            leave(self._ticket, thread)
-            depth = -1
-            if are_functions_watched():
-                compiled_region.tell_export(None)
-        except BaseException:  # an interrupt may come at any line
-            if depth in (0, len(stack.frames)):
-                with contextlib.suppress(RuntimeError):  # it was not open
-                    leave(self._ticket, stack.thread)
-            depth = -1
-            raise
+        leave(self._ticket)
+        if are_functions_watched():
+            compiled_region.tell_export(None)
         return False
 
     def _again(self) -> compiled_region.CompiledRegion:
@@ -186,13 +171,13 @@ class autocast:  # the name is torch's
         """Wrap a function so that its body runs in the region.
 
         Args:
-            func: a function, generator, coroutine or async generator function.
+            func: a function, generator or coroutine function.
 
         Returns:
             A function of the same kind and signature.
 
         Raises:
-            TypeError: `func` is not callable.
+            TypeError: `func` is not callable, or an async generator function.
         """
         if not callable(func):
             raise TypeError(
@@ -206,19 +191,6 @@ class autocast:  # the name is torch's
         reason = "@autocast() decorator is not supported in script mode"
         setattr(wrapper, "__script_unsupported", reason)
         return wrapper
-
-
-@dynamo.no_frame
-def _leave_interrupted(error: BaseException) -> None:
-    """Leave the inner regions whose `__exit__` an exception on its way out kept from starting."""
-    trace = error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        if frame.f_code is autocast.__exit__.__code__ and frame.f_locals.get("depth") != -1:
-            done = vars(error).setdefault("_left_by_polymp", [])  # outer regions see it, too
-            if frame not in done:
-                done.append(frame)
-                leave(frame.f_locals["self"]._ticket, stack.thread)
 
 
 @dynamo.at_trace_time
@@ -307,10 +279,13 @@ def _wrapped(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
 
     @functools.wraps(func)
     async def coroutine(*args: P.args, **kwargs: P.kwargs) -> Any:
-        return await _awaitable_steps(region, func(*args, **kwargs))
+        return await types.coroutine(_steps)(region, func(*args, **kwargs))
 
     if inspect.isasyncgenfunction(func):
-        return _async_generator(region, func)
+        raise TypeError(
+            f"autocast()(func) cannot wrap the async generator {func.__qualname__!r}. Write "
+            "`with autocast(...):` in it, around what computes."
+        )
     if inspect.iscoroutinefunction(func):
         return coroutine
     return generator if inspect.isgeneratorfunction(func) else function
@@ -335,29 +310,3 @@ def _steps(region: autocast, inner: Any) -> Generator[Any, Any, Any]:
             step = functools.partial(inner.throw, error)
         else:
             step = functools.partial(inner.send, sent)
-
-
-_awaitable_steps = types.coroutine(_steps)
-
-
-def _async_generator(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
-    @functools.wraps(func)
-    async def async_generator(*args: P.args, **kwargs: P.kwargs) -> Any:
-        inner = func(*args, **kwargs)
-        step = inner.asend(None)
-        while True:
-            try:
-                value = await _awaitable_steps(region, step)
-            except StopAsyncIteration:
-                return
-            try:
-                sent = yield value
-            except GeneratorExit:
-                await _awaitable_steps(region, inner.aclose())
-                raise
-            except BaseException as error:
-                step = inner.athrow(error)
-            else:
-                step = inner.asend(sent)
-
-    return async_generator

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.library import get_kernel
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from polymp.backends.torch.autocast import (
     compiled_region,
@@ -118,7 +118,8 @@ def make_in_front(name: str) -> Function | None:
         def call(*args: object, **kwargs: object) -> Any:
             return front.call_boxed(keys, *args, **kwargs)
 
-        device = _device(args)
+        tensors = (t for t in tree_leaves(args) if isinstance(t, torch.Tensor))
+        device = next((t.device.type for t in tensors), None)
         args = tuple(_wrapped(places, args))
         if (
             device not in torch_table.DEVICES
@@ -155,15 +156,6 @@ def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
                 wide = torch.result_type(tensors[0], args[at])
             made[at] = torch.tensor(args[at], dtype=wide)
     return made
-
-
-def _device(args: Sequence[Any]) -> str | None:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.device.type
-        if isinstance(arg, (list, tuple)) and (found := _device(arg)):
-            return found
-    return None
 
 
 # One op, run by its row: the decision of the policy, and the casts that follow from it.

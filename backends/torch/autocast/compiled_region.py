@@ -87,7 +87,7 @@ open_regions: OpenInGraphs = OpenInGraphs()
 
 def in_region() -> bool:
     """Return whether this thread is in a region of polymp's, running or being traced."""
-    return bool(regions.stack.frames or open_regions.leaving)
+    return bool(regions.stack.thread.frames or open_regions.leaving)
 
 
 def _put(

@@ -9,9 +9,10 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names, kernel_registry, regions, torch_table
 from polymp.backends.torch.autocast.api import autocast
@@ -109,7 +110,7 @@ def _decided(
     **kwargs: object,
 ) -> Any:
     """Call `ruled` by the policy in force; `plain` where that has no row for the op."""
-    tensors = list(_tensors((args, kwargs)))
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     device = next((t.device.type for t in tensors), None)
     if device is None or not torch.is_autocast_enabled(device):
         return plain(*args, **kwargs)
@@ -168,34 +169,7 @@ def _off() -> Iterator[None]:
         yield
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors(inner)
-
-
 # `custom_fwd` and `custom_bwd`: autograd functions that follow the region they are used in.
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-@overload
-def custom_fwd(
-    fwd: Callable[P, R], *, device_type: str, cast_inputs: torch.dtype | str | None = None
-) -> Callable[P, R]: ...
-
-
-@overload
-def custom_fwd(
-    fwd: None = None, *, device_type: str, cast_inputs: torch.dtype | str | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def custom_fwd(
@@ -248,16 +222,6 @@ def custom_fwd(
             )
 
     return forward
-
-
-@overload
-def custom_bwd(bwd: Callable[P, R], *, device_type: str) -> Callable[P, R]: ...
-
-
-@overload
-def custom_bwd(
-    bwd: None = None, *, device_type: str
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Callable[..., Any]:

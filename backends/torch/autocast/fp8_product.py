@@ -102,15 +102,11 @@ def why_not(
     return recipes.why_not(asked, recipe)
 
 
+@cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return None
-    return _capability_of(device.index)
-
-
-@cache
-def _capability_of(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+    return torch.cuda.get_device_capability(device)
 
 
 def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -122,7 +118,7 @@ def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any
         made = made * parts.alpha
     if parts.added is None or parts.beta == 0:
         return made
-    return _Sum.apply(made, parts.added, parts.beta)  # type: ignore[no-untyped-call]
+    return torch.add(made, parts.added.to(made.dtype), alpha=parts.beta)
 
 
 def _given(
@@ -225,32 +221,6 @@ class _Product(torch.autograd.Function):
                 turned = InBits(low.array.t(), _turned(low.scale))
                 of_weight_ = _scaled(turned, InBits(x, x_scale), ctx.weight_dtype)
         return of_x, of_weight_, None
-
-
-class _Sum(torch.autograd.Function):
-    """`result + added * beta` in the result's dtype; the gradient of `added` is summed in its own.
-
-    A bias's gradient is float32, as where torchao's layer runs in float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, added: torch.Tensor, beta: float) -> torch.Tensor:
-        ctx.shape, ctx.dtype, ctx.beta = added.shape, added.dtype, beta
-        return torch.add(result, added.to(result.dtype), alpha=beta)
-
-    @staticmethod
-    def backward(
-        ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        (gradient,) = gradients
-        if not ctx.needs_input_grad[1]:
-            return gradient, None, None
-        before = gradient.dim() - len(ctx.shape)
-        repeated = [*range(before), *(before + i for i, n in enumerate(ctx.shape) if n == 1)]
-        with _without_rows(gradient):
-            total = gradient.sum(repeated, dtype=ctx.dtype) if repeated else gradient.to(ctx.dtype)
-            total = total.view(ctx.shape)
-            return gradient, total if ctx.beta == 1 else total * ctx.beta, None
 
 
 def _is_parameter(weight: torch.Tensor) -> bool:

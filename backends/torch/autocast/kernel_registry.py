@@ -7,7 +7,7 @@ All other ops keep torch's kernels, but those that write into tensors: see `regi
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 
@@ -29,24 +29,15 @@ from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
 
 
-class Everywhere:
-    """Kernels of ours on every op of a device, for all records that are made at the time."""
-
-    def __init__(self) -> None:
-        self.library = torch.library.Library("aten", "IMPL")  # of the kernels
-        self.ops: set[str] = set()  # those that have been gone through
-        self.records: set[object] = set()  # those that need the kernels
-
-
 class Installed:
     """The kernels of ours that are installed in this process."""
 
     def __init__(self) -> None:
         # Pairs of a device and an op with a kernel of ours on the device's autocast key.
         self.ops: set[tuple[str, str]] = set()
-        # Called with the device of every region that is prepared.
-        self.on_prepare: list[Callable[[str], None]] = []
-        self.everywhere: dict[str, Everywhere] = {}  # by device, if a record needs them
+        # By device, the library of kernels on every op, and the records that need them.
+        self.everywhere: dict[str, torch.library.Library] = {}
+        self.records: set[object] = set()
         self.lock = threading.RLock()  # held while any of it changes
 
 
@@ -63,8 +54,8 @@ def prepare(region: Region) -> None:
             region_casts.watch(region.device)
             for name in TAKE_NUMBERS:
                 put_in_front(name)
-            for call in now.on_prepare:
-                call(region.device)
+            if now.records:
+                _cover(region.device)
 
 
 def installed(device: str) -> tuple[str, ...]:
@@ -126,49 +117,37 @@ def put_everywhere(stack: ExitStack) -> None:
 
     At once on devices that are present or have a region, on others when they get one.
     """
-    record = _Record()
-    stack.callback(record.end)
-    stack.callback(record.end)  # an interrupt may end one of the two
+    record = object()
+
+    def end() -> None:
+        with now.lock:
+            now.records.discard(record)
+            if not now.records and _is_alone():  # else another thread can be in one of the kernels
+                while now.everywhere:
+                    dispatcher.destroy(now.everywhere.popitem()[1])
+
+    stack.callback(end)
+    stack.callback(end)  # an interrupt may end one of the two
     with now.lock:
+        now.records.add(record)
         fakes = modes.innermost_mode() is not None
         known = {region.device for region in list(regions.prepared.tickets)}
         for device in torch_table.DEVICES:
             if fakes or device in known or accelerators.is_here(device):
-                record.cover(device)
-        now.on_prepare.append(record.cover)
+                _cover(device)
 
 
-class _Record:
-    """One that needs our kernels on every op of the devices that have a region."""
-
-    def cover(self, device: str) -> None:
-        """Put kernels on a device's key, where there are none."""
-        if device not in torch_table.DEVICES:
-            return
-        kernels = now.everywhere.get(device)
-        if kernels is None:
-            kernels = now.everywhere[device] = Everywhere()
-        elif self in kernels.records:
-            return
-        kernels.records.add(self)
-        region_casts.watch(device)
-        named = {overload for op in vocabulary().ops.values() for overload in op.aten}
-        if dispatcher.autocast_key(device) is not None:
-            for name in sorted(n for n in named - kernels.ops if "::" not in n):
-                if (device, name) not in now.ops:
-                    _put_in(kernels.library, device, name)
-                kernels.ops.add(name)
-
-    def end(self) -> None:
-        """Let the kernels go if no record needs them and no other thread can be in one."""
-        with now.lock:
-            now.on_prepare[:] = [call for call in now.on_prepare if call != self.cover]
-            for kernels in now.everywhere.values():
-                kernels.records.discard(self)
-            for device, kernels in list(now.everywhere.items()):
-                if not kernels.records and _is_alone():
-                    dispatcher.destroy(kernels.library)
-                    del now.everywhere[device]
+def _cover(device: str) -> None:
+    """Put kernels on every op of the vocabulary on a device's key, where there are none."""
+    if device in now.everywhere or device not in torch_table.DEVICES:
+        return
+    library = now.everywhere[device] = torch.library.Library("aten", "IMPL")
+    region_casts.watch(device)
+    named = {overload for op in vocabulary().ops.values() for overload in op.aten}
+    if dispatcher.autocast_key(device) is not None:
+        for name in sorted(named):
+            if "::" not in name and (device, name) not in now.ops:
+                _put_in(library, device, name)
 
 
 # Modules in whose functions a thread waits, and calls nothing of torch's.

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch.autocast import op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
-from polymp.rules.region import Region, Stack
+from polymp.rules.region import Region
 
 _library = torch.library.Library("aten", "IMPL")
 
@@ -33,14 +33,15 @@ _library = torch.library.Library("aten", "IMPL")
 Code = tuple[torch.dtype, ...]  # of policies: see `regions`
 
 # A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
+# It does not hold the object that the user entered, which may be entered twice or by many threads.
 Frame = tuple[Region, bool, torch.dtype, bool, Code]
 
 
 class Thread:
     """The open regions of one thread and the casts of our own kernels; it lives as long as that."""
 
-    def __init__(self, frames: list[Frame]) -> None:
-        self.frames = frames
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []  # oldest first
         # Of the regions entered, as far as loss scalers need to know them: by device type, the
         # low dtype of the latest, and the devices of float16 ones with gradients on since a step.
         self.latest: dict[str, torch.dtype] = {}
@@ -52,12 +53,11 @@ class Thread:
         ] = {}
 
 
-class Threads(Stack[Frame]):
+class Threads(threading.local):
     """The state of this thread, all behind one attribute: each look into it takes 50 ns."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.thread = Thread(self.frames)
+        self.thread = Thread()
 
 
 class _Map:

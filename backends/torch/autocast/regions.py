@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from functools import cache
 from hashlib import sha256
-from itertools import chain
-from typing import TypeVar
 
 import torch
 from torch import (
@@ -29,7 +27,7 @@ from torch import (
 from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.region_casts import Code as Code
-from polymp.backends.torch.autocast.region_casts import Frame, Thread, dtypes, end, keep, owner
+from polymp.backends.torch.autocast.region_casts import Frame, dtypes, end, keep, owner
 from polymp.backends.torch.autocast.region_casts import stack as stack
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
@@ -37,97 +35,87 @@ from polymp.rules.policy import Policy
 from polymp.rules.region import Region
 from polymp.versions import __version__
 
-T = TypeVar("T")
-
 
 @dynamo.no_frame
-def enter(ticket: str, entered: T) -> T:
+def enter(ticket: str) -> None:
     """Enter a prepared region in this thread.
 
-    It runs at every `with`: a call more shows in the overhead of regions. It returns `entered`, so
-    that no interrupt comes between this call and the caller's end.
+    It runs at every `with`: a call more shows in the overhead of regions.
     """
     region, device, enabled, dtype, cache = _by_ticket[ticket]
     thread = stack.thread
-    frames, depth = thread.frames, 0
     code = inside = NONE
     if coded := len(_policies) > 1:
         code = code_in_force()
         inside = code_inside(region, code)
     was, low = is_autocast_enabled(device), get_autocast_dtype(device)
     cached = is_autocast_cache_enabled()
-    frame = region, was, low, cached, code
-    try:
-        depth = autocast_increment_nesting()  # torch's own regions count
-        frames.append(frame)
-        if not enabled:
-            dynamo.compile_by(codes.digest)
-        elif dtype is torch.float16:
-            note(device, dtype)
-        else:
-            thread.latest[device] = dtype
-        if enabled is not was:
-            set_autocast_enabled(device, enabled)
-        if dtype is not low:
-            set_autocast_dtype(device, dtype)
-        mine = thread.reference
-        if depth == 1 and cache and enabled and owner.setdefault("thread", mine) is mine:
-            dtypes[device] = dtype  # as in `keep`: there are no casts yet
-        else:
-            cache = cache and keep(thread, device, dtype, enabled, depth)
-        if cache is not cached:
-            set_autocast_cache_enabled(cache)
-        if coded:
-            write_code(inside)
-        return entered
-    except BaseException:  # an interrupt may come at any line
-        if frames and frames[-1] is frame:
-            leave(ticket, thread)
-        elif depth:
-            autocast_decrement_nesting()
-        raise
+    depth = autocast_increment_nesting()  # torch's own regions count
+    thread.frames.append((region, was, low, cached, code))
+    if not enabled:
+        dynamo.compile_by(codes.digest)
+    elif dtype is torch.float16:
+        note(device, dtype)
+    else:
+        thread.latest[device] = dtype
+    if enabled is not was:
+        set_autocast_enabled(device, enabled)
+    if dtype is not low:
+        set_autocast_dtype(device, dtype)
+    mine = thread.reference
+    if depth == 1 and cache and enabled and owner.setdefault("thread", mine) is mine:
+        dtypes[device] = dtype  # as in `keep`: there are no casts yet
+    else:
+        cache = cache and keep(thread, device, dtype, enabled, depth)
+    if cache is not cached:
+        set_autocast_cache_enabled(cache)
+    if coded:
+        write_code(inside)
 
 
 @dynamo.no_frame
-def leave(ticket: str, thread: Thread) -> None:
-    """Leave the youngest open region of this thread that is equal to the ticket's.
-
-    The frame goes last, so that after an interrupt the same call again does all that is left.
-    """
+def leave(ticket: str) -> None:
+    """Leave the youngest open region of this thread that is equal to the ticket's."""
     region, device, _, _, _ = _by_ticket[ticket]
+    thread = stack.thread
     frames = thread.frames
-    if not frames or frames[-1][0] is not region:
-        frames.append(_pull(region))
-    _, enabled, dtype, cache, code = frames[-1]
-    if len(frames) == 1:
+    frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
+    _, enabled, dtype, cache, code = frame
+    if not frames:
         end(thread)
     elif cache:
         # Back in a region of another dtype, the casts to this one go. It is not the outermost.
-        keep(thread, device, dtype, enabled, len(frames))
+        keep(thread, device, dtype, enabled, len(frames) + 1)
     set_autocast_enabled(device, enabled)
     set_autocast_dtype(device, dtype)
     set_autocast_cache_enabled(cache)
     if len(_policies) > 1:
         write_code(code)
-    _ = frames.pop(), autocast_decrement_nesting()
+    autocast_decrement_nesting()
 
 
 def _pull(region: Region) -> Frame:
-    """Take a frame out from under younger ones; return the state that is to be in force then.
+    """Take the youngest frame of a region out from under others; return the state to restore.
 
-    Flag and dtype belong to a device and go to its next younger frame. Cache flag and policies
-    belong to the thread: the frames that are left change them, from those before the first.
+    Tasks of an event loop interleave, and so do generators. Flag and dtype belong to a device and
+    go to its next younger frame. Cache flag and policies belong to the thread: the frames that are
+    left change them, from those before the first.
     """
-    frames = stack.frames
-    cache, code = frames[0][3:] if frames else (True, NONE)
-    pulled = stack.pull(region)
-    for at, (younger, enabled, dtype, *_) in enumerate(frames):
-        frames[at] = younger, enabled, dtype, cache, code
+    frames, device = stack.thread.frames, region.device
+    mine = [at for at, frame in enumerate(frames) if frame[0] is region]
+    if not mine:
+        raise RuntimeError(f"cannot leave {region}: it is not open in this thread")
+    cache, code = frames[0][3:]
+    _, enabled, dtype, *_ = frames.pop(mine[-1])
+    for at in range(mine[-1], len(frames)):
+        if frames[at][0].device == device:
+            frames[at] = frames[at][0], enabled, dtype, cache, code
+            enabled, dtype = is_autocast_enabled(device), get_autocast_dtype(device)
+            break
+    for at, (younger, was, low, *_) in enumerate(frames):
+        frames[at] = younger, was, low, cache, code
         cache, code = younger.cache and region_casts.mine(), code_inside(younger, code)
-    if pulled is None:
-        device = region.device
-        return region, is_autocast_enabled(device), get_autocast_dtype(device), cache, code
-    return *pulled[:3], cache, code
+    return region, enabled, dtype, cache, code
 
 
 class Prepared:
@@ -149,20 +137,14 @@ prepared: Prepared = Prepared()
 # restores around backward and checkpoints, by which torch.compile guards its graphs, and which
 # torch's own autocast class restores. So the policies in force are written there: every set of
 # policies by device gets a code, a pair of dtypes, and the code is written as the low dtypes of
-# two devices that no build of torch has tensors on. Pairs are enough for two thousand sets; a
-# process that uses more gets codes of three dtypes, the third of a device that hardly anyone
-# has. When these are gone, too, a policy is refused.
+# two devices that no build of torch has tensors on. Pairs are enough for two thousand sets; when
+# they are gone, a policy is refused.
 #
 # Devices whose tensors no torch build has, but whose autocast state every one keeps: a flag and a
 # low dtype, restored and guarded like any other's. Since torch 2.4. Dynamo compares the dtype only
 # where the flag is on, so it is on while a policy is coded here.
 SLOTS = ("ipu", "maia")
 NONE: Code = (get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1]))
-
-
-# The third slot, of codes that are given out once there is no pair left.
-THIRD = "mtia"
-NO_THIRD: torch.dtype = get_autocast_dtype(THIRD)
 
 
 class Codes:
@@ -175,10 +157,7 @@ class Codes:
         # By code, the policies by device. As long as `NONE` is the only one, no policy was ever
         # used, and the code in force need not be read.
         self.policies: dict[Code, dict[str, Policy]] = {NONE: {}}
-        pairs = [(a, b) for a in NAMES for b in NAMES if (a, b) != NONE]
-        more = ((a, b, c) for c in NAMES if c != NO_THIRD for a, b in pairs)
-        self.free: Iterator[Code] = chain(pairs, more)
-        self.three = False  # True once there are codes of three dtypes
+        self.free: Iterator[Code] = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
         # What the policies and their codes are known by in other processes.
         self.digest = f"polymp {__version__}"
         self.lock = threading.Lock()  # held while a code is given out
@@ -221,7 +200,7 @@ def low_dtype(device: str) -> str:
 
     It is read from the stack: below autocast, torch reports every region as disabled.
     """
-    opened = (frame[0] for frame in reversed(stack.frames))
+    opened = (frame[0] for frame in reversed(stack.thread.frames))
     inner = next((region for region in opened if region.device == device), None)
     return inner.dtype if inner is not None and inner.enabled else ""
 
@@ -248,7 +227,7 @@ def latest_low(device: str) -> torch.dtype | None:
 @dynamo.no_frame
 def wants_cache() -> bool:
     """Return the cache flag of the region around, even if another thread has torch's map."""
-    frames = stack.frames
+    frames = stack.thread.frames
     return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 
 
@@ -258,11 +237,8 @@ def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: C
     return Region("torch", device, enabled, NAMES[dtype], cache, policy)
 
 
-# How many sets of policies have a pair, and how many have a code.
-PAIRS: int = len(NAMES) ** 2 - 1
-ALL: int = PAIRS * len(NAMES)
-_WRITTEN = "polymp writes them into torch's autocast state of that device."
-
+# How many sets of policies have a code.
+ALL: int = len(NAMES) ** 2 - 1
 
 # In a set of policies by device: that of the module which is running, for devices without one.
 SCOPE = ""
@@ -283,10 +259,7 @@ def policy_at(device: str, *code: torch.dtype) -> Policy | None:
 @dynamo.no_frame
 def code_in_force() -> Code:
     """Return the code of the policies in force in this thread."""
-    code = get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1])
-    if codes.three and (third := get_autocast_dtype(THIRD)) != NO_THIRD:
-        return *code, third
-    return code
+    return get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1])
 
 
 @dynamo.no_frame
@@ -294,12 +267,9 @@ def write_code(code: Code) -> None:
     """Put the policies of a code in force in this thread."""
     if code != NONE:
         dynamo.compile_by(codes.digest)
-    for slot, dtype in zip(SLOTS, code[:2], strict=True):
+    for slot, dtype in zip(SLOTS, code, strict=True):
         set_autocast_enabled(slot, code != NONE)
         set_autocast_dtype(slot, dtype)
-    if codes.three:
-        set_autocast_enabled(THIRD, len(code) == 3)
-        set_autocast_dtype(THIRD, code[2] if len(code) == 3 else NO_THIRD)
 
 
 def code_inside(region: Region, outer: Code) -> Code:
@@ -307,13 +277,8 @@ def code_inside(region: Region, outer: Code) -> Code:
     if region.device in SLOTS and len(codes.policies) > 1:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
-            f"{_WRITTEN} Use it in a process without policies."
-        )
-    if region.device == THIRD and codes.three:
-        raise PolicyError(
-            f"autocast({region.device!r}) cannot be used in a process that has used more than "
-            f"{PAIRS:,} sets of policies: {_WRITTEN} Use it in a process with fewer policies; "
-            "equal ones count once."
+            "polymp writes them into torch's autocast state of that device. Use it in a process "
+            "without policies."
         )
     policies = {d: p for d, p in codes.policies.get(outer, {}).items() if d != region.device}
     if region.policy is not None:
@@ -339,7 +304,6 @@ def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
                 f"policies as torch's autocast state can tell apart, {ALL:,}. Use fewer policies, "
                 "of which equal ones count once, or start another process."
             )
-        codes.three = len(code) == 3
         known = sorted(
             (device, p.name, p.halves, p.fp8, [astuple(row)[:-1] for row in p.rows])  # no source
             for device, p in policies

@@ -167,8 +167,8 @@ def _layer_norm(
     if modes.is_transformed():
         wide = x.float(), normalized_shape, _wide(weight), _wide(bias), eps
         return torch.layer_norm(*wide).to(x.dtype)
-    found = _LayerNorm.apply(x, normalized_shape, weight, bias, eps)  # type: ignore[no-untyped-call]
-    result: torch.Tensor = found[0]
+    result: torch.Tensor
+    result = _LayerNorm.apply(x, normalized_shape, weight, bias, eps)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -181,17 +181,17 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: torch.Tensor, shape: Sequence[int], weight: Optional, bias: Optional, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: Any,
+        x: torch.Tensor,
+        shape: Sequence[int],
+        weight: Optional,
+        bias: Optional,
+        eps: float,
+    ) -> torch.Tensor:
         y, mean, rstd = torch.native_layer_norm(x.float(), shape, _wide(weight), _wide(bias), eps)
-        return y.to(x.dtype), mean, rstd
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        x, ctx.shape, weight, bias, _ = inputs
-        _, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
+        ctx.shape = shape
         ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Optional, None, Optional, Optional, None]:

@@ -12,10 +12,7 @@ import torch
 
 
 def cuda_missing() -> bool:
-    """Return whether neither CUDA nor torch_xla can be used: torch.amp then disables itself.
-
-    Read from torch, so that a test can patch torch. Since torch 1.10.
-    """
+    """Return whether neither CUDA nor torch_xla can be used: torch.amp then disables itself."""
     return not _standing_in.get() and bool(torch.cuda.amp.common.amp_definitely_not_available())
 
 
@@ -35,8 +32,7 @@ def stand_in(device: str) -> Iterator[bool]:
     A torch that is built without the device has no guard for it. Autograd, indexing and many fake
     kernels need one, though it has nothing to do for tensors without memory. So the device gets the
     guard of meta tensors, as torch does for a CUDA build on a machine without a GPU
-    (`_ensureCUDADeviceGuardSet`). `c10::impl::device_guard_impl_registry`, by the numbers of
-    `c10::DeviceType`, since torch 1.0.
+    (`_ensureCUDADeviceGuardSet`). The numbers are those of `c10::DeviceType`.
     """
     token = _standing_in.set(True)
     there = device in ("cpu", "meta") or torch._C._get_accelerator().type == device
@@ -68,7 +64,7 @@ def _guards() -> Any:
 
 
 def is_here(device: str) -> bool:
-    """Return whether real tensors can be on the device type. `_get_accelerator` since torch 2.3."""
+    """Return whether real tensors can be on the device type."""
     return device == "cpu" or (
         torch._C._get_accelerator().type == device and torch.accelerator.is_available()
     )
@@ -79,23 +75,15 @@ def cuda_lacks_bfloat16() -> bool:
     return not _standing_in.get() and not torch.cuda.is_bf16_supported()
 
 
-def knows_autocast(device: str) -> bool:
-    """Return whether torch has autocast for a device type; raises if it has no such device.
-
-    `_is_autocast_available` since torch 2.4.
-    """
-    return bool(torch._C._is_autocast_available(device))
-
-
 def is_private(device: str) -> bool:
-    """Return whether an extension registered the device type. Since torch 2.0."""
+    """Return whether an extension registered the device type."""
     return device == torch._C._get_privateuse1_backend_name()
 
 
 def private_dtypes(device: str) -> list[torch.dtype]:
     """Return the low dtypes of a device that an extension registered as PrivateUse1.
 
-    Raises where the extension has not registered its module, or not all of it. Since torch 2.1.
+    Raises where the extension has not registered its module, or not all of it.
     """
     if not hasattr(getattr(torch, device, None), "get_amp_supported_dtype"):
         torch.autocast(device)  # raises the error of this version of torch

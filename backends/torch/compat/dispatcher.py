@@ -1,7 +1,6 @@
 """torch's dispatcher and autograd: keys, ops, kernels on them, and nodes of the graph."""
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,12 +12,12 @@ from torch._C import _ExcludeDispatchKeyGuard as ExcludeKeys
 __all__ = ["ExcludeKeys"]
 
 
-# Where an op looks first while a torch.func transform is active. Since torch 2.0.
+# Where an op looks first while a torch.func transform is active.
 FUNC_FRONT = "FuncTorchDynamicLayerFrontMode"
 
 
 def autocast_key(device: str) -> str | None:
-    """Return the name of the dispatch key that autocast uses on a device type. Since torch 1.10.
+    """Return the name of the dispatch key that autocast uses on a device type.
 
     None where Python cannot name it, as for XLA: nothing can be registered there from Python.
     """
@@ -28,27 +27,24 @@ def autocast_key(device: str) -> str | None:
 
 
 def keyset(key: str) -> torch._C.DispatchKeySet:
-    """Return the set of one dispatch key, for `ExcludeKeys`. Since torch 1.13."""
+    """Return the set of one dispatch key, for `ExcludeKeys`."""
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
 
 def autocast_keys(devices: Sequence[str]) -> torch._C.DispatchKeySet:
-    """Return the set of autocast keys of device types, for `ExcludeKeys`. Since torch 1.13."""
+    """Return the set of autocast keys of device types, for `ExcludeKeys`."""
     return functools.reduce(
         lambda one, other: one | other, map(keyset, filter(None, map(autocast_key, devices)))
     )
 
 
 def below(key: str) -> torch._C.DispatchKeySet:
-    """Return all keys that the dispatcher asks after `key`. Since torch 2.0."""
+    """Return all keys that the dispatcher asks after `key`."""
     return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
 
 
 def registered(key: str) -> frozenset[str]:
-    """Return the names of the aten overloads with a kernel on the key, without "aten::".
-
-    Needed to know which compiled autocast kernels this torch has. Since torch 2.0.
-    """
+    """Return the names of the aten overloads with a kernel on the key, without "aten::"."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return frozenset(n.removeprefix("aten::") for n in names if n.startswith("aten::"))
 
@@ -64,18 +60,12 @@ def overload(name: str) -> torch._ops.OpOverload | None:
 
 
 def takes_names(name: str) -> bool:
-    """Return whether an overload takes named dimensions, from torch 1.3 to 2.12.
-
-    Their type in schemas is str; only the names of overloads tell them apart.
-    """
+    """Return whether an overload takes named dimensions, until torch 2.12; only its name tells."""
     return "dimname" in name.lower() or ".names_" in name
 
 
 def qualified_name(op: object) -> str | None:
-    """Return the name "mylib::my_op" of a name, an op or a result of `custom_op`; None otherwise.
-
-    Since torch 2.4: `CustomOpDef._qualname`, `OpOverload._name`.
-    """
+    """Return the name "mylib::my_op" of a name, an op or a result of `custom_op`; else None."""
     if isinstance(op, str):
         return op
     if isinstance(op, torch._ops.OpOverload):
@@ -86,18 +76,18 @@ def qualified_name(op: object) -> str | None:
 
 
 def has_kernel(name: str, key: str) -> bool:
-    """Return whether an op has a kernel of its own on a dispatch key. Since torch 1.10."""
+    """Return whether an op has a kernel of its own on a dispatch key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def is_dispatched(op: torch._ops.OpOverload) -> bool:
-    """Return whether the dispatcher has the op: `add_.t` is TorchScript alone. Since 1.8."""
+    """Return whether the dispatcher has the op: `add_.t` is TorchScript alone."""
     return bool(torch._C._dispatch_has_kernel(op.name()))
 
 
 @functools.cache  # reading a schema takes long, and each record of decisions asks for 500 ops
 def tensors_of(op: torch._ops.OpOverload) -> tuple[int, ...]:
-    """Return the places of an op's arguments that must be tensors. Since torch 1.13."""
+    """Return the places of an op's arguments that must be tensors."""
     return tuple(at for at, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor")
 
 
@@ -105,7 +95,7 @@ def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Make a function that calls an op, with a Python number for a Tensor of the schema, too.
 
     The dispatcher passes such numbers to a Python kernel as they were written: `x % 4` as (x, 4).
-    Most overloads refuse them; the packet finds the overload that takes a number. Since torch 1.13.
+    Most overloads refuse them; the packet finds the overload that takes a number.
     """
     tensors = tensors_of(op)
     packet, entry = op.overloadpacket, op._op  # without the Python of OpOverload.__call__
@@ -125,8 +115,8 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     """Make a function of (keys, args, kwargs) that calls an op as if `key` had no kernel.
 
     `OpOverload.redispatch` refuses a Python number where the schema says Tensor; then the op is
-    called again, with the key excluded. `_handle.redispatch_boxed`, which is all that `redispatch`
-    calls, since torch 2.0; a frame of Python less is a tenth of what a small op in place takes.
+    called again, with the key excluded. `_handle.redispatch_boxed` is all that `redispatch` calls;
+    a frame of Python less is a tenth of what a small op in place takes.
     """
     after, excluded = below(key), keyset(key)
     tensors = tensors_of(op)
@@ -153,18 +143,14 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 def destroy(library: torch.library.Library) -> None:
-    """Take away a library's kernels; those that they replaced return.
-
-    `Library._destroy`, since torch 2.0; `torch.library._scoped_library` does the same.
-    """
+    """Take away a library's kernels, as `torch.library._scoped_library` does; old ones return."""
     library._destroy()
 
 
 def put(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
     """Register a kernel that takes the keyset first, in place of any other on the key.
 
-    torch warns once when a kernel is replaced; here that is intended. `with_keyset` since
-    torch 2.1, `allow_override` since 2.7, and by itself since 2.13.
+    torch warns once when a kernel is replaced; here that is intended.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
@@ -191,7 +177,7 @@ def called_at(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
 
     `op.decompose` would look for a decomposition in Python first, and some of these call other ops
     than the compiled kernel: upsampling without the op that has a row. `get_kernel` has no alias
-    keys. Since torch 2.0.
+    keys.
     """
     return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
 
@@ -203,12 +189,12 @@ _STATISTICS = frozenset({"running_mean", "running_var"})
 
 @functools.cache  # asked of every op that runs
 def writes(op: torch._ops.OpOverload) -> bool:
-    """Return whether an op writes into its arguments. `is_mutable` since torch 1.12."""
+    """Return whether an op writes into its arguments."""
     return bool(op._schema.is_mutable) or op.overloadpacket.__name__ in _SILENT
 
 
 def written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an op's arguments that it writes. `alias_info` since torch 1.8."""
+    """Yield the tensors among an op's arguments that it writes."""
     silent = op.overloadpacket.__name__ in _SILENT
     for at, argument in enumerate(op._schema.arguments):
         says = argument.alias_info is not None and argument.alias_info.is_write
@@ -227,8 +213,6 @@ def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[...,
 
     `carry` is called in the forward pass, in every checkpoint of both kinds. A `context_fn`, the
     documented way, has to be given in each call of `checkpoint`, and works for one kind only.
-    `CheckpointFunction` is public, its `ctx.run_function` since torch 1.0; `_CheckpointFrame` since
-    torch 2.1.
     """
     from torch.utils import checkpoint
 
@@ -254,7 +238,7 @@ def latest_node() -> int:
     """Return the number of the autograd node that was made last in this thread.
 
     Below autograd, where an op with gradients runs, it is the op's own node, for that is made
-    before the op runs. `_get_sequence_nr` since torch 2.1; torch.fx.traceback goes by it, too.
+    before the op runs; torch.fx.traceback goes by it, too.
     """
     return int(torch._C._autograd._get_sequence_nr()) - 1
 
@@ -263,7 +247,6 @@ def backward_node() -> int | None:
     """Return the number of the node whose backward runs here; None outside of a backward pass.
 
     Nodes that accumulate into leaves have no number of their own; for them it is -1.
-    `_current_graph_task_id` and `_current_autograd_node` since torch 2.0.
     """
     if torch._C._current_graph_task_id() < 0:
         return None
@@ -283,7 +266,7 @@ def node_number(node: Any) -> int:
 
 
 def backward_task() -> int | None:
-    """Return a number for the backward pass that runs here; None outside. Since torch 2.0."""
+    """Return a number for the backward pass that runs here; None outside."""
     number = int(torch._C._current_graph_task_id())
     return None if number < 0 else number
 
@@ -293,8 +276,7 @@ def saved_tensors_shown(stack: ExitStack, see: Callable[[torch.Tensor], None]) -
 
     torch.func's transforms refuse to run under hooks on saved tensors, which they find out by the
     documented `torch.autograd.graph.disable_saved_tensors_hooks`. That function is replaced for the
-    time by one that first takes these hooks off, so that transforms run as without
-    them. `_top_saved_tensors_default_hooks` since torch 2.3.
+    time by one that first takes these hooks off, so that transforms run as without them.
     """
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -305,38 +287,26 @@ def saved_tensors_shown(stack: ExitStack, see: Callable[[torch.Tensor], None]) -
     graph: Any = torch.autograd.graph
 
     def end() -> None:
-        with showing.lock:
-            showing.hooks.pop(pack, None)
-            if not showing.hooks:
-                graph.disable_saved_tensors_hooks = _DISABLE
+        showing.pop(pack, None)
+        if not showing:
+            graph.disable_saved_tensors_hooks = _DISABLE
 
     stack.callback(end)
     stack.callback(end)  # an interrupt may end one of the two
-    with showing.lock:
-        showing.hooks[pack] = hooks
-        graph.disable_saved_tensors_hooks = _disable_hooks
+    showing[pack] = hooks
+    graph.disable_saved_tensors_hooks = _disable_hooks
     stack.enter_context(hooks)
 
 
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
-
-
-class Showing:
-    """The hooks of `saved_tensors_shown` that are in force, in all threads of this process."""
-
-    def __init__(self) -> None:
-        self.hooks: dict[Any, Any] = {}  # by the function that packs
-        self.lock: threading.RLock = threading.RLock()  # held while any come or go
-
-
-showing: Showing = Showing()
+showing: dict[Any, Any] = {}  # the hooks that are in force, in all threads, by what packs
 
 
 @contextmanager
 def _disable_hooks(message: str) -> Iterator[None]:
     with ExitStack() as stack:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and (hooks := showing.hooks.get(top[0])) is not None:
+        if top is not None and (hooks := showing.get(top[0])) is not None:
             hooks.__exit__(None, None, None)
             stack.callback(hooks.__enter__)
             stack.enter_context(_disable_hooks(message))  # there may be more below

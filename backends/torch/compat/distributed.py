@@ -10,7 +10,7 @@ import torch.nn as nn
 
 @cache
 def talks(op: torch._ops.OpOverload) -> bool:
-    """Return whether an op talks to other ranks. Their namespaces: since torch 2.0 and 2.1."""
+    """Return whether an op talks to other ranks."""
     return op.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
@@ -19,7 +19,7 @@ def receives(op: torch._ops.OpOverload) -> bool:
     """Return whether other ranks write an op's results: they are not there when it returns.
 
     FSDP2 makes the room for an all-gather with an op of its own, `fsdp::all_gather_copy_in`, whose
-    results hold what was in that memory before. Since torch 2.3.
+    results hold what was in that memory before.
     """
     return talks(op) or op.name().startswith("fsdp::all_gather_copy_in")
 
@@ -37,7 +37,7 @@ def will_talk(module: nn.Module) -> bool:
 
 
 def default_store() -> Any:
-    """Return the key-value store of the default process group. Since torch 1.8."""
+    """Return the key-value store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -54,14 +54,14 @@ def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_fsdp1(tensor: torch.Tensor) -> bool:
-    """Return whether FSDP1 manages a parameter. `_fsdp_flattened`: since torch 2.0."""
+    """Return whether FSDP1 manages a parameter."""
     return getattr(tensor, "_fsdp_flattened", False)
 
 
 def settle_dtypes(module: Any) -> None:
     """Tell an FSDP2 module the dtypes of parameters that were all frozen in its first forward.
 
-    FSDP asks once, and does not cast the gradients of what is unfrozen later. Since torch 2.6.
+    FSDP asks once, and does not cast the gradients of what is unfrozen later.
     """
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
@@ -83,29 +83,25 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     kind = _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return tensor
-    if not torch.is_grad_enabled():
-        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
     with torch.no_grad():  # otherwise it would be a new node in the graph
         return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
 
 
-def is_partial(tensor: torch.Tensor) -> bool:
-    """Return whether the ranks hold terms of a sum, as for some gradients of replicated DTensors.
+def added_up(tensor: Any) -> Any:
+    """Return a DTensor of which every rank holds the sum, where ranks hold terms of it.
 
-    The answer is the same on every rank of the mesh.
+    So it is for some gradients of replicated DTensors, on every rank of the mesh alike. Talks to
+    the ranks then; other tensors are returned as they are.
     """
     kind = _dtensor()
     if kind is None or not isinstance(tensor, kind):
-        return False
-    return any(p.is_partial() for p in tensor.placements)  # type: ignore[attr-defined]
-
-
-def added_up(tensor: Any) -> Any:
-    """Add up every sum of a DTensor over the ranks, so that each holds it. Talks to them."""
+        return tensor
+    if not any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
+        return tensor
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    return tensor.redistribute(placements=placements)
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]  # type: ignore[attr-defined]
+    return tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
 
 
 def meshes(tensors: list[torch.Tensor]) -> list[Any]:
@@ -122,10 +118,7 @@ def meshes(tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def offset(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the place of this process's part in the whole tensor, along each dimension.
-
-    `compute_local_shape_and_global_offset` of torch.distributed.tensor._utils, since torch 2.5.
-    """
+    """Return the place of this process's part in the whole tensor, along each dimension."""
     kind = _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return (0,) * tensor.dim()

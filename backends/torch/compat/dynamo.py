@@ -16,9 +16,8 @@ def no_frame(fn: F, *, inside: bool = False) -> F:
     """Keep torch.compile from compiling `fn` by itself; inlining it into a caller still works.
 
     A region's entry has no tensor in it, so a frame compiled for it alone would be an empty graph
-    and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well.
-    Since torch 2.6 (`torch._dynamo.eval_frame.skip_code` is the same call, but imports all of
-    dynamo).
+    and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well,
+    and `torch._dynamo.eval_frame.skip_code` imports all of dynamo.
     """
     assert isinstance(fn, FunctionType)
     frame = _dynamo.eval_frame
@@ -31,8 +30,8 @@ def no_frame(fn: F, *, inside: bool = False) -> F:
 def untraced(reason: str) -> Callable[[F], F]:
     """Have torch.compile break the graph at calls of a function, and skip those that it calls.
 
-    `torch.compiler.disable` sets the same marks, but imports all of dynamo. Since torch 2.7; the
-    reason, which the error under fullgraph shows, since torch 2.8.
+    `torch.compiler.disable` sets the same marks, but imports all of dynamo. The error under
+    fullgraph shows the reason.
     """
 
     def mark(fn: F) -> F:
@@ -48,7 +47,6 @@ def at_trace_time(fn: F) -> F:
     """Have torch.compile run `fn` while it traces, and treat the result as a constant.
 
     `torch.compiler.assume_constant_result` sets the same mark, but imports all of dynamo.
-    Since torch 2.0.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
@@ -58,7 +56,7 @@ def in_graph(fn: Callable[..., Any]) -> None:
     """Have torch.compile write calls of `fn` into its graphs, as they are.
 
     `torch.compiler.allow_in_graph` does so, too, but where a backend then refuses the graph, dynamo
-    raises in place of breaking it. Since torch 2.1.
+    raises in place of breaking it.
     """
     from torch._dynamo import trace_rules, variables
 
@@ -73,8 +71,7 @@ def compile_by(rules: str) -> None:
 
     torch traces a backward pass in the region around its forward pass, which would cast again what
     a policy keeps wide. It finds graphs of other processes by the autocast state, in which a policy
-    is a code that holds for one process. What the user has set stays. `backward_pass_autocast`
-    since torch 2.9, `cache_key_tag` since torch 2.7.
+    is a code that holds for one process. What the user has set stays.
     """
     before = _rules.get()
     if rules != before or (rules and not _tag().endswith(rules)):  # the user has set it since
@@ -105,7 +102,7 @@ def after_tracing(undo: Callable[[], object]) -> None:
     """If dynamo is tracing in this thread, have it call `undo` when it is done or has given up.
 
     Dynamo's own handlers of the autocast setters do the same, but in torch 2.13 they fail in the
-    bodies of higher-order ops (autograd functions, checkpoint). Since torch 2.1.
+    bodies of higher-order ops (autograd functions, checkpoint).
     """
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     translator = getattr(convert and convert.tls, "current_tx", None)
@@ -114,10 +111,10 @@ def after_tracing(undo: Callable[[], object]) -> None:
 
 
 def stays(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as one whose address compiled code may rely on, and return it.
+    """Mark a tensor as one whose address compiled code may rely on.
 
     `torch._dynamo.mark_static_address(tensor, guard=True)` does the same, but imports dynamo. CUDA
-    graphs of `mode="reduce-overhead"` write to no other inputs. Since torch 2.1.
+    graphs of `mode="reduce-overhead"` write to no other inputs.
     """
     tensor._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
     return tensor

@@ -11,7 +11,7 @@ def export_modes() -> list[Any]:
     """Return the function modes with which torch.export traces, non-strictly; [] at other times.
 
     Export notes entering and leaving a region through them: torch's own autocast class calls
-    `mode.__torch_function__(torch.amp._enter_autocast, (), state)`. Since torch 2.5.
+    `mode.__torch_function__(torch.amp._enter_autocast, (), state)`.
     """
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
@@ -19,15 +19,15 @@ def export_modes() -> list[Any]:
     return [mode for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)]
 
 
-# The ops that enter and leave a region in a graph. Since torch 2.5.
+# The ops that enter and leave a region in a graph.
 ENTER, LEAVE = torch.amp._enter_autocast, torch.amp._exit_autocast  # type: ignore[attr-defined]
 
-# The op for a region that has a graph of its own. Since torch 2.5.
+# The op for a region that has a graph of its own.
 WITHIN = "wrap_with_autocast"
 
 
 def proxy_mode() -> Any:
-    """Return the mode with which torch.export records ops, None without one. Since torch 2.0."""
+    """Return the mode with which torch.export records ops, None without one."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode()
@@ -48,14 +48,14 @@ def decompositions(mode: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def unrecorded() -> Any:
-    """Return a context in which torch.export records no ops. Since torch 2.0."""
+    """Return a context in which torch.export records no ops."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     return disable_proxy_modes_tracing()
 
 
 def without_recorder() -> Any:
-    """Return a context without the mode by which torch.export records regions. Since torch 2.5."""
+    """Return a context without the mode by which torch.export records regions."""
     from torch.fx.experimental import proxy_tensor
 
     return proxy_tensor._temp_remove_pre_dispatch_torch_function_mode()

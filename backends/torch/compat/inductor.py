@@ -14,8 +14,6 @@ class ScalarsFirst(CustomGraphPass):
     Inductor writes the arithmetic of 0-dim tensors into the loops over arrays that use them, and
     gcc cannot move it out. In a step of Adam that is `beta ** step`, two calls of `pow` for eight
     elements, which take two thirds of the time. Before `as_strided` inductor computes a tensor.
-
-    `post_grad_custom_post_pass` is an option since torch 2.2, `CustomGraphPass` is there since 2.6.
     """
 
     def __call__(self, graph: Any) -> None:
@@ -48,8 +46,8 @@ OPTIONS: dict[str, Any] = {"post_grad_custom_post_pass": ScalarsFirst()}
 def graphs_watched(tell: Callable[[Sequence[Any]], None]) -> Iterator[None]:
     """Call a function with the results of every compiled graph that runs meanwhile.
 
-    A graph's own results come first; then, of a forward pass, what its backward pass needs.
-    `CompiledFxGraph.__call__` since torch 2.7. No mode and no hook sees the results.
+    A graph's own results come first; then, of a forward pass, what its backward pass needs. No mode
+    and no hook sees the results.
     """
     from torch._inductor.output_code import CompiledFxGraph
 

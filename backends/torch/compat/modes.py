@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.compat.dynamo import no_frame
 
-__all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode; since torch 1.13
+__all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode
 
 
 # The arguments of `OpMode.op`.
@@ -29,16 +29,12 @@ class OpMode(TorchDispatchMode):
         self._compiled = compiled  # True to let code that torch.compile compiled run as it is
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Return whether compiled code runs under this mode; without it, torch runs the original.
-
-        torch asks the mode itself when it is entered, so it need not be a class method. Since
-        torch 2.9.
-        """
+        """Return whether compiled code runs under this mode; torch asks as it enters it."""
         return self._compiled
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch leaves `__torch_dispatch__` as it is. Since torch 2.6.
+        """Return False, so that torch leaves `__torch_dispatch__` as it is.
 
         torch would wrap it in `torch._disable_dynamo`, which takes 7 us more at each op than
         `no_frame` and does the same.
@@ -60,9 +56,6 @@ def is_recorded() -> bool:
     Ops may then be written into a program, where a number computed earlier would be a constant, or
     be differentiated in ways that a node of ours has no rule for. Modes of ours that only look on
     do not count.
-
-    `_len_torch_dispatch_stack` since torch 1.13, `_get_dispatch_stack_at` since 2.0,
-    `_get_tracing_state`, of torch.jit.trace, since 1.0.
     """
     if depth := torch._C._len_torch_dispatch_stack():
         modes = map(torch._C._get_dispatch_stack_at, range(depth))
@@ -72,24 +65,20 @@ def is_recorded() -> bool:
 
 
 def innermost_mode() -> Any:
-    """Return the mode that sees ops below autograd first; None without one. Since torch 2.0."""
+    """Return the mode that sees ops below autograd first; None without one."""
     from torch.utils import _python_dispatch
 
     return _python_dispatch._get_current_dispatch_mode()
 
 
 def sees(mode: Any) -> bool:
-    """Return whether a mode sees the ops of this thread. Since torch 2.0."""
+    """Return whether a mode sees the ops of this thread."""
     depths = range(torch._C._len_torch_dispatch_stack())
     return any(torch._C._get_dispatch_stack_at(depth) is mode for depth in depths)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return False if the tensor's class overrides ops, as DTensor does.
-
-    `_disabled_torch_dispatch_impl` and `_disabled_torch_function_impl` mark classes that do not;
-    since torch 1.11 and 1.5.
-    """
+    """Return False if the tensor's class overrides ops, as DTensor does."""
     kind = type(tensor)
     if kind is torch.Tensor:
         return True
@@ -101,20 +90,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def unwrapped_first(types: Sequence[type]) -> bool:
     """Return whether a mode has to let the classes of an op's arguments run the op first.
 
-    So it is for DTensor and all classes that hold other tensors: they have no memory of their own,
-    and a mode that runs their ops does not see the ops on the tensors inside. Such classes have
-    `__tensor_flatten__`, by the protocol of torch.utils._python_dispatch, since torch 2.1.
+    So it is for DTensor and all classes that hold other tensors, which have `__tensor_flatten__`:
+    they have no memory of their own, and a mode that runs their ops does not see the ops on the
+    tensors inside.
     """
     return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def in_transform(tensor: torch.Tensor) -> bool:
-    """Return whether a transform of torch.func (vmap, grad) wraps a tensor. Since torch 2.0."""
+    """Return whether a transform of torch.func (vmap, grad) wraps a tensor."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def has_tangents() -> bool:
-    """Return whether forward-mode derivatives are computed. Since torch 1.9."""
+    """Return whether forward-mode derivatives are computed."""
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
@@ -123,7 +112,6 @@ def is_transformed() -> bool:
 
     A kernel on the autocast key cannot call an autograd.Function in the first, for torch finds no
     kernel of `custom_function_call`; in the second, it would need a rule of its own.
-    `peek_interpreter_stack` since torch 2.0.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None or has_tangents()
 
@@ -132,7 +120,7 @@ def matched_tangent(tensor: torch.Tensor) -> torch.Tensor:
     """Return a float tensor whose tangent, in a jvp of torch.func, has its dtype, too.
 
     Derivatives of ops with mixed inputs leave a float32 tangent on a low tensor, which a cast to
-    the tensor's own dtype would not touch. `get_interpreter_stack` since torch 2.0.
+    the tensor's own dtype would not touch.
     """
     functorch = torch._C._functorch
     kinds = [transform.key() for transform in functorch.get_interpreter_stack() or ()]
@@ -151,8 +139,7 @@ _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number for the memory of a tensor, the same for all views of it; 0 without memory.
 
-    Unique among the storages that are alive, or kept by `storage_reference`. `_cdata` since
-    torch 2.0.
+    Unique among the storages that are alive, or kept by `storage_reference`.
     """
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -161,10 +148,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_reference(tensor: torch.Tensor) -> Any:
-    """Return an object that keeps a storage's key from being used again, but frees its memory.
-
-    `StorageWeakRef` since torch 1.0.
-    """
+    """Return an object that keeps a storage's key from being used again, but frees its memory."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -172,8 +156,7 @@ class KeptKeys:
     """Storages whose keys are not used again while this object is there; their memory is freed.
 
     It holds a number for each: `StorageWeakRef`, which does the same for one storage, is two
-    objects that Python's garbage collector goes through again and again. `_weak_ref` and
-    `_free_weak_ref`, by which torch writes that class, since torch 1.0.
+    objects that Python's garbage collector goes through again and again.
     """
 
     def __init__(self) -> None:
@@ -190,10 +173,7 @@ class KeptKeys:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the numbers in a tensor; of a sparse one, of those that it stores.
-
-    `_values` since torch 0.4.
-    """
+    """Return the bytes of the numbers in a tensor; of a sparse one, of those that it stores."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values().nbytes
     return tensor.values().nbytes if tensor.layout in _COMPRESSED else tensor.nbytes
@@ -205,10 +185,9 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of a product, convolution or attention kernel; 0 for any other op.
 
-    Others than these by torch.utils.flop_counter's formulas, which are documented; its table of
-    them, `flop_registry`, is not. It takes 70 us for a product, counts too many in convolutions
-    with groups, lacks the attention kernel of CPUs, and before torch 2.13 raises where queries
-    share keys. Since torch 2.2.
+    Others than these by torch.utils.flop_counter's formulas, which take 70 us for a product, count
+    too many in convolutions with groups, lack the attention kernel of CPUs, and before torch 2.13
+    raise where queries share keys.
     """
     if (first := _PRODUCTS.get(op.overloadpacket)) is not None:
         return 2 * int(result.numel()) * int(args[first].shape[-1])

@@ -1,7 +1,6 @@
 """torch.optim and torch.nn: steps, state and hooks; torch.amp's scaler; modules."""
 
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
@@ -18,37 +17,14 @@ from torch.optim.optimizer import (
 from polymp.backends.torch.compat import dynamo
 
 
-def unscales(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch's fused kernel can unscale gradients of a device type and dtype.
-
-    On CUDA it has no bfloat16 (pytorch/pytorch#127176).
-    """
-    return device == "cpu" or dtype is not torch.bfloat16
-
-
-def unscaled_by_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a torch.amp scaler has unscaled the optimizer's gradients since its `update`.
-
-    torch has no list of scalers, so all objects of the process are searched, for a fraction of a
-    second. `_per_optimizer_states`: since torch 1.6.
-    """
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.amp.GradScaler):
-            states = vars(one).get("_per_optimizer_states", {})
-            if id(optimizer) in states and states[id(optimizer)]["stage"].name == "UNSCALED":
-                return True
-    return False
-
-
 def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Call `optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break if possible.
 
     torch's optimizers break the graph around their step, so that inductor sees that no gradient is
     wanted (see a note in torch/optim/optimizer.py). Here the function inside their wrappers is
-    called instead: `Optimizer.profile_hook_step` and `_use_grad_for_differentiable`, since torch
-    2.0. The wrapper of a learning-rate scheduler (`_wrapped_by_lr_sched`, since torch 2.4) only
-    sets an attribute, and dynamo drops writes to attributes of optimizers. The dynamo of torch 2.15
-    can trace `getattr` on such a step, but not `hasattr`.
+    called instead. The wrapper of a learning-rate scheduler (`_wrapped_by_lr_sched`) only sets an
+    attribute, and dynamo drops writes to attributes of optimizers. The dynamo of torch 2.15 can
+    trace `getattr` on such a step, but not `hasattr`.
     """
     kind: Any = type(optimizer)
     if (
@@ -95,7 +71,7 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
     """Return the step of a class as a function that runs no step hooks.
 
     The first optimizer of a class puts `Optimizer.profile_hook_step` around the class's step, which
-    has a mark `hooked`, since torch 1.0.
+    has a mark `hooked`.
     """
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -105,7 +81,7 @@ def plain_step(kind: type[torch.optim.Optimizer]) -> Any:
     """Return the step of a class as it is written, without the wrappers that torch puts around it.
 
     These are `profile_hook_step`, which runs hooks, and `_use_grad_for_differentiable`, which
-    breaks dynamo's graphs; the caller turns gradients off. Since torch 2.0.
+    breaks dynamo's graphs; the caller turns gradients off.
     """
     return inspect.unwrap(kind.step)
 
@@ -114,8 +90,8 @@ def traceable(method: Any) -> Any:
     """Return a method of an optimizer as dynamo can trace it.
 
     Dynamo marks `_init_group` of most classes as not to be traced, and calls it by itself, where it
-    meets an optimizer (`torch._dynamo.eval_frame.TorchPatcher.patch`, since torch 2.1). The mark is
-    on a wrapper around the method.
+    meets an optimizer (`torch._dynamo.eval_frame.TorchPatcher.patch`). The mark is on a wrapper
+    around the method.
     """
     return inspect.unwrap(method) if inspect.isfunction(method) else method
 
@@ -128,8 +104,8 @@ def complete_state(optimizer: torch.optim.Optimizer) -> None:
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """While dynamo traces, make the state that an optimizer of torch's makes in its first step.
 
-    Dynamo runs `_init_group` while it traces it, since torch 2.1, so that the state exists after
-    this call. Each class has arguments of its own: a group, and lists to fill.
+    Dynamo runs `_init_group` while it traces it, so that the state exists after this call. Each
+    class has arguments of its own: a group, and lists to fill.
     """
     lists = _lists_of(type(optimizer))
     if lists is not None:
@@ -156,15 +132,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def flatten_rnn_weights(weights: list[torch.Tensor], *options: Any) -> None:
-    """Move the weights of a recurrent layer into one buffer, in cuDNN's order, in place.
-
-    `torch.nn.RNNBase.flatten_parameters` calls the same function with the same options. Since torch
-    1.0, with the size of projections since 1.8; only in builds with cuDNN.
-    """
+    """Move a recurrent layer's weights into one buffer for cuDNN, as `flatten_parameters` does."""
     torch._cudnn_rnn_flatten_weight(weights, *options)
 
 
-# A module's call is its `_call_impl`, since torch 1.8.
+# A module's call is its `_call_impl`.
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 
 
@@ -181,8 +153,8 @@ def before_clipping(see: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Call `see` with the parameters whose gradients torch.nn.utils is about to clip.
 
     Both of its public functions for norms call `_clip_grads_with_norm_`, which they look up in
-    their module, so that functions that were imported before are changed, too. Since torch 2.6.
-    `clip_grad_value_` is replaced in its module and in `torch.nn.utils`.
+    their module, so that functions that were imported before are changed, too. `clip_grad_value_`
+    is replaced in its module and in `torch.nn.utils`.
     """
     from torch.nn import utils
     from torch.nn.utils import clip_grad

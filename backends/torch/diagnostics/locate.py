@@ -27,7 +27,8 @@ from polymp.backends.torch.diagnostics.measure import measurable, sample
 from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Values
-from polymp.backends.torch.scaler.grad_scaler import PARTS, GradScaler
+from polymp.backends.torch.scaler.device_state import AsyncRead
+from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot, stepping
 from polymp.diagnostics.audit_records import Fault
 
@@ -206,7 +207,7 @@ class _Meeting:
             ) from None
 
 
-_SCALERS = (torch.amp.GradScaler, GradScaler, *PARTS)
+_SCALERS = (torch.amp.GradScaler, GradScaler, AsyncRead)
 
 
 def _copied(value: Any) -> Any:

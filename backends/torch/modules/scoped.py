@@ -57,7 +57,7 @@ class Scoped(subclass.Extension):
     KEY: ClassVar[str] = "_polymp_scope"
 
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
-        """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""
+        """Call the module, also by a `__call__` that was bound before."""
         module_scope = self.__dict__.get(Scoped.KEY)
         if module_scope is None:
             above: Any = super() if isinstance(self, Scoped) else self  # bound, and then removed
@@ -211,7 +211,7 @@ class InRegion(subclass.Extension):
     KEY: ClassVar[str] = "_polymp_region"
 
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
-        """Call the module in its region. Since torch 1.8."""
+        """Call the module in its region."""
         options = self.__dict__.get(InRegion.KEY)
         if options is None:
             above: Any = super() if isinstance(self, InRegion) else self
@@ -265,7 +265,7 @@ def leave(outer: Code) -> None:
         _put(False, *outer)
         return
     regions.write_code(outer)
-    if outer == NONE and not regions.stack.frames:
+    if outer == NONE and not regions.stack.thread.frames:
         region_casts.end(regions.stack.thread)  # the end of a region of torch's own is not seen
 
 

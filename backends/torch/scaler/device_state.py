@@ -9,19 +9,15 @@ one comes from `scale_rule.step` in two ways:
     on the device    on the tensors, or by the kernel of torch.amp, which does the same
 """
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 
 from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.compat import dynamo
 from polymp.backends.torch.scaler import unscale
-from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict
 
@@ -73,9 +69,8 @@ class DeviceState:
         if self._growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
         first = self._first()
-        with _versioned():
-            scale = torch.full((), first.scale, dtype=torch.float32, device=dev)
-            tracker = torch.full((), first.tracker, dtype=torch.int32, device=dev)
+        scale = torch.full((), first.scale, dtype=torch.float32, device=dev)
+        tracker = torch.full((), first.tracker, dtype=torch.int32, device=dev)
         self._scale, self._growth_tracker = scale, tracker  # at once: half of it would be no state
         self._tensors()
         if self._capturing():
@@ -87,12 +82,11 @@ class DeviceState:
         assert self._scale is not None
         assert self._growth_tracker is not None
         if self._counts is None:
-            with _versioned():
-                counts = torch.zeros(3, dtype=torch.float32, device=self._scale.device)
-                for at, number in enumerate(counted(self._first())):
-                    if number:  # without a copy from the host, which a CUDA graph cannot capture
-                        counts.select(0, at).fill_(number)
-                self._bars, self._loss = new_bars(self._scale.device)
+            counts = torch.zeros(3, dtype=torch.float32, device=self._scale.device)
+            for at, number in enumerate(counted(self._first())):
+                if number:  # without a copy from the host, which a CUDA graph cannot capture
+                    counts.select(0, at).fill_(number)
+            self._bars, self._loss = new_bars(self._scale.device)
             self._counts = counts
             if not torch.compiler.is_compiling():  # compiled code writes to them where they are
                 for tensor in (self._scale, self._growth_tracker, counts, self._loss):
@@ -248,12 +242,6 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def _versioned() -> Any:
-    """Return a context whose tensors have versions and can be trained, in inference mode, too."""
-    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    return torch.inference_mode(False) if inference else contextlib.nullcontext()
-
-
 def _check_new_scale(new_scale: torch.Tensor, device: str) -> None:
     on_device, one = new_scale.device.type == device, new_scale.numel() == 1
     if not (on_device and one and new_scale.requires_grad is False):
@@ -349,60 +337,25 @@ class AsyncRead:
         self.seen: ScaleState | None = None
         self.age: float = 0
         self.sent: float = 0
-        self._mailbox: Mailbox[None] = Mailbox()
+        self._copy: AsyncCopy | None = None
 
     def updated(self, *state: torch.Tensor) -> bool:
         """Note an update; read a copy that has arrived, and start another."""
         self.age += 1
         self.sent += 1
-        new = False
-        for copy, _ in self._mailbox.taken():
+        new = self._copy is not None and self._copy.is_ready()
+        if self._copy is not None and new:
+            copy = self._copy.values()
             (tracker,), numbers = copy[:1].tolist(), copy[1:].view(torch.float32).tolist()
             self.seen = state_of(numbers[0], tracker, *numbers[1:])
-            self.age, new = self.sent, True
-        if not self._mailbox and self.sent >= _EVERY:
+            self.age, self._copy = self.sent, None
+        if self._copy is None and self.sent >= _EVERY:
             # One copy for all, as bits, so that no number is converted or rounded.
             together = torch.cat([state[at].reshape(-1).view(torch.int32) for at in (1, 0, 2)])
-            self._mailbox.post(AsyncCopy(together), None)
-            self.sent = 0
+            self._copy, self.sent = AsyncCopy(together), 0
         return new
 
     def at_least(self, backoff: float) -> float:
         """Return a lower bound of the scale, which holds as long as only updates write it."""
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
         return 0.0 if self.seen is None else float(self.seen.scale * lowest**self.age)
-
-
-# The scalers of this process, by name, as long as they live.
-scalers: WeakValueDictionary[str, Any] = WeakValueDictionary()
-_numbers = count()
-
-
-def listen(scaler: object) -> str:
-    """Return the name by which `tell` calls the scaler's `_updated`."""
-    name = f"scaler {next(_numbers)}"
-    scalers[name] = scaler
-    return name
-
-
-# In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
-def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
-    """Call the scaler of that name whenever the code that is being traced runs."""
-    torch.ops.polymp.updated(counts, scale, tracker, name)
-
-
-def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
-    scaler = scalers.get(name)
-    if scaler is not None:
-        scaler._updated(scale, tracker, counts)
-
-
-_library = torch.library.Library("polymp", "DEF")
-# Its schema has a write, so that no compiler leaves the op out. Its tag keeps it out of CUDA
-# graphs, whose replays would not call it: compilers cut the graph there.
-_library.define(
-    "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-_library.impl("updated", _updated, "CompositeExplicitAutograd")
-_library.impl("updated", lambda *_: None, "Meta")

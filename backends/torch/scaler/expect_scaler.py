@@ -14,7 +14,6 @@ import torch.utils.hooks as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from polymp.backends.torch.autocast import regions
-from polymp.backends.torch.compat import optimizers
 from polymp.backends.torch.scaler import grad_scaler, unscale
 from polymp.errors import ScalerWarning, UnscaledError
 
@@ -31,11 +30,10 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
     A step is flagged if a float16 region of polymp's was entered, with gradients on, since the last
     step, the optimizer has gradients on that device, and no scaler takes the step or has unscaled
     its gradients: neither polymp's `GradScaler` nor torch.amp's. A disabled scaler
-    counts as one. An optimizer is not checked again after torch.amp's scaler has unscaled its
-    gradients for a step by hand. Nothing is flagged in compiled code, or in another thread than
-    that of the regions. Where a model in float16 without a scaler and one in float32 are trained in
-    turns, the step of the second may be flagged: the check does not follow gradients through the
-    graph.
+    counts as one. A step by hand is flagged where torch.amp's scaler has unscaled its gradients.
+    Nothing is flagged in compiled code, or in another thread than that of the regions. Where a
+    model in float16 without a scaler and one in float32 are trained in turns, the step of the
+    second may be flagged: the check does not follow gradients through the graph.
 
     Args:
         action: "warn" warns, once for each optimizer; "raise" raises before the step.
@@ -65,10 +63,9 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
         if not on:
             return
         if optimizer not in settled and not _stepped_by_a_scaler():
-            if not optimizers.unscaled_by_torch(optimizer):
-                if action == "raise":
-                    raise UnscaledError(_message(optimizer, on))
-                warnings.warn(_message(optimizer, on), ScalerWarning, stacklevel=3)
+            if action == "raise":
+                raise UnscaledError(_message(optimizer, on))
+            warnings.warn(_message(optimizer, on), ScalerWarning, stacklevel=3)
             settled.add(optimizer)
         entered.clear()
 

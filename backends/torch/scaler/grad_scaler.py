@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
@@ -19,10 +20,9 @@ from torch.amp.grad_scaler import OptState as OptState  # readers of the stages 
 from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
-from polymp.backends.torch.scaler.device_state import AsyncRead, DeviceState
+from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
-from polymp.mailbox import Mailbox
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import (
     NO_EFFECT,
@@ -145,7 +145,6 @@ class GradScaler(DeviceState):
     _per_optimizer_states: dict[int, Entry]
     _before: dict[int, Entry]  # the entries of the last iteration
     _scaled_in: object  # the entries of the iteration in which a loss was scaled last
-    _listener: str  # see `device_state.listen`
     _named: weakref.ref[torch.nn.Module] | None
 
     def __init__(
@@ -337,10 +336,8 @@ class GradScaler(DeviceState):
         else:
             found = cast(torch.Tensor, unscale.largest(self._largest(e) for e in looked))
             self._update_on_device(found, losses, given=given)
-            if torch.compiler.is_compiling():
-                device_state.tell(self._listener, *self._tensors())
-            else:
-                self._updated(*self._tensors())
+            if not self._replays():
+                self._look_for_arrival()
 
     def get_scale(self) -> float:
         """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
@@ -522,12 +519,10 @@ class GradScaler(DeviceState):
         """Multiply the gradients by `inv_scale`; returns found_inf of each device, float32 []."""
         return unscale.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)
 
-    def _check_inf_per_device(
-        self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
-    ) -> dict[str, Any]:
-        """Look for Inf and NaN, also in quotients by a `divisor`, for who unscales by himself."""
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Look for Inf and NaN, for who unscales by himself."""
         self._check_scale_growth_tracker("_check_inf_per_device")
-        entry = self._look(optimizer, None, allow_fp16=True, divisor=divisor)
+        entry = self._look(optimizer, None, allow_fp16=True)
         return cast(dict[str, Any], entry["found_inf_per_device"])
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -554,7 +549,7 @@ class GradScaler(DeviceState):
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
         self._named = None  # the parameters of a copied model are other tensors
         self._may_warn_of_clipping = True
-        self._listener = device_state.listen(self)
+        _scalers.add(self)
         _watch_clipping()
 
     def __getstate__(self) -> dict[str, object]:
@@ -589,6 +584,8 @@ class GradScaler(DeviceState):
                 warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
             self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
+        if not self._replays() and self._known is None:  # after an update in compiled code
+            self._look_for_arrival()
         note(loss, self._noted_loss())
         return self._tensors()[0]
 
@@ -603,7 +600,6 @@ class GradScaler(DeviceState):
         inverse: torch.Tensor | None,
         *,
         allow_fp16: bool,
-        divisor: torch.Tensor | None = None,
     ) -> Entry:
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self._tensors()[0]
@@ -615,13 +611,11 @@ class GradScaler(DeviceState):
         loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
-        divided = inverse is not None or divisor is not None
-        if divided and self._may_be_below_one():
+        if inverse is not None and self._may_be_below_one():
             # A quotient can be Inf where the scaled gradient was not.
-            by = torch.ones_like(scale) if divisor is None else divisor
-            for device, finding in unscale.overflows(optimizer, by).items():
-                before = found.get(device)
-                found[device] = finding if before is None else torch.maximum(before, finding)
+            again = torch.ones_like(scale), torch.zeros_like(scale), True
+            for device, finding in self._unscale_grads_(optimizer, *again).items():
+                found[device] = torch.maximum(found[device], finding)
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
@@ -644,7 +638,7 @@ class GradScaler(DeviceState):
         self, optimizer: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call `optimizer.step(*args, **kwargs)`, with scale and finding set on the optimizer."""
-        if optimizer_step.takes_scaler(optimizer):
+        if optimizer_step.takes_scaler(type(optimizer)):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
                 "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "
@@ -658,8 +652,12 @@ class GradScaler(DeviceState):
         scale = outer
         if entry["stage"] is OptState.READY:
             scale = cast(torch.Tensor, self._get_scale_async()) * (1 if outer is None else outer)
-            self._check_inf_per_device(optimizer, scale)
-            entry["grad_scale"] = scale
+            if self._may_be_below_one():  # a fused optimizer does not look at its quotients
+                self._look(optimizer, device_state.inverse(scale), allow_fp16=True)
+                scale = None
+            else:
+                self._check_inf_per_device(optimizer)
+                entry["grad_scale"] = scale
         if self._has_nothing_to_step(entry):
             return None
         return optimizer_step.step_fused(optimizer, scale, self._found(entry), args, kwargs)
@@ -740,10 +738,9 @@ class GradScaler(DeviceState):
         state = self._read()
         return GradientReport(self._rule, state, tuple(rows))
 
-    def _updated(self, *state: torch.Tensor) -> None:
+    def _look_for_arrival(self) -> None:
         """Note an update of the state on the device, and react to one that has arrived since."""
-        replayed = torch.compiler.is_compiling() or self._capturing()  # when no Python runs
-        if not replayed and self._arriving.updated(*state):
+        if self._arriving.updated(*self._tensors()):
             assert self._arriving.seen is not None
             self._react_if_stuck(self._arriving.seen)
 
@@ -773,12 +770,9 @@ class GradScaler(DeviceState):
 # loaded where the device is missing.
 _NOT_KEPT = (
     *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
-    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_listener"),
+    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in"),
     *("_may_warn_of_clipping", "_named"),
 )
-
-# The classes whose objects change as a scaler is used.
-PARTS = (AsyncRead, Mailbox)
 
 
 def _acts_on(device: object, dtype: object, enabled: bool) -> bool:
@@ -847,6 +841,9 @@ TOO_EARLY = (
 )
 
 
+_scalers: WeakSet[GradScaler] = WeakSet()  # of this process
+
+
 @cache
 def _watch_clipping() -> None:
     optimizers.before_clipping(_look_for_scaled)
@@ -856,7 +853,7 @@ def _look_for_scaled(parameters: Sequence[torch.Tensor]) -> None:
     """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
     if torch.compiler.is_compiling():
         return
-    for scaler in filter(None, (ref() for ref in device_state.scalers.valuerefs())):
+    for scaler in list(_scalers):
         watched = scaler._may_warn_of_clipping and scaler._has_scaled()
         if watched and scaler._has_yet_to_unscale(parameters):
             scaler._may_warn_of_clipping = False

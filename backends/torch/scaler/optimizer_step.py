@@ -8,8 +8,8 @@ a closure    the loss is evaluated, scaled and unscaled within the step, as for 
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,21 +17,16 @@ from polymp.backends.torch.compat import distributed, dynamo, optimizers
 from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.snapshot import Snapshot
 
-# By the function of an optimizer's step, whether it has an argument `grad_scaler`: to read a
-# signature takes longer than the rest of the step's overhead.
-_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+
+@dynamo.at_trace_time
+def takes_scaler(kind: type) -> bool:
+    """Return whether a class's step has an argument `grad_scaler`, for the scaler itself."""
+    return "grad_scaler" in _arguments(kind)
 
 
-def takes_scaler(optimizer: Any) -> bool:
-    """Return whether the optimizer's step has an argument `grad_scaler`, for the scaler itself."""
-    if torch.compiler.is_compiling():  # dynamo traces signatures, and no such dictionary
-        return "grad_scaler" in inspect.signature(optimizer.step).parameters
-    step = getattr(optimizer.step, "__func__", optimizer.step)
-    known = _take_scaler.get(step)
-    if known is None:
-        known = "grad_scaler" in inspect.signature(optimizer.step).parameters
-        _take_scaler[step] = known
-    return known
+@cache  # to read a signature takes longer than the rest of the step's overhead
+def _arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.step).parameters
 
 
 @dynamo.untraced(
@@ -49,31 +44,21 @@ def step_fused(
     optimizer.grad_scale = scale
     optimizer.found_inf = found
     try:
-        return optimizer.step(*args, **kwargs) if prepare_to_skip(optimizer, found) else None
+        return optimizer.step(*args, **kwargs) if may_step(optimizer, found) else None
     finally:  # left behind, they would scale the next try twice
         del optimizer.grad_scale
         del optimizer.found_inf
 
 
-def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
-    """Prepare for a step that `found` may skip; return False if it must not be taken."""
+def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
+    """Return False if a fused step must not be taken that `found` skips; then the host waits."""
     # The fused step of SGD makes its momentum without a value and lets the first step write it. If
-    # that is skipped, the next step reads whatever the memory held (torch 2.13). So it is made of
-    # zeros here, from which the first step gets the same result unless `dampening` is set: then the
-    # host waits for `found`.
+    # that is skipped, the next step reads whatever the memory held (torch 2.13).
     if not isinstance(optimizer, torch.optim.SGD):
         return True
-    wait = False
-    for group in optimizer.param_groups:
-        for p in group["params"] if group["momentum"] else ():
-            made = optimizer.state.get(p, {}).get("momentum_buffer") is not None
-            if p.grad is None or made:
-                continue
-            if group["dampening"]:
-                wait = True
-            else:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-    return not (wait and bool(found))
+    params = (p for group in optimizer.param_groups if group["momentum"] for p in group["params"])
+    made = (optimizer.state.get(p, {}).get("momentum_buffer") for p in params if p.grad is not None)
+    return all(momentum is not None for momentum in made) or not bool(found)
 
 
 # An optimizer's step that is skipped by a value on the device, for which the host does not wait.
@@ -82,15 +67,7 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
 # a gradient, and the tensors of their state, get their old values back, for a copy of both and
 # three passes over them. The rest is put back by the host, which waits for the finding: state that
 # the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere.
-# torch's optimizers, after the step that made their state:
-#
-#   never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
-#                          RMSprop, Rprop
-#   wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
-#                          a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
-#   always wait            SparseAdam: its count of steps is a number
-#   need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
-#   wait before the step   those with other objects than tensors and numbers in their state
+# docs/scaling-torch.md says for which optimizers the host waits.
 
 State = dict[str, Any]
 
@@ -252,7 +229,8 @@ def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer cannot step without a closure, as LBFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    kind: type = type(optimizer)
+    closure = _arguments(kind).get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

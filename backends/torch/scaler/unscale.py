@@ -6,13 +6,12 @@ wait for it.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from polymp.backends.torch.compat import distributed, optimizers
+from polymp.backends.torch.compat import distributed
 from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient
 
 Findings = dict[torch.device, torch.Tensor]
@@ -67,7 +66,8 @@ def unscale_gradients(
     def each(alike: list[list[torch.Tensor]]) -> None:
         for grads in alike:
             device = grads[0].device
-            if optimizers.unscales(device.type, grads[0].dtype):
+            # On CUDA the kernel has no bfloat16 (pytorch/pytorch#127176).
+            if device.type == "cpu" or grads[0].dtype is not torch.bfloat16:
                 torch._amp_foreach_non_finite_check_and_unscale_(
                     grads, founds.get(device), inverses.get(device)
                 )
@@ -91,28 +91,6 @@ def unscale_gradients(
     return founds.copies
 
 
-def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findings:
-    """Find gradients whose quotient by `divisor` is not finite; none is written."""
-    # The largest magnitude is divided, as torch's fused optimizers divide: in float32, or in
-    # float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
-    # (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
-    divisors = OnDevices(divisor, copy=False)
-    founds: dict[torch.device, torch.Tensor] = {}
-    with torch.no_grad():
-        for grads in _by_kind(optimizer):
-            grads = [g for g in grads if g.numel()]  # there is no largest of none
-            if grads:
-                device = grads[0].device
-                largest = torch.stack(torch._foreach_norm(grads, float("inf"))).amax()
-                wide = largest.dtype
-                if device.type != "cpu":
-                    wide = torch.promote_types(wide, torch.float32)
-                quotient = largest.to(wide) / divisors.get(device).to(wide)
-                bad = quotient.isfinite().logical_not().float()
-                founds[device] = torch.maximum(founds[device], bad) if device in founds else bad
-    return founds
-
-
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients of the optimizer's parameters that have one."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
@@ -126,14 +104,7 @@ def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
     # kind of accelerator.
     if len(dtypes) > 1 or grads[0].is_complex() or set(map(type, grads)) != {torch.Tensor}:
         return False
-    only_cpu = not torch.compiler.is_compiling() and _only_cpu()
-    return only_cpu or len({g.get_device() for g in grads}) == 1
-
-
-@cache
-def _only_cpu() -> bool:
-    """Return whether there is no accelerator that a gradient could be on."""
-    return not torch.accelerator.is_available()
+    return len({g.get_device() for g in grads}) == 1
 
 
 def _by_kind(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
@@ -156,8 +127,8 @@ def _values(param: torch.Tensor) -> torch.Tensor:
     """Return the values of a parameter's gradient as a dense real tensor that can be written."""
     grad = param.grad
     assert grad is not None
-    if distributed.is_partial(grad):  # only the sums can be judged, and the step needs them anyway
-        grad = param.grad = distributed.added_up(grad)
+    if (total := distributed.added_up(grad)) is not grad:  # the step needs the sums anyway
+        grad = param.grad = total
     grad = distributed.local(grad)
     if grad.is_sparse:
         # Entries that share an index add up, and float16 can overflow there: only the sums can

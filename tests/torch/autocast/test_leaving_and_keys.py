@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from polymp import PolicyError, policy
@@ -44,9 +46,40 @@ def test_leaving_out_of_order_across_devices_restores_cache_flag_and_policies() 
     assert thread_wide() == before
 
 
+MADE = ("cpu", torch.float16), ("cpu", torch.bfloat16), ("xpu", torch.float16)
+
+
+@given(st.lists(st.sampled_from([*MADE, 0, 1, 2, 3]), max_size=16))
+def test_whatever_the_order_of_leaving_the_first_state_comes_back(plan: list[Any]) -> None:
+    """Steps of a plan: a region is entered, or that at a place is left."""
+    entered: list[tuple[tuple[str, torch.dtype], autocast]] = []
+
+    def state(device: str) -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    outside = {device: state(device) for device in ("cpu", "xpu")}
+    for step in [*plan, *[0] * len(plan)]:
+        if isinstance(step, tuple):
+            entered.append((step, autocast(*step).__enter__()))
+        elif entered:
+            kind, region = entered[step % len(entered)]
+            youngest = max(at for at, (other, _) in enumerate(entered) if other == kind)
+            del entered[youngest]
+            region.__exit__()
+        for device, before in outside.items():
+            inside = [dtype for (on, dtype), _ in entered if on == device]
+            assert state(device) == ((True, inside[-1]) if inside else before)
+    assert not entered
+
+
+def test_what_is_not_open_cannot_be_left() -> None:
+    with autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="not open in this"):
+        autocast("cpu", torch.bfloat16).__exit__()
+
+
 def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     region = autocast("cpu", policy={"name": "never", "rules": {"exp2": "fp32"}})
-    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.frames)
+    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.thread.frames)
 
     def full(*_: object) -> None:
         raise PolicyError("no code left")
@@ -54,7 +87,11 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(regions, "code_inside", full)
     with pytest.raises(PolicyError), region:
         pass
-    assert (thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.frames)) == before
+    assert (
+        thread_wide(),
+        torch.is_autocast_enabled("cpu"),
+        len(regions.stack.thread.frames),
+    ) == before
 
 
 def test_a_device_that_holds_the_policies_is_refused_once_there_are_any() -> None:

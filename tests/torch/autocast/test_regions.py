@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from polymp import policy
 from polymp.torch import autocast
 from tests.support.torch.compiled import mm
-from tests.support.torch.each_op import at_every_line, inside, interrupted
-from tests.torch.conftest import state
+from tests.support.torch.each_op import inside
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -62,42 +60,6 @@ def test_an_exception_passes_and_restores_every_depth(
     assert caught.value is error
     assert seen == [BF16]
     assert torch.mm(x, w).dtype is FP32
-
-
-@autocast("cpu", dtype=BF16)
-def decorated() -> None:
-    pass
-
-
-def nested() -> None:
-    with autocast("cpu", dtype=FP16), autocast("cpu", enabled=False):
-        pass
-
-
-SHARED, AMP = autocast("cpu", dtype=BF16), autocast("cpu", dtype=FP16, policy="amp")
-
-
-def shared() -> None:
-    with SHARED, SHARED, AMP:
-        pass
-
-
-@pytest.mark.parametrize("program", [nested, shared, decorated])
-@pytest.mark.parametrize("outer", [SHARED, AMP, autocast("cpu", enabled=False)], ids=str)
-def test_an_outer_region_restores_what_it_found_after_an_interrupt_inside(
-    program: Callable[[], None], outer: autocast
-) -> None:
-    program()  # kernels are registered
-
-    def run(at: int) -> None:
-        with outer:
-            interrupted(program, at)
-
-    found, lines = state(), []
-    for line in at_every_line(run):
-        lines.append(line)
-        assert state() == found, line
-    assert len(set(lines)) > 30
 
 
 def test_an_exception_in_backward(x: torch.Tensor, w: torch.Tensor) -> None:

@@ -33,7 +33,12 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "recursive-decorated-function": (True, False),
     "decorated-function-in-two-threads": (True, False),
     "decorated-generator": (["float32"] * 2, ["bfloat16"] * 2),
-    "decorated-async-generator": (["float32"] * 2, ["bfloat16"] * 2),
+    "decorated-async-generator": (
+        ["float32"] * 2,
+        "TypeError: autocast()(func) cannot wrap the async generator "
+        "'decorated_async_generator.<locals>.generate'. Write `with autocast(...):` in it, around "
+        "what computes.",
+    ),
     "decorated-coroutines-interleaved": (
         ["float32", "float32", False],
         ["bfloat16", "bfloat16", False],

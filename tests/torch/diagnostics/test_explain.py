@@ -510,11 +510,11 @@ def all_that_a_record_changes() -> tuple[Any, ...]:
     return (
         dict(now.everywhere),
         set(now.ops),
-        list(now.on_prepare),
+        set(now.records),
         set(torch.library._impls),
         decision_log.current(),
         modes.innermost_mode(),
-        dict(dispatcher.showing.hooks),
+        dict(dispatcher.showing),
         graph.disable_saved_tensors_hooks,
         torch._C._autograd._top_saved_tensors_default_hooks(True),
         torch.is_inference_mode_enabled(),

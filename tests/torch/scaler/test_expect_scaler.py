@@ -195,7 +195,6 @@ FINE: dict[str, Callable[[Run], None]] = {f.__name__: f for f in FUNCTIONS} | {
     "disabled": lambda run: iterate(run, GradScaler("cpu", enabled=False)),
     "unscaled": lambda run: iterate(run, GradScaler("cpu"), by_hand=True),
     "by torch's": lambda run: iterate(run, torch.amp.GradScaler("cpu"), 2),
-    "unscaled by torch's": lambda run: iterate(run, torch.amp.GradScaler("cpu"), 2, by_hand=True),
 }
 
 

@@ -54,15 +54,18 @@ class LowWeights:
     dtype: str  # its name
     seed: int  # of the random bits
     kept: dict[Param, str]  # the parameters that stay as they are, and why
+    kind: type[torch.optim.Optimizer]  # the optimizer's own class
     places: dict[Param, int] = field(default_factory=dict)  # of the low ones, among all
     # Of each low parameter and of what stands beside it, after the last step.
     versions: dict[Param, tuple[int, int]] = field(default_factory=dict)
     stepped: set[Param] = field(default_factory=set)  # those that have taken a step, low or kept
     # What will be in the state of parameters that have taken none.
     waiting: dict[Param, dict[str, Any]] = field(default_factory=dict)
+    compiled: Callable[..., None] | None = None  # the step that torch.compile has made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "versions": {}}  # copies of tensors have versions of their own
+        # Copies of tensors have versions of their own.
+        return {**vars(self), "versions": {}, "compiled": None}
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Store parameters low, in place, except those that are kept, and mark the groups."""
@@ -299,8 +302,8 @@ def random_of(p: Param, key: tuple[Any, Any]) -> Random:
         first = offset[0] * (part[0].numel() if part.numel() else 0) if offset else 0
 
         def places(start: int, stop: int) -> torch.Tensor:
-            dtype = torch.int32 if first + stop < 2**31 else torch.int64
-            return _int32(torch.arange(first + start, first + stop, dtype=dtype, device=device))
+            row = torch.arange(first + start, first + stop, device=device)
+            return row.to(torch.int32)  # which wraps around
 
         return lambda start, stop: random_bits.random16(key, places(start, stop))
     index = torch.zeros((), dtype=torch.int64, device=device)
@@ -309,15 +312,8 @@ def random_of(p: Param, key: tuple[Any, Any]) -> Random:
         along = torch.arange(offset[at], offset[at] + part.size(at), device=device) * step
         index = index + along.view(-1, *([1] * (len(whole) - 1 - at)))
         step *= whole[at]
-    row = flat(torch.empty_like(part, dtype=torch.int32).copy_(_int32(index)))
+    row = flat(torch.empty_like(part, dtype=torch.int32).copy_(index))
     return lambda start, stop: random_bits.random16(key, row[start:stop])
-
-
-def _int32(index: torch.Tensor) -> torch.Tensor:
-    """Wrap whole numbers around."""
-    if index.dtype is torch.int32:
-        return index
-    return (((index + 2**31) & 0xFFFFFFFF) - 2**31).to(torch.int32)
 
 
 def _row(tensors: list[Any]) -> torch.Tensor:

@@ -113,7 +113,7 @@ def low_weights(
         )
     chosen = store.mode(mode)
     name = store.low_dtype(chosen, dtype)
-    weights = LowWeights(chosen, name, seed, _kept(optimizer, keep, name))
+    weights = LowWeights(chosen, name, seed, _kept(optimizer, keep, name), kind)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     reasons = [weights.kept.get(p) or low_parameters.why_kept(p) for p in every]
     if all(reasons):
@@ -124,7 +124,7 @@ def low_weights(
     weights.take(optimizer)
     made: Any = optimizer
     made.__class__ = low_class(kind)
-    made._low, made._compiled = weights, {}
+    made._low = weights
     return made
 
 
@@ -191,7 +191,6 @@ class LowOptimizer(Optimizer):
 
     _low: LowWeights
     _kind: type[Optimizer]
-    _compiled: dict[str, Any]
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError(
@@ -232,9 +231,9 @@ class LowOptimizer(Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if torch.compiler.is_compiling():
-            return low_step.compiled_step(self, self._low, self._kind, self._compiled, closure)
+            return low_step.compiled_step(self, self._low, closure)
         with torch.no_grad():
-            return low_step.step(self, self._low, self._kind, closure)
+            return low_step.step(self, self._low, closure)
 
     _step.__name__ = "step"
     step: Any = Optimizer.profile_hook_step(_step)
@@ -418,7 +417,7 @@ class LowOptimizer(Optimizer):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_low": self._low, "_compiled": {}}
+        return {**super().__getstate__(), "_low": self._low}
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return _rebuilt, (self._kind, self.__getstate__())

@@ -3,7 +3,7 @@
     serve, served = freeze(autocast(apply), params, tokens)
     logits = jax.jit(serve)(served, tokens)       # the bits of autocast(apply)(params, tokens)
 
-A float32 parameter that the planned program reads with casts to one low dtype, and in no other
+A float32 parameter that the planned program reads with casts to the region's dtype, and in no other
 way, is stored in that dtype: half the memory, and no cast at each call. Which those are is read
 from the plan for some arguments, and checked again for every new trace.
 """
@@ -21,7 +21,6 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import known_functions, regions
 from polymp.backends.jax.autocast.frame import (
-    LOW_DTYPES,
     Cast,
     Inside,
     Kind,
@@ -58,9 +57,8 @@ def freeze(
 ) -> tuple["Frozen", T]:
     """Store the parameters of an autocast function for serving, in the dtypes that it reads.
 
-        float32, every read a cast to one low dtype    stored in that dtype
-        float32, read in float32 as well, or returned   as it is
-        anything else                                   as it is
+        float32, every read a cast to the region's dtype    stored in that dtype
+        anything else                                       as it is
 
     Reads are those of the planned program, also in the bodies of jit, scan, while, cond, remat and
     shard_map, through transposes, reshapes, slices, gathers and other moves; a function with a
@@ -119,24 +117,26 @@ def freeze(
     why = {i: _reason(leaves[i]) or others.get(apart.paths[i]) for i in typed}
     traced = trace(function, autocast.region, given_tree, call.statics, arrays)
     candidates = [places[i] for i, text in why.items() if text is None]
-    found, wide = _decided(call, traced, candidates, autocast.region)
+    found, wide = _decided(call, traced, candidates, autocast.region.dtype)
 
-    lows = {i: found[places[i]] for i in typed if places[i] in found}
-    cast: dict[tuple[int, str], object] = {}  # tied parameters stay one array
+    stored = {i: autocast.region.dtype for i in typed if places[i] in found}
+    cast: dict[int, object] = {}  # tied parameters stay one array
     served = list(leaves)
-    for i, low in lows.items():
-        key = id(leaves[i]), low
-        if key not in cast:
-            cast[key] = _stored_leaf(leaves[i], low)
-        served[i] = cast[key]
-    stored = {apart.paths[i]: low for i, low in lows.items()}
-    kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in lows}
-    dtypes = {i: _dtype_of(served[i]) for i in typed}
-    shape = apart._replace(parts=None, together=lambda parts: parts)  # without the arrays
+    for i, low in stored.items():
+        if id(leaves[i]) not in cast:
+            cast[id(leaves[i])] = _stored_leaf(leaves[i], low)
+        served[i] = cast[id(leaves[i])]
     each = ({id(xs[i]): xs[i] for i in typed}.values() for xs in (leaves, served))
     size = [sum(int(x.size) * x.dtype.itemsize for x in arrays) for arrays in each]
-    expected = FrozenParams(tree, shape, dtypes)
-    frozen = Frozen(autocast, stored, kept, size[0], size[1], expected)
+    frozen = Frozen(
+        autocast,
+        {apart.paths[i]: low for i, low in stored.items()},
+        {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in stored},
+        *size,
+        tree,
+        apart._replace(parts=None, together=lambda parts: parts),  # without the arrays
+        {i: _dtype_of(served[i]) for i in typed},
+    )
     return frozen, apart.together(jax.tree.unflatten(tree, served))
 
 
@@ -179,41 +179,6 @@ class Signature(NamedTuple):
         ]
 
 
-class FrozenParams(NamedTuple):
-    """The parameters that a frozen function takes, by numbers of leaves, modules taken apart."""
-
-    tree: jax.tree_util.PyTreeDef
-    params: nnx.SplitModules  # those it was frozen for, without the arrays
-    dtypes: Mapping[int, str]  # of the arrays
-
-    def places(self, call: Signature) -> dict[int, str]:
-        """By place among all arrays of a call, the path of a parameter."""
-        paths = (self.params.paths[i] for i in self.dtypes)
-        return dict(zip(call.first(self.params), paths, strict=True))
-
-    def check(self, served: object) -> None:
-        """Refuse parameters that are not of this structure and these dtypes."""
-        apart = nnx.split_modules(served)
-        leaves, tree = jax.tree.flatten(apart.parts)
-        paths = self.params.paths
-        if tree != self.tree:
-            ours, theirs = set(paths), set(apart.paths)
-            raise TypeError(
-                "The first argument has another structure than the parameters that freeze "
-                f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
-                f"Frozen: {self.tree}. Given: {tree}."
-            )
-        have = {i: _dtype_of(leaves[i]) for i in self.dtypes}
-        other = [i for i, dtype in self.dtypes.items() if have[i] != dtype]
-        if other:
-            i = other[0]
-            raise TypeError(
-                f"{paths[i]} is {have[i]}, but was frozen as "
-                f"{self.dtypes[i]}; {len(other)} of {len(self.dtypes)} arrays differ. Pass the "
-                "parameters that freeze returned."
-            )
-
-
 @dataclass(eq=False, repr=False)
 class Frozen:
     """A function for serving: of parameters as they are stored, and other arguments.
@@ -231,7 +196,9 @@ class Frozen:
     kept: Mapping[str, str]
     bytes_before: int
     bytes_after: int
-    _expected: FrozenParams
+    _tree: jax.tree_util.PyTreeDef  # of the parameters, modules taken apart
+    _params: nnx.SplitModules
+    _dtypes: Mapping[int, str]  # of the arrays, by numbers of leaves
 
     def __post_init__(self) -> None:
         own = dict(vars(self))
@@ -261,8 +228,30 @@ class Frozen:
                 f"{self!r} was called inside an autocast function, but its dtypes are settled. "
                 "Call it outside, or freeze the autocast function around it instead."
             )
-        self._expected.check(served)
+        self._check(served)
         return self._call(served, *args, **kwargs)
+
+    def _check(self, served: object) -> None:
+        """Refuse parameters that are not of the structure and the dtypes of the frozen ones."""
+        apart = nnx.split_modules(served)
+        leaves, tree = jax.tree.flatten(apart.parts)
+        paths = self._params.paths
+        if tree != self._tree:
+            ours, theirs = set(paths), set(apart.paths)
+            raise TypeError(
+                "The first argument has another structure than the parameters that freeze "
+                f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
+                f"Frozen: {self._tree}. Given: {tree}."
+            )
+        have = {i: _dtype_of(leaves[i]) for i in self._dtypes}
+        other = [i for i, dtype in self._dtypes.items() if have[i] != dtype]
+        if other:
+            i = other[0]
+            raise TypeError(
+                f"{paths[i]} is {have[i]}, but was frozen as "
+                f"{self._dtypes[i]}; {len(other)} of {len(self._dtypes)} arrays differ. Pass the "
+                "parameters that freeze returned."
+            )
 
     def __repr__(self) -> str:
         name = getattr(self.function.fn, "__name__", repr(self.function.fn))
@@ -283,7 +272,9 @@ class Frozen:
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = Signature(fn, tree, statics)
-        low = {i: p for i, p in self._expected.places(call).items() if p in self.stored}
+        paths = (self._params.paths[i] for i in self._dtypes)
+        places = zip(call.first(self._params), paths, strict=True)
+        low = {i: path for i, path in places if path in self.stored}
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
         traced = trace(fn, region, tree, statics, avals, kept)
@@ -323,29 +314,20 @@ class Wide(NamedTuple):
 
 
 def _decided(
-    call: Signature, traced: PlannedCall, candidates: Iterable[int], region: Region
-) -> tuple[dict[int, str], dict[int, Wide]]:
-    """By place, the dtype in which an array can be stored, or why it cannot."""
+    call: Signature, traced: PlannedCall, candidates: Iterable[int], dtype: str
+) -> tuple[set[int], dict[int, Wide]]:
+    """The places of arrays that can be stored in a dtype, and why the others cannot."""
     allowed, inputs = call.passed_on(traced), range(len(traced.plan.known))
-    left: set[int] = set(candidates)
-    found: dict[int, str] = {}
-    wide: dict[int, Wide] = {}
-    for dtype in (region.dtype, *sorted(LOW_DTYPES - {region.dtype})):
-        tried, why = set(left), dict[int, Wide]()
-        while tried:
-            dtypes = [dtype if i in tried else None for i in inputs]
-            lowered = plan_low(traced.plan, dtypes, allowed)
-            unread = dict.fromkeys(tried - lowered.read, Wide(None, "nothing reads it"))
-            if not (new := lowered.wide or unread):
-                break
-            why.update(new)
-            tried -= new.keys()
-        found.update(dict.fromkeys(tried, dtype))
-        left -= tried
-        wide = {**why, **wide}
-        if not any(wide[i].dtype in LOW_DTYPES for i in left):
+    tried, wide = set(candidates), dict[int, Wide]()
+    while tried:
+        dtypes = [dtype if i in tried else None for i in inputs]
+        lowered = plan_low(traced.plan, dtypes, allowed)
+        unread = dict.fromkeys(tried - lowered.read, Wide(None, "nothing reads it"))
+        if not (new := lowered.wide or unread):
             break
-    return found, wide
+        wide.update(new)
+        tried -= new.keys()
+    return tried, wide
 
 
 def _short(x: object) -> str:
@@ -412,20 +394,11 @@ class Low(NamedTuple):
     inputs: frozenset[int]  # numbers of the program's inputs that it is made of
 
 
-class LowPlan(NamedTuple):
-    """A plan with low inputs."""
-
-    plan: Plan  # sound if nothing is read wide
-    outs: tuple[Low | None, ...]  # the outputs that are low
-    wide: dict[int, Wide]  # by input, the first read that is not in its low dtype
-    read: frozenset[int]  # inputs that are read in it
-
-
-def plan_low(plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int] = ()) -> LowPlan:
+def plan_low(plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int] = ()) -> "LowPlan":
     """A planned program, with everything inside it, for inputs in these dtypes."""
     key = plan_low, tuple(dtypes), frozenset(allowed)
     if key not in plan.cache:
-        plan.cache[key] = _LowInputs(plan, key[1], key[2]).result()
+        plan.cache[key] = LowPlan(plan, key[1], key[2])
     lowered: LowPlan = plan.cache[key]
     return lowered
 
@@ -444,29 +417,24 @@ _EACH = frozenset(
 Held = list[Low | None]
 
 
-class _LowInputs:
-    """One plan, as its steps take low values."""
+class LowPlan:
+    """A plan with low inputs."""
 
     def __init__(self, plan: Plan, dtypes: tuple[str | None, ...], allowed: frozenset[int]) -> None:
-        self.plan = plan
-        self.dtypes = dtypes
-        self.allowed = allowed
+        self.region = plan.region
         inputs = enumerate(zip(compat.binders(plan.jaxpr)[1], dtypes, strict=True))
         self.env: dict[Atom, Low] = {v: Low(f, frozenset({i})) for i, (v, f) in inputs if f}
-        self.wide: dict[int, Wide] = {}
-        self.read: set[int] = set()
-
-    def result(self) -> LowPlan:
-        plan = self.plan
+        self.wide: dict[int, Wide] = {}  # by input, the first read that is not in its low dtype
+        self.read: set[int] = set()  # inputs that are read in it
         steps = [self.step(step) for step in plan.steps]
-        lows = [self.held(operand) for operand in plan.results]
-        for i, low in enumerate(lows):
-            if i not in self.allowed:
+        self.outs: Held = [self.held(operand) for operand in plan.results]
+        for i, low in enumerate(self.outs):
+            if i not in allowed:
                 self.reads(low, "float32", "it is handed on in float32, as a result")
-                lows[i] = None
-        known, outs = _lowered(plan.known, self.dtypes), _lowered(plan.outs, _dtypes(lows))
-        made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, cache={})
-        return LowPlan(made, tuple(lows), self.wide, frozenset(self.read))
+                self.outs[i] = None
+        known, outs = _lowered(plan.known, dtypes), _lowered(plan.outs, _dtypes(self.outs))
+        # Sound if nothing is read wide.
+        self.plan = replace(plan, known=known, steps=steps, outs=outs, as_written=False, cache={})
 
     def held(self, operand: Operand, step: Step | None = None) -> Low | None:
         """The low value that an operand hands on; one that is cast is read."""
@@ -558,7 +526,7 @@ class _LowInputs:
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""
         eqn, name = step.eqn, step.eqn.primitive.name
-        region, _ = NameStacks().place(eqn.source_info.name_stack, self.plan.region)
+        region, _ = NameStacks().place(eqn.source_info.name_stack, self.region)
         if isinstance(eqn, FunctionCall):
             op, region, spelled = eqn.op, eqn.region, ""
             name = op

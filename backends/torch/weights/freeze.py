@@ -116,33 +116,29 @@ def freeze(
 ) -> Frozen:
     """Store the weights of a model in the low dtype if autocast only ever casts them to it.
 
-        model.eval().requires_grad_(False)
-        handle = freeze(model, (x,), dtype=torch.bfloat16, drop=True)
+        handle = freeze(model.eval().requires_grad_(False), (x,), dtype=torch.bfloat16, drop=True)
         y = model(x)                         # the bits of autocast, without casts of weights
         print(handle)                        # what is stored low, what stayed, and why
 
     The model is called with the examples under `autocast(device_type, dtype, policy=policy)`. A
     float32 parameter or buffer that does not require gradients, and that is cast to the low dtype
-    at every use, is stored in that dtype. The others stay as they are: tensors that are trained,
-    read in float32, written, not used or pinned, or whose dtype the Python program reads, because
-    it cannot be seen what depends on it. Tied weights stay tied; tensors that share memory are
-    stored low together or not at all. Then outputs, gradients and the sequence of ops are compared
-    with those of the model before. They must be the same, bit for bit.
+    at every use, is stored in that dtype. The others stay: tensors that are trained, read in
+    float32, written, not used or pinned, or whose dtype the Python program reads. Tied weights stay
+    tied; tensors that share memory are stored low together or not at all. Then outputs, gradients
+    and the sequence of ops must be those of the model before, bit for bit. With gradients enabled
+    the examples run with and without them, else only without. Buffers, attributes, and the random
+    state of torch, Python and NumPy are put back after each run; other changes are not.
 
     Every call of a frozen model enters the region that it is frozen for, whatever region is around
-    it; adapters on a frozen model can be trained inside the region of the training loop. Calls that
-    go around the model, such as `model.encoder(x)`, `model.forward(x)` or a module that another
-    model shares, need the region around them. The model works with deepcopy, pickle and
-    torch.compile. Its state_dict holds the low tensors; loading a float32 checkpoint rounds it as
-    the cast does.
+    it. Calls that go around the model, such as `model.encoder(x)`, `model.forward(x)` or a module
+    that another model shares, need the region around them. The model works with deepcopy, pickle
+    and torch.compile; freeze it before it is compiled, and in the mode, train or eval, in which it
+    will run. Its state_dict holds the low tensors; loading a float32 checkpoint rounds it as the
+    cast does.
 
     The comparison holds for calls that take the same branches as an example; give one for each
     branch. Nothing is checked later: on another branch a weight may be read in the low dtype
-    without an error, and a stored weight that is made to require gradients is trained in the low
-    dtype. Freeze in the mode, train or eval, in which the model will run. With gradients enabled
-    the examples run with and without them, else only without. Buffers, attributes, and the random
-    state of torch, Python and NumPy are put back after each run; other changes are not. Freeze a
-    model that has all the modules that use its weights, before it is compiled.
+    without an error, and a stored weight that is made to require gradients is trained in it.
 
     Args:
         model: any module; it is changed in place, and its parameters stay the same objects.

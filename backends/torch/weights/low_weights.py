@@ -35,33 +35,26 @@ def low_weights(
         optimizer = polymp.torch.low_weights(optimizer, keep=lambda: loss_of(model, batch))
         ...                                  # the loop as before
 
-    Weights in bfloat16 move by whole last places or not at all, so that most updates of most
-    optimizers round away. Here the optimizer steps on float32 values:
+    Most updates of bfloat16 weights round away. Here the optimizer steps on float32 values:
 
         mode          beside each weight           bytes a parameter with Adam    float32 weight
         master        float32 copy                 16                             exact
         split         the other 16 bits            14                             exact
         stochastic    nothing                      12                             right on average
 
-    Bytes are those of the weight, its gradient, what is beside it and Adam's state. Autocast on
-    float32 parameters takes 18 while it holds casts.
+    Autocast on float32 parameters takes 18 bytes while it holds casts.
 
     Parameters stay the same objects; their memory, and that of their gradients, is low from now on.
     Call it after the optimizer is made and the model is on its device and sharded (FSDP2), and
     before DDP, a scheduler and the first step. The returned optimizer is the one given, with a
     class that is a subclass of its own.
 
-    A region never casts a weight that has its dtype. Where every use of a weight would be such a
-    cast, `master` and `split` train to the same bits as float32 parameters in the region, up to
-    the sum of several gradients of one weight, which is a float32 sum there. Weights that feed
-    float32 ops, such as norms, would be rounded there. To keep them, give `keep` a function that
-    runs the model in its region: it runs once, and which op reads which weight in float32 is seen
-    there, as the region's own policy has it. Without it nothing is known of the uses of a weight,
-    and all but those of `keep` are stored low.
+    Where a region only casts a weight to its dtype, `master` and `split` train to the same bits as
+    float32 parameters, up to the sum of several gradients of one weight. Weights that float32 ops
+    read, such as those of norms, would be rounded there: `keep` finds them.
 
-    A step makes float32 parameters of at most 128 MiB, or of one parameter, at a time. For an
-    optimizer that is not of torch.optim, and for LBFGS, it makes all of them, because such a step
-    may look at all parameters at once.
+    A step makes float32 parameters of at most 128 MiB, or of one parameter, at a time; for LBFGS,
+    and optimizers that are not of torch.optim, all of them, since such a step may look at all.
 
     Weights that are written by hand between two steps hold what was written. A write that raises no
     version of the parameter, as `p.data.copy_()`, keeps the old remainder in `split`, which is at
@@ -71,11 +64,11 @@ def low_weights(
         optimizer: any but SparseAdam.
         mode: "master", "split" or "stochastic".
         dtype: bfloat16; with `master` float16, too.
-        keep: what stays float32. A function that runs the model in its region, for the parameters
-            that the region does not only cast to the low dtype; parameters; modules with
-            parameters; or a list of these. Or parameters with a reason each, as the `kept` of
-            another optimizer. What the function changes besides, such as running means, stays
-            changed.
+        keep: what stays float32; all else is stored low. A function that runs the model in its
+            region, for the parameters that the region does not only cast to the low dtype: it is
+            called once, and what it changes, such as running means, stays changed. Parameters;
+            modules with parameters; or a list of these. Or parameters with a reason each, as the
+            `kept` of another optimizer.
         seed: of the random bits of `stochastic`.
 
     Returns:
@@ -158,8 +151,6 @@ def _read_in_float32(
     optimizer: torch.optim.Optimizer, forward: Forward, name: str
 ) -> dict[torch.Tensor, str]:
     """Run the model, and return the parameters with another use than a cast to the low dtype."""
-    # Every use is watched below autocast and autograd, as `freeze` does. Tensors that share memory
-    # are in the result together; the reason is the op that reads them, or that none does.
     every = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(every))
     groups = [freeze_usage.Group(each) for each in tensors]
@@ -182,12 +173,7 @@ def _read_in_float32(
 
 
 class LowOptimizer(Optimizer):
-    """An optimizer that keeps its parameters low; made by `low_weights`.
-
-    It is an instance of its own class, too, and is used like one. Added are `low` and `kept`, which
-    say what is stored low, and `float32_state_dict` and `load_float32_state_dict` for weights in
-    float32.
-    """
+    """An optimizer that keeps its parameters low; made by `low_weights`."""
 
     _low: LowWeights
     _kind: type[Optimizer]
@@ -209,11 +195,7 @@ class LowOptimizer(Optimizer):
         return dict(self._low.kept)
 
     def __repr__(self) -> str:
-        """Show the groups, which parameters are not stored low, and why.
-
-        A parameter without a name, which an optimizer has if it was made of
-        `model.named_parameters()`, is shown by its place: "0.3" is number 3 of group 0.
-        """
+        """Show the groups, which parameters are not stored low, and why; "0.3" is 3 of group 0."""
         kept = {}
         for at, group in enumerate(self.param_groups):
             places = [f"{at}.{number}" for number in range(len(group["params"]))]

@@ -109,8 +109,7 @@ class SplitModules(NamedTuple):
     parts: Any
     together: Callable[[Any], Any]  # makes a pytree with new modules of such parts
     paths: list[str]  # of the leaves of `parts`, as the user would write them
-    modules: int  # how many there are
-    others: int  # how many leaves there are besides
+    state: int  # how many of these leaves, the first ones, are the state of modules
 
 
 def split_modules(tree: object) -> SplitModules:
@@ -120,7 +119,7 @@ def split_modules(tree: object) -> SplitModules:
     leaves, outer = jax.tree_util.tree_flatten_with_path(tree, is_leaf if loaded else None)
     if not loaded or not any(is_node(leaf) for _, leaf in leaves):
         paths = [key(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        return SplitModules(tree, lambda tree: tree, paths, 0, len(leaves))
+        return SplitModules(tree, lambda tree: tree, paths, 0)
     nnx = _flax()
     places = [is_node(leaf) for _, leaf in leaves]
     modules = [(key(path), leaf) for path, leaf in leaves if is_node(leaf)]
@@ -136,21 +135,16 @@ def split_modules(tree: object) -> SplitModules:
         modules[path[0].key][0] + key(path[1:]).removesuffix(".value")
         for path, _ in jax.tree_util.tree_leaves_with_path(state)
     ]
+    count = len(paths)
     for name, leaf in others:
         paths += [name + key(path) for path, _ in jax.tree_util.tree_leaves_with_path(leaf)]
     parts = state, [leaf for _, leaf in others]
-    return SplitModules(parts, together, paths, len(modules), len(others))
+    return SplitModules(parts, together, paths, count)
 
 
 def is_pure(fn: object) -> bool:
     """True for what `pure_of` made."""
     return isinstance(fn, _Pure)
-
-
-def leading(state: object, modules: int) -> list[Any]:
-    """The leaves of the state that belong to the first modules."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [leaf for path, leaf in leaves if path[0].key < modules]
 
 
 def write_back(old: object, new: object) -> None:

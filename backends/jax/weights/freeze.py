@@ -112,7 +112,8 @@ def freeze(
     flat, given_tree = jax.tree.flatten(given)
     call = Signature(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
     arrays = [leaf for leaf in flat if is_typed(leaf)]
-    places = dict(zip(typed, call.first(apart), strict=True))
+    of_modules = sum(i < apart.state for i in typed)
+    places = dict(zip(typed, call.first(len(typed), of_modules), strict=True))
     others = before.kept if before else {}
     why = {i: _reason(leaves[i]) or others.get(apart.paths[i]) for i in typed}
     traced = trace(function, autocast.region, given_tree, call.statics, arrays)
@@ -132,10 +133,12 @@ def freeze(
         autocast,
         {apart.paths[i]: low for i, low in stored.items()},
         {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in stored},
-        *size,
+        size[0],
+        size[1],
         tree,
-        apart._replace(parts=None, together=lambda parts: parts),  # without the arrays
+        apart.paths,
         {i: _dtype_of(served[i]) for i in typed},
+        of_modules,
     )
     return frozen, apart.together(jax.tree.unflatten(tree, served))
 
@@ -148,35 +151,31 @@ class Signature(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # of the positional and keyword arguments
     statics: tuple[object, ...]  # the leaves, with `ARRAY` for each array
 
-    def first(self, params: nnx.SplitModules) -> list[int]:
-        """The places of the parameters among all arrays, in the order of `params.parts`."""
-        leaves = jax.tree.unflatten(self.tree, range(len(self.statics)))
-        if nnx.is_pure(self.fn):
-            (state, others), _ = leaves
-            mine = nnx.leading(state, params.modules)
-            mine += jax.tree.leaves(others[: params.others])
-        else:
-            mine = jax.tree.leaves(leaves[0][0])
-        places = _places(self.statics)
-        return [places[i] for i in mine if i in places]
+    def held(self) -> object:
+        """The state of the modules among the arguments."""
+        (state, _), _ = jax.tree.unflatten(self.tree, self.statics)
+        return state
+
+    def first(self, params: int, of_modules: int) -> list[int]:
+        """The places of the parameters among all arrays: their modules' state, and the others."""
+        state = jax.tree.leaves(self.held()).count(ARRAY) if nnx.is_pure(self.fn) else 0
+        return [*range(of_modules), *range(state, state + params - of_modules)]
 
     def passed_on(self, traced: PlannedCall) -> list[int]:
         """The outputs that are the state of modules as it came in, and no results of `fn`."""
         if not nnx.is_pure(self.fn):
             return []
-        (before, _), _ = jax.tree.unflatten(self.tree, range(len(self.statics)))
-        _, after = jax.tree.unflatten(traced.tree, range(len(traced.statics)))
-        ours: jax.tree_util.PyTreeDef = jax.tree.structure(before)
-        if ours != jax.tree.structure(after):
+        _, after = jax.tree.unflatten(traced.tree, traced.statics)
+        leaves: list[object]
+        before: jax.tree_util.PyTreeDef
+        leaves, before = jax.tree.flatten(self.held())
+        others, now = jax.tree.flatten(after)
+        if before != now or leaves.count(ARRAY) != others.count(ARRAY):
             return []
-        invars = compat.binders(traced.plan.jaxpr)[1]
+        invars = compat.binders(traced.plan.jaxpr)[1][: leaves.count(ARRAY)]
         outvars = compat.opened(traced.plan.jaxpr)[0].outvars
-        ins, outs = _places(self.statics), _places(traced.statics)
-        return [
-            outs[b]
-            for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-            if a in ins and b in outs and outvars[outs[b]] is invars[ins[a]]
-        ]
+        last = enumerate(outvars[len(outvars) - len(invars) :], len(outvars) - len(invars))
+        return [at for (at, out), given in zip(last, invars, strict=True) if out is given]
 
 
 @dataclass(eq=False, repr=False)
@@ -197,8 +196,9 @@ class Frozen:
     bytes_before: int
     bytes_after: int
     _tree: jax.tree_util.PyTreeDef  # of the parameters, modules taken apart
-    _params: nnx.SplitModules
+    _paths: Sequence[str]  # of its leaves
     _dtypes: Mapping[int, str]  # of the arrays, by numbers of leaves
+    _of_modules: int  # how many of the arrays, the first ones, are the state of modules
 
     def __post_init__(self) -> None:
         own = dict(vars(self))
@@ -235,7 +235,7 @@ class Frozen:
         """Refuse parameters that are not of the structure and the dtypes of the frozen ones."""
         apart = nnx.split_modules(served)
         leaves, tree = jax.tree.flatten(apart.parts)
-        paths = self._params.paths
+        paths = self._paths
         if tree != self._tree:
             ours, theirs = set(paths), set(apart.paths)
             raise TypeError(
@@ -272,8 +272,8 @@ class Frozen:
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = Signature(fn, tree, statics)
-        paths = (self._params.paths[i] for i in self._dtypes)
-        places = zip(call.first(self._params), paths, strict=True)
+        paths = (self._paths[i] for i in self._dtypes)
+        places = zip(call.first(len(self._dtypes), self._of_modules), paths, strict=True)
         low = {i: path for i, path in places if path in self.stored}
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
@@ -353,12 +353,6 @@ def _stored_leaf(x: jax.Array, dtype: str) -> object:
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
         return cast(x)
     return jax.jit(cast, out_shardings=x.sharding)(x)
-
-
-def _places(statics: Sequence[object]) -> dict[int, int]:
-    """By number of a leaf, its place among the arrays."""
-    arrays = (i for i, leaf in enumerate(statics) if leaf is ARRAY)
-    return {leaf: place for place, leaf in enumerate(arrays)}
 
 
 def _some(word: str, paths: set[str]) -> str:

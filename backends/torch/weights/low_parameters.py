@@ -54,7 +54,7 @@ class LowWeights:
     dtype: str  # its name
     seed: int  # of the random bits
     kept: dict[Param, str]  # the parameters that stay as they are, and why
-    kind: type[torch.optim.Optimizer]  # the optimizer's own class
+    kind: Any  # the optimizer's own class
     places: dict[Param, int] = field(default_factory=dict)  # of the low ones, among all
     # Of each low parameter and of what stands beside it, after the last step.
     versions: dict[Param, tuple[int, int]] = field(default_factory=dict)

@@ -272,8 +272,8 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
 
 def _step_of(weights: LowWeights) -> Callable[..., None]:
     """Return the function to compile."""
-    mode, seed = weights.mode, weights.seed
-    twin_class, own_step = _twin_class(weights.kind), optimizers.plain_step(weights.kind)
+    mode, seed, kind = weights.mode, weights.seed, weights.kind
+    twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
 
     def step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
         twin = twin_class.__new__(twin_class)

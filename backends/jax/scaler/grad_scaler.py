@@ -288,16 +288,14 @@ class GradScaler:
 
         return call
 
-    def report(self, grads: object, names: object = None, *, scaled: bool = True) -> GradientReport:
-        """Report how many values of each gradient are Inf, NaN, 0 and too small, by name.
+    def report(self, grads: object, *, scaled: bool = True) -> GradientReport:
+        """Report how many values of each gradient are Inf, NaN, 0 and too small, by path.
 
         Not for traced code: the host waits for the counts. Where arrays are spread over processes,
         each has to call it.
 
         Args:
             grads: a pytree; what is not a float is left out.
-            names: a tree of strings of the same structure; None for the paths, as in
-                "params.Dense_0.kernel".
             scaled: True if they are multiplied by the scale, as they come from jax.grad. False for
                 what `unscale` returned; small values are then counted as those of their products
                 with the scale, which is to be the one they were divided by.
@@ -306,9 +304,9 @@ class GradScaler:
             The report; print it, or read its rows.
 
         Raises:
-            TypeError: something is traced, or `names` is no such tree.
+            TypeError: something is traced.
         """
-        return gradient_stats.report(self.rule, self.state, grads, names, scaled)
+        return gradient_stats.report(self.rule, self.state, grads, scaled)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as Python numbers, under the names that torch.amp uses.

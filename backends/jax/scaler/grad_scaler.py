@@ -1,8 +1,6 @@
 """`GradScaler`: dynamic loss scaling as a value that JAX transforms.
 
-Scale the loss, unscale and check the gradients, step or skip, go on with the next scaler. Arrays
-in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_rule.step`, given
-`jax.numpy.where`; the dictionaries are torch.amp's.
+Arrays in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_rule.step`.
 """
 
 from __future__ import annotations
@@ -56,14 +54,11 @@ class GradScaler:
     scan, vmap (a batch of scalers), shard_map and donation as it is.
 
     Args:
-        init_scale: the first scale; any positive float32 number, or one from `min_scale` to
-            `max_scale` where these are given.
+        init_scale: the first scale; from `min_scale` to `max_scale` where these are given.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
         backoff_factor: multiplies the scale after an overflow.
-        growth_interval: see `growth_factor`. A count already past a lowered interval grows the
-            scale at the next good step.
+        growth_interval: see `growth_factor`.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
-            The other arguments are then not looked at.
         dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
@@ -119,14 +114,11 @@ class GradScaler:
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every float of a pytree, by the scale.
 
-        Products are float32, or wider where the factor is: a float16 loss cannot overflow here.
-        Complex numbers are multiplied part by part. What is not a float array or number passes.
-
-        The cotangent of a float16 loss is float16, which holds no scale above 2**15: the scaler
-        backs off to it. It need not if the loss itself is float32.
+        Products are float32 or wider. The cotangent of a float16 loss is float16, which holds no
+        scale above 2**15: the scaler backs off to it. It need not if the loss itself is float32.
 
         Args:
-            tree: a loss, float [], or a pytree of arrays and numbers.
+            tree: a loss, float [], or a pytree; what is no float array or number passes.
 
         Returns:
             The products, in the structure of `tree`.
@@ -158,8 +150,7 @@ class GradScaler:
                 takes every axis over which the finding can differ; () takes none.
 
         Returns:
-            The quotients, in float32 or wider, and bool []: True if all of them are finite. One
-            that overflows is found as much as one that came in as Inf. An empty tree is finite.
+            The quotients, in float32 or wider, and bool []: True if all of them are finite.
         """
         if not self.enabled:
             return grads, jnp.asarray(True)
@@ -216,11 +207,10 @@ class GradScaler:
             update: called as `update(true_grads, *state)`; returns what replaces the state, with
                 the same structure, shapes and dtypes: one tree for one, a tuple for several.
                 Clipping belongs into it. Traced code calls it in a branch of `lax.cond`.
-            state: pytrees, such as parameters and optimizer state. Leaves that are no arrays, such
-                as activation functions, stay as they are. Flax nnx modules among them get the new
-                state, too, as nnx has it.
-            loss: the loss as it was before scaling. If the step is skipped, the state counts
-                whether the loss was finite, for reports. None not to look at it.
+            state: pytrees, such as parameters and optimizer state. Leaves that are no arrays stay
+                as they are. Flax nnx modules among them get the new state, too, as nnx has it.
+            loss: the loss as it was before scaling, for reports: those of a skipped step say
+                whether it was finite. None not to look at it.
             axis_names: see `unscale`.
 
         Returns:
@@ -263,9 +253,8 @@ class GradScaler:
 
         Returns:
             A function of the arguments of `fun` that returns ((value, grads), scaler, finite).
-            Value is what `fun` returned, in its own dtype. The gradients are true, in float32 or
-            wider. The scaler is that for the next step. Finite, bool [], is True if all gradients
-            are.
+            Value is what `fun` returned. The gradients are true, in float32 or wider. The scaler is
+            that for the next step. Finite, bool [], is True if all gradients are.
 
         Raises:
             TypeError: `fun` is no function; when called, it returned something else.
@@ -291,14 +280,12 @@ class GradScaler:
     def report(self, grads: object, *, scaled: bool = True) -> GradientReport:
         """Report how many values of each gradient are Inf, NaN, 0 and too small, by path.
 
-        Not for traced code: the host waits for the counts. Where arrays are spread over processes,
-        each has to call it.
+        The host waits for the counts. Where arrays are spread over processes, each has to call it.
 
         Args:
             grads: a pytree; what is not a float is left out.
             scaled: True if they are multiplied by the scale, as they come from jax.grad. False for
-                what `unscale` returned; small values are then counted as those of their products
-                with the scale, which is to be the one they were divided by.
+                what `unscale` returned: their products with the scale are counted.
 
         Returns:
             The report; print it, or read its rows.
@@ -310,8 +297,6 @@ class GradScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as Python numbers, under the names that torch.amp uses.
-
-        Not for traced code: it waits for the device.
 
         Returns:
             The numbers, by name; polymp's scalers for torch load them, too. Empty if disabled.

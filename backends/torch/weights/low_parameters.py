@@ -223,11 +223,12 @@ def version(t: torch.Tensor) -> int:
     return distributed.local(t)._version
 
 
-def viewed(value: Any, dtype: torch.dtype, other: torch.dtype) -> Any:
-    """Return a tensor of one dtype as the other one, on the same memory; all else as it is."""
-    if not isinstance(value, torch.Tensor) or value.dtype is not dtype:
+def as_saved(value: Any) -> Any:
+    """Return an int16 tensor as bfloat16 on the same memory; all else as it is."""
+    # NCCL and gloo, which gather a state, have no int16.
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.int16:
         return value
-    return distributed.like(distributed.local(value).view(other), value)
+    return distributed.like(distributed.local(value).view(torch.bfloat16), value)
 
 
 # Low weights as torch tensors: the verbs of the core's rules, and runs of them in small pieces.

@@ -256,8 +256,7 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
             own[p] = {k: v for k, v in state[p].items() if k not in OURS}
             beside = steps = None
             if p in weights.places:
-                beside = weights.prepare(state, p)
-                beside = low_parameters.viewed(beside, torch.int16, torch.bfloat16)
+                beside = low_parameters.as_saved(weights.prepare(state, p))
                 steps = state[p].get(STEPS)
             place = weights.places.get(p)
             groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, steps, place))
@@ -359,7 +358,7 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
 
 
 def opened(beside: torch.Tensor | None) -> Any:
-    """Return what stands beside a weight, from `viewed`, as the verbs take it."""
+    """Return what stands beside a weight, from `as_saved`, as the verbs take it."""
     if beside is None or beside.dtype is torch.float32:
         return beside
     return beside.to(torch.float32).view(torch.int32) >> 16

@@ -13,7 +13,7 @@ from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
-from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, viewed
+from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, as_saved
 from polymp.weights import store
 from polymp.weights.store import summary
 
@@ -233,8 +233,7 @@ class LowOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with what stands beside each weight and the mode.
 
-        The remainders of `split` are in it as bfloat16 of the same bits, because NCCL and gloo,
-        which gather a state, have no int16.
+        The remainders of `split` are in it as bfloat16 of the same bits.
         """
         saved: dict[str, Any] = super().state_dict()
         state = dict(saved["state"])
@@ -245,7 +244,7 @@ class LowOptimizer(Optimizer):
                 if p in self._low.versions:
                     self._low.note_versions(self.state, p)
                 own = {**self._low.entries(self.state, p), **state.get(number, {})}
-                state[number] = {k: viewed(v, torch.int16, torch.bfloat16) for k, v in own.items()}
+                state[number] = {k: as_saved(v) for k, v in own.items()}
         return {**saved, "state": state}
 
     def _numbered(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -317,20 +316,19 @@ class LowOptimizer(Optimizer):
                 "here."
             )
         params = [p for group in self.param_groups for p in group["params"]]
-        for at, p in enumerate(params if mine in modes else ()):
-            was_low = bool(beside.get(p))
-            if was_low != (p in low):
-                there, here = ("low", "kept") if was_low else ("kept", "low")
+        for at, p in enumerate(params):
+            theirs = beside.get(p, {})
+            if mine in modes and bool(theirs) != (p in low):
+                there, here = ("low", "kept") if theirs else ("kept", "low")
                 raise ValueError(
                     f"load_state_dict(): parameter {at}, of shape {tuple(p.shape)}, was {there} "
                     f"in the run that saved the state, and is {here} here. Call low_weights() with "
                     "the same keep= as there."
                 )
-        for at, p in enumerate(params):
             own = self._low.entries(self.state, p) if p in low else {}
-            for key, value in beside.get(p, {}).items() if own else ():
-                wanted = _kind(viewed(own.get(key), torch.int16, torch.bfloat16))
-                if _kind(viewed(value, torch.int16, torch.bfloat16)) != wanted:
+            for key, value in theirs.items() if own else ():
+                wanted = _kind(as_saved(own.get(key)))
+                if _kind(as_saved(value)) != wanted:
                     raise ValueError(
                         f"load_state_dict(): {key!r} of parameter {at} is {_kind(value)}, and has "
                         f"to be {wanted}. Load it as it was saved: a cast loses bits of the weight."
@@ -346,9 +344,7 @@ class LowOptimizer(Optimizer):
         loaded = noted is not None and low_parameters.version(p) != noted[0]
         with torch.no_grad():
             for key, value in entries.items():
-                if own[key].dtype is torch.int16:
-                    value = viewed(value, torch.bfloat16, torch.int16)
-                own[key].copy_(value)
+                as_saved(own[key]).copy_(as_saved(value))
         if loaded:
             low.note_versions(self.state, p)
         else:

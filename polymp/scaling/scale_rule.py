@@ -180,21 +180,15 @@ def as_float32(x: Any) -> Any:
         return math.copysign(math.inf, x)
 
 
-# The state of a loss scaler as a dictionary of Python numbers, under the names of
-# torch.amp.GradScaler, so that a run of one framework goes on in the other: the entries that
-# torch.amp saves, and those that polymp's scalers add.
+# The state of a loss scaler as a dictionary of Python numbers, so that a run of one framework goes
+# on in the other: the entries that torch.amp saves, and those that polymp's scalers add.
 _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _BOUNDS = ("min_scale", "max_scale", "hysteresis")
 _COUNTS = ("_growth_tracker", "skips", "spoiled", "skipped")
 
 
 def to_state_dict(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
-    """Return rule and state as Python numbers, under the names of torch.amp.GradScaler.
-
-    torch.amp's scaler saves and loads `scale`, `growth_factor`, `backoff_factor`, `growth_interval`
-    and `_growth_tracker`. It ignores the others: `min_scale`, `max_scale`, `hysteresis`, `skips`,
-    `spoiled` and `skipped`.
-    """
+    """Return rule and state as Python numbers, under the names of torch.amp.GradScaler."""
     return {
         "scale": float(state.scale),
         "growth_factor": rule.growth,
@@ -215,8 +209,6 @@ def from_state_dict(
     rule: ScaleRule = ScaleRule(),  # noqa: B008
 ) -> tuple[ScaleRule, ScaleState]:
     """Return rule and state, as Python numbers, from what `to_state_dict` or torch.amp saved.
-
-    A positive scale outside the bounds becomes the nearer bound, as the next step would make it.
 
     Args:
         saved: the dictionary.

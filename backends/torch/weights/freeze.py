@@ -174,7 +174,7 @@ def freeze(
             "that nothing would run low. Write dtype=torch.bfloat16 or dtype=torch.float16."
         )
     name = type(model).__name__
-    frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY), name)
+    frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY))
     groups = _groups(model, kind)
     before, grad = memory(model), torch.is_grad_enabled()
     as_written: Any = contextlib.nullcontext()
@@ -196,14 +196,13 @@ class FrozenFor(NamedTuple):
 
     region: autocast  # that it runs in
     scope: Any  # its scope when it was frozen, from `scoped`; None without one
-    name: str  # of its class
 
 
 def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Original]:
     """Store the tensors that can be stored low, and verify."""
     chosen = [group for group in trial.groups if not group.why]
     if not chosen:
-        _refuse_nothing(frozen_for.name, trial.groups)
+        _refuse_nothing(type(model).__name__, trial.groups)
     originals: list[Original] = []
     try:
         for group in chosen:
@@ -383,7 +382,7 @@ class FrozenModule(subclass.Extension):
             above: Any = super() if isinstance(self, FrozenModule) else self  # bound, then removed
             return above._call_impl(*args, **kwargs)
         if self.__dict__.get(Scoped.KEY) is not frozen_for.scope:
-            _refuse_scope(frozen_for.name)
+            _refuse_scope(type(self).__name__)
         region = frozen_for.region
         with region._again() if is_dynamo_compiling() else region:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

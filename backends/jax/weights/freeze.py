@@ -278,13 +278,12 @@ class Frozen:
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
         traced = trace(fn, region, tree, statics, avals, kept)
-        dtypes = [self.stored[low[i]] if i in low else None for i in range(len(arrays))]
-        lowered = plan_low(traced.plan, dtypes, call.passed_on(traced))
+        lowered = plan_low(traced.plan, region.dtype, low, call.passed_on(traced))
         for i, read in lowered.wide.items():
             raise PolicyError(
-                f"{low[i]} is stored in {dtypes[i]}, but with these arguments {read.why}. Freeze "
-                "with these arguments as well: polymp.jax.freeze(serve, params, ...), where serve "
-                "is this function and params are the float32 parameters, keeps it in float32."
+                f"{low[i]} is stored in {region.dtype}, but with these arguments {read.why}. "
+                "Freeze with these arguments as well: polymp.jax.freeze(serve, params, ...), where "
+                "serve is this function and params are the float32 parameters, keeps it in float32."
             )
         return traced._replace(plan=lowered.plan)
 
@@ -317,11 +316,10 @@ def _decided(
     call: Signature, traced: PlannedCall, candidates: Iterable[int], dtype: str
 ) -> tuple[set[int], dict[int, Wide]]:
     """The places of arrays that can be stored in a dtype, and why the others cannot."""
-    allowed, inputs = call.passed_on(traced), range(len(traced.plan.known))
+    allowed = call.passed_on(traced)
     tried, wide = set(candidates), dict[int, Wide]()
     while tried:
-        dtypes = [dtype if i in tried else None for i in inputs]
-        lowered = plan_low(traced.plan, dtypes, allowed)
+        lowered = plan_low(traced.plan, dtype, tried, allowed)
         unread = dict.fromkeys(tried - lowered.read, Wide(None, "nothing reads it"))
         if not (new := lowered.wide or unread):
             break
@@ -381,18 +379,18 @@ def _dtype_of(leaf: object) -> str:
 # that makes it do so.
 
 
-class Low(NamedTuple):
-    """A value that is low where the plan has float32."""
-
-    dtype: str
-    inputs: frozenset[int]  # numbers of the program's inputs that it is made of
+# The inputs of the program that a low value is made of, by their numbers; none for other values.
+Low = frozenset[int]
+NONE: Low = frozenset()
 
 
-def plan_low(plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int] = ()) -> "LowPlan":
-    """A planned program, with everything inside it, for inputs in these dtypes."""
-    key = plan_low, tuple(dtypes), frozenset(allowed)
+def plan_low(
+    plan: Plan, dtype: str, inputs: Iterable[int], allowed: Iterable[int] = ()
+) -> "LowPlan":
+    """A planned program, with everything inside it, where these inputs come in a low dtype."""
+    key = plan_low, dtype, frozenset(inputs), frozenset(allowed)
     if key not in plan.cache:
-        plan.cache[key] = LowPlan(plan, key[1], key[2])
+        plan.cache[key] = LowPlan(plan, *key[1:])
     lowered: LowPlan = plan.cache[key]
     return lowered
 
@@ -408,45 +406,45 @@ _EACH = frozenset(
     """.split()
 )
 
-Held = list[Low | None]
-
 
 class LowPlan:
     """A plan with low inputs."""
 
-    def __init__(self, plan: Plan, dtypes: tuple[str | None, ...], allowed: frozenset[int]) -> None:
-        self.region = plan.region
-        inputs = enumerate(zip(compat.binders(plan.jaxpr)[1], dtypes, strict=True))
-        self.env: dict[Atom, Low] = {v: Low(f, frozenset({i})) for i, (v, f) in inputs if f}
-        self.wide: dict[int, Wide] = {}  # by input, the first read that is not in its low dtype
+    def __init__(self, plan: Plan, dtype: str, inputs: Low, allowed: Low) -> None:
+        self.region, self.dtype = plan.region, dtype
+        places = enumerate(compat.binders(plan.jaxpr)[1])
+        self.env: dict[Atom, Low] = {v: frozenset({i}) for i, v in places if i in inputs}
+        self.wide: dict[int, Wide] = {}  # by input, the first read that is not in the low dtype
         self.read: set[int] = set()  # inputs that are read in it
         steps = [self.step(step) for step in plan.steps]
-        self.outs: Held = [self.held(operand) for operand in plan.results]
+        self.outs = [self.held(operand) for operand in plan.results]
         for i, low in enumerate(self.outs):
             if i not in allowed:
                 self.reads(low, "float32", "it is handed on in float32, as a result")
-                self.outs[i] = None
-        known, outs = _lowered(plan.known, dtypes), _lowered(plan.outs, _dtypes(self.outs))
+                self.outs[i] = NONE
+        known = self.lowered(plan.known, [i in inputs for i in range(len(plan.known))])
+        outs = self.lowered(plan.outs, self.outs)
         # Sound if nothing is read wide.
         self.plan = replace(plan, known=known, steps=steps, outs=outs, as_written=False, cache={})
 
-    def held(self, operand: Operand, step: Step | None = None) -> Low | None:
+    def lowered(self, facts: Sequence[ValueFacts], low: Iterable[object]) -> tuple[ValueFacts, ...]:
+        pairs = zip(facts, low, strict=True)
+        return tuple(k._replace(dtype=self.dtype) if is_low else k for k, is_low in pairs)
+
+    def held(self, operand: Operand, step: Step | None = None) -> Low:
         """The low value that an operand hands on; one that is cast is read."""
         atom = operand.atom if type(operand) is Cast else operand
-        dtype = operand.dtype if type(operand) is Cast else None
-        low = None if type(atom) is Literal else self.env.get(atom)
-        if dtype is None:
+        low = NONE if type(atom) is Literal else self.env.get(atom, NONE)
+        if type(operand) is not Cast or operand.dtype is None:
             return low
-        self.reads(low, dtype, f"it is read in {dtype}" if step is None else step)
-        return None
+        self.reads(low, operand.dtype, step or f"it is read in {operand.dtype}")
+        return NONE
 
-    def reads(self, low: Low | None, dtype: str | None, who: Step | str) -> None:
+    def reads(self, low: Low, dtype: str | None, who: Step | str) -> None:
         """Note who reads a value in a dtype; of the reads in another than its own, the first."""
-        if low is None:
-            return
-        if dtype == low.dtype:
-            self.read |= low.inputs
-        elif new := low.inputs - self.wide.keys():
+        if dtype == self.dtype:
+            self.read |= low
+        elif new := low - self.wide.keys():
             why = who if isinstance(who, str) else self.reader(who, dtype)
             self.wide.update(dict.fromkeys(new, Wide(dtype, why)))
 
@@ -458,7 +456,7 @@ class LowPlan:
         self.env.update((v, low) for v, low in zip(step.eqn.outvars, outs, strict=True) if low)
         return made
 
-    def through(self, step: Step, lows: Held) -> tuple[Step, Held]:
+    def through(self, step: Step, lows: list[Low]) -> tuple[Step, list[Low]]:
         """The step for low operands, and which of its results are low."""
         eqn, name = step.eqn, step.eqn.primitive.name
         if step.inside is not None:
@@ -466,24 +464,24 @@ class LowPlan:
         bound = step.kind in (Kind.BIND, Kind.ROUND) and step.returns is None
         if step.kind is Kind.CAST or (bound and name in _EACH):
             return self.moved(step, lows)
-        low = _joined(eqn, lows) if bound and name in _MOVES else None
-        if low is not None and _fills_alike(eqn, low.dtype):
-            return self.moved(step, [low] * len(eqn.outvars))
+        floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
+        if bound and name in _MOVES and all(floats) and _fills_alike(eqn, self.dtype):
+            return self.moved(step, [NONE.union(*floats)] * len(eqn.outvars))
         as_written = step.kind is Kind.BIND and name == "convert_element_type"
         for low in lows:
             dtype: str | None = "float32"
             if step.kind is Kind.CONTRACT and step.in_8_bits is None:
                 dtype = step.low
-            elif as_written and low is not None and eqn.params["new_dtype"] == low.dtype:
-                dtype = low.dtype
+            elif as_written and eqn.params["new_dtype"] == self.dtype:
+                dtype = self.dtype
             self.reads(low, dtype, step)
-        return step, [None] * len(eqn.outvars)
+        return step, [NONE] * len(eqn.outvars)
 
-    def moved(self, step: Step, outs: Held) -> tuple[Step, Held]:
-        writes = tuple(low.dtype if low else f for low, f in zip(outs, step.writes, strict=True))
+    def moved(self, step: Step, outs: list[Low]) -> tuple[Step, list[Low]]:
+        writes = tuple(self.dtype if low else f for low, f in zip(outs, step.writes, strict=True))
         return step._replace(writes=writes), outs
 
-    def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
+    def inside(self, step: Step, whole: Inside, lows: list[Low]) -> tuple[Step, list[Low]]:
         """The same of a step with programs inside; what loops carry or branches give is wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
         programs, where = inside(eqn), compat.where_written(eqn)
@@ -493,29 +491,31 @@ class LowPlan:
             why = f"a function with a derivative rule takes it in float32 ({where})"
             for low in lows:
                 self.reads(low, "float32", why)
-            return step, [None] * len(eqn.outvars)
+            return step, [NONE] * len(eqn.outvars)
         for at in dict.fromkeys(at for program in programs for at in program.carried):
             self.reads(lows[at], "float32", f"a {name} carries it in float32 ({where})")
-            lows[at] = None
+            lows[at] = NONE
         passed = {*whole.passed_on(), *whole.rounds()} if name != "cond" else set()
         allowed = [i for i in sorted(passed) if i >= programs[0].carries]
         plans, results = [], []
         for program, plan in zip(programs, whole.plans, strict=True):
             mine = program.of(lows)
-            lowered = plan_low(plan, _dtypes(mine), allowed if program.gives else ())
+            taken = [i for i, low in enumerate(mine) if low]
+            lowered = plan_low(plan, self.dtype, taken, allowed if program.gives else ())
             for i, wide in lowered.wide.items():  # in a function call it is the op that decides
                 self.reads(mine[i], wide.dtype, step if name == FUNCTION_CALL else wide.why)
             for i in lowered.read:
-                self.read |= _inputs(mine[i])
+                self.read |= mine[i]
             plans.append(lowered.plan)
             if program.gives:
-                outs = lowered.outs
-                results.append([low and _of_all([mine[i] for i in low.inputs]) for low in outs])
-        moved, made = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
+                results.append([NONE.union(*(mine[i] for i in out)) for out in lowered.outs])
+        outs = [NONE.union(*several) for several in zip(*results, strict=True)]
+        moved, made = self.moved(step, outs)
         for i, dtype in whole.rounds().items():  # the step casts what comes of the program inside
             self.reads(made[i], dtype, f"it is returned in {dtype}")
-            made[i] = None
-        return moved._replace(inside=whole.lowered(tuple(plans), _dtypes(lows))), made
+            made[i] = NONE
+        dtypes = [self.dtype if low else None for low in lows]
+        return moved._replace(inside=whole.lowered(tuple(plans), dtypes)), made
 
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""
@@ -552,28 +552,3 @@ def _fills_alike(eqn: Equation, dtype: str) -> bool:
         return True
     number = np.float32(fill)
     return bool(np.isnan(number) or number.astype(np.dtype(dtype)).astype(np.float32) == number)
-
-
-def _joined(eqn: Equation, lows: Held) -> Low | None:
-    """The value that an equation moves, if all its float operands are low in one dtype."""
-    floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
-    return _of_all(floats) if len(set(_dtypes(floats))) == 1 else None
-
-
-def _of_all(several: Sequence[Low | None]) -> Low | None:
-    """A value that is made of several, which are low in one dtype, or none of which is low."""
-    low = several[0]
-    return low and Low(low.dtype, frozenset().union(*map(_inputs, several)))
-
-
-def _inputs(low: Low | None) -> frozenset[int]:
-    return low.inputs if low else frozenset()
-
-
-def _lowered(known: Sequence[ValueFacts], dtypes: Sequence[str | None]) -> tuple[ValueFacts, ...]:
-    pairs = zip(known, dtypes, strict=True)
-    return tuple(k._replace(dtype=f) if f else k for k, f in pairs)
-
-
-def _dtypes(lows: Sequence[Low | None]) -> list[str | None]:
-    return [low and low.dtype for low in lows]

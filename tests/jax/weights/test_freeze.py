@@ -334,7 +334,7 @@ def test_why_a_parameter_is_kept(name):
 def test_a_checker_that_misses_a_wide_read_is_noticed(monkeypatch):
     fn = autocast(read_low_and_wide)
     assert faults(fn, {"w": W}, X, eager=True) == []
-    every = lambda self, low, *_: self.read.update(low.inputs if low else ())  # noqa: E731
+    every = lambda self, low, *_: self.read.update(low)  # noqa: E731
     monkeypatch.setattr(freeze_module.LowPlan, "reads", every)
     assert faults(fn, {"w": W}, X, eager=True) == ["result 1"]
 

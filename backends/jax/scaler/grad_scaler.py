@@ -139,15 +139,14 @@ class GradScaler:
         warn_in_bfloat16(self.rule)
         return tree_math.multiplied(tree, factor(self.state))
 
-    def unscale(
-        self, grads: T, *, axis_names: str | Sequence[str] | None = None
-    ) -> tuple[T, jax.Array]:
+    def unscale(self, grads: T) -> tuple[T, jax.Array]:
         """Divide gradients by the scale and say whether all of them are finite.
+
+        In a shard_map or pmap, one Inf or NaN counts for all devices along every axis along which
+        the finding can differ.
 
         Args:
             grads: a pytree, multiplied by the scale; what is not a float passes.
-            axis_names: axes of a shard_map or pmap over which one Inf or NaN counts for all. None
-                takes every axis over which the finding can differ; () takes none.
 
         Returns:
             The quotients, in float32 or wider, and bool []: True if all of them are finite.
@@ -155,7 +154,7 @@ class GradScaler:
         if not self.enabled:
             return grads, jnp.asarray(True)
         scale, grads = factor(self.state), tree_math.settled(grads)
-        return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
+        return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale)
 
     def update(
         self, finite: jax.typing.ArrayLike, *, loss_finite: jax.typing.ArrayLike = True
@@ -176,19 +175,16 @@ class GradScaler:
             return self
         return self._with(optimizer_step.update(self.rule, self.state, finite, loss_finite))
 
-    def loss_finite(
-        self, loss: object, *, axis_names: str | Sequence[str] | None = None
-    ) -> jax.Array:
+    def loss_finite(self, loss: object) -> jax.Array:
         """Say whether every float of a loss is finite, for `update`.
 
         Args:
             loss: a number, an array or a pytree, not scaled.
-            axis_names: see `unscale`.
 
         Returns:
             Bool []: True if all are.
         """
-        return tree_math.all_finite(loss, jnp.float32(1), axis_names)
+        return tree_math.all_finite(loss, jnp.float32(1))
 
     def step(
         self,
@@ -196,7 +192,6 @@ class GradScaler:
         update: Callable[..., object],
         *state: object,
         loss: object = None,
-        axis_names: str | Sequence[str] | None = None,
     ) -> tuple[Any, GradScaler, jax.Array]:
         """Unscale and check gradients, update or skip, and return the scaler for the next step.
 
@@ -211,7 +206,6 @@ class GradScaler:
                 as they are. Flax nnx modules among them get the new state, too, as nnx has it.
             loss: the loss as it was before scaling, for reports: those of a skipped step say
                 whether it was finite. None not to look at it.
-            axis_names: see `unscale`.
 
         Returns:
             The new state (one tree, or a tuple as given), the next scaler, and bool []: False if
@@ -222,9 +216,7 @@ class GradScaler:
                 is no array.
         """
         rule = self.rule if self.enabled else None
-        result, after, finite = optimizer_step.step(
-            rule, self.state, grads, update, state, loss, axis_names
-        )
+        result, after, finite = optimizer_step.step(rule, self.state, grads, update, state, loss)
         return result, self._with(after), finite
 
     def value_and_grad(
@@ -233,7 +225,6 @@ class GradScaler:
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         *,
-        axis_names: str | Sequence[str] | None = None,
         allow_int: bool = False,
     ) -> Callable[..., tuple[tuple[Any, Any], GradScaler, jax.Array]]:
         """`jax.value_and_grad` with the loss scaled on the way, and checked.
@@ -241,14 +232,13 @@ class GradScaler:
             (loss, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, batch)
 
         The caller skips: nothing of `grads` may be used where `finite` is False. `step` divides
-        only where it steps, which is cheaper.
+        only where it steps, which is cheaper. Only what was found crosses devices: where every
+        device has its own gradients, average them afterwards.
 
         Args:
             fun: returns the loss, one float, not scaled; or (loss, aux).
             argnums: positions of the arguments to differentiate by.
             has_aux: whether `fun` returns a pair.
-            axis_names: see `unscale`. Only what was found crosses devices: where every device has
-                its own gradients, average them afterwards.
             allow_int: lets the arguments be integers, whose gradients are float0.
 
         Returns:
@@ -271,7 +261,7 @@ class GradScaler:
             if not self.enabled:
                 return (value, grads), self, jnp.asarray(True)
             scale, grads = factor(self.state), tree_math.settled(grads)
-            finite, loss_finite = look(self.state, grads, loss, axis_names)
+            finite, loss_finite = look(self.state, grads, loss)
             after = self.update(finite, loss_finite=loss_finite)
             return (value, tree_math.divided(grads, scale)), after, finite
 

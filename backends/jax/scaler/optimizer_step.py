@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,19 +25,16 @@ from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 T = TypeVar("T")
-Axes = str | Sequence[str] | None
 
 
-def look(
-    state: ScaleState, grads: object, loss: object, axis_names: Axes
-) -> tuple[jax.Array, jax.Array]:
+def look(state: ScaleState, grads: object, loss: object) -> tuple[jax.Array, jax.Array]:
     """Look for Inf and NaN in gradients and loss."""
-    finite = tree_math.all_finite(grads, factor(state), axis_names)
+    finite = tree_math.all_finite(grads, factor(state))
     if loss is None:
         return finite, jnp.asarray(True)
     if not any(map(tree_math.is_scalable, jax.tree.leaves(loss))):
         raise TypeError(f"loss must be the loss as it was before scaling, got {loss!r}.")
-    loss_finite = tree_math.all_finite(loss, jnp.float32(1), axis_names)
+    loss_finite = tree_math.all_finite(loss, jnp.float32(1))
     # The same as `finite`, but it needs the loss. Otherwise XLA on CPU may take the step before it
     # computes the loss, and copies the parameters first; an optimization barrier is gone by then.
     return finite & (finite | loss_finite), loss_finite
@@ -50,7 +47,6 @@ def step(
     new_state: Callable[..., object],
     state: tuple[object, ...],
     loss: object,
-    axis_names: Axes,
 ) -> tuple[Any, ScaleState, jax.Array]:
     """`GradScaler.step` for a rule and a state; without a rule, gradients are the true ones."""
     if not callable(new_state):
@@ -78,7 +74,7 @@ def step(
         result, after, finite = take(grads), scaling, jnp.asarray(True)
     else:
         scale, grads = factor(scaling), tree_math.settled(grads)
-        finite, loss_finite = look(scaling, grads, loss, axis_names)
+        finite, loss_finite = look(scaling, grads, loss)
         if isinstance(finite, jax.core.Tracer):
             result = lax.cond(finite, apply, lambda: kept)
         else:

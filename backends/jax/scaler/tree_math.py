@@ -4,7 +4,6 @@ Floats and complex numbers take part, in float32 or wider; integers, keys, float
 array pass as they are. All of it runs as written, also where an autocast function calls it.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -44,22 +43,15 @@ def divided(tree: T, scale: jax.Array) -> T:
 
 
 @regions.as_written()
-def all_finite(
-    tree: object, scale: jax.Array, axis_names: str | Sequence[str] | None = None
-) -> jax.Array:
+def all_finite(tree: object, scale: jax.Array) -> jax.Array:
     """Bool []: no quotient of a float of the tree by the scale is Inf or NaN.
 
-    On all devices along `axis_names`; None for every axis along which they could find otherwise.
+    On all devices along every axis along which they could find otherwise.
     """
     finite: jax.Array = _all_finite([x for x in jax.tree.leaves(tree) if is_scalable(x)], scale)
-    if axis_names is None:
-        axis_names = _differing_axes(finite)
-    elif isinstance(axis_names, str):
-        axis_names = (axis_names,)
-    if not axis_names:
-        return finite
-    found: jax.Array = lax.psum(jnp.where(finite, 0, 1), tuple(axis_names)) == 0
-    return found
+    if axes := _differing_axes(finite):
+        finite = lax.psum(jnp.where(finite, 0, 1), axes) == 0
+    return finite
 
 
 def is_carried(x: object) -> bool:

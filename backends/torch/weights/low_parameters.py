@@ -153,8 +153,10 @@ class LowWeights:
                 flat(beside).zero_()
         return beside
 
-    def read(self, state: State, params: list[Param]) -> Piece:
-        """Read low parameters on one device as float32, together."""
+    def read(self, state: State, params: list[Param]) -> list[Piece]:
+        """Read low parameters on one device as float32."""
+        if self.mode.name == "master" and len(params) > 1:  # float32 copies stay where they are
+            return [piece for p in params for piece in self.read(state, [p])]
         besides = [self.prepare(state, p) for p in params]
         low = _row(params)
         beside = None if besides[0] is None else _row(besides)
@@ -162,7 +164,7 @@ class LowWeights:
         for p in params:
             if p in self.versions:  # what is beside it may have been written
                 self.note_versions(state, p)
-        return Piece(params, low, beside, full)
+        return [Piece(params, low, beside, full)]
 
     def write(self, state: State, piece: Piece) -> None:
         """Store the float32 values of a piece in its parameters and in what stands beside them."""

@@ -75,7 +75,7 @@ def step(
     compiled: bool = False,
 ) -> Any:
     """Take one step of an optimizer on low weights, compiled if wanted and possible."""
-    loss = result = None
+    loss = None
     together = not is_piecewise(weights.kind)
     if closure is not None and not together:
         with torch.enable_grad():
@@ -86,9 +86,17 @@ def step(
         _run(optimizer, weights)
         return loss
     run = optimizers.step_without_hooks(weights.kind)
-    for rows, others in pieces(optimizer, weights, together):
-        result = _step_on(optimizer, weights, rows, others, run, closure if together else None)
-    return result if together else loss
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    low = [p for p in every if p in weights.places and (together or p.grad is not None)]
+    others = [p for p in every if p not in weights.places]
+    rows = list(_alike(low))
+    if together:
+        return _step_on(optimizer, weights, rows, others, run, closure)
+    if others or not low:
+        _step_on(optimizer, weights, [], others, run, None)
+    for row in rows:
+        _step_on(optimizer, weights, [row], [], run, None)
+    return loss
 
 
 def _step_on(
@@ -101,7 +109,7 @@ def _step_on(
 ) -> Any:
     """Take the step on some low parameters, and on others that step with them."""
     state: Any = optimizer.state
-    read = [weights.read(state, row) for row in rows]
+    read = [piece for row in rows for piece in weights.read(state, row)]
     lent: dict[Param, torch.Tensor] = {
         p: torch.nn.Parameter(full, requires_grad=p.requires_grad)
         for piece in read
@@ -147,24 +155,6 @@ def is_piecewise(kind: type) -> bool:
     """Return whether an optimizer's step treats every parameter alone, as torch.optim's do."""
     own: Any = inspect.unwrap(kind.step)  # type: ignore[attr-defined]
     return own.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
-
-
-def pieces(
-    optimizer: torch.optim.Optimizer, weights: LowWeights, together: bool
-) -> Iterator[tuple[list[list[Param]], list[Param]]]:
-    """Yield what to lend at a time: rows of low parameters, and others that step with them."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    low = [p for p in every if p in weights.places and (together or p.grad is not None)]
-    others = [p for p in every if p not in weights.places]
-    # Float32 copies stay where they are, and are in no row with others.
-    alone = weights.mode.name == "master"
-    rows = [[[p] for p in some] if alone else [some] for some in _alike(low)]
-    if together:
-        yield [row for several in rows for row in several], others
-        return
-    if others or not low:
-        yield [], others
-    yield from ((several, []) for several in rows)
 
 
 def _alike(params: list[Param]) -> Iterator[list[Param]]:

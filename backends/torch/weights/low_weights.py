@@ -368,7 +368,8 @@ class LowOptimizer(Optimizer):
         found = model.state_dict()
         for name, p in model.named_parameters(remove_duplicate=False):
             if name in found and p in self._low.places:
-                ((_, full),) = self._low.read(self.state, [p]).values()
+                (piece,) = self._low.read(self.state, [p])
+                ((_, full),) = piece.values()
                 found[name] = full.clone()
         return found
 

@@ -95,12 +95,13 @@ def freeze(
     autocast = before.function if before else _autocast_function(fn)
     apart = nnx.split_modules(params)
     leaves, tree = jax.tree.flatten(apart.parts)
+    paths = list(map(jax.tree_util.keystr, apart.paths))
     typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
     for i in typed:
-        low = before.stored.get(apart.paths[i]) if before else None
+        low = before.stored.get(paths[i]) if before else None
         if low and _dtype_of(leaves[i]) == low:
             raise TypeError(
-                f"freeze(serve, params, ...): {apart.paths[i]} is {low}, as it was stored "
+                f"freeze(serve, params, ...): {paths[i]} is {low}, as it was stored "
                 "before. Pass the float32 parameters, from which both are made."
             )
     function, given = autocast.fn, ((params, *args), kwargs)
@@ -115,7 +116,7 @@ def freeze(
     of_modules = sum(i < apart.state for i in typed)
     places = dict(zip(typed, call.first(len(typed), of_modules), strict=True))
     others = before.kept if before else {}
-    why = {i: _reason(leaves[i]) or others.get(apart.paths[i]) for i in typed}
+    why = {i: _reason(leaves[i]) or others.get(paths[i]) for i in typed}
     traced = trace(function, autocast.region, given_tree, call.statics, arrays)
     candidates = [places[i] for i, text in why.items() if text is None]
     found, wide = _decided(call, traced, candidates, autocast.region.dtype)
@@ -131,12 +132,12 @@ def freeze(
     size = [sum(int(x.size) * x.dtype.itemsize for x in arrays) for arrays in each]
     frozen = Frozen(
         autocast,
-        {apart.paths[i]: low for i, low in stored.items()},
-        {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in stored},
+        {paths[i]: low for i, low in stored.items()},
+        {paths[i]: why[i] or wide[places[i]].why for i in typed if i not in stored},
         size[0],
         size[1],
         tree,
-        apart.paths,
+        paths,
         {i: _dtype_of(served[i]) for i in typed},
         of_modules,
     )
@@ -237,7 +238,7 @@ class Frozen:
         leaves, tree = jax.tree.flatten(apart.parts)
         paths = self._paths
         if tree != self._tree:
-            ours, theirs = set(paths), set(apart.paths)
+            ours, theirs = set(paths), set(map(jax.tree_util.keystr, apart.paths))
             raise TypeError(
                 "The first argument has another structure than the parameters that freeze "
                 f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"

@@ -12,7 +12,6 @@ there. Optax is imported when it is called.
 from __future__ import annotations
 
 import math
-import re
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -246,14 +245,8 @@ def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
     kept = freeze(fn, apart.together(jax.tree.unflatten(tree, shapes)), *args)[0].kept
     paths = zip(apart.paths, leaves, strict=True)
     wide = [path for path, x in paths if is_typed(x) and x.dtype == np.float32]
-    return {_dotted(path): kept[path] for path in wide if path in kept}
-
-
-def _dotted(path: str) -> str:
-    """A path as jax writes it, "['norm'].scale[0]", with its keys joined by dots: see `pin`."""
-    path = path.removesuffix(".value") or path
-    keys = re.findall(r"\['((?:[^'\\]|\\.)*)'\]|\[(?:<flat index )?(\w+)>?\]|\.(\w+)", path)
-    return ".".join(next(filter(None, key)) for key in keys)
+    named = ((leaf_path(path), jax.tree_util.keystr(path)) for path in wide)
+    return {dotted: kept[path] for dotted, path in named if path in kept}
 
 
 @dataclass(eq=False)

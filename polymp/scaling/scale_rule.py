@@ -1,8 +1,4 @@
-"""Dynamic loss scaling: the update rule, once, for every framework.
-
-State in, state out. `step` uses only arithmetic, comparison and one foreign verb, `where`, so the
-same lines run on Python numbers, on torch tensors and on jax arrays, eager or traced.
-"""
+"""Dynamic loss scaling: the update rule, on Python numbers, torch tensors and jax arrays."""
 
 import math
 import struct
@@ -10,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 Where = Callable[[Any, Any, Any], Any]
-
 
 # The widest range in which a scale and its inverse are both normal float32 numbers: neither
 # overflows, and neither is lost where subnormal numbers are flushed to zero. Only a first scale

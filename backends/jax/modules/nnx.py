@@ -1,9 +1,8 @@
 """Flax nnx modules as arguments: their state goes in with the call, and what changed comes back.
 
-A module is a graph with state that a function may change in place: batch statistics, counters,
-random streams. The rewrite needs a pure function, so the modules are split into graph and state,
-the state is an argument and a result, and every variable that the function changed is written back
-in its own dtype. Flax is imported only where the caller's arguments came from it.
+A function may change a module in place: batch statistics, counters, random streams. So modules are
+split into graph and state, the state is an argument and a result, and every variable that the
+function changed is written back in its own dtype.
 """
 
 import itertools

@@ -1,8 +1,4 @@
-"""Counts of what a tree of gradients holds, and the names of its leaves.
-
-A pytree in, rows of numbers out. All leaves are counted by one program, which is compiled once for
-a tree, and the counts come to the host in one array.
-"""
+"""Counts of what a tree of gradients holds, by one program for all leaves, in one array."""
 
 from __future__ import annotations
 

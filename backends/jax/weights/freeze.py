@@ -61,13 +61,10 @@ def freeze(
         anything else                                       as it is
 
     Reads are those of the planned program, also in the bodies of jit, scan, while, cond, remat and
-    shard_map, through transposes, reshapes, slices, gathers and other moves; a function with a
-    derivative rule of its own reads its arguments in float32. The function sees float32 dtypes
-    while it is traced, as before, so its results are those of `fn` on the float32 parameters: the
-    same bits, the same dtypes.
-
-    Gradients with respect to other arguments are those of `fn`, too. A gradient with respect to a
-    stored parameter comes in the dtype that it is stored in: to train it, use `fn`.
+    shard_map, through reshapes, slices, gathers and other moves; a function with a derivative rule
+    of its own reads its arguments in float32. Results, and gradients with respect to other
+    arguments, are those of `fn` on the float32 parameters: the same bits, the same dtypes. A
+    gradient with respect to a stored parameter comes in the dtype that it is stored in.
 
     Args:
         fn: what `autocast(...)` returned; or what `freeze` returned, to serve other arguments as
@@ -373,11 +370,9 @@ def _dtype_of(leaf: object) -> str:
 #     planned     w float32 -> reshape -> cast to bfloat16 -> product
 #     stored      w bfloat16 -> reshape -> product
 #
-# Every step stays the one that was planned. A low value goes where its float32 original went, as
-# long as numbers are only moved, until it is read with a cast to its own dtype, which is then
-# nothing to do. That the numbers are the same needs no comparison of two plans: rounding
-# commutes with moving. Anything else reads the value in float32, and is reported with the row
-# that makes it do so.
+# A low value goes where its float32 original went, as long as numbers are only moved, with which
+# rounding commutes, until it is read with a cast to its own dtype, which is then nothing to do.
+# Anything else reads the value in float32, and is reported with the row that makes it do so.
 
 
 # The inputs of the program that a low value is made of, by their numbers; none for other values.

@@ -60,17 +60,13 @@ def bake(
         The exported program.
 
     Raises:
-        TypeError: `model` is no module or a GraphModule, or `inputs` is no tuple.
+        TypeError: `model` is no module, a scripted or a traced one, or `inputs` is no tuple.
         PolicyError: no region is enabled for the device of the model's tensors, around the call or
             inside; or a region is entered in a branch of control flow.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"bake() takes a torch.nn.Module and its inputs, not {model!r}.")
-    if isinstance(model, torch.fx.GraphModule):  # recompiling replaces its class's __call__
-        raise TypeError(
-            f"bake() cannot follow the call of a GraphModule ({type(model).__name__}). "
-            "Give it the model that the graph was made of."
-        )
+    subclass.check(model, "", "bake")
     if not isinstance(inputs, tuple):
         raise TypeError(
             f"bake() takes the inputs of {type(model).__name__} as a tuple, such as (x,), "

@@ -12,7 +12,6 @@ bits would hide it: torch's make 448 of Inf, and a scale of 0 makes 0 of the fin
 it. As it is, an Inf or NaN reaches the result, the gradients and the check of a loss scaler.
 """
 
-import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,12 +20,6 @@ from polymp.fp8.recipes import Axis, Recipe
 
 # An amax below this counts as this, so that an array of zeros has a finite scale.
 SMALLEST_AMAX = 1e-12
-
-
-def _float32(number: float) -> float:
-    """The float32 nearest to a number."""
-    value: float = struct.unpack("f", struct.pack("f", number))[0]
-    return value
 
 
 Verb = Callable[[Any], Any]
@@ -64,9 +57,9 @@ def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) ->
     """
     largest = dtypes.get(recipe.format_of(role)).max
     amax = verbs.amax(array, axis)
-    tiny = amax <= _float32(SMALLEST_AMAX)
+    tiny = amax <= SMALLEST_AMAX
     # Both are arrays: torch divides a number by an array as number * (1 / array), in two roundings.
-    dividend = verbs.where(tiny, _float32(largest / SMALLEST_AMAX), largest)
+    dividend = verbs.where(tiny, largest / SMALLEST_AMAX, largest)
     scale = dividend / verbs.where(tiny, 1.0, amax)
     if recipe.power_of_two:
         scale = verbs.power_of_two(scale)

@@ -1,8 +1,4 @@
-"""Dynamic loss scaling: the update rule, once, for every framework.
-
-State in, state out. `step` uses only arithmetic, comparison and one foreign verb, `where`, so the
-same lines run on Python numbers, on torch tensors and on jax arrays, eager or traced.
-"""
+"""Dynamic loss scaling: the update rule, on Python numbers, torch tensors and jax arrays."""
 
 import math
 import struct
@@ -10,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 Where = Callable[[Any, Any, Any], Any]
-
 
 # The widest range in which a scale and its inverse are both normal float32 numbers: neither
 # overflows, and neither is lost where subnormal numbers are flushed to zero. Only a first scale
@@ -180,21 +175,15 @@ def as_float32(x: Any) -> Any:
         return math.copysign(math.inf, x)
 
 
-# The state of a loss scaler as a dictionary of Python numbers, under the names of
-# torch.amp.GradScaler, so that a run of one framework goes on in the other: the entries that
-# torch.amp saves, and those that polymp's scalers add.
+# The state of a loss scaler as a dictionary of Python numbers, so that a run of one framework goes
+# on in the other: the entries that torch.amp saves, and those that polymp's scalers add.
 _TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _BOUNDS = ("min_scale", "max_scale", "hysteresis")
 _COUNTS = ("_growth_tracker", "skips", "spoiled", "skipped")
 
 
 def to_state_dict(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
-    """Return rule and state as Python numbers, under the names of torch.amp.GradScaler.
-
-    torch.amp's scaler saves and loads `scale`, `growth_factor`, `backoff_factor`, `growth_interval`
-    and `_growth_tracker`. It ignores the others: `min_scale`, `max_scale`, `hysteresis`, `skips`,
-    `spoiled` and `skipped`.
-    """
+    """Return rule and state as Python numbers, under the names of torch.amp.GradScaler."""
     return {
         "scale": float(state.scale),
         "growth_factor": rule.growth,
@@ -215,8 +204,6 @@ def from_state_dict(
     rule: ScaleRule = ScaleRule(),  # noqa: B008
 ) -> tuple[ScaleRule, ScaleState]:
     """Return rule and state, as Python numbers, from what `to_state_dict` or torch.amp saved.
-
-    A positive scale outside the bounds becomes the nearer bound, as the next step would make it.
 
     Args:
         saved: the dictionary.

@@ -2,8 +2,7 @@
 
 A low weight that an optimizer writes directly moves by at least one last place or not at all. The
 share of weights with a gradient that is not 0, and whose step has changed no bit, says how much of
-the training is lost. Where something stands beside a weight, or rounding is random, no update is
-lost, and nothing is counted.
+the training is lost.
 """
 
 from collections.abc import Iterable

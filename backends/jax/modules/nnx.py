@@ -1,9 +1,8 @@
 """Flax nnx modules as arguments: their state goes in with the call, and what changed comes back.
 
-A module is a graph with state that a function may change in place: batch statistics, counters,
-random streams. The rewrite needs a pure function, so the modules are split into graph and state,
-the state is an argument and a result, and every variable that the function changed is written back
-in its own dtype. Flax is imported only where the caller's arguments came from it.
+A function may change a module in place: batch statistics, counters, random streams. So modules are
+split into graph and state, the state is an argument and a result, and every variable that the
+function changed is written back in its own dtype.
 """
 
 import itertools
@@ -108,49 +107,35 @@ class SplitModules(NamedTuple):
     # itself, where it has no modules.
     parts: Any
     together: Callable[[Any], Any]  # makes a pytree with new modules of such parts
-    paths: list[str]  # of the leaves of `parts`, as the user would write them
-    modules: int  # how many there are
-    others: int  # how many leaves there are besides
+    paths: list[tuple[Any, ...]]  # of the leaves of `parts`, by keys
+    state: int  # how many of these leaves, the first ones, are the state of modules
 
 
 def split_modules(tree: object) -> SplitModules:
     """A pytree, its modules taken apart; they are left as they are."""
-    key = jax.tree_util.keystr
-    loaded = "flax.nnx" in sys.modules
-    leaves, outer = jax.tree_util.tree_flatten_with_path(tree, is_leaf if loaded else None)
-    if not loaded or not any(is_node(leaf) for _, leaf in leaves):
-        paths = [key(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        return SplitModules(tree, lambda tree: tree, paths, 0, len(leaves))
-    nnx = _flax()
+    flat = jax.tree_util.tree_leaves_with_path
+    if not among(tree):
+        return SplitModules(tree, lambda tree: tree, [path for path, _ in flat(tree)], 0)
+    leaves, outer = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
     places = [is_node(leaf) for _, leaf in leaves]
-    modules = [(key(path), leaf) for path, leaf in leaves if is_node(leaf)]
-    others = [(key(path), leaf) for path, leaf in leaves if not is_node(leaf)]
-    graph, state = nnx.split(tuple(leaf for _, leaf in modules))
+    modules = list(itertools.compress(leaves, places))
+    others = [leaf for leaf, node in zip(leaves, places, strict=True) if not node]
+    graph, state = _flax().split(tuple(leaf for _, leaf in modules))
 
     def together(parts: Any) -> object:
-        nodes: Any = nnx.merge(graph, parts[0])
+        nodes: Any = _flax().merge(graph, parts[0])
         nodes, rest = iter(nodes), iter(parts[1])
         return jax.tree.unflatten(outer, [next(nodes if node else rest) for node in places])
 
-    paths = [
-        modules[path[0].key][0] + key(path[1:]).removesuffix(".value")
-        for path, _ in jax.tree_util.tree_leaves_with_path(state)
-    ]
-    for name, leaf in others:
-        paths += [name + key(path) for path, _ in jax.tree_util.tree_leaves_with_path(leaf)]
-    parts = state, [leaf for _, leaf in others]
-    return SplitModules(parts, together, paths, len(modules), len(others))
+    of_state = [(*modules[path[0].key][0], *path[1:]) for path, _ in flat(state)]
+    of_state = [path[:-1] if str(path[-1]) == ".value" else path for path in of_state]
+    paths = of_state + [(*path, *keys) for path, leaf in others for keys, _ in flat(leaf)]
+    return SplitModules((state, [leaf for _, leaf in others]), together, paths, len(of_state))
 
 
 def is_pure(fn: object) -> bool:
     """True for what `pure_of` made."""
     return isinstance(fn, _Pure)
-
-
-def leading(state: object, modules: int) -> list[Any]:
-    """The leaves of the state that belong to the first modules."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [leaf for path, leaf in leaves if path[0].key < modules]
 
 
 def write_back(old: object, new: object) -> None:

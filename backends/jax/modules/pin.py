@@ -1,7 +1,8 @@
 """Parameters that keep a dtype when the others are converted."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -14,21 +15,17 @@ from polymp.rules import scopes
 P = TypeVar("P")
 
 
+@dataclass(frozen=True, repr=False)
 class Pins:
     """Some parameters of a tree, and the dtype that they keep.
 
     Attributes:
         dtype: its name.
         paths: of the pinned leaves, sorted.
-
-    Args:
-        dtype: its name.
-        paths: of the pinned leaves.
     """
 
-    def __init__(self, dtype: str, paths: Iterable[str]) -> None:
-        self.dtype = dtype
-        self.paths: tuple[str, ...] = tuple(sorted(paths))
+    dtype: str
+    paths: tuple[str, ...]
 
     def to(self, params: P, dtype: jax.typing.DTypeLike) -> P:
         """Convert the parameters to another dtype, but for the pinned ones, which keep every digit.
@@ -46,9 +43,20 @@ class Pins:
                 cannot be brought back. Nothing is converted then.
             TypeError: `dtype` is no float dtype.
         """
-        target = float_dtype(dtype, "to(params, dtype): dtype")
+        target = float_dtype(dtype, "to(params, dtype): dtype").name
         self.check(params)
-        return _converted(params, lambda path: self.dtype if path in self.paths else target.name)
+
+        def convert(keys: tuple[object, ...], leaf: Any) -> object:
+            if not is_float(leaf):
+                return leaf
+            return leaf.astype(self.dtype if leaf_path(keys) in self.paths else target)
+
+        state = _state(params)
+        new: P = jax.tree_util.tree_map_with_path(convert, state)
+        if state is params:
+            return new
+        sys.modules["flax.nnx"].update(params, new)
+        return params
 
     def check(self, params: object) -> None:
         """Raise if something else has converted pinned parameters.
@@ -115,39 +123,20 @@ def pin(params: object, dtype: jax.typing.DTypeLike, paths: Sequence[str] = ("*"
                 f"{', '.join(leaves[:3]) or 'none: the tree has no float leaves'}."
             )
         pinned.update(found)
-    pins = Pins(full, pinned)
+    pins = Pins(full, tuple(sorted(pinned)))
     pins.check(params)
     return pins
 
 
 def _leaves(params: object) -> list[tuple[str, Any]]:
-    return [
-        (leaf_path(keys), x) for keys, x in jax.tree_util.tree_flatten_with_path(_state(params))[0]
-    ]
-
-
-def _converted(params: P, dtype_of: Callable[[str], str]) -> P:
-    def convert(keys: tuple[object, ...], leaf: Any) -> object:
-        return leaf.astype(dtype_of(leaf_path(keys))) if is_float(leaf) else leaf
-
-    state = _state(params)
-    new: P = jax.tree_util.tree_map_with_path(convert, state)
-    if state is params:
-        return new
-    from flax import nnx
-
-    nnx.update(params, new)
-    return params
+    leaves = jax.tree_util.tree_leaves_with_path(_state(params))
+    return [(leaf_path(keys), x) for keys, x in leaves]
 
 
 def _state(params: object) -> object:
     """The arrays of an nnx module as a tree; any other tree as it is."""
-    if "flax.nnx" in sys.modules:
-        from flax import nnx
-
-        if isinstance(params, nnx.Module):
-            return nnx.state(params)
-    return params
+    nnx = sys.modules.get("flax.nnx")
+    return nnx.state(params) if nnx is not None and isinstance(params, nnx.Module) else params
 
 
 def leaf_path(keys: Sequence[object]) -> str:

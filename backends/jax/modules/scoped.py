@@ -28,9 +28,8 @@ def scoped(model: M) -> M:
     An autocast function whose policy has rules by scope does this by itself for models that are
     called in it, for all methods of equinox models, and for nnx modules among its arguments. Do it
     by hand for an nnx module that comes in another way, if a method that is not its call runs the
-    modules inside. The scopes stay with the model, also through `nnx.split` and `nnx.merge`, and
-    through transformations. A module that is there twice has the first of its paths. Only calls of
-    the modules inside count, not their other methods.
+    modules inside. The scopes stay with the model, also through `nnx.split`, `nnx.merge` and
+    transformations. A module that is there twice has the first of its paths.
 
     Args:
         model: an nnx module, whose modules get subclasses of their classes, in place; or an
@@ -140,16 +139,9 @@ class _Called(threading.local):
         self.paths: set[str] = set()  # of all modules in the models
 
 
-class _Hooks:
-    """The classes whose calls are looked at, and how many autocast functions need that now."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.count = 0
-        self.plain: dict[Any, object] = {}  # `__call__` by class, as it was
-
-
-_CALLED, _HOOKS = _Called(), _Hooks()
+_CALLED, _LOCK = _Called(), threading.RLock()
+_NAMING: set[object] = set()  # the autocast functions that need the calls of models now
+_PLAIN: dict[Any, object] = {}  # `__call__` by class, as it was
 
 
 @contextmanager
@@ -159,20 +151,21 @@ def naming(inside: Callable[[], bool]) -> Iterator[None]:
     # closure. So `__call__` of every such class is another one meanwhile, which does nothing more
     # outside of autocast functions.
     _CALLED.paths.clear()
-    with _HOOKS.lock:
-        _HOOKS.count += 1
-        for cls in set(_subclasses(_kinds())) - _HOOKS.plain.keys():
+    mine = object()
+    with _LOCK:
+        _NAMING.add(mine)
+        for cls in set(_subclasses(_kinds())) - _PLAIN.keys():
             plain = vars(cls).get("__call__")
             if hasattr(plain, "__get__") and not _has_name(cls):
-                _HOOKS.plain[cls] = plain
+                _PLAIN[cls] = plain
                 cls.__call__ = _looked_at(plain, inside)
     try:
         yield
     finally:
-        with _HOOKS.lock:
-            _HOOKS.count -= 1
-            while not _HOOKS.count and _HOOKS.plain:
-                cls, plain = _HOOKS.plain.popitem()
+        with _LOCK:
+            _NAMING.discard(mine)
+            while not _NAMING and _PLAIN:
+                cls, plain = _PLAIN.popitem()
                 cls.__call__ = plain
 
 
@@ -195,7 +188,7 @@ def _looked_at(plain: Any, inside: Callable[[], bool]) -> Callable[..., object]:
         if known or not inside():
             return bound(*args, **kwargs)
         with ExitStack() as stack:
-            stack.enter_context(_HOOKS.lock)  # the model may be another thread's too
+            stack.enter_context(_LOCK)  # the model may be another thread's too
             _CALLED.ids.add(id(self))
             stack.callback(_CALLED.ids.discard, id(self))
             for module, cls in _name_inside(self):

@@ -1,8 +1,8 @@
 """`expect_scaler`: finds gradients that flow through float16 without having been scaled.
 
-A training step in, a bool out; nothing is run. The step is traced, and the equations that
-differentiation made are followed from the loss's own cotangent, 1, to the gradients. `scale`
-multiplies in a name scope, which the transposed multiplication keeps.
+The step is traced, and the equations that differentiation made are followed from the loss's own
+cotangent, 1, to the gradients. `scale` multiplies in a name scope, which the transposed
+multiplication keeps.
 """
 
 import warnings
@@ -32,12 +32,10 @@ def expect_scaler(
 
         expect_scaler(train_step, params, opt_state, scaler, batch)
 
-    The step is traced and not run, so it costs no more than compiling it; a jitted one may have
-    run before. Steps without gradients, and gradients in bfloat16 or float32, are fine.
-
-    A gradient is scaled if it depends on a loss multiplied by an enabled `GradScaler`; the scalers
-    of other libraries are not known. Cotangents that the step is given, such as those of `jax.vjp`,
-    are not followed.
+    The step is traced and not run; a jitted one may have run before. Steps without gradients, and
+    gradients in bfloat16 or float32, are fine. A gradient is scaled if it depends on a loss
+    multiplied by an enabled `GradScaler`; the scalers of other libraries are not known. Cotangents
+    that the step is given, such as those of `jax.vjp`, are not followed.
 
     Args:
         train_step: a function, jitted or not.
@@ -91,14 +89,14 @@ def _traced(
 
 
 _UNSCALED, _LOW, _SCALED = 1, 2, 3  # cotangents; of several operands, the largest decides
-_SOME = 2.0  # for constants other than 0 and 1
-_SAME = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
+# Ops that no transposition makes: a 1 among their operands is no cotangent.
+_NOT_LINEAR = frozenset({"add", "max", "min", "pow", "sub"})
 
 
 class _Value(NamedTuple):
     """Facts about a value of the step."""
 
-    constant: float | None = None  # 0, 1 or `_SOME`; None if it depends on an argument
+    one: bool = False  # a constant 1, as the loss's own cotangent is, or made of such alone
     cotangent: int = 0  # `_UNSCALED`, `_LOW` if float16 was on the way, `_SCALED`; 0 for no one
     where: str = ""  # the first equation on the way with a float16 result
 
@@ -127,40 +125,32 @@ class _Flow(Walk[_Value, tuple[bool, bool]]):
         """A value that leaves the backward pass: a gradient, if it came from there."""
         if value.cotangent == _LOW:
             self.unscaled = self.unscaled or value.where
-        return _Value(value.constant)
+        return _Value(value.one)
 
     def leaf(
         self, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
     ) -> Sequence[_Value]:
-        name, numbers = eqn.primitive.name, [v.constant for v in values]
-        constant: float | None = None
-        if (name == "mul" and 0 in numbers) or (numbers and all(n == 0 for n in numbers)):
-            constant = 0.0
-        elif None not in numbers:
-            constant = numbers[0] if name in _SAME else _SOME
+        name = eqn.primitive.name
+        ones = [v.one for v in values if name not in _NOT_LINEAR]
+        one = bool(ones) and all(ones)
         if not around[0]:
-            return [_Value(constant)] * len(eqn.outvars)
-        cotangent = max(values, key=lambda v: v.cotangent, default=_Value())
-        starts = constant or (name in ("mul", "select_n") and 1 in numbers)  # the loss's own is 1
-        if starts and not cotangent.cotangent:
-            cotangent = _Value(cotangent=_UNSCALED)
+            return [_Value(one)] * len(eqn.outvars)
+        cotangent = max(values, key=lambda v: v.cotangent, default=_Value())._replace(one=one)
+        if not cotangent.cotangent and any(ones):
+            cotangent = _Value(one, _UNSCALED)
         if around[1]:
-            cotangent = _Value(cotangent=_SCALED)
-        low = _Value(None, _LOW, f"{name} at {compat.where_written(eqn)}")
+            cotangent = _Value(one, _SCALED)
+        low = _Value(one, _LOW, f"{name} at {compat.where_written(eqn)}")
+        unscaled = cotangent.cotangent == _UNSCALED
         return [
-            (low if now else cotangent)._replace(constant=constant)
-            for var in eqn.outvars
-            for now in [cotangent.cotangent == _UNSCALED and var.aval.dtype == np.float16]
+            low if unscaled and var.aval.dtype == np.float16 else cotangent for var in eqn.outvars
         ]
 
     def number(self, value: jax.typing.ArrayLike) -> _Value:
         """The facts about a number; of larger arrays, and of keys, nothing is followed."""
         if np.size(value) != 1 or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
             return _Value()
-        number = on_host(value).reshape(()).item()
-        return _Value(float(number) if number in (0, 1) else _SOME)
+        return _Value(on_host(value).reshape(()).item() == 1)
 
     def join(self, one: _Value, other: _Value) -> _Value:
-        constants = {one.constant, other.constant}
-        constant = one.constant if len(constants) == 1 else None if None in constants else _SOME
-        return max(one, other, key=lambda v: v.cotangent)._replace(constant=constant)
+        return max(one, other, key=lambda v: v.cotangent)._replace(one=one.one and other.one)

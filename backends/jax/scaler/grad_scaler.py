@@ -1,8 +1,6 @@
 """`GradScaler`: dynamic loss scaling as a value that JAX transforms.
 
-Scale the loss, unscale and check the gradients, step or skip, go on with the next scaler. Arrays
-in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_rule.step`, given
-`jax.numpy.where`; the dictionaries are torch.amp's.
+Arrays in, arrays out; nothing is changed in place. The rule is `polymp.scaling.scale_rule.step`.
 """
 
 from __future__ import annotations
@@ -56,14 +54,11 @@ class GradScaler:
     scan, vmap (a batch of scalers), shard_map and donation as it is.
 
     Args:
-        init_scale: the first scale; any positive float32 number, or one from `min_scale` to
-            `max_scale` where these are given.
+        init_scale: the first scale; from `min_scale` to `max_scale` where these are given.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
         backoff_factor: multiplies the scale after an overflow.
-        growth_interval: see `growth_factor`. A count already past a lowered interval grows the
-            scale at the next good step.
+        growth_interval: see `growth_factor`.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
-            The other arguments are then not looked at.
         dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
@@ -119,14 +114,11 @@ class GradScaler:
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every float of a pytree, by the scale.
 
-        Products are float32, or wider where the factor is: a float16 loss cannot overflow here.
-        Complex numbers are multiplied part by part. What is not a float array or number passes.
-
-        The cotangent of a float16 loss is float16, which holds no scale above 2**15: the scaler
-        backs off to it. It need not if the loss itself is float32.
+        Products are float32 or wider. The cotangent of a float16 loss is float16, which holds no
+        scale above 2**15: the scaler backs off to it. It need not if the loss itself is float32.
 
         Args:
-            tree: a loss, float [], or a pytree of arrays and numbers.
+            tree: a loss, float [], or a pytree; what is no float array or number passes.
 
         Returns:
             The products, in the structure of `tree`.
@@ -147,24 +139,22 @@ class GradScaler:
         warn_in_bfloat16(self.rule)
         return tree_math.multiplied(tree, factor(self.state))
 
-    def unscale(
-        self, grads: T, *, axis_names: str | Sequence[str] | None = None
-    ) -> tuple[T, jax.Array]:
+    def unscale(self, grads: T) -> tuple[T, jax.Array]:
         """Divide gradients by the scale and say whether all of them are finite.
+
+        In a shard_map or pmap, one Inf or NaN counts for all devices along every axis along which
+        the finding can differ.
 
         Args:
             grads: a pytree, multiplied by the scale; what is not a float passes.
-            axis_names: axes of a shard_map or pmap over which one Inf or NaN counts for all. None
-                takes every axis over which the finding can differ; () takes none.
 
         Returns:
-            The quotients, in float32 or wider, and bool []: True if all of them are finite. One
-            that overflows is found as much as one that came in as Inf. An empty tree is finite.
+            The quotients, in float32 or wider, and bool []: True if all of them are finite.
         """
         if not self.enabled:
             return grads, jnp.asarray(True)
         scale, grads = factor(self.state), tree_math.settled(grads)
-        return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale, axis_names)
+        return tree_math.divided(grads, scale), tree_math.all_finite(grads, scale)
 
     def update(
         self, finite: jax.typing.ArrayLike, *, loss_finite: jax.typing.ArrayLike = True
@@ -185,19 +175,16 @@ class GradScaler:
             return self
         return self._with(optimizer_step.update(self.rule, self.state, finite, loss_finite))
 
-    def loss_finite(
-        self, loss: object, *, axis_names: str | Sequence[str] | None = None
-    ) -> jax.Array:
+    def loss_finite(self, loss: object) -> jax.Array:
         """Say whether every float of a loss is finite, for `update`.
 
         Args:
             loss: a number, an array or a pytree, not scaled.
-            axis_names: see `unscale`.
 
         Returns:
             Bool []: True if all are.
         """
-        return tree_math.all_finite(loss, jnp.float32(1), axis_names)
+        return tree_math.all_finite(loss, jnp.float32(1))
 
     def step(
         self,
@@ -205,7 +192,6 @@ class GradScaler:
         update: Callable[..., object],
         *state: object,
         loss: object = None,
-        axis_names: str | Sequence[str] | None = None,
     ) -> tuple[Any, GradScaler, jax.Array]:
         """Unscale and check gradients, update or skip, and return the scaler for the next step.
 
@@ -215,14 +201,11 @@ class GradScaler:
             grads: a pytree, multiplied by the scale.
             update: called as `update(true_grads, *state)`; returns what replaces the state, with
                 the same structure, shapes and dtypes: one tree for one, a tuple for several.
-                Clipping belongs into it. Traced code calls it in a branch of `lax.cond`; on GPUs,
-                where a condition is read by the host, in every step, and selects.
-            state: pytrees, such as parameters and optimizer state. Leaves that are no arrays, such
-                as activation functions, stay as they are. Flax nnx modules among them get the new
-                state, too, as nnx has it.
-            loss: the loss as it was before scaling. If the step is skipped, the state counts
-                whether the loss was finite, for reports. None not to look at it.
-            axis_names: see `unscale`.
+                Clipping belongs into it. Traced code calls it in a branch of `lax.cond`.
+            state: pytrees, such as parameters and optimizer state. Leaves that are no arrays stay
+                as they are. Flax nnx modules among them get the new state, too, as nnx has it.
+            loss: the loss as it was before scaling, for reports: those of a skipped step say
+                whether it was finite. None not to look at it.
 
         Returns:
             The new state (one tree, or a tuple as given), the next scaler, and bool []: False if
@@ -233,9 +216,7 @@ class GradScaler:
                 is no array.
         """
         rule = self.rule if self.enabled else None
-        result, after, finite = optimizer_step.step(
-            rule, self.state, grads, update, state, loss, axis_names
-        )
+        result, after, finite = optimizer_step.step(rule, self.state, grads, update, state, loss)
         return result, self._with(after), finite
 
     def value_and_grad(
@@ -244,7 +225,6 @@ class GradScaler:
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
         *,
-        axis_names: str | Sequence[str] | None = None,
         allow_int: bool = False,
     ) -> Callable[..., tuple[tuple[Any, Any], GradScaler, jax.Array]]:
         """`jax.value_and_grad` with the loss scaled on the way, and checked.
@@ -252,21 +232,19 @@ class GradScaler:
             (loss, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, batch)
 
         The caller skips: nothing of `grads` may be used where `finite` is False. `step` divides
-        only where it steps, which is cheaper.
+        only where it steps, which is cheaper. Only what was found crosses devices: where every
+        device has its own gradients, average them afterwards.
 
         Args:
             fun: returns the loss, one float, not scaled; or (loss, aux).
             argnums: positions of the arguments to differentiate by.
             has_aux: whether `fun` returns a pair.
-            axis_names: see `unscale`. Only what was found crosses devices: where every device has
-                its own gradients, average them afterwards.
             allow_int: lets the arguments be integers, whose gradients are float0.
 
         Returns:
             A function of the arguments of `fun` that returns ((value, grads), scaler, finite).
-            Value is what `fun` returned, in its own dtype. The gradients are true, in float32 or
-            wider. The scaler is that for the next step. Finite, bool [], is True if all gradients
-            are.
+            Value is what `fun` returned. The gradients are true, in float32 or wider. The scaler is
+            that for the next step. Finite, bool [], is True if all gradients are.
 
         Raises:
             TypeError: `fun` is no function; when called, it returned something else.
@@ -283,38 +261,32 @@ class GradScaler:
             if not self.enabled:
                 return (value, grads), self, jnp.asarray(True)
             scale, grads = factor(self.state), tree_math.settled(grads)
-            finite, loss_finite = look(self.state, grads, loss, axis_names)
+            finite, loss_finite = look(self.state, grads, loss)
             after = self.update(finite, loss_finite=loss_finite)
             return (value, tree_math.divided(grads, scale)), after, finite
 
         return call
 
-    def report(self, grads: object, names: object = None, *, scaled: bool = True) -> GradientReport:
-        """Report how many values of each gradient are Inf, NaN, 0 and too small, by name.
+    def report(self, grads: object, *, scaled: bool = True) -> GradientReport:
+        """Report how many values of each gradient are Inf, NaN, 0 and too small, by path.
 
-        Not for traced code: the host waits for the counts. Where arrays are spread over processes,
-        each has to call it.
+        The host waits for the counts. Where arrays are spread over processes, each has to call it.
 
         Args:
             grads: a pytree; what is not a float is left out.
-            names: a tree of strings of the same structure; None for the paths, as in
-                "params.Dense_0.kernel".
             scaled: True if they are multiplied by the scale, as they come from jax.grad. False for
-                what `unscale` returned; small values are then counted as those of their products
-                with the scale, which is to be the one they were divided by.
+                what `unscale` returned: their products with the scale are counted.
 
         Returns:
             The report; print it, or read its rows.
 
         Raises:
-            TypeError: something is traced, or `names` is no such tree.
+            TypeError: something is traced.
         """
-        return gradient_stats.report(self.rule, self.state, grads, names, scaled)
+        return gradient_stats.report(self.rule, self.state, grads, scaled)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as Python numbers, under the names that torch.amp uses.
-
-        Not for traced code: it waits for the device.
 
         Returns:
             The numbers, by name; polymp's scalers for torch load them, too. Empty if disabled.

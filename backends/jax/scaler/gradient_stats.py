@@ -1,8 +1,4 @@
-"""Counts of what a tree of gradients holds, and the names of its leaves.
-
-A pytree in, rows of numbers out. All leaves are counted by one program, which is compiled once for
-a tree, and the counts come to the host in one array.
-"""
+"""Counts of what a tree of gradients holds, by one program for all leaves, in one array."""
 
 from __future__ import annotations
 
@@ -24,14 +20,12 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 _INT32 = 2**31  # a leaf with as many values is counted in int64
 
 
-def report(
-    rule: ScaleRule, state: ScaleState, grads: object, names: object, scaled: bool
-) -> GradientReport:
+def report(rule: ScaleRule, state: ScaleState, grads: object, scaled: bool) -> GradientReport:
     """`GradScaler.report` for a rule and a state."""
     if any(isinstance(x, jax.core.Tracer) for x in state):
         raise TypeError(_TRACED)
     scale = factor(state)
-    rows = _counted(grads, names, jnp.float32(1) if scaled else on_host(scale))
+    rows = _counted(grads, jnp.float32(1) if scaled else on_host(scale))
     scale, *counts = (on_host(x).item() for x in state)
     return GradientReport(rule, ScaleState(scale, *counts), rows)
 
@@ -42,16 +36,12 @@ _TRACED = (
 )
 
 
-def _counted(grads: object, names: object, factor: jax.typing.ArrayLike) -> tuple[Gradient, ...]:
+def _counted(grads: object, factor: jax.typing.ArrayLike) -> tuple[Gradient, ...]:
     """Count every float leaf of a tree. Waits for the device."""
     pairs = jax.tree_util.tree_leaves_with_path(grads)
     if any(isinstance(x, jax.core.Tracer) for _, x in pairs):
         raise TypeError(_TRACED)
-    if names is None:
-        paths = [leaf_path(path) or "gradient" for path, _ in pairs]
-    else:
-        paths = _given(names, grads)
-    rows = [(path, x) for path, (_, x) in zip(paths, pairs, strict=True) if is_scalable(x)]
+    rows = [(leaf_path(path) or "gradient", x) for path, x in pairs if is_scalable(x)]
     table = on_host(_table([x for _, x in rows], factor)).tolist()
     counts = zip(rows, table, strict=True)
     return tuple(Gradient(path, tuple(np.shape(x)), *numbers) for (path, x), numbers in counts)
@@ -62,18 +52,6 @@ def on_host(x: jax.typing.ArrayLike) -> np.ndarray[Any, Any]:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = x.addressable_data(0)
     return np.asarray(x)
-
-
-def _given(names: object, grads: object) -> list[str]:
-    leaves = jax.tree.leaves(names)
-    structure: jax.tree_util.PyTreeDef = jax.tree.structure(names)
-    expected: jax.tree_util.PyTreeDef = jax.tree.structure(grads)
-    if structure != expected or not all(isinstance(name, str) for name in leaves):
-        raise TypeError(
-            "names must be a tree of strings of the gradients' structure, "
-            f"{expected}; got {names!r}."
-        )
-    return leaves
 
 
 @jax.jit

@@ -1,28 +1,20 @@
 """One step of a scaler: look at loss and gradients, and take the step or skip it.
 
-Gradients, two branches, a rule and a state in; the result of one branch and the next state out.
-Every helper skips in this one way: eager code by asking, traced code by `lax.cond`, whose branch
-alone divides the gradients. A select over all leaves would keep the old state and the new one alive
-at once.
-
-GPUs are the exception: there XLA reads the predicate of a conditional on the host, which waits for
-the device in every step, while a select becomes part of the optimizer's own loops, which read the
-old state anyway. So there the step is always taken, with zeros for gradients if it is skipped, and
-the results are selected.
+Every helper skips in one way: eager code by asking, traced code by `lax.cond`, whose branch alone
+divides the gradients. A select over all leaves would keep the old state and the new one alive at
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
-import jax.extend.core as core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.dtypes import float0
 
 from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.autocast import regions
@@ -33,23 +25,16 @@ from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState
 
 T = TypeVar("T")
-Axes = str | Sequence[str] | None
-
-# Where results are selected, not computed under a condition. On an H100 a step takes as long either
-# way and its call waits for neither; on rocm it is not measured.
-SELECTING = ("cuda", "rocm")
 
 
-def look(
-    state: ScaleState, grads: object, loss: object, axis_names: Axes
-) -> tuple[jax.Array, jax.Array]:
+def look(state: ScaleState, grads: object, loss: object) -> tuple[jax.Array, jax.Array]:
     """Look for Inf and NaN in gradients and loss."""
-    finite = tree_math.all_finite(grads, factor(state), axis_names)
+    finite = tree_math.all_finite(grads, factor(state))
     if loss is None:
         return finite, jnp.asarray(True)
     if not any(map(tree_math.is_scalable, jax.tree.leaves(loss))):
         raise TypeError(f"loss must be the loss as it was before scaling, got {loss!r}.")
-    loss_finite = tree_math.all_finite(loss, jnp.float32(1), axis_names)
+    loss_finite = tree_math.all_finite(loss, jnp.float32(1))
     # The same as `finite`, but it needs the loss. Otherwise XLA on CPU may take the step before it
     # computes the loss, and copies the parameters first; an optimization barrier is gone by then.
     return finite & (finite | loss_finite), loss_finite
@@ -62,7 +47,6 @@ def step(
     new_state: Callable[..., object],
     state: tuple[object, ...],
     loss: object,
-    axis_names: Axes,
 ) -> tuple[Any, ScaleState, jax.Array]:
     """`GradScaler.step` for a rule and a state; without a rule, gradients are the true ones."""
     if not callable(new_state):
@@ -82,7 +66,7 @@ def step(
         fixed.update((at, x) for at, (o, x) in pairs if o is x and not hasattr(x, "dtype"))
         return leaves
 
-    def apply(grads: object) -> list[jax.Array]:
+    def apply() -> list[jax.Array]:
         # Divided again and not kept from the check: XLA fuses the quotients into their use.
         return take(tree_math.divided(grads, scale))
 
@@ -90,44 +74,15 @@ def step(
         result, after, finite = take(grads), scaling, jnp.asarray(True)
     else:
         scale, grads = factor(scaling), tree_math.settled(grads)
-        finite, loss_finite = look(scaling, grads, loss, axis_names)
+        finite, loss_finite = look(scaling, grads, loss)
         if isinstance(finite, jax.core.Tracer):
-            result = _either(finite, grads, apply, lambda: kept)
+            result = lax.cond(finite, apply, lambda: kept)
         else:
-            result = apply(grads) if finite else kept
+            result = apply() if finite else kept
         after = update(rule, scaling, finite, loss_finite)
     whole = together([fixed.get(at, x) for at, x in enumerate(result)])
     nnx.write_back(state, whole)
     return whole[0] if len(state) == 1 else whole, after, finite
-
-
-def _either(
-    finite: jax.Array, grads: object, apply: Callable[[Any], T], skip: Callable[[], T]
-) -> T:
-    """`apply(grads)` if finite, else `skip()`, in traced code: see the top of this file."""
-    # Each is traced once. What has effects, such as a print, is always a conditional.
-    floats, together = apart(grads, tree_math.is_traced_float)
-    applied = jax.make_jaxpr(lambda floats: apply(together(floats)), return_shape=True)
-    taken, shapes = applied(floats)
-    take, keep = core.jaxpr_as_fun(taken), core.jaxpr_as_fun(jax.make_jaxpr(skip)())
-
-    def branch(finite: jax.Array, floats: list[jax.Array]) -> list[jax.Array]:
-        return list(lax.cond(finite, lambda: take(*floats), keep))
-
-    def select(finite: jax.Array, floats: list[jax.Array]) -> list[jax.Array]:
-        floats = [jnp.where(finite, x, 0) for x in floats]
-        pairs = zip(take(*floats), keep(), strict=True)
-        return [
-            o if getattr(o, "dtype", None) == float0 else jnp.where(finite, n, o) for n, o in pairs
-        ]
-
-    if taken.effects:
-        result = branch(finite, floats)
-    else:
-        forms = dict.fromkeys(SELECTING, select)
-        result = lax.platform_dependent(finite, floats, default=branch, **forms)
-    whole: T = jax.tree.unflatten(jax.tree.structure(shapes), result)
-    return whole
 
 
 def check_replaces(old: tuple[object, ...], new: object) -> None:

@@ -1,12 +1,9 @@
 """Arithmetic of trees with a loss scale: multiply, divide, and see whether all is finite.
 
-A pytree and a scale, float32 [], in; a pytree or one bool out. Floats and complex numbers take
-part, in float32 or wider; integers, keys, float0 and what is no array pass as they are. All of it
-runs as written, also where an autocast function calls it.
+Floats and complex numbers take part, in float32 or wider; integers, keys, float0 and what is no
+array pass as they are. All of it runs as written, also where an autocast function calls it.
 """
 
-import operator
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -21,15 +18,13 @@ from polymp.backends.jax.autocast import regions
 
 T = TypeVar("T")
 
-_Operation = Callable[[jax.Array, jax.Array], jax.Array]
-
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def multiplied(tree: T, scale: jax.Array) -> T:
     """Every float of the tree times the scale, in the scope that `expect_scaler` looks for."""
     with jax.named_scope(regions.SCALED):
-        return _each_float(operator.mul, tree, scale)
+        return _each_float(False, tree, scale)
 
 
 @regions.as_written()
@@ -37,33 +32,26 @@ def settled(tree: T) -> T:
     """Return the same floats, as numbers that XLA cannot compute in two ways."""
     # It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
     # check would call a gradient finite that is Inf where it is used.
-    floats, together = apart(tree, is_traced_float)
+    floats, together = apart(tree, lambda x: isinstance(x, jax.core.Tracer) and is_scalable(x))
     # One each: the results of one for all would vary over every axis of a shard_map that any does.
     return together([lax.optimization_barrier(x) for x in floats])
 
 
 def divided(tree: T, scale: jax.Array) -> T:
     """Every float of the tree times the float nearest to 1/scale, as torch computes it."""
-    return _each_float(_quotient, tree, scale)
+    return _each_float(True, tree, scale)
 
 
 @regions.as_written()
-def all_finite(
-    tree: object, scale: jax.Array, axis_names: str | Sequence[str] | None = None
-) -> jax.Array:
+def all_finite(tree: object, scale: jax.Array) -> jax.Array:
     """Bool []: no quotient of a float of the tree by the scale is Inf or NaN.
 
-    On all devices along `axis_names`; None for every axis along which they could find otherwise.
+    On all devices along every axis along which they could find otherwise.
     """
     finite: jax.Array = _all_finite([x for x in jax.tree.leaves(tree) if is_scalable(x)], scale)
-    if axis_names is None:
-        axis_names = _differing_axes(finite)
-    elif isinstance(axis_names, str):
-        axis_names = (axis_names,)
-    if not axis_names:
-        return finite
-    found: jax.Array = lax.psum(jnp.where(finite, 0, 1), tuple(axis_names)) == 0
-    return found
+    if axes := _differing_axes(finite):
+        finite = lax.psum(jnp.where(finite, 0, 1), axes) == 0
+    return finite
 
 
 def is_carried(x: object) -> bool:
@@ -76,11 +64,6 @@ def is_scalable(x: object) -> bool:
     if isinstance(x, _ARRAYS):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, (float, complex))
-
-
-def is_traced_float(x: object) -> bool:
-    """True for such an array whose values are not known yet."""
-    return isinstance(x, jax.core.Tracer) and is_scalable(x)
 
 
 def shown_dtype(x: object) -> str:
@@ -102,10 +85,6 @@ def parts_of(x: jax.typing.ArrayLike) -> list[jax.Array]:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [x.real, x.imag]
     return [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x]
-
-
-def _quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * (1 / scale)
 
 
 @partial(jax.jit, inline=True)
@@ -159,17 +138,17 @@ def _differing_axes(x: jax.Array) -> tuple[str, ...]:
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
-def _by_scale(
-    operation: _Operation, xs: list[jax.typing.ArrayLike], scale: jax.Array
-) -> list[jax.Array]:
+def _by_scale(divide: bool, xs: list[jax.typing.ArrayLike], scale: jax.Array) -> list[jax.Array]:
     results = []
     for x in xs:
-        parts = [operation(part, scale.astype(part.dtype)) for part in parts_of(x)]
+        parts = parts_of(x)
+        factor = scale.astype(parts[0].dtype)
+        parts = [part * (1 / factor if divide else factor) for part in parts]
         results.append(lax.complex(*parts) if len(parts) == 2 else parts[0])
     return results
 
 
 @regions.as_written()
-def _each_float(operation: _Operation, tree: T, scale: jax.Array) -> T:
+def _each_float(divide: bool, tree: T, scale: jax.Array) -> T:
     floats, together = apart(tree, is_scalable)
-    return together(_by_scale(operation, floats, scale))
+    return together(_by_scale(divide, floats, scale))

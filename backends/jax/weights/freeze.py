@@ -3,7 +3,7 @@
     serve, served = freeze(autocast(apply), params, tokens)
     logits = jax.jit(serve)(served, tokens)       # the bits of autocast(apply)(params, tokens)
 
-A float32 parameter that the planned program reads with casts to one low dtype, and in no other
+A float32 parameter that the planned program reads with casts to the region's dtype, and in no other
 way, is stored in that dtype: half the memory, and no cast at each call. Which those are is read
 from the plan for some arguments, and checked again for every new trace.
 """
@@ -21,7 +21,6 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import known_functions, regions
 from polymp.backends.jax.autocast.frame import (
-    LOW_DTYPES,
     Cast,
     Inside,
     Kind,
@@ -58,18 +57,14 @@ def freeze(
 ) -> tuple["Frozen", T]:
     """Store the parameters of an autocast function for serving, in the dtypes that it reads.
 
-        float32, every read a cast to one low dtype    stored in that dtype
-        float32, read in float32 as well, or returned   as it is
-        anything else                                   as it is
+        float32, every read a cast to the region's dtype    stored in that dtype
+        anything else                                       as it is
 
     Reads are those of the planned program, also in the bodies of jit, scan, while, cond, remat and
-    shard_map, through transposes, reshapes, slices, gathers and other moves; a function with a
-    derivative rule of its own reads its arguments in float32. The function sees float32 dtypes
-    while it is traced, as before, so its results are those of `fn` on the float32 parameters: the
-    same bits, the same dtypes.
-
-    Gradients with respect to other arguments are those of `fn`, too. A gradient with respect to a
-    stored parameter comes in the dtype that it is stored in: to train it, use `fn`.
+    shard_map, through reshapes, slices, gathers and other moves; a function with a derivative rule
+    of its own reads its arguments in float32. Results, and gradients with respect to other
+    arguments, are those of `fn` on the float32 parameters: the same bits, the same dtypes. A
+    gradient with respect to a stored parameter comes in the dtype that it is stored in.
 
     Args:
         fn: what `autocast(...)` returned; or what `freeze` returned, to serve other arguments as
@@ -97,12 +92,13 @@ def freeze(
     autocast = before.function if before else _autocast_function(fn)
     apart = nnx.split_modules(params)
     leaves, tree = jax.tree.flatten(apart.parts)
+    paths = list(map(jax.tree_util.keystr, apart.paths))
     typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
     for i in typed:
-        low = before.stored.get(apart.paths[i]) if before else None
+        low = before.stored.get(paths[i]) if before else None
         if low and _dtype_of(leaves[i]) == low:
             raise TypeError(
-                f"freeze(serve, params, ...): {apart.paths[i]} is {low}, as it was stored "
+                f"freeze(serve, params, ...): {paths[i]} is {low}, as it was stored "
                 "before. Pass the float32 parameters, from which both are made."
             )
     function, given = autocast.fn, ((params, *args), kwargs)
@@ -114,29 +110,34 @@ def freeze(
     flat, given_tree = jax.tree.flatten(given)
     call = Signature(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
     arrays = [leaf for leaf in flat if is_typed(leaf)]
-    places = dict(zip(typed, call.first(apart), strict=True))
+    of_modules = sum(i < apart.state for i in typed)
+    places = dict(zip(typed, call.first(len(typed), of_modules), strict=True))
     others = before.kept if before else {}
-    why = {i: _reason(leaves[i]) or others.get(apart.paths[i]) for i in typed}
+    why = {i: _reason(leaves[i]) or others.get(paths[i]) for i in typed}
     traced = trace(function, autocast.region, given_tree, call.statics, arrays)
     candidates = [places[i] for i, text in why.items() if text is None]
-    found, wide = _decided(call, traced, candidates, autocast.region)
+    found, wide = _decided(call, traced, candidates, autocast.region.dtype)
 
-    lows = {i: found[places[i]] for i in typed if places[i] in found}
-    cast: dict[tuple[int, str], object] = {}  # tied parameters stay one array
+    stored = {i: autocast.region.dtype for i in typed if places[i] in found}
+    cast: dict[int, object] = {}  # tied parameters stay one array
     served = list(leaves)
-    for i, low in lows.items():
-        key = id(leaves[i]), low
-        if key not in cast:
-            cast[key] = _stored_leaf(leaves[i], low)
-        served[i] = cast[key]
-    stored = {apart.paths[i]: low for i, low in lows.items()}
-    kept = {apart.paths[i]: why[i] or wide[places[i]].why for i in typed if i not in lows}
-    dtypes = {i: _dtype_of(served[i]) for i in typed}
-    shape = apart._replace(parts=None, together=lambda parts: parts)  # without the arrays
+    for i, low in stored.items():
+        if id(leaves[i]) not in cast:
+            cast[id(leaves[i])] = _stored_leaf(leaves[i], low)
+        served[i] = cast[id(leaves[i])]
     each = ({id(xs[i]): xs[i] for i in typed}.values() for xs in (leaves, served))
     size = [sum(int(x.size) * x.dtype.itemsize for x in arrays) for arrays in each]
-    expected = FrozenParams(tree, shape, dtypes)
-    frozen = Frozen(autocast, stored, kept, size[0], size[1], expected)
+    frozen = Frozen(
+        autocast,
+        {paths[i]: low for i, low in stored.items()},
+        {paths[i]: why[i] or wide[places[i]].why for i in typed if i not in stored},
+        size[0],
+        size[1],
+        tree,
+        paths,
+        {i: _dtype_of(served[i]) for i in typed},
+        of_modules,
+    )
     return frozen, apart.together(jax.tree.unflatten(tree, served))
 
 
@@ -148,70 +149,31 @@ class Signature(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # of the positional and keyword arguments
     statics: tuple[object, ...]  # the leaves, with `ARRAY` for each array
 
-    def first(self, params: nnx.SplitModules) -> list[int]:
-        """The places of the parameters among all arrays, in the order of `params.parts`."""
-        leaves = jax.tree.unflatten(self.tree, range(len(self.statics)))
-        if nnx.is_pure(self.fn):
-            (state, others), _ = leaves
-            mine = nnx.leading(state, params.modules)
-            mine += jax.tree.leaves(others[: params.others])
-        else:
-            mine = jax.tree.leaves(leaves[0][0])
-        places = _places(self.statics)
-        return [places[i] for i in mine if i in places]
+    def held(self) -> object:
+        """The state of the modules among the arguments."""
+        (state, _), _ = jax.tree.unflatten(self.tree, self.statics)
+        return state
+
+    def first(self, params: int, of_modules: int) -> list[int]:
+        """The places of the parameters among all arrays: their modules' state, and the others."""
+        state = jax.tree.leaves(self.held()).count(ARRAY) if nnx.is_pure(self.fn) else 0
+        return [*range(of_modules), *range(state, state + params - of_modules)]
 
     def passed_on(self, traced: PlannedCall) -> list[int]:
         """The outputs that are the state of modules as it came in, and no results of `fn`."""
         if not nnx.is_pure(self.fn):
             return []
-        (before, _), _ = jax.tree.unflatten(self.tree, range(len(self.statics)))
-        _, after = jax.tree.unflatten(traced.tree, range(len(traced.statics)))
-        ours: jax.tree_util.PyTreeDef = jax.tree.structure(before)
-        if ours != jax.tree.structure(after):
+        _, after = jax.tree.unflatten(traced.tree, traced.statics)
+        leaves: list[object]
+        before: jax.tree_util.PyTreeDef
+        leaves, before = jax.tree.flatten(self.held())
+        others, now = jax.tree.flatten(after)
+        if before != now or leaves.count(ARRAY) != others.count(ARRAY):
             return []
-        invars = compat.binders(traced.plan.jaxpr)[1]
+        invars = compat.binders(traced.plan.jaxpr)[1][: leaves.count(ARRAY)]
         outvars = compat.opened(traced.plan.jaxpr)[0].outvars
-        ins, outs = _places(self.statics), _places(traced.statics)
-        return [
-            outs[b]
-            for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-            if a in ins and b in outs and outvars[outs[b]] is invars[ins[a]]
-        ]
-
-
-class FrozenParams(NamedTuple):
-    """The parameters that a frozen function takes, by numbers of leaves, modules taken apart."""
-
-    tree: jax.tree_util.PyTreeDef
-    params: nnx.SplitModules  # those it was frozen for, without the arrays
-    dtypes: Mapping[int, str]  # of the arrays
-
-    def places(self, call: Signature) -> dict[int, str]:
-        """By place among all arrays of a call, the path of a parameter."""
-        paths = (self.params.paths[i] for i in self.dtypes)
-        return dict(zip(call.first(self.params), paths, strict=True))
-
-    def check(self, served: object) -> None:
-        """Refuse parameters that are not of this structure and these dtypes."""
-        apart = nnx.split_modules(served)
-        leaves, tree = jax.tree.flatten(apart.parts)
-        paths = self.params.paths
-        if tree != self.tree:
-            ours, theirs = set(paths), set(apart.paths)
-            raise TypeError(
-                "The first argument has another structure than the parameters that freeze "
-                f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
-                f"Frozen: {self.tree}. Given: {tree}."
-            )
-        have = {i: _dtype_of(leaves[i]) for i in self.dtypes}
-        other = [i for i, dtype in self.dtypes.items() if have[i] != dtype]
-        if other:
-            i = other[0]
-            raise TypeError(
-                f"{paths[i]} is {have[i]}, but was frozen as "
-                f"{self.dtypes[i]}; {len(other)} of {len(self.dtypes)} arrays differ. Pass the "
-                "parameters that freeze returned."
-            )
+        last = enumerate(outvars[len(outvars) - len(invars) :], len(outvars) - len(invars))
+        return [at for (at, out), given in zip(last, invars, strict=True) if out is given]
 
 
 @dataclass(eq=False, repr=False)
@@ -231,7 +193,10 @@ class Frozen:
     kept: Mapping[str, str]
     bytes_before: int
     bytes_after: int
-    _expected: FrozenParams
+    _tree: jax.tree_util.PyTreeDef  # of the parameters, modules taken apart
+    _paths: Sequence[str]  # of its leaves
+    _dtypes: Mapping[int, str]  # of the arrays, by numbers of leaves
+    _of_modules: int  # how many of the arrays, the first ones, are the state of modules
 
     def __post_init__(self) -> None:
         own = dict(vars(self))
@@ -261,8 +226,30 @@ class Frozen:
                 f"{self!r} was called inside an autocast function, but its dtypes are settled. "
                 "Call it outside, or freeze the autocast function around it instead."
             )
-        self._expected.check(served)
+        self._check(served)
         return self._call(served, *args, **kwargs)
+
+    def _check(self, served: object) -> None:
+        """Refuse parameters that are not of the structure and the dtypes of the frozen ones."""
+        apart = nnx.split_modules(served)
+        leaves, tree = jax.tree.flatten(apart.parts)
+        paths = self._paths
+        if tree != self._tree:
+            ours, theirs = set(paths), set(map(jax.tree_util.keystr, apart.paths))
+            raise TypeError(
+                "The first argument has another structure than the parameters that freeze "
+                f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
+                f"Frozen: {self._tree}. Given: {tree}."
+            )
+        have = {i: _dtype_of(leaves[i]) for i in self._dtypes}
+        other = [i for i, dtype in self._dtypes.items() if have[i] != dtype]
+        if other:
+            i = other[0]
+            raise TypeError(
+                f"{paths[i]} is {have[i]}, but was frozen as "
+                f"{self._dtypes[i]}; {len(other)} of {len(self._dtypes)} arrays differ. Pass the "
+                "parameters that freeze returned."
+            )
 
     def __repr__(self) -> str:
         name = getattr(self.function.fn, "__name__", repr(self.function.fn))
@@ -283,17 +270,18 @@ class Frozen:
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = Signature(fn, tree, statics)
-        low = {i: p for i, p in self._expected.places(call).items() if p in self.stored}
+        paths = (self._paths[i] for i in self._dtypes)
+        places = zip(call.first(len(self._dtypes), self._of_modules), paths, strict=True)
+        low = {i: path for i, path in places if path in self.stored}
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
         traced = trace(fn, region, tree, statics, avals, kept)
-        dtypes = [self.stored[low[i]] if i in low else None for i in range(len(arrays))]
-        lowered = plan_low(traced.plan, dtypes, call.passed_on(traced))
+        lowered = plan_low(traced.plan, region.dtype, low, call.passed_on(traced))
         for i, read in lowered.wide.items():
             raise PolicyError(
-                f"{low[i]} is stored in {dtypes[i]}, but with these arguments {read.why}. Freeze "
-                "with these arguments as well: polymp.jax.freeze(serve, params, ...), where serve "
-                "is this function and params are the float32 parameters, keeps it in float32."
+                f"{low[i]} is stored in {region.dtype}, but with these arguments {read.why}. "
+                "Freeze with these arguments as well: polymp.jax.freeze(serve, params, ...), where "
+                "serve is this function and params are the float32 parameters, keeps it in float32."
             )
         return traced._replace(plan=lowered.plan)
 
@@ -323,29 +311,19 @@ class Wide(NamedTuple):
 
 
 def _decided(
-    call: Signature, traced: PlannedCall, candidates: Iterable[int], region: Region
-) -> tuple[dict[int, str], dict[int, Wide]]:
-    """By place, the dtype in which an array can be stored, or why it cannot."""
-    allowed, inputs = call.passed_on(traced), range(len(traced.plan.known))
-    left: set[int] = set(candidates)
-    found: dict[int, str] = {}
-    wide: dict[int, Wide] = {}
-    for dtype in (region.dtype, *sorted(LOW_DTYPES - {region.dtype})):
-        tried, why = set(left), dict[int, Wide]()
-        while tried:
-            dtypes = [dtype if i in tried else None for i in inputs]
-            lowered = plan_low(traced.plan, dtypes, allowed)
-            unread = dict.fromkeys(tried - lowered.read, Wide(None, "nothing reads it"))
-            if not (new := lowered.wide or unread):
-                break
-            why.update(new)
-            tried -= new.keys()
-        found.update(dict.fromkeys(tried, dtype))
-        left -= tried
-        wide = {**why, **wide}
-        if not any(wide[i].dtype in LOW_DTYPES for i in left):
+    call: Signature, traced: PlannedCall, candidates: Iterable[int], dtype: str
+) -> tuple[set[int], dict[int, Wide]]:
+    """The places of arrays that can be stored in a dtype, and why the others cannot."""
+    allowed = call.passed_on(traced)
+    tried, wide = set(candidates), dict[int, Wide]()
+    while tried:
+        lowered = plan_low(traced.plan, dtype, tried, allowed)
+        unread = dict.fromkeys(tried - lowered.read, Wide(None, "nothing reads it"))
+        if not (new := lowered.wide or unread):
             break
-    return found, wide
+        wide.update(new)
+        tried -= new.keys()
+    return tried, wide
 
 
 def _short(x: object) -> str:
@@ -373,12 +351,6 @@ def _stored_leaf(x: jax.Array, dtype: str) -> object:
     return jax.jit(cast, out_shardings=x.sharding)(x)
 
 
-def _places(statics: Sequence[object]) -> dict[int, int]:
-    """By number of a leaf, its place among the arrays."""
-    arrays = (i for i, leaf in enumerate(statics) if leaf is ARRAY)
-    return {leaf: place for place, leaf in enumerate(arrays)}
-
-
 def _some(word: str, paths: set[str]) -> str:
     shown = ", ".join(sorted(paths)[:4])
     return f"{word}: {shown}. " if shown else ""
@@ -398,34 +370,23 @@ def _dtype_of(leaf: object) -> str:
 #     planned     w float32 -> reshape -> cast to bfloat16 -> product
 #     stored      w bfloat16 -> reshape -> product
 #
-# Every step stays the one that was planned. A low value goes where its float32 original went, as
-# long as numbers are only moved, until it is read with a cast to its own dtype, which is then
-# nothing to do. That the numbers are the same needs no comparison of two plans: rounding
-# commutes with moving. Anything else reads the value in float32, and is reported with the row
-# that makes it do so.
+# A low value goes where its float32 original went, as long as numbers are only moved, with which
+# rounding commutes, until it is read with a cast to its own dtype, which is then nothing to do.
+# Anything else reads the value in float32, and is reported with the row that makes it do so.
 
 
-class Low(NamedTuple):
-    """A value that is low where the plan has float32."""
-
-    dtype: str
-    inputs: frozenset[int]  # numbers of the program's inputs that it is made of
+# The inputs of the program that a low value is made of, by their numbers; none for other values.
+Low = frozenset[int]
+NONE: Low = frozenset()
 
 
-class LowPlan(NamedTuple):
-    """A plan with low inputs."""
-
-    plan: Plan  # sound if nothing is read wide
-    outs: tuple[Low | None, ...]  # the outputs that are low
-    wide: dict[int, Wide]  # by input, the first read that is not in its low dtype
-    read: frozenset[int]  # inputs that are read in it
-
-
-def plan_low(plan: Plan, dtypes: Sequence[str | None], allowed: Iterable[int] = ()) -> LowPlan:
-    """A planned program, with everything inside it, for inputs in these dtypes."""
-    key = plan_low, tuple(dtypes), frozenset(allowed)
+def plan_low(
+    plan: Plan, dtype: str, inputs: Iterable[int], allowed: Iterable[int] = ()
+) -> "LowPlan":
+    """A planned program, with everything inside it, where these inputs come in a low dtype."""
+    key = plan_low, dtype, frozenset(inputs), frozenset(allowed)
     if key not in plan.cache:
-        plan.cache[key] = _LowInputs(plan, key[1], key[2]).result()
+        plan.cache[key] = LowPlan(plan, *key[1:])
     lowered: LowPlan = plan.cache[key]
     return lowered
 
@@ -441,50 +402,45 @@ _EACH = frozenset(
     """.split()
 )
 
-Held = list[Low | None]
 
+class LowPlan:
+    """A plan with low inputs."""
 
-class _LowInputs:
-    """One plan, as its steps take low values."""
-
-    def __init__(self, plan: Plan, dtypes: tuple[str | None, ...], allowed: frozenset[int]) -> None:
-        self.plan = plan
-        self.dtypes = dtypes
-        self.allowed = allowed
-        inputs = enumerate(zip(compat.binders(plan.jaxpr)[1], dtypes, strict=True))
-        self.env: dict[Atom, Low] = {v: Low(f, frozenset({i})) for i, (v, f) in inputs if f}
-        self.wide: dict[int, Wide] = {}
-        self.read: set[int] = set()
-
-    def result(self) -> LowPlan:
-        plan = self.plan
+    def __init__(self, plan: Plan, dtype: str, inputs: Low, allowed: Low) -> None:
+        self.region, self.dtype = plan.region, dtype
+        places = enumerate(compat.binders(plan.jaxpr)[1])
+        self.env: dict[Atom, Low] = {v: frozenset({i}) for i, v in places if i in inputs}
+        self.wide: dict[int, Wide] = {}  # by input, the first read that is not in the low dtype
+        self.read: set[int] = set()  # inputs that are read in it
         steps = [self.step(step) for step in plan.steps]
-        lows = [self.held(operand) for operand in plan.results]
-        for i, low in enumerate(lows):
-            if i not in self.allowed:
+        self.outs = [self.held(operand) for operand in plan.results]
+        for i, low in enumerate(self.outs):
+            if i not in allowed:
                 self.reads(low, "float32", "it is handed on in float32, as a result")
-                lows[i] = None
-        known, outs = _lowered(plan.known, self.dtypes), _lowered(plan.outs, _dtypes(lows))
-        made = replace(plan, known=known, steps=steps, outs=outs, as_written=False, cache={})
-        return LowPlan(made, tuple(lows), self.wide, frozenset(self.read))
+                self.outs[i] = NONE
+        known = self.lowered(plan.known, [i in inputs for i in range(len(plan.known))])
+        outs = self.lowered(plan.outs, self.outs)
+        # Sound if nothing is read wide.
+        self.plan = replace(plan, known=known, steps=steps, outs=outs, as_written=False, cache={})
 
-    def held(self, operand: Operand, step: Step | None = None) -> Low | None:
+    def lowered(self, facts: Sequence[ValueFacts], low: Iterable[object]) -> tuple[ValueFacts, ...]:
+        pairs = zip(facts, low, strict=True)
+        return tuple(k._replace(dtype=self.dtype) if is_low else k for k, is_low in pairs)
+
+    def held(self, operand: Operand, step: Step | None = None) -> Low:
         """The low value that an operand hands on; one that is cast is read."""
         atom = operand.atom if type(operand) is Cast else operand
-        dtype = operand.dtype if type(operand) is Cast else None
-        low = None if type(atom) is Literal else self.env.get(atom)
-        if dtype is None:
+        low = NONE if type(atom) is Literal else self.env.get(atom, NONE)
+        if type(operand) is not Cast or operand.dtype is None:
             return low
-        self.reads(low, dtype, f"it is read in {dtype}" if step is None else step)
-        return None
+        self.reads(low, operand.dtype, step or f"it is read in {operand.dtype}")
+        return NONE
 
-    def reads(self, low: Low | None, dtype: str | None, who: Step | str) -> None:
+    def reads(self, low: Low, dtype: str | None, who: Step | str) -> None:
         """Note who reads a value in a dtype; of the reads in another than its own, the first."""
-        if low is None:
-            return
-        if dtype == low.dtype:
-            self.read |= low.inputs
-        elif new := low.inputs - self.wide.keys():
+        if dtype == self.dtype:
+            self.read |= low
+        elif new := low - self.wide.keys():
             why = who if isinstance(who, str) else self.reader(who, dtype)
             self.wide.update(dict.fromkeys(new, Wide(dtype, why)))
 
@@ -496,7 +452,7 @@ class _LowInputs:
         self.env.update((v, low) for v, low in zip(step.eqn.outvars, outs, strict=True) if low)
         return made
 
-    def through(self, step: Step, lows: Held) -> tuple[Step, Held]:
+    def through(self, step: Step, lows: list[Low]) -> tuple[Step, list[Low]]:
         """The step for low operands, and which of its results are low."""
         eqn, name = step.eqn, step.eqn.primitive.name
         if step.inside is not None:
@@ -504,24 +460,24 @@ class _LowInputs:
         bound = step.kind is Kind.BIND and step.returns is None
         if step.kind is Kind.CAST or (bound and name in _EACH):
             return self.moved(step, lows)
-        low = _joined(eqn, lows) if bound and name in _MOVES else None
-        if low is not None and _fills_alike(eqn, low.dtype):
-            return self.moved(step, [low] * len(eqn.outvars))
+        floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
+        if bound and name in _MOVES and all(floats) and _fills_alike(eqn, self.dtype):
+            return self.moved(step, [NONE.union(*floats)] * len(eqn.outvars))
         as_written = step.kind is Kind.BIND and name == "convert_element_type"
         for low in lows:
             dtype: str | None = "float32"
             if step.kind is Kind.CONTRACT and step.in_8_bits is None:
                 dtype = step.low
-            elif as_written and low is not None and eqn.params["new_dtype"] == low.dtype:
-                dtype = low.dtype
+            elif as_written and eqn.params["new_dtype"] == self.dtype:
+                dtype = self.dtype
             self.reads(low, dtype, step)
-        return step, [None] * len(eqn.outvars)
+        return step, [NONE] * len(eqn.outvars)
 
-    def moved(self, step: Step, outs: Held) -> tuple[Step, Held]:
-        writes = tuple(low.dtype if low else f for low, f in zip(outs, step.writes, strict=True))
+    def moved(self, step: Step, outs: list[Low]) -> tuple[Step, list[Low]]:
+        writes = tuple(self.dtype if low else f for low, f in zip(outs, step.writes, strict=True))
         return step._replace(writes=writes), outs
 
-    def inside(self, step: Step, whole: Inside, lows: Held) -> tuple[Step, Held]:
+    def inside(self, step: Step, whole: Inside, lows: list[Low]) -> tuple[Step, list[Low]]:
         """The same of a step with programs inside; what loops carry or branches give is wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
         programs, where = inside(eqn), compat.where_written(eqn)
@@ -531,34 +487,36 @@ class _LowInputs:
             why = f"a function with a derivative rule takes it in float32 ({where})"
             for low in lows:
                 self.reads(low, "float32", why)
-            return step, [None] * len(eqn.outvars)
+            return step, [NONE] * len(eqn.outvars)
         for at in dict.fromkeys(at for program in programs for at in program.carried):
             self.reads(lows[at], "float32", f"a {name} carries it in float32 ({where})")
-            lows[at] = None
+            lows[at] = NONE
         passed = {*whole.passed_on(), *whole.rounds()} if name != "cond" else set()
         allowed = [i for i in sorted(passed) if i >= programs[0].carries]
         plans, results = [], []
         for program, plan in zip(programs, whole.plans, strict=True):
             mine = program.of(lows)
-            lowered = plan_low(plan, _dtypes(mine), allowed if program.gives else ())
+            taken = [i for i, low in enumerate(mine) if low]
+            lowered = plan_low(plan, self.dtype, taken, allowed if program.gives else ())
             for i, wide in lowered.wide.items():  # in a function call it is the op that decides
                 self.reads(mine[i], wide.dtype, step if name == FUNCTION_CALL else wide.why)
             for i in lowered.read:
-                self.read |= _inputs(mine[i])
+                self.read |= mine[i]
             plans.append(lowered.plan)
             if program.gives:
-                outs = lowered.outs
-                results.append([low and _of_all([mine[i] for i in low.inputs]) for low in outs])
-        moved, made = self.moved(step, [_of_all(several) for several in zip(*results, strict=True)])
+                results.append([NONE.union(*(mine[i] for i in out)) for out in lowered.outs])
+        outs = [NONE.union(*several) for several in zip(*results, strict=True)]
+        moved, made = self.moved(step, outs)
         for i, dtype in whole.rounds().items():  # the step casts what comes of the program inside
             self.reads(made[i], dtype, f"it is returned in {dtype}")
-            made[i] = None
-        return moved._replace(inside=whole.lowered(tuple(plans), _dtypes(lows))), made
+            made[i] = NONE
+        dtypes = [self.dtype if low else None for low in lows]
+        return moved._replace(inside=whole.lowered(tuple(plans), dtypes)), made
 
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, by which row, and where it is written; as a clause."""
         eqn, name = step.eqn, step.eqn.primitive.name
-        region, _ = NameStacks().place(eqn.source_info.name_stack, self.plan.region)
+        region, _ = NameStacks().place(eqn.source_info.name_stack, self.region)
         if isinstance(eqn, FunctionCall):
             op, region, spelled = eqn.op, eqn.region, ""
             name = op
@@ -590,28 +548,3 @@ def _fills_alike(eqn: Equation, dtype: str) -> bool:
         return True
     number = np.float32(fill)
     return bool(np.isnan(number) or number.astype(np.dtype(dtype)).astype(np.float32) == number)
-
-
-def _joined(eqn: Equation, lows: Held) -> Low | None:
-    """The value that an equation moves, if all its float operands are low in one dtype."""
-    floats = [low for low, atom in zip(lows, eqn.invars, strict=True) if declared(atom)]
-    return _of_all(floats) if len(set(_dtypes(floats))) == 1 else None
-
-
-def _of_all(several: Sequence[Low | None]) -> Low | None:
-    """A value that is made of several, which are low in one dtype, or none of which is low."""
-    low = several[0]
-    return low and Low(low.dtype, frozenset().union(*map(_inputs, several)))
-
-
-def _inputs(low: Low | None) -> frozenset[int]:
-    return low.inputs if low else frozenset()
-
-
-def _lowered(known: Sequence[ValueFacts], dtypes: Sequence[str | None]) -> tuple[ValueFacts, ...]:
-    pairs = zip(known, dtypes, strict=True)
-    return tuple(k._replace(dtype=f) if f else k for k, f in pairs)
-
-
-def _dtypes(lows: Sequence[Low | None]) -> list[str | None]:
-    return [low and low.dtype for low in lows]

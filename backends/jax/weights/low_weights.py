@@ -12,7 +12,6 @@ there. Optax is imported when it is called.
 from __future__ import annotations
 
 import math
-import re
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,11 +84,8 @@ def low_weights(
         "stochastic"  nothing; rounds up or down at random  12
 
     The optimizer takes its step in float32, with gradients cast to float32. In "master" and "split"
-    its weights are those of a float32 run, given the same gradients.
-
-    Put the whole optimizer inside: `low_weights(optax.chain(clip, adam))`. Where it is a part of
-    something else, such as `optax.multi_transform`, nothing may change its
-    updates afterwards.
+    its weights are those of a float32 run, given the same gradients. Put the whole optimizer
+    inside, `low_weights(optax.chain(clip, adam))`: nothing may change its updates afterwards.
 
     Args:
         optimizer: any optax optimizer.
@@ -100,15 +96,14 @@ def low_weights(
             arrays may be `jax.ShapeDtypeStruct`. Or a list of paths, "params.norm.scale", or
             patterns as those of `pin`, with such tuples among them. Or paths with a reason each,
             as the `kept` of another optimizer.
-        seed: of the random bits of mode "stochastic". They depend on the seed, the number of steps
+        seed: of the random bits of mode "stochastic", which depend on it, the number of steps
             taken, and the place of the weight in the tree, and on nothing else.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs` with one function more, `weights(params)`: the
-        parameters with each float32 array in the low dtype that is not kept; and `kept`: what
-        `keep` has by path, and why. `print` shows it. `init(params)` takes
-        the float32 parameters; from low ones, it starts with nothing beside them. `update(grads,
-        state, params, **extra)` takes the low parameters, and returns updates in float32 for
+        An `optax.GradientTransformationExtraArgs` with `weights(params)`, the parameters with each
+        float32 array in the low dtype that is not kept; and `kept`: what `keep` has by path, and
+        why. `print` shows it. `init` takes the float32 parameters; from low ones, it starts with
+        nothing beside them. `update` takes the low parameters, and returns updates in float32 for
         `optax.apply_updates`.
 
     Raises:
@@ -147,18 +142,16 @@ def _transformation() -> Callable[..., Any]:
         """An optax optimizer for low weights, with `weights`, which makes them."""
 
         # Optax takes transformations apart as pairs, so the third function is an attribute.
-        weights: Callable[[Any], Any]
-        kept: Mapping[str, str]
-        summary: str
+        functions: _LowWeights
 
         def __new__(cls, functions: _LowWeights) -> Any:
             made = super().__new__(cls, functions.init, functions.update)
-            made.weights, made.kept = functions.weights, functions.kept
-            made.summary = summary(functions.leaf.mode.name, functions.leaf.dtype, made.kept)
+            made.functions, made.weights, made.kept = functions, functions.weights, functions.kept
             return made
 
         def __repr__(self) -> str:
-            return self.summary
+            leaf = self.functions.leaf
+            return summary(leaf.mode.name, leaf.dtype, self.kept)
 
     return LowWeights
 
@@ -183,21 +176,20 @@ class LowLeaf:
     def loaded(self, low: jax.Array, beside: jax.Array | None) -> jax.Array:
         """Return the float32 weights that the optimizer steps on."""
         beside = store.beside_written(VERBS, self.mode, self.dtype, low, beside)
-        full: jax.Array = store.load(VERBS, self.mode, low, beside)
-        return full
+        return store.load(VERBS, self.mode, low, beside)  # type: ignore[no-any-return]
 
     def stepped(
         self, low: jax.Array, full: jax.Array, step: jax.Array, number: int
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the update that brings low weights to new values, and what is then beside them."""
-        mode, dtype, random = self.mode, self.dtype, None
-        if mode.beside:
+        random = None
+        if self.mode.beside:
             full = self.settled(low, full)
         else:
             random = random16(key(self.seed, step, number), flat_index(low.shape))
-        if mode.beside and mode.beside != "float32":
+        if self.mode.name == "split":
             full = _computed_once(full)
-        new, beside = store.store(VERBS, mode, dtype, full, random)
+        new, beside = store.store(VERBS, self.mode, self.dtype, full, random)
         return self.between(low, new), beside
 
     def settled(self, low: jax.Array, full: jax.Array) -> jax.Array:
@@ -253,14 +245,8 @@ def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
     kept = freeze(fn, apart.together(jax.tree.unflatten(tree, shapes)), *args)[0].kept
     paths = zip(apart.paths, leaves, strict=True)
     wide = [path for path, x in paths if is_typed(x) and x.dtype == np.float32]
-    return {_dotted(path): kept[path] for path in wide if path in kept}
-
-
-def _dotted(path: str) -> str:
-    """A path as jax writes it, "['norm'].scale[0]", with its keys joined by dots: see `pin`."""
-    path = path.removesuffix(".value") or path
-    keys = re.findall(r"\['((?:[^'\\]|\\.)*)'\]|\[(?:<flat index )?(\w+)>?\]|\.(\w+)", path)
-    return ".".join(next(filter(None, key)) for key in keys)
+    named = ((leaf_path(path), jax.tree_util.keystr(path)) for path in wide)
+    return {dotted: kept[path] for dotted, path in named if path in kept}
 
 
 @dataclass(eq=False)
@@ -351,9 +337,8 @@ class _LowWeights:
                 "tx.update(grads, opt_state, params)."
             )
         mode, dtype = self.leaf.mode, self.leaf.dtype
-        paths: list[Any]
-        tree: Any
-        paths, tree = jax.tree_util.tree_flatten_with_path(params)
+        flat: tuple[list[Any], Any] = jax.tree_util.tree_flatten_with_path(params)
+        paths, tree = flat
         if (state.beside is None) == bool(mode.beside):
             has = "nothing" if mode.beside else "something"
             raise ValueError(

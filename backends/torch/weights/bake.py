@@ -38,16 +38,13 @@ def bake(
             program = bake(model, (x,))     # the same: the region in force
         program.module()(x)                 # outside: the same bits as model(x) in the region
 
-    Policies, scopes, regions inside the model, polymp's or torch.amp's, and registered ops have the
-    same effect as when the model runs. The program can be loaded, compiled and run without polymp.
-    Parameters keep their names and dtypes. A parameter is cast once for all its uses, or at each
-    use if the region has `cache_enabled=False`.
-
-    An op with a row stays whole; an op without one that is made of ops with rows is taken apart.
-    Run the program outside of regions: inside one it would be cast again. Rules for ops that a
-    compiled kernel calls inside itself, as relu calls clamp_min, are not written out. Where a
-    module has a fast path that torch.export does not take, as torch's transformer layers have
-    without gradients and an LSTM on a CPU, the program has the slow one, whose bits may differ.
+    The program needs no polymp. Parameters keep their names and dtypes, and are cast once for all
+    their uses, or at each use if the region has `cache_enabled=False`. An op with a row stays
+    whole; an op without one that is made of ops with rows is taken apart. Run the program outside
+    of regions: inside one it would be cast again. Rules for ops that a compiled kernel calls inside
+    itself, as relu calls clamp_min, are not written out. Where a module has a fast path that
+    torch.export does not take, as torch's transformer layers have without gradients and an LSTM on
+    a CPU, the program has the slow one, whose bits may differ.
 
     Args:
         model: any module that torch.export can trace, non-strictly.
@@ -63,17 +60,13 @@ def bake(
         The exported program.
 
     Raises:
-        TypeError: `model` is no module or a GraphModule, or `inputs` is no tuple.
+        TypeError: `model` is no module, a scripted or a traced one, or `inputs` is no tuple.
         PolicyError: no region is enabled for the device of the model's tensors, around the call or
             inside; or a region is entered in a branch of control flow.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"bake() takes a torch.nn.Module and its inputs, not {model!r}.")
-    if isinstance(model, torch.fx.GraphModule):  # recompiling replaces its class's __call__
-        raise TypeError(
-            f"bake() cannot follow the call of a GraphModule ({type(model).__name__}). "
-            "Give it the model that the graph was made of."
-        )
+    subclass.check(model, "", "bake")
     if not isinstance(inputs, tuple):
         raise TypeError(
             f"bake() takes the inputs of {type(model).__name__} as a tuple, such as (x,), "

@@ -116,33 +116,29 @@ def freeze(
 ) -> Frozen:
     """Store the weights of a model in the low dtype if autocast only ever casts them to it.
 
-        model.eval().requires_grad_(False)
-        handle = freeze(model, (x,), dtype=torch.bfloat16, drop=True)
+        handle = freeze(model.eval().requires_grad_(False), (x,), dtype=torch.bfloat16, drop=True)
         y = model(x)                         # the bits of autocast, without casts of weights
         print(handle)                        # what is stored low, what stayed, and why
 
     The model is called with the examples under `autocast(device_type, dtype, policy=policy)`. A
     float32 parameter or buffer that does not require gradients, and that is cast to the low dtype
-    at every use, is stored in that dtype. The others stay as they are: tensors that are trained,
-    read in float32, written, not used or pinned, or whose dtype the Python program reads, because
-    it cannot be seen what depends on it. Tied weights stay tied; tensors that share memory are
-    stored low together or not at all. Then outputs, gradients and the sequence of ops are compared
-    with those of the model before. They must be the same, bit for bit.
+    at every use, is stored in that dtype. The others stay: tensors that are trained, read in
+    float32, written, not used or pinned, or whose dtype the Python program reads. Tied weights stay
+    tied; tensors that share memory are stored low together or not at all. Then outputs, gradients
+    and the sequence of ops must be those of the model before, bit for bit. With gradients enabled
+    the examples run with and without them, else only without. Buffers, attributes, and the random
+    state of torch, Python and NumPy are put back after each run; other changes are not.
 
     Every call of a frozen model enters the region that it is frozen for, whatever region is around
-    it; adapters on a frozen model can be trained inside the region of the training loop. Calls that
-    go around the model, such as `model.encoder(x)`, `model.forward(x)` or a module that another
-    model shares, need the region around them. The model works with deepcopy, pickle and
-    torch.compile. Its state_dict holds the low tensors; loading a float32 checkpoint rounds it as
-    the cast does.
+    it. Calls that go around the model, such as `model.encoder(x)`, `model.forward(x)` or a module
+    that another model shares, need the region around them. The model works with deepcopy, pickle
+    and torch.compile; freeze it before it is compiled, and in the mode, train or eval, in which it
+    will run. Its state_dict holds the low tensors; loading a float32 checkpoint rounds it as the
+    cast does.
 
     The comparison holds for calls that take the same branches as an example; give one for each
     branch. Nothing is checked later: on another branch a weight may be read in the low dtype
-    without an error, and a stored weight that is made to require gradients is trained in the low
-    dtype. Freeze in the mode, train or eval, in which the model will run. With gradients enabled
-    the examples run with and without them, else only without. Buffers, attributes, and the random
-    state of torch, Python and NumPy are put back after each run; other changes are not. Freeze a
-    model that has all the modules that use its weights, before it is compiled.
+    without an error, and a stored weight that is made to require gradients is trained in it.
 
     Args:
         model: any module; it is changed in place, and its parameters stay the same objects.
@@ -178,7 +174,7 @@ def freeze(
             "that nothing would run low. Write dtype=torch.bfloat16 or dtype=torch.float16."
         )
     name = type(model).__name__
-    frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY), name)
+    frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY))
     groups = _groups(model, kind)
     before, grad = memory(model), torch.is_grad_enabled()
     as_written: Any = contextlib.nullcontext()
@@ -200,34 +196,27 @@ class FrozenFor(NamedTuple):
 
     region: autocast  # that it runs in
     scope: Any  # its scope when it was frozen, from `scoped`; None without one
-    name: str  # of its class
 
 
 def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Original]:
-    """Store the tensors that can be stored low, and verify; keep those with other readers."""
-    while True:
-        chosen = [group for group in trial.groups if not group.why]
-        if not chosen:
-            _refuse_nothing(frozen_for.name, trial.groups)
-        originals: list[Original] = []
-        aliased: dict[int, str] | None = None
-        try:
-            for group in chosen:
-                one = Original(group.each())
-                originals.append(one)
-                one.store(frozen_for.region.fast_dtype)
-                group.saved = []
-            subclass.extend(model, FrozenModule, frozen_for)
-            aliased = trial.verify(originals)
-        finally:
-            if aliased != {}:  # an error, or tensors to keep
-                for original in originals:
-                    original.put_back()
-                subclass.restore(model, FrozenModule)
-        if not aliased:
-            return originals
-        for at, op in aliased.items():
-            chosen[at].stays(f"read by {op} through a tensor that is no parameter or buffer")
+    """Store the tensors that can be stored low, and verify."""
+    chosen = [group for group in trial.groups if not group.why]
+    if not chosen:
+        _refuse_nothing(type(model).__name__, trial.groups)
+    originals: list[Original] = []
+    try:
+        for group in chosen:
+            originals.append(one := Original(group.each()))
+            one.store(frozen_for.region.fast_dtype)
+            group.saved = []
+        subclass.extend(model, FrozenModule, frozen_for)
+        trial.verify()
+    except BaseException:
+        for original in originals:
+            original.put_back()
+        subclass.restore(model, FrozenModule)
+        raise
+    return originals
 
 
 # Models and tensors that cannot be frozen, and why; found without a call of the model.
@@ -308,7 +297,15 @@ def _groups(model: nn.Module, device: str) -> list[Group]:
         if Pinned.KEY in m.__dict__
         for _, t in m.__dict__[Pinned.KEY].tensors(m)
     }
-    groups = [Group(tensors) for tensors in freeze_usage.sharing(names(model).items())]
+    tensors = names(model)
+    groups = [Group(together) for together in freeze_usage.sharing(tensors.items())]
+    ours, on_storage = {id(t) for t in tensors.values()}, freeze_usage.by_storage(groups)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if not isinstance(value, torch.Tensor) or id(value) in ours:
+                continue
+            if group := on_storage.get(modes.storage_key(value)):
+                group.stays(f"shares memory with {name!r}, which is no parameter or buffer")
     for group in groups:
         for name, t in group.tensors.items():
             if why := "pinned to float32" if id(t) in pinned else _why(t, device):
@@ -385,7 +382,7 @@ class FrozenModule(subclass.Extension):
             above: Any = super() if isinstance(self, FrozenModule) else self  # bound, then removed
             return above._call_impl(*args, **kwargs)
         if self.__dict__.get(Scoped.KEY) is not frozen_for.scope:
-            _refuse_scope(frozen_for.name)
+            _refuse_scope(type(self).__name__)
         region = frozen_for.region
         with region._again() if is_dynamo_compiling() else region:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -437,7 +434,7 @@ class Trial:
     def watch(self) -> None:
         """Run the examples under autocast, and note why tensors cannot be stored low."""
         for case in self._cases:
-            seen = self._uses()
+            seen = self._uses(self.groups)
             self._run(case, self._region, seen)
             self._run(case, self._region, DtypeReads(self.groups, self._paths))
             self._plain.append((self._run(case, self._region), seen.ops))
@@ -450,35 +447,22 @@ class Trial:
             if not group.cast:
                 group.stays("not used in the examples")
 
-    def verify(self, originals: Sequence[Original]) -> dict[int, str]:
-        """Compare with the weights stored low; return ops that read their old memory, by place."""
-        found: dict[int, str] = {}
-        places = {modes.storage_key(o.held[0]): at for at, o in enumerate(originals)}
-        before = [o.held[0] for o in originals]
-        differing = None
+    def verify(self) -> None:
+        """Run the examples with the weights stored low, and compare."""
         for case, (results, ops) in zip(self._cases, self._plain, strict=True):
-            low = self._uses(before)
+            low = self._uses(Group(group.tensors, "seen already") for group in self.groups)
+            error, ran_same = None, False
             try:
-                ran_same = freeze_usage.same(self._run(case), results)
                 self._run(case, watch=low)
-            except Exception as error:
-                self._refuse(case, originals, error)
-            found |= {places[key]: op for key, op in low.touched.items()}
-            if not ran_same or freeze_usage.first_difference(low.ops, ops):
-                differing = differing or case
-        if differing and not found:
-            self._refuse(differing, originals)
-        return found
+                ran_same = freeze_usage.same(self._run(case), results)
+            except Exception as raised:
+                error = raised
+            difference = freeze_usage.first_difference(low.ops, ops)
+            if difference or not ran_same:
+                self._refuse(case, difference or (None, None), error)
 
-    def _uses(
-        self, elsewhere: Sequence[torch.Tensor] = (), digests: bool = False
-    ) -> freeze_usage.Uses:
-        """Make a watch on the groups; once weights are stored low, its notes do not count."""
-        groups = self.groups
-        if elsewhere or digests:
-            groups = [Group(group.tensors, "seen already") for group in groups]
-        low = self._region.fast_dtype
-        return freeze_usage.Uses(groups, low, self._paths, elsewhere, digests)
+    def _uses(self, groups: Iterable[Group]) -> freeze_usage.Uses:
+        return freeze_usage.Uses(groups, self._region.fast_dtype, self._paths)
 
     def _run(
         self,
@@ -509,30 +493,19 @@ class Trial:
                 group.put_back()
 
     def _refuse(
-        self, case: Case, originals: Sequence[Original], error: Exception | None = None
+        self,
+        case: Case,
+        difference: tuple[freeze_usage.Op | None, freeze_usage.Op | None],
+        error: Exception | None,
     ) -> NoReturn:
         """Raise an error with the first op in which the model with low weights differs."""
-        low = self._uses(digests=True)
-        with contextlib.suppress(Exception):
-            self._run(case, watch=low)
-        for original in originals:
-            original.put_back()
-        plain, again = self._uses(digests=True), self._uses(digests=True)
-        runs = [self._run(case, self._region, watch) for watch in (plain, again)]
         what = f"freeze(): {self._name}, called with example {case.at},"
-        if not freeze_usage.same(*runs):
-            op = freeze_usage.first_difference(plain.ops, again.ops)
+        if error is None and not freeze_usage.same(self._run(case), self._run(case)):
             raise PolicyError(
-                f"{what} gives other bits each time, first in {op and op[0]}, so that nothing can "
-                "be compared. Call torch.use_deterministic_algorithms(True) before freeze()."
+                f"{what} gives other bits each time, so that nothing can be compared. Call "
+                "torch.use_deterministic_algorithms(True) before freeze()."
             ) from error
-        pairs = enumerate(zip(plain.ops, again.ops, strict=False))
-        changing = {at for at, (a, b) in pairs if a != b}
-        compared = [
-            [op._replace(digests=()) if at in changing else op for at, op in enumerate(ops)]
-            for ops in (low.ops, plain.ops)
-        ]
-        ours, theirs = freeze_usage.first_difference(*compared) or (None, None)
+        ours, theirs = difference
         raised = f" It raises {type(error).__name__}: {error}" if error else ""
         low_dtype = dtype_names.NAMES[self._region.fast_dtype]
         raise PolicyError(

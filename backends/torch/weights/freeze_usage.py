@@ -5,7 +5,6 @@ a use shows it. Ops are watched below autocast and autograd, where a cast is an 
 `freeze` has what no op shows.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -69,7 +68,6 @@ class Op(NamedTuple):
     inputs: tuple[str, ...]  # dtypes of the tensors it was given
     outputs: tuple[str, ...] | None  # of those that it made; None if it raised
     where: str  # path of the module whose call it ran in, as messages have it
-    digests: tuple[str, ...] = ()  # hashes of its results, if they were requested
 
     def __str__(self) -> str:
         made = "raised" if self.outputs is None else f"-> ({', '.join(self.outputs)})"
@@ -86,17 +84,12 @@ class Uses(modes.OpMode):
         groups: Iterable[Group],
         low: torch.dtype,
         paths: Mapping[int, str],
-        elsewhere: Iterable[torch.Tensor] = (),
-        digests: bool = False,
     ) -> None:
         super().__init__()
         self.groups = by_storage(groups)
         self.low = low
         self.paths = paths  # of the model's modules, by identity
-        self.digests = digests  # True to hash the results of ops
         self.ops: list[Op] = []
-        self.touched: dict[int, str] = {}  # storages of `elsewhere`, and the first op on each
-        self._elsewhere = {modes.storage_key(t) for t in elsewhere}
         self._casts: dict[int, tuple[Any, Group]] = {}  # storages of casts, kept from being reused
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
@@ -116,8 +109,6 @@ class Uses(modes.OpMode):
             way == "view" and (key in self.groups or key in self._casts) for _, key, way in ways
         )
         for t, key, way in ways:
-            if key in self._elsewhere:
-                self.touched.setdefault(key, f"{func}{where}")
             if way == "write" and key in self._casts:
                 self._casts[key][1].stays(f"its cast is written by {func}{where}")
             group = self.groups.get(key)
@@ -131,8 +122,7 @@ class Uses(modes.OpMode):
             self.ops.append(Op(str(func), _dtypes((args, kwargs)), None, where))
         result = func(*args, **kwargs)
         if shown:
-            done = tuple(map(digest, tensors(result))) if self.digests else ()
-            self.ops[at] = self.ops[at]._replace(outputs=_dtypes(result), digests=done)
+            self.ops[at] = self.ops[at]._replace(outputs=_dtypes(result))
         return result
 
     def returned(self, tree: object) -> None:
@@ -161,7 +151,7 @@ def module_path(paths: Mapping[int, str]) -> str:
 
 
 def first_difference(one: Sequence[Op], other: Sequence[Op]) -> tuple[Op | None, Op | None] | None:
-    """Return the first ops in which two runs differ, in dtypes or bits; None if none do."""
+    """Return the first ops in which two runs differ, in dtypes; None if none do."""
     return next(((a, b) for a, b in zip_longest(one, other) if a != b), None)
 
 
@@ -224,29 +214,16 @@ def leaves(tree: object, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
             yield leaf
 
 
-def digest(t: torch.Tensor) -> str:
-    """Return a hash of the bits of a tensor; "" if it has none that can be read."""
-    if not _has_bits(t):
-        return ""
-    return hashlib.blake2b(_bits(t).cpu().numpy().tobytes(), digest_size=16).hexdigest()
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape, device and bits."""
+    """Return whether two tensors have the same dtype, shape, device, layout and bits."""
     if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
         return False
-    if not (_has_bits(a) and _has_bits(b)):
-        return a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
-    return torch.equal(_bits(a), _bits(b))
-
-
-def _has_bits(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
+    return a.layout == b.layout and torch.equal(_bits(a), _bits(b))
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
+    t = t.detach() if t.layout is torch.strided else t.detach().to_dense()
+    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 # Tensors of a model that are stored in another dtype, and can be given back.
@@ -302,8 +279,8 @@ def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
     """Return whether `t` holds `held` rounded to the low dtype, on any device and in any dtype."""
     # A model that is only converted was not written: `half().float()` rounds to another low dtype.
     stored = held.to(low).to(t.device)
-    ways = (stored, *(stored.to(getattr(torch, dtype)) for dtype in LOW))
-    return any(same(t.detach(), way.to(t.dtype)) for way in ways)
+    ways = (low, *(getattr(torch, dtype) for dtype in LOW))
+    return any(same(t.detach(), stored.to(way).to(t.dtype)) for way in ways)
 
 
 def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

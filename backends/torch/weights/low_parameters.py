@@ -54,15 +54,18 @@ class LowWeights:
     dtype: str  # its name
     seed: int  # of the random bits
     kept: dict[Param, str]  # the parameters that stay as they are, and why
+    kind: Any  # the optimizer's own class
     places: dict[Param, int] = field(default_factory=dict)  # of the low ones, among all
     # Of each low parameter and of what stands beside it, after the last step.
     versions: dict[Param, tuple[int, int]] = field(default_factory=dict)
     stepped: set[Param] = field(default_factory=set)  # those that have taken a step, low or kept
     # What will be in the state of parameters that have taken none.
     waiting: dict[Param, dict[str, Any]] = field(default_factory=dict)
+    compiled: Callable[..., None] | None = None  # the step that torch.compile has made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "versions": {}}  # copies of tensors have versions of their own
+        # Copies of tensors have versions of their own.
+        return {**vars(self), "versions": {}, "compiled": None}
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Store parameters low, in place, except those that are kept, and mark the groups."""
@@ -150,8 +153,10 @@ class LowWeights:
                 flat(beside).zero_()
         return beside
 
-    def read(self, state: State, params: list[Param]) -> Piece:
-        """Read low parameters on one device as float32, together."""
+    def read(self, state: State, params: list[Param]) -> list[Piece]:
+        """Read low parameters on one device as float32."""
+        if self.mode.name == "master" and len(params) > 1:  # float32 copies stay where they are
+            return [piece for p in params for piece in self.read(state, [p])]
         besides = [self.prepare(state, p) for p in params]
         low = _row(params)
         beside = None if besides[0] is None else _row(besides)
@@ -159,7 +164,7 @@ class LowWeights:
         for p in params:
             if p in self.versions:  # what is beside it may have been written
                 self.note_versions(state, p)
-        return Piece(params, low, beside, full)
+        return [Piece(params, low, beside, full)]
 
     def write(self, state: State, piece: Piece) -> None:
         """Store the float32 values of a piece in its parameters and in what stands beside them."""
@@ -220,11 +225,12 @@ def version(t: torch.Tensor) -> int:
     return distributed.local(t)._version
 
 
-def viewed(value: Any, dtype: torch.dtype, other: torch.dtype) -> Any:
-    """Return a tensor of one dtype as the other one, on the same memory; all else as it is."""
-    if not isinstance(value, torch.Tensor) or value.dtype is not dtype:
+def as_saved(value: Any) -> Any:
+    """Return an int16 tensor as bfloat16 on the same memory; all else as it is."""
+    # NCCL and gloo, which gather a state, have no int16.
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.int16:
         return value
-    return distributed.like(distributed.local(value).view(other), value)
+    return distributed.like(distributed.local(value).view(torch.bfloat16), value)
 
 
 # Low weights as torch tensors: the verbs of the core's rules, and runs of them in small pieces.
@@ -299,8 +305,8 @@ def random_of(p: Param, key: tuple[Any, Any]) -> Random:
         first = offset[0] * (part[0].numel() if part.numel() else 0) if offset else 0
 
         def places(start: int, stop: int) -> torch.Tensor:
-            dtype = torch.int32 if first + stop < 2**31 else torch.int64
-            return _int32(torch.arange(first + start, first + stop, dtype=dtype, device=device))
+            row = torch.arange(first + start, first + stop, device=device)
+            return row.to(torch.int32)  # which wraps around
 
         return lambda start, stop: random_bits.random16(key, places(start, stop))
     index = torch.zeros((), dtype=torch.int64, device=device)
@@ -309,15 +315,8 @@ def random_of(p: Param, key: tuple[Any, Any]) -> Random:
         along = torch.arange(offset[at], offset[at] + part.size(at), device=device) * step
         index = index + along.view(-1, *([1] * (len(whole) - 1 - at)))
         step *= whole[at]
-    row = flat(torch.empty_like(part, dtype=torch.int32).copy_(_int32(index)))
+    row = flat(torch.empty_like(part, dtype=torch.int32).copy_(index))
     return lambda start, stop: random_bits.random16(key, row[start:stop])
-
-
-def _int32(index: torch.Tensor) -> torch.Tensor:
-    """Wrap whole numbers around."""
-    if index.dtype is torch.int32:
-        return index
-    return (((index + 2**31) & 0xFFFFFFFF) - 2**31).to(torch.int32)
 
 
 def _row(tensors: list[Any]) -> torch.Tensor:

@@ -11,7 +11,7 @@ at once (LBFGS, and who knows what users write), so it is lent all of them toget
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,11 +38,11 @@ class Loan:
         self,
         optimizer: torch.optim.Optimizer,
         lent: dict[Param, torch.Tensor],
-        others: Iterable[Param],
+        others: list[Param],
     ) -> None:
         self.optimizer = optimizer
         self.lent = lent  # by low parameter
-        self._others = {id(p) for p in others}  # that stay in the groups as they are
+        self._in_groups = {p: p for p in others} | lent  # the others stay in them as they are
         self._lists = [(g["params"], list(g["params"])) for g in optimizer.param_groups]
         self._aside: dict[Param, dict[str, Any]] = {}
 
@@ -54,9 +54,7 @@ class Loan:
                 state[lent] = own = state.pop(p)  # the same dict: some optimizers hold on to it
                 self._aside[p] = {key: own.pop(key) for key in OURS if key in own}
         for params, before in self._lists:
-            params[:] = [
-                self.lent.get(p, p) for p in before if p in self.lent or id(p) in self._others
-            ]
+            params[:] = [self._in_groups[p] for p in before if p in self._in_groups]
 
     def take_back(self) -> None:
         """Put the low parameters back in their places."""
@@ -73,21 +71,32 @@ class Loan:
 def step(
     optimizer: torch.optim.Optimizer,
     weights: LowWeights,
-    kind: type[torch.optim.Optimizer],
     closure: Closure | None,
+    compiled: bool = False,
 ) -> Any:
-    """Take one step of an optimizer on low weights."""
-    result = loss = None
-    together = not is_piecewise(kind)
+    """Take one step of an optimizer on low weights, compiled if wanted and possible."""
+    loss = None
+    together = not is_piecewise(weights.kind)
     if closure is not None and not together:
         with torch.enable_grad():
             loss = closure()
     refuse_sparse(optimizer)
     weights.complete(optimizer)
-    run = optimizers.step_without_hooks(kind)
-    for rows, others in pieces(optimizer, weights, together):
-        result = _step_on(optimizer, weights, rows, others, run, closure if together else None)
-    return loss if closure is not None and not together else result
+    if compiled and _can_compile(optimizer, weights):
+        _run(optimizer, weights)
+        return loss
+    run = optimizers.step_without_hooks(weights.kind)
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    low = [p for p in every if p in weights.places and (together or p.grad is not None)]
+    others = [p for p in every if p not in weights.places]
+    rows = list(_alike(low))
+    if together:
+        return _step_on(optimizer, weights, rows, others, run, closure)
+    if others or not low:
+        _step_on(optimizer, weights, [], others, run, None)
+    for row in rows:
+        _step_on(optimizer, weights, [row], [], run, None)
+    return loss
 
 
 def _step_on(
@@ -100,7 +109,7 @@ def _step_on(
 ) -> Any:
     """Take the step on some low parameters, and on others that step with them."""
     state: Any = optimizer.state
-    read = [weights.read(state, row) for row in rows]
+    read = [piece for row in rows for piece in weights.read(state, row)]
     lent: dict[Param, torch.Tensor] = {
         p: torch.nn.Parameter(full, requires_grad=p.requires_grad)
         for piece in read
@@ -148,24 +157,6 @@ def is_piecewise(kind: type) -> bool:
     return own.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
 
 
-def pieces(
-    optimizer: torch.optim.Optimizer, weights: LowWeights, together: bool
-) -> Iterator[tuple[list[list[Param]], list[Param]]]:
-    """Yield what to lend at a time: rows of low parameters, and others that step with them."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    low = [p for p in every if p in weights.places and (together or p.grad is not None)]
-    others = [p for p in every if p not in weights.places]
-    # Float32 copies stay where they are, and are in no row with others.
-    alone = weights.mode.name == "master"
-    rows = [[[p] for p in some] if alone else [some] for some in _alike(low)]
-    if together:
-        yield [row for several in rows for row in several], others
-        return
-    if others or not low:
-        yield [], others
-    yield from ((several, []) for several in rows)
-
-
 def _alike(params: list[Param]) -> Iterator[list[Param]]:
     """Yield parameters on one device, of `LENT` bytes at most in float32."""
     some: list[Param] = []
@@ -205,49 +196,27 @@ def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
 # The graph of the caller breaks here, as it does at every optimizer of torch's.
 
 
-Step = Callable[..., None]
-
-
 @dynamo.untraced("the step of low_weights compiles a graph of its own")
 def compiled_step(
-    optimizer: torch.optim.Optimizer,
-    weights: LowWeights,
-    kind: type[torch.optim.Optimizer],
-    compiled: dict[str, Step],
-    closure: Closure | None,
+    optimizer: torch.optim.Optimizer, weights: LowWeights, closure: Closure | None
 ) -> Any:
     """Take one step of an optimizer on low weights, compiled where that is possible."""
+    with torch.no_grad():
+        return step(optimizer, weights, closure, compiled=True)
+
+
+def _can_compile(optimizer: torch.optim.Optimizer, weights: LowWeights) -> bool:
     # As they are written run the first step of a parameter, which makes its state, and the steps of
     # fused optimizers, which are one kernel already, of sharded parameters, of float16 weights, and
     # of optimizers that are not of torch.optim.
-    with torch.no_grad():
-        if not _can_compile(optimizer, weights, kind):
-            return step(optimizer, weights, kind, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        every = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        if not weights.stepped.issuperset(every):
-            step(optimizer, weights, kind, None)
-            return loss
-        refuse_sparse(optimizer)
-        weights.complete(optimizer)
-        if "step" not in compiled:
-            compiled["step"] = torch.compile(_step_of(kind, weights), options=inductor.OPTIONS)
-        _run(optimizer, weights, compiled["step"])
-    return loss
-
-
-def _can_compile(
-    optimizer: torch.optim.Optimizer, weights: LowWeights, kind: type[torch.optim.Optimizer]
-) -> bool:
     groups = optimizer.param_groups
+    every = [p for group in groups for p in group["params"]]
     return (
-        is_piecewise(kind)
+        is_piecewise(weights.kind)
         and weights.dtype == "bfloat16"
         and not any(group.get("fused") for group in groups)
-        and all(distributed.local(p) is p for group in groups for p in group["params"])
+        and all(distributed.local(p) is p for p in every)
+        and weights.stepped.issuperset(p for p in every if p.grad is not None)
     )
 
 
@@ -262,7 +231,7 @@ class InGraph(NamedTuple):
     place: int | None  # None for one that is kept
 
 
-def _run(optimizer: torch.optim.Optimizer, weights: LowWeights, step: Step) -> None:
+def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
     state: Any = optimizer.state
     groups: list[tuple[dict[str, Any], list[InGraph]]] = []
     own: dict[Param, dict[str, Any]] = {}
@@ -277,21 +246,22 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights, step: Step) -> N
             own[p] = {k: v for k, v in state[p].items() if k not in OURS}
             beside = steps = None
             if p in weights.places:
-                beside = weights.prepare(state, p)
-                beside = low_parameters.viewed(beside, torch.int16, torch.bfloat16)
+                beside = low_parameters.as_saved(weights.prepare(state, p))
                 steps = state[p].get(STEPS)
             place = weights.places.get(p)
             groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, steps, place))
-    step(groups)
+    if weights.compiled is None:
+        weights.compiled = torch.compile(_step_of(weights), options=inductor.OPTIONS)
+    weights.compiled(groups)
     for p, entries in own.items():
         state[p].update(entries)
         if p in weights.places:
             weights.note_versions(state, p)
 
 
-def _step_of(kind: Any, weights: LowWeights) -> Step:
-    """Return the function to compile for optimizers of a class."""
-    mode, seed = weights.mode, weights.seed
+def _step_of(weights: LowWeights) -> Callable[..., None]:
+    """Return the function to compile."""
+    mode, seed, kind = weights.mode, weights.seed, weights.kind
     twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
 
     def step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
@@ -378,7 +348,7 @@ def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
 
 
 def opened(beside: torch.Tensor | None) -> Any:
-    """Return what stands beside a weight, from `viewed`, as the verbs take it."""
+    """Return what stands beside a weight, from `as_saved`, as the verbs take it."""
     if beside is None or beside.dtype is torch.float32:
         return beside
     return beside.to(torch.float32).view(torch.int32) >> 16

@@ -13,7 +13,7 @@ from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
-from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, viewed
+from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, as_saved
 from polymp.weights import store
 from polymp.weights.store import summary
 
@@ -35,33 +35,26 @@ def low_weights(
         optimizer = polymp.torch.low_weights(optimizer, keep=lambda: loss_of(model, batch))
         ...                                  # the loop as before
 
-    Weights in bfloat16 move by whole last places or not at all, so that most updates of most
-    optimizers round away. Here the optimizer steps on float32 values:
+    Most updates of bfloat16 weights round away. Here the optimizer steps on float32 values:
 
         mode          beside each weight           bytes a parameter with Adam    float32 weight
         master        float32 copy                 16                             exact
         split         the other 16 bits            14                             exact
         stochastic    nothing                      12                             right on average
 
-    Bytes are those of the weight, its gradient, what is beside it and Adam's state. Autocast on
-    float32 parameters takes 18 while it holds casts.
+    Autocast on float32 parameters takes 18 bytes while it holds casts.
 
     Parameters stay the same objects; their memory, and that of their gradients, is low from now on.
     Call it after the optimizer is made and the model is on its device and sharded (FSDP2), and
     before DDP, a scheduler and the first step. The returned optimizer is the one given, with a
     class that is a subclass of its own.
 
-    A region never casts a weight that has its dtype. Where every use of a weight would be such a
-    cast, `master` and `split` train to the same bits as float32 parameters in the region, up to
-    the sum of several gradients of one weight, which is a float32 sum there. Weights that feed
-    float32 ops, such as norms, would be rounded there. To keep them, give `keep` a function that
-    runs the model in its region: it runs once, and which op reads which weight in float32 is seen
-    there, as the region's own policy has it. Without it nothing is known of the uses of a weight,
-    and all but those of `keep` are stored low.
+    Where a region only casts a weight to its dtype, `master` and `split` train to the same bits as
+    float32 parameters, up to the sum of several gradients of one weight. Weights that float32 ops
+    read, such as those of norms, would be rounded there: `keep` finds them.
 
-    A step makes float32 parameters of at most 128 MiB, or of one parameter, at a time. For an
-    optimizer that is not of torch.optim, and for LBFGS, it makes all of them, because such a step
-    may look at all parameters at once.
+    A step makes float32 parameters of at most 128 MiB, or of one parameter, at a time; for LBFGS,
+    and optimizers that are not of torch.optim, all of them, since such a step may look at all.
 
     Weights that are written by hand between two steps hold what was written. A write that raises no
     version of the parameter, as `p.data.copy_()`, keeps the old remainder in `split`, which is at
@@ -71,11 +64,11 @@ def low_weights(
         optimizer: any but SparseAdam.
         mode: "master", "split" or "stochastic".
         dtype: bfloat16; with `master` float16, too.
-        keep: what stays float32. A function that runs the model in its region, for the parameters
-            that the region does not only cast to the low dtype; parameters; modules with
-            parameters; or a list of these. Or parameters with a reason each, as the `kept` of
-            another optimizer. What the function changes besides, such as running means, stays
-            changed.
+        keep: what stays float32; all else is stored low. A function that runs the model in its
+            region, for the parameters that the region does not only cast to the low dtype: it is
+            called once, and what it changes, such as running means, stays changed. Parameters;
+            modules with parameters; or a list of these. Or parameters with a reason each, as the
+            `kept` of another optimizer.
         seed: of the random bits of `stochastic`.
 
     Returns:
@@ -113,7 +106,7 @@ def low_weights(
         )
     chosen = store.mode(mode)
     name = store.low_dtype(chosen, dtype)
-    weights = LowWeights(chosen, name, seed, _kept(optimizer, keep, name))
+    weights = LowWeights(chosen, name, seed, _kept(optimizer, keep, name), kind)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     reasons = [weights.kept.get(p) or low_parameters.why_kept(p) for p in every]
     if all(reasons):
@@ -124,7 +117,7 @@ def low_weights(
     weights.take(optimizer)
     made: Any = optimizer
     made.__class__ = low_class(kind)
-    made._low, made._compiled = weights, {}
+    made._low = weights
     return made
 
 
@@ -158,8 +151,6 @@ def _read_in_float32(
     optimizer: torch.optim.Optimizer, forward: Forward, name: str
 ) -> dict[torch.Tensor, str]:
     """Run the model, and return the parameters with another use than a cast to the low dtype."""
-    # Every use is watched below autocast and autograd, as `freeze` does. Tensors that share memory
-    # are in the result together; the reason is the op that reads them, or that none does.
     every = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(every))
     groups = [freeze_usage.Group(each) for each in tensors]
@@ -182,16 +173,10 @@ def _read_in_float32(
 
 
 class LowOptimizer(Optimizer):
-    """An optimizer that keeps its parameters low; made by `low_weights`.
-
-    It is an instance of its own class, too, and is used like one. Added are `low` and `kept`, which
-    say what is stored low, and `float32_state_dict` and `load_float32_state_dict` for weights in
-    float32.
-    """
+    """An optimizer that keeps its parameters low; made by `low_weights`."""
 
     _low: LowWeights
     _kind: type[Optimizer]
-    _compiled: dict[str, Any]
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError(
@@ -210,11 +195,7 @@ class LowOptimizer(Optimizer):
         return dict(self._low.kept)
 
     def __repr__(self) -> str:
-        """Show the groups, which parameters are not stored low, and why.
-
-        A parameter without a name, which an optimizer has if it was made of
-        `model.named_parameters()`, is shown by its place: "0.3" is number 3 of group 0.
-        """
+        """Show the groups, which parameters are not stored low, and why; "0.3" is 3 of group 0."""
         kept = {}
         for at, group in enumerate(self.param_groups):
             places = [f"{at}.{number}" for number in range(len(group["params"]))]
@@ -232,9 +213,9 @@ class LowOptimizer(Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if torch.compiler.is_compiling():
-            return low_step.compiled_step(self, self._low, self._kind, self._compiled, closure)
+            return low_step.compiled_step(self, self._low, closure)
         with torch.no_grad():
-            return low_step.step(self, self._low, self._kind, closure)
+            return low_step.step(self, self._low, closure)
 
     _step.__name__ = "step"
     step: Any = Optimizer.profile_hook_step(_step)
@@ -252,8 +233,7 @@ class LowOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with what stands beside each weight and the mode.
 
-        The remainders of `split` are in it as bfloat16 of the same bits, because NCCL and gloo,
-        which gather a state, have no int16.
+        The remainders of `split` are in it as bfloat16 of the same bits.
         """
         saved: dict[str, Any] = super().state_dict()
         state = dict(saved["state"])
@@ -264,7 +244,7 @@ class LowOptimizer(Optimizer):
                 if p in self._low.versions:
                     self._low.note_versions(self.state, p)
                 own = {**self._low.entries(self.state, p), **state.get(number, {})}
-                state[number] = {k: viewed(v, torch.int16, torch.bfloat16) for k, v in own.items()}
+                state[number] = {k: as_saved(v) for k, v in own.items()}
         return {**saved, "state": state}
 
     def _numbered(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -336,20 +316,19 @@ class LowOptimizer(Optimizer):
                 "here."
             )
         params = [p for group in self.param_groups for p in group["params"]]
-        for at, p in enumerate(params if mine in modes else ()):
-            was_low = bool(beside.get(p))
-            if was_low != (p in low):
-                there, here = ("low", "kept") if was_low else ("kept", "low")
+        for at, p in enumerate(params):
+            theirs = beside.get(p, {})
+            if mine in modes and bool(theirs) != (p in low):
+                there, here = ("low", "kept") if theirs else ("kept", "low")
                 raise ValueError(
                     f"load_state_dict(): parameter {at}, of shape {tuple(p.shape)}, was {there} "
                     f"in the run that saved the state, and is {here} here. Call low_weights() with "
                     "the same keep= as there."
                 )
-        for at, p in enumerate(params):
             own = self._low.entries(self.state, p) if p in low else {}
-            for key, value in beside.get(p, {}).items() if own else ():
-                wanted = _kind(viewed(own.get(key), torch.int16, torch.bfloat16))
-                if _kind(viewed(value, torch.int16, torch.bfloat16)) != wanted:
+            for key, value in theirs.items() if own else ():
+                wanted = _kind(as_saved(own.get(key)))
+                if _kind(as_saved(value)) != wanted:
                     raise ValueError(
                         f"load_state_dict(): {key!r} of parameter {at} is {_kind(value)}, and has "
                         f"to be {wanted}. Load it as it was saved: a cast loses bits of the weight."
@@ -365,9 +344,7 @@ class LowOptimizer(Optimizer):
         loaded = noted is not None and low_parameters.version(p) != noted[0]
         with torch.no_grad():
             for key, value in entries.items():
-                if own[key].dtype is torch.int16:
-                    value = viewed(value, torch.bfloat16, torch.int16)
-                own[key].copy_(value)
+                as_saved(own[key]).copy_(as_saved(value))
         if loaded:
             low.note_versions(self.state, p)
         else:
@@ -391,7 +368,8 @@ class LowOptimizer(Optimizer):
         found = model.state_dict()
         for name, p in model.named_parameters(remove_duplicate=False):
             if name in found and p in self._low.places:
-                ((_, full),) = self._low.read(self.state, [p]).values()
+                (piece,) = self._low.read(self.state, [p])
+                ((_, full),) = piece.values()
                 found[name] = full.clone()
         return found
 
@@ -418,7 +396,7 @@ class LowOptimizer(Optimizer):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_low": self._low, "_compiled": {}}
+        return {**super().__getstate__(), "_low": self._low}
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return _rebuilt, (self._kind, self.__getstate__())

@@ -47,10 +47,9 @@ class Sample:
         for at, group in enumerate(optimizer.param_groups):
             if isinstance(group.get("lr"), float) and group["lr"] == 0:
                 continue
-            names = group.get("param_names", ())
-            for number, p in enumerate(group["params"]):
+            places = (f"parameter {number} of group {at}" for number in range(len(group["params"])))
+            for name, p in zip(group.get("param_names", places), group["params"], strict=True):
                 if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
-                    name = names[number] if names else f"parameter {number} of group {at}"
                     self.names.append((called.get(p, name), NAMES[p.dtype]))
                     grad = _some(p.grad)
                     updated = (grad != 0) & grad.isfinite()

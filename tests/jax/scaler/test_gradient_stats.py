@@ -128,15 +128,6 @@ def test_names_are_paths():
         assert [g.name for g in GradScaler().report(tree).gradients] == names
 
 
-def test_names_can_be_given():
-    grads = {"a": jnp.ones(2), "n": jnp.int32(1), "b": jnp.array([jnp.nan])}
-    names = {"a": "first", "n": "count", "b": "second"}
-    assert [str(g) for g in GradScaler().report(grads, names).bad] == ["second (0 Inf, 1 NaN of 1)"]
-    for wrong in ({"a": "first"}, ["first", "count", "second"], grads):
-        with pytest.raises(TypeError, match="names must be a tree of strings"):
-            GradScaler().report(grads, wrong)
-
-
 def test_traced_code_is_told_what_to_do():
     match = r"Return the gradients from the jitted function, and call scaler\.report\(grads\)"
     with pytest.raises(TypeError, match=match):

@@ -120,9 +120,8 @@ def on_mesh() -> dict[str, Any]:
 SKIPPED = {"w": [1.0] * 8, "scale": [4.0] * 8, "finite": [False] * 8}
 STEPPED = {"w": [0.0] * 8, "scale": [16.0] * 8, "finite": [True] * 8}
 ALL_SKIP = {
-    f"shard_map-{check}-{name}-{kind}": after
+    f"shard_map-{check}-found-{kind}": after
     for check in (True, False)
-    for name in ("found", "named")
     for kind, after in (("sick", SKIPPED), ("healthy", STEPPED))
 }
 ALL_SKIP |= {"partly-manual-sick": SKIPPED | {"scale": [4.0] * 4, "finite": [False] * 4}}

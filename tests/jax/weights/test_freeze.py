@@ -194,7 +194,7 @@ def off(p, x):
     return h @ p["v"] @ p["u"][0], (h * p["v"][0])
 
 
-@case({"w": W, "v": V, "u": STACK[0]}, w=F16, u=B16)
+@case({"w": W, "v": V, "u": STACK[0]}, u=B16)
 def in_regions_of_two_dtypes(p, x):
     with autocast(dtype="float16"):
         h = x @ p["w"] @ p["v"]
@@ -334,8 +334,8 @@ def test_why_a_parameter_is_kept(name):
 def test_a_checker_that_misses_a_wide_read_is_noticed(monkeypatch):
     fn = autocast(read_low_and_wide)
     assert faults(fn, {"w": W}, X, eager=True) == []
-    every = lambda self, low, *_: self.read.update(low.inputs if low else ())  # noqa: E731
-    monkeypatch.setattr(freeze_module._LowInputs, "reads", every)
+    every = lambda self, low, *_: self.read.update(low)  # noqa: E731
+    monkeypatch.setattr(freeze_module.LowPlan, "reads", every)
     assert faults(fn, {"w": W}, X, eager=True) == ["result 1"]
 
 

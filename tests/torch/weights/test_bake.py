@@ -523,8 +523,8 @@ def test_what_is_no_model_and_what_are_no_inputs(x):
         (
             graph,
             (x,),
-            "bake() cannot follow the call of a GraphModule (Thrice). Give it the model that the "
-            "graph was made of.",
+            "bake(): Thrice is traced, and makes itself a class of its own. Call bake() on the "
+            "model that it was traced from.",
         ),
     ):
         with autocast("cpu"), pytest.raises(TypeError) as error:

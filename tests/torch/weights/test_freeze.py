@@ -196,11 +196,21 @@ def test_a_tensor_on_the_memory_of_a_weight_that_is_neither_keeps_it(x: torch.Te
     model.alias, other.alias = model.weight.t(), other.weight.t()
     handle = freeze(model, (x,))
     assert handle.stored == ("other.weight", "other.bias")
-    why = "read by aten._to_copy.default through a tensor that is no parameter or buffer"
+    why = "shares memory with 'alias', which is no parameter or buffer"
     assert handle.kept == {"weight": why}
     assert bits(model(x)) == bits(plainly(other, x))
     model.weight.zero_()
     assert not model(x).any(), "the alias is one no more"
+
+
+def test_a_tensor_on_the_memory_of_a_weight_in_a_list_is_refused(x: torch.Tensor) -> None:
+    model = Uses(lambda m, x: x @ m.aliases[0])
+    model.aliases = [model.weight.t()]
+    before = held(model)
+    with pytest.raises(PolicyError, match="does not run with weights") as raised:
+        freeze(model, (x,))
+    assert "The first op that differs is aten._to_copy.default(float32)" in str(raised.value)
+    assert held(model) == before
 
 
 def test_branches_that_other_examples_reach(x: torch.Tensor) -> None:

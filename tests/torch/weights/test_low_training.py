@@ -372,7 +372,7 @@ def test_the_verbs_of_a_graph_store_the_bits_of_the_core(mode: str) -> None:
         made = torch.empty_like(beside)
         low_step.put(made, rest)
         assert torch.equal(made.view(torch.uint8), beside.view(torch.uint8))
-    seen = low_parameters.viewed(beside, torch.int16, torch.bfloat16)
+    seen = low_parameters.as_saved(beside)
     read = low_step.load(kept, low.float(), low_step.opened(seen))
     again = store.load(low_parameters.VERBS, kept, low, beside)
     assert torch.equal(read.view(torch.int32), again.view(torch.int32))

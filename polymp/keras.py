@@ -135,11 +135,7 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         self._first = GradScaler() if scaler is None else scaler
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the variables of the scaler's state and of the inner optimizer.
-
-        Args:
-            variables: to train.
-        """
+        # The variables are those of the scaler's state and those of the inner optimizer.
         for name, value in self._first.state._asdict().items():
             constant = keras.initializers.Constant(value.item())
             self.add_variable((), constant, value.dtype.name, name=name)
@@ -178,14 +174,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         return len(self.variables) - len(self.inner_optimizer.variables)
 
     def scale_loss(self, loss: "jax.Array") -> "jax.Array":
-        """Multiply a loss by the scale.
-
-        Args:
-            loss: float [].
-
-        Returns:
-            The product, float32 or wider [].
-        """
         self.scalings += 1
         return self.scaler.scale(loss)
 
@@ -208,12 +196,7 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         return trainable, [*optimizer_variables[: end - len(state)], *state, *inner]
 
     def apply(self, grads: Sequence[object], trainable_variables: Sequence[object] = ()) -> None:
-        """Divide gradients by the scale, and step or skip, in place.
-
-        Args:
-            grads: multiplied by the scale.
-            trainable_variables: needed in the first call, if the optimizer is not built.
-        """
+        # In place, as eager code of the user's calls it.
         if not self.built:
             self.build(list(trainable_variables))
         variables = self._trained()
@@ -223,7 +206,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
             variable.assign(value)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments as plain data: the scaler's first state and rule, the optimizer."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, "scaler": self._first.state_dict()}
 
@@ -231,15 +213,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, object] | None = None
     ) -> Any:
-        """Make the optimizer that `get_config` described.
-
-        Args:
-            config: as `get_config` returned it.
-            custom_objects: classes by name, for Keras.
-
-        Returns:
-            The optimizer, not built.
-        """
         from polymp.jax import GradScaler
 
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)

@@ -196,16 +196,7 @@ class Precision(_Region, plugins.FSDPPrecision):
         self._logged: object = None  # the epoch, and the figures that were logged last
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Learn the device, and the model; called by the strategy.
-
-        Args:
-            model: as the strategy has wrapped it.
-            optimizers: of the model.
-            lr_schedulers: of the optimizers.
-
-        Returns:
-            The three.
-        """
+        # Called by the strategy, once the device is known, with the model as it has wrapped it.
         module = next(m for m in model.modules() if isinstance(m, LightningModule))
         self._begin(module.trainer.strategy.root_device.type)
         self._root = model
@@ -219,23 +210,11 @@ class Precision(_Region, plugins.FSDPPrecision):
         )
 
     def teardown(self) -> None:
-        """Let the model go."""
         self._root = None
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step, or skip if a gradient is not finite.
-
-        Args:
-            optimizer: to step.
-            model: of the trainer.
-            closure: evaluates the loss and its gradients.
-            kwargs: of the step.
-
-        Returns:
-            The result of the step, or of a closure that computed no loss.
-        """
         scaler = self.scaler
         if scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
@@ -257,15 +236,6 @@ class Precision(_Region, plugins.FSDPPrecision):
         return result
 
     def pre_backward(self, tensor: torch.Tensor, module: LightningModule) -> Any:  # type: ignore[override]
-        """Scale the loss.
-
-        Args:
-            tensor: the loss.
-            module: of the trainer.
-
-        Returns:
-            The scaled loss.
-        """
         trainer_steps.update_pending(self.scaler)
         return super().pre_backward(tensor, module)
 
@@ -280,12 +250,7 @@ class Precision(_Region, plugins.FSDPPrecision):
             model.log_dict(trainer_steps.metrics_on_device(scaler), prog_bar=True)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the norm of all gradients; under FSDP by that of the whole model's.
-
-        Args:
-            optimizer: whose gradients are clipped.
-            clip_val: the largest norm.
-        """
+        # Under FSDP, by the norm of the gradients on all ranks.
         if isinstance(self._root, FullyShardedDataParallel):
             self._root.clip_grad_norm_(clip_val)
         else:
@@ -349,14 +314,7 @@ class FabricPrecision(_Region, FSDPPrecision):
             self._begin(device)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Remember the module, to look at its device; called by `fabric.setup`.
-
-        Args:
-            module: of the user.
-
-        Returns:
-            The module.
-        """
+        # Called by `fabric.setup`; the device is looked up later, when it is needed.
         self._module = weakref.ref(module)
         return module
 
@@ -371,50 +329,22 @@ class FabricPrecision(_Region, FSDPPrecision):
     def backward(
         self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Scale the loss, and run its backward pass; called by `fabric.backward`.
-
-        Args:
-            tensor: the loss.
-            model: whose loss it is.
-            args: of `torch.Tensor.backward`.
-            kwargs: likewise.
-        """
         trainer_steps.begin_backward(self.scaler)
         super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, or skip if a gradient is not finite; the scale changes before the next backward.
-
-        Args:
-            optimizer: of torch.
-            kwargs: of its step, such as `closure`.
-
-        Returns:
-            The result of the step.
-        """
+        # The scale changes before the next backward pass.
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
         return trainer_steps.step(self.scaler, optimizer, kwargs.pop("closure", None), **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scaler's state, of polymp's plugin or of Fabric's; call it after `setup`.
-
-        Args:
-            state_dict: from `state_dict` of such a plugin.
-        """
+        # Also that of Fabric's own plugin; after `fabric.setup`, or the device is not known.
         if self.device is None:
             self._find_device()
         super().load_state_dict(state_dict)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the loss scale, before they are clipped.
-
-        Args:
-            optimizer: whose gradients are clipped.
-
-        Raises:
-            RuntimeError: gradients were clipped before the last backward pass.
-        """
         if self.scaler is not None:
             trainer_steps.unscale_each(
                 self.scaler, [optimizer], "Call fabric.clip_gradients(...) after the last "

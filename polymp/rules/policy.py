@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Never, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
@@ -39,10 +39,6 @@ class RowsUsed(Protocol):
     """A record of a run, such as a report of `explain`, that knows which rows won in it."""
 
     def rows(self) -> set[Row]: ...
-
-
-# Rows by op, class or spelling, and dtype.
-_InForce = Mapping[tuple[str, str], Row]
 
 
 class Decision(NamedTuple):
@@ -124,7 +120,12 @@ class Policy:
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
             )
-        check_few_rows(self.few_rows, f"policy {self.name!r}")
+        few = self.few_rows
+        if isinstance(few, bool) or not isinstance(few, int) or few < 0:
+            raise PolicyError(
+                f"policy {self.name!r}: few_rows = {few!r} is not a number of rows. Write few_rows "
+                "= 32, or 0 to run products of any size by their rows."
+            )
         if self.fp8:
             recipe_of(self.fp8, f"policy {self.name!r}")
         in_8_bits = any(row.rule is Rule.FP8 for row in rows)
@@ -135,21 +136,22 @@ class Policy:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
-        return type(self), fields  # a hash holds for one process
+        return type(self), self._values  # without the hash, which holds for one process
 
     def __repr__(self) -> str:
         return f"Policy({self.name!r}, {len(self.rows)} rows)"
 
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
+
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows))
+        return hash(self._values)
 
     @cached_property
-    def _in_force(self) -> _InForce:
-        return self._rows_in_force()
-
-    def _rows_in_force(self) -> _InForce:
+    def _in_force(self) -> Mapping[tuple[str, str], Row]:
+        """Rows by op, class or spelling, and dtype."""
         return {(row.of, row.dtype): row for row in self.rows if self.inside or not row.scope}
 
     @cached_property
@@ -199,21 +201,8 @@ class Policy:
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
-            self._winners[asked] = _winner(self._in_force, *asked)
+            self._winners[asked] = find_winner(self, *asked)
         return self._winners[asked]
-
-    def winners(self, asked: Iterable[tuple[str, str, str]]) -> Iterator[Row | None]:
-        """Yield what `winner` returns, and keep nothing: for all ops at once.
-
-        Args:
-            asked: the arguments of `winner` for each op.
-
-        Yields:
-            The row for each op, or None.
-        """
-        in_force = self._rows_in_force()
-        for each in asked:
-            yield _winner(in_force, *each)
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
         """Find the row that decides for an op, and so in which dtype the op runs.
@@ -318,18 +307,10 @@ class Policy:
         self,
         *,
         name: str = "",
-        lower: Sequence[str] = (),
-        fp8: Sequence[str] = (),
-        fp32: Sequence[str] = (),
-        fp32_keep: Sequence[str] = (),
-        widest: Sequence[str] = (),
-        first: Sequence[str] = (),
-        keep: Sequence[str] = (),
-        parts: Sequence[str] = (),
         rules: Mapping[str, object] | None = None,
         scopes: Mapping[str, Mapping[str, object]] | None = None,
         recipe: str = "",
-        **others: Never,
+        **by_rule: Sequence[str],
     ) -> "Policy":
         """Return this policy with some rows replaced.
 
@@ -341,19 +322,12 @@ class Policy:
 
         Args:
             name: of the result; this policy's with "*" appended, if left out.
-            lower: ops, or classes as "class:NAME", that are to have this rule.
-            fp8: as `lower`; for matrix products.
-            fp32: as `lower`.
-            fp32_keep: as `lower`.
-            widest: as `lower`.
-            first: as `lower`.
-            keep: as `lower`.
-            parts: as `lower`.
             rules: any rows, as the `[rules]` of a TOML file has them.
             scopes: rows by pattern of module paths, as `[scopes]` has them.
             recipe: of the rows with rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; this
                 policy's, if left out.
-            others: none.
+            by_rule: ops, or classes as "class:NAME", that are to have the rule of this name: lower,
+                fp8, fp32, fp32_keep, widest, first, keep or parts.
 
         Returns:
             A new policy.
@@ -362,17 +336,24 @@ class Policy:
             PolicyError: an unknown op, class, rule or recipe, or two rules for one op.
             TypeError: there is no such argument.
         """
-        lists = {"lower": lower, "fp8": fp8, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
-        lists |= {"first": first, "keep": keep, "parts": parts}
-        if others:
+        known = [rule.value for rule in Rule if rule is not Rule.FORBID]
+        if others := [rule for rule in by_rule if rule not in known]:
             raise TypeError(
-                f"override() got {', '.join(others)}, and takes ops by rule: {', '.join(lists)}; "
+                f"override() got {', '.join(others)}, and takes ops by rule: {', '.join(known)}; "
                 "rules, scopes, name and recipe. For a region's low dtype, write lower=[op]."
             )
         where = f"override of policy {self.name!r}"
-        rows = overriding(lists, rules or {}, scopes or {}, where)
+        table: dict[str, object] = {}
+        for of, value in [
+            *((of, r) for r in known for of in _names(by_rule.get(r, ()), r, where)),
+            *_table(rules or {}, "rules", where).items(),
+        ]:
+            if table.setdefault(of, value) != value:
+                both = f"{table[of]} and {value}"
+                raise PolicyError(f"{where} gives {of!r} two rules: {both}. Keep one.")
+        own = rows({"rules": table, "scopes": scopes or {}}, where)
         name = name or self.name.rstrip("*") + "*"
-        changed = replace(self, name=name, rows=rows, inside=False).over(self)
+        changed = replace(self, name=name, rows=own, inside=False).over(self)
         return with_recipe(changed, recipe, where) if recipe else changed
 
     def without_fp8(self, *paths: str) -> "Policy":
@@ -436,8 +417,9 @@ def with_recipe(policy: Policy, recipe: str, where: str) -> Policy:
     return replace(policy, fp8=recipe)
 
 
-def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | None:
-    """The row that decides for an op; see `Policy.winner`."""
+def find_winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
+    """Return what `Policy.winner` returns, and keep nothing: for all ops at once."""
+    in_force = policy._in_force
     known = vocabulary().ops.get(op)
     lows = FULL.get(dtype, dtype), ""
 
@@ -496,15 +478,6 @@ def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str)
 # on the machine; benchmarks/jax_speed.py measures it.
 
 
-def check_few_rows(most: object, where: str) -> None:
-    """Refuse what is no number of rows."""
-    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise PolicyError(
-            f"{where}: few_rows = {most!r} is not a number of rows. Write few_rows = 32, or 0 to "
-            "run products of any size by their rows."
-        )
-
-
 def why_float32(most: int, rows: float) -> str:
     """Say why a product that has rule lower and a float32 parameter runs in float32."""
     if rows > most:
@@ -548,23 +521,6 @@ def toml(content: str, where: str) -> Mapping[str, object]:
 def check_keys(data: Mapping[str, object], where: str) -> None:
     """Refuse a policy's table with a key that no policy has."""
     _only(data, _KEYS, where)
-
-
-def overriding(
-    by_rule: Mapping[str, Sequence[str]],
-    rules: Mapping[str, object],
-    inside: Mapping[str, Mapping[str, object]],
-    where: str,
-) -> tuple[Row, ...]:
-    """Return the rows that `Policy.override` is given."""
-    table: dict[str, object] = {}
-    for of, value in [
-        *((of, rule) for rule, ops in by_rule.items() for of in _names(ops, rule, where)),
-        *_table(rules, "rules", where).items(),
-    ]:
-        if table.setdefault(of, value) != value:
-            raise PolicyError(f"{where} gives {of!r} two rules: {table[of]} and {value}. Keep one.")
-    return rows({"rules": table, "scopes": inside}, where)
 
 
 def _names(ops: object, rule: str, where: str) -> Sequence[str]:

@@ -72,34 +72,22 @@ def assert_parity(
         assert_parity(torch.softmax, jax.nn.softmax, [x, -1], dtype="float16")
 
     Both are called with the same numbers: first in float32, without a region, and then under the
-    same policy in the low dtype. Rounding to bfloat16 hides a gelu by tanh in place of one by erf,
-    and an epsilon of 1e-3 in place of 1e-5; float32 tells them apart. The error says in which of
-    the two the functions differ.
+    same policy in the low dtype, whose rounding hides a gelu by tanh in place of one by erf, or an
+    epsilon of 1e-3 in place of 1e-5. Compared are, in this order, the results' structure, shapes
+    and dtypes; the dtypes, call by call; the values; and the gradients of `sum(result * c)` with
+    respect to the float inputs, for a fixed `c` from a normal distribution.
 
-    Compared are, in this order, the results' structure, shapes and dtypes; the dtypes, call by
-    call; the values; and the gradients of `sum(result * c)` with respect to the float inputs, for a
-    fixed `c` from a normal distribution.
+    Dtypes: the forward calls are aligned by op and run dtype; all matrix products are one op. A
+    call that only one side has is no difference, because the frameworks split ops in different
+    ways. A call that both have in the same place, in other dtypes, is one if the policy has a row
+    for it; without a row, if JAX runs it in a narrower dtype. So is a cast to a low dtype that only
+    one program has, and another recipe of a product in 8 bits.
 
-    Dtypes: the forward calls are aligned by op and run dtype. All matrix products are one op, as
-    in JAX. A call that only one side has is no difference, because the frameworks split ops in
-    different ways: a layer's bias is an addition of its own in JAX, gelu one call in torch. A call
-    that both have in the same place, in other dtypes, is a difference if the policy has a row for
-    it; without a row, if JAX runs it in a narrower dtype. A cast to a low dtype that only one
-    program has is a difference, too, and so is another recipe of a product in 8 bits.
-
-    Values: an array may be off by
-
-        tolerance = sqrt(2 ln(2 n / 1e-6)) * max sqrt(s_torch^2 + s_jax^2)
-
-    where n is how many numbers it has, and s the root mean square change of a number when every
-    op's result is moved by an even share of its rounding: of the unit roundoff of its dtype; for
-    functions such as exp, of three more of float32, in which they are computed; and for a sum of k
-    terms, of sqrt(k / 3) float32 roundoffs of the root of the sum's square and of its terms'
-    squares. `polymp.diagnostics.rounding` has the derivation, its sources, and what in it is a
-    model and not a bound. `probes` more runs of each framework measure s, with fixed seeds, so that
-    the same call has the same tolerance. Errors and tolerances are relative to the largest
-    magnitude in torch's array. Integers and truth values have to be equal, but for those that a
-    rounding can change.
+    Values may be off by what rounding explains, which is measured: `probes` more runs of each
+    framework, with fixed seeds, move each op's result by a share of its rounding.
+    `polymp.diagnostics.rounding` has the formula, its sources, and what in it is a model and not a
+    bound. Errors and tolerances are relative to the largest magnitude in torch's array. Integers
+    and truth values have to be equal, but for those that a rounding can change.
 
     Both functions have to be deterministic. torch runs on the CPU, eagerly; the JAX function is
     traced and compiled for the default device.
@@ -148,7 +136,7 @@ def assert_parity(
         call = *given, dtype, policy, seeds
         programs = program("torch", torch_fn, *call), program("jax", jax_fn, *call)
         with found_in(dtype or "float32", start, last):
-            return compare_programs(programs, _NAMES, probes, same_dtypes=True)
+            return compare_programs(programs, _NAMES, probes)
 
     first: tuple[Gap, ...] = ()
     if low is not None and float32_first:
@@ -167,16 +155,11 @@ class ParityError(AssertionError):
     """Two functions differ in their structure, dtypes, values or gradients."""
 
     def __init__(
-        self,
-        text: str,
-        op: str = "",
-        side_by_side: str = "",
-        gaps: Sequence[Gap] = (),
-        dtype: str = "",
+        self, text: str, op: str = "", side_by_side: str = "", gaps: Sequence[Gap] = ()
     ) -> None:
         super().__init__(text)
         # In which they differ: that of the regions, or "float32".
-        self.dtype: str = dtype
+        self.dtype: str = ""
         # Name of the first op that differs, in the vocabulary, and its calls on both sides as a
         # table; "" if it is not known, as where results have other shapes.
         self.op: str = op
@@ -191,8 +174,9 @@ def found_in(dtype: str, start: str, last: str = "") -> Iterator[None]:
     try:
         yield
     except ParityError as error:
-        text = f"{start}{error}" + (f"\n\n{last}" if last else "")
-        raise ParityError(text, error.op, error.side_by_side, error.gaps, dtype) from None
+        error.dtype = dtype
+        error.args = (f"{start}{error}" + (f"\n\n{last}" if last else ""),)
+        raise error from None
 
 
 def program(backend: str, *call: Any) -> Any:
@@ -201,20 +185,23 @@ def program(backend: str, *call: Any) -> Any:
 
 
 def compare_programs(
-    programs: tuple[Any, Any], names: tuple[str, str], probes: int, same_dtypes: bool
+    programs: tuple[Any, Any], names: tuple[str, str], probes: int, *, same_dtypes: bool = True
 ) -> Parity:
     """Compare what two programs return and, if asked, the dtypes of their calls."""
     first, second = programs
     (one, written), (other, theirs) = first.ran(), second.ran()
     _same_structure(one, other, names)
-    forward = [compared(run.calls) for run in (written, theirs)]
     if same_dtypes:
-        _same_dtypes(one, other, forward, names)
+        if parted := first_parted(written.calls, theirs.calls):
+            raise _error(f"run {parted.why}", *_called(parted, names))
+        for path, ours in one.dtypes.items():
+            if ours != other.dtypes[path]:  # and no call has other dtypes
+                raise _error(f"result{path} is {_both(ours, other.dtypes[path], names)}", "", "")
     moved = (written, first.probes(probes)), (theirs, second.probes(probes))
     gaps = tuple(_gaps(one, other, *moved))
     if any(found.part for found in gaps):
         raise _error("compute other values", *_first_off(programs, names), gaps)
-    return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
+    return Parity(gaps, one.dtypes, (len(compared(written.calls)), len(compared(theirs.calls))))
 
 
 _PROBES = 16  # of a record: few leave a spread uncertain
@@ -234,22 +221,6 @@ def _first_off(programs: tuple[Any, Any], names: tuple[str, str]) -> tuple[str, 
         if row is not None and row.array.run and row.verdict in (ALONE, UNEXPLAINED):
             return row.array.name, "\n".join(beside(names, row))
     return "", ""
-
-
-def _same_dtypes(
-    one: Run, other: Run, forward: Sequence[Sequence[Call]], names: tuple[str, str]
-) -> None:
-    """Raise an error if forward calls or results of two runs have other dtypes."""
-    if parted := first_parted(*forward):
-        raise _error(f"run {parted.why}", *_called(parted, names))
-    for path, ours in one.dtypes.items():
-        if ours != other.dtypes[path]:  # and no call has other dtypes
-            last = [
-                next((c for c in reversed(side) if dtype in c.outputs), None)
-                for side, dtype in zip(forward, (ours, other.dtypes[path]), strict=True)
-            ]
-            said = f"result{path} is {_both(ours, other.dtypes[path], names)}"
-            raise _error(said, *_called(Parted(last[0], last[1], ""), names))
 
 
 def _both(one: object, other: object, names: tuple[str, str], joint: str = " and ") -> str:

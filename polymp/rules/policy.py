@@ -7,7 +7,6 @@ most specific row for an op wins. `policy_files` reads policies from where they 
 knows what a tensor is.
 """
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,10 +90,10 @@ class Policy:
         halves: what `widest` does when float16 and bfloat16 meet: "widen" computes in float32,
             "raise" forbids the call, as torch.amp does.
         inside: True for what `at` returns: the rows that have a scope hold.
-        fp8: the recipe of the rows with rule fp8, by name, see `polymp.fp8.recipes`; "tensorwise"
-            if there are such rows and none is given, "" if there are no such rows.
+        fp8: name of the recipe of the rows with rule fp8, by default "tensorwise"; "" without such
+            rows.
         few_rows: matrix products with rule lower of at most so many rows run in float32 where JAX
-            would have to cast a float32 parameter for them, see `few_rows`; 0 for none.
+            would have to cast a float32 parameter for them; 0 for none.
     """
 
     name: str
@@ -234,7 +233,7 @@ class Policy:
     def decide(
         self, op: str, dtypes: Sequence[str], region: Asking, spelling: str = ""
     ) -> Decision:
-        """Decide in which dtype an op runs, and which dtype its results get.
+        """Decide in which dtypes an op and its results are.
 
             lower      run = region dtype     out = as computed
             fp8        as lower, if the product cannot run in 8 bits
@@ -253,8 +252,7 @@ class Policy:
             spelling: the framework's own name of the op, with its prefix.
 
         Returns:
-            The decision. `forbid` is returned, not raised: the backend knows the name that the
-            caller used.
+            The decision; `forbid` is not raised here.
 
         Source:
             torch v2.13 aten/src/ATen/autocast_mode.h: `prioritize` (widest), `is_eligible`.
@@ -381,9 +379,6 @@ class Policy:
     def over(self, base: "Policy") -> "Policy":
         """Return this policy with the rows of another that it does not replace.
 
-        A row replaces, in its scope, all rows of the other for the same ops: a row for a class
-        also those for the ops of the class.
-
         Args:
             base: the policy whose rows are added.
 
@@ -426,7 +421,7 @@ def find_winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | Non
     def of(name: str) -> Row | None:
         return next(filter(None, (in_force.get((name, low)) for low in lows)), None)
 
-    def of_every_op(name: str) -> Row | None:
+    def of_every_op(name: str) -> Row | None:  # "all" or "default"
         kind = known.kind if known else ""
         row = of(name) if known and kind not in vocabulary().moving else None
         if row is None or row.rule not in (Rule.LOWER, Rule.WIDEST):
@@ -445,12 +440,8 @@ def find_winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | Non
     return of_every_op("default")
 
 
-# The rows that hold inside a module: those whose scope matches come before those without one.
-
-
-def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str) -> tuple[Row, ...]:
-    """Return the rows that hold where some scopes match."""
-    rows = tuple(rows)
+def folded(rows: Sequence[Row], found: Sequence[tuple[object, str]], where: str) -> tuple[Row, ...]:
+    """Return the rows that hold where some scopes match: these before those without a scope."""
     holding = tuple(row for row in rows if not row.scope)
     tied: list[tuple[Row, Row]] = []
     for _, alike in groupby(found, lambda ranked: ranked[0]):
@@ -470,16 +461,10 @@ def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str)
     return holding
 
 
-# Why a matrix product of few rows runs in float32: a policy's key `few_rows`.
-#
-# A product reads each number of a weight once for all of its rows. With few rows, reading takes
-# most of its time, and a cast of the weight from float32 reads it once more and writes half as
-# much. A row costs less in a low dtype, so that more rows pay for the cast. How many pay depends
-# on the machine; benchmarks/jax_speed.py measures it.
-
-
 def why_float32(most: int, rows: float) -> str:
-    """Say why a product that has rule lower and a float32 parameter runs in float32."""
+    """Say why a product of rule lower with a float32 parameter runs in float32: `few_rows`."""
+    # A cast of the weight reads it once more and writes half as much, whatever the rows; a row
+    # costs less in a low dtype. benchmarks/jax_speed.py measures how many rows pay for the cast.
     if rows > most:
         return ""
     times = "1 row" if rows == 1 else f"{rows} rows"
@@ -503,26 +488,6 @@ def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
     return tuple(found)
 
 
-_KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")
-
-
-def toml(content: str, where: str) -> Mapping[str, object]:
-    """Return the data of a TOML file."""
-    try:
-        return tomllib.loads(content)
-    except tomllib.TOMLDecodeError as error:
-        raise PolicyError(f"{where} is not TOML: {error}.") from None
-    except RecursionError:
-        raise PolicyError(f"cannot read {where}: its brackets are nested too deeply.") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise PolicyError(f"cannot read {where}: {str(error).partition(';')[0]}.") from None
-
-
-def check_keys(data: Mapping[str, object], where: str) -> None:
-    """Refuse a policy's table with a key that no policy has."""
-    _only(data, _KEYS, where)
-
-
 def _names(ops: object, rule: str, where: str) -> Sequence[str]:
     if rule == "fp8" and isinstance(ops, str) and ops in RECIPES:
         raise PolicyError(f"{where}: fp8={ops!r} is a recipe. Write recipe={ops!r}.")
@@ -542,6 +507,9 @@ def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     return value
 
 
+_OF_ROW = ("rule", "apply", "instead")
+
+
 def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
     for of, value in table.items():
         if not isinstance(of, str):
@@ -550,38 +518,29 @@ def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
             raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
         vocabulary().check(of, where)
         of_op = f"for op {of!r}"
-        value = _full_names(_told(value, of, where), where, of_op)
-        _only(value, (*_OF_ROW, *LOW), where, of_op)
-        if not value.keys() & {"rule", *LOW}:
+        own = dict(_told(value, of, where))
+        of_dtypes = [(low, own.pop(key)) for key in [*own] if (low := _low_dtype(key))]
+        check_keys(own, (*_OF_ROW, *LOW), where, of_op)
+        if "rule" in own:
+            yield _row(of, own, "", scope, where)
+        elif not of_dtypes:
             raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a dtype.")
-        for low in LOW:
-            if low in value:
-                own = _told(value[low], of, where)
-                _only(own, _OF_ROW, where, f"{of_op} in {low}")
-                yield _row(of, own, low, scope, where)
-        if "rule" in value:
-            yield _row(of, value, "", scope, where)
-        elif value.keys() & {"apply", "instead"}:
+        elif own:
             raise PolicyError(
                 f"{where}: {of_op[4:]} has rules for dtypes alone; put the rest there."
             )
+        for low, given in of_dtypes:
+            told = _told(given, of, where)
+            check_keys(told, _OF_ROW, where, f"{of_op} in {low}")
+            yield _row(of, told, low, scope, where)
 
 
-_OF_ROW = ("rule", "apply", "instead")
-
-
-def _full_names(value: Mapping[str, object], where: str, of_op: str) -> Mapping[str, object]:
-    """A row's table with the full names of dtypes as keys: "float16" for "fp16"."""
-    found: dict[str, object] = {}
-    for given, own in value.items():
-        try:
-            key = dtypes.name(given, LOW)
-        except (TypeError, ValueError):
-            key = given
-        if key in found:
-            raise PolicyError(f"{where}: {of_op[4:]} has two rules for {key}. Keep one.")
-        found[key] = own
-    return found
+def _low_dtype(key: object) -> str:
+    """The full name of the low dtype that a key is, "" for other keys."""
+    try:
+        return dtypes.name(key, LOW)
+    except (TypeError, ValueError):
+        return ""
 
 
 def _told(value: object, of: str, where: str) -> Mapping[str, object]:
@@ -598,7 +557,10 @@ def _row(of: str, value: Mapping[str, object], dtype: str, scope: str, where: st
     return Row(of, rule, dtype, scope, cast("Apply | None", value.get("apply")), instead, where)
 
 
-def _only(data: Mapping[str, object], known: Sequence[str], where: str, of_op: str = "") -> None:
+def check_keys(
+    data: Mapping[str, object], known: Sequence[str], where: str, of_op: str = ""
+) -> None:
+    """Refuse a table with a key that is not known."""
     for key, value in data.items():
         if key in known:
             continue

@@ -125,14 +125,11 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
     engine = accelerator.distributed_type
     why = ""
     if isinstance(accelerator, InUse):
-        why = (
-            " was called for this Accelerator before. Call it once, with the policy and the scaler."
-        )
+        why = " was called before. Call it once, with the policy and the scaler."
     elif mode not in _DTYPES:
         why = (
-            f": Accelerator(mixed_precision={mode!r}) opens no region that a policy could act in, "
-            "and does not unscale gradients before it clips them. Write "
-            "Accelerator(mixed_precision='bf16') or Accelerator(mixed_precision='fp16')."
+            f": with mixed_precision={mode!r} {words.opener} opens no region that a policy could "
+            f"act in. Write {words.mode.format('bf16')} or {words.mode.format('fp16')}."
         )
     elif engine in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         why = (

@@ -11,27 +11,23 @@ names. In float16 Keras asks its optimizer to scale the loss (`scale_loss`) and 
 gradients (`stateless_apply`).
 """
 
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
-from polymp import dtypes, integrations
+from polymp import backends, dtypes, integrations
 from polymp.errors import PolympError
+from polymp.rules.policy_files import Source
 from polymp.rules.row import LOW
 
-if typing.TYPE_CHECKING:
-    import jax
-    from jax.typing import DTypeLike
-
-    from polymp.jax import GradScaler
-    from polymp.rules.policy_files import Source
-
+backends.require("jax")
 keras = integrations.require("keras")
 
-if keras.backend.backend() == "jax":
-    import polymp.jax as _jax  # noqa: F401  # for `scaler=polymp.jax.GradScaler(...)`
+import jax  # noqa: E402
+from jax.typing import DTypeLike  # noqa: E402
+
+from polymp.jax import GradScaler, autocast, upper  # noqa: E402
 
 __all__ = ["ScaledOptimizer", "use"]
 
@@ -44,10 +40,10 @@ def __dir__() -> list[str]:
 
 def use(
     model: M,
-    policy: "Source | None" = None,
+    policy: Source | None = None,
     *,
-    dtype: "DTypeLike" = "bfloat16",
-    scaler: "GradScaler | None" = None,
+    dtype: DTypeLike = "bfloat16",
+    scaler: GradScaler | None = None,
 ) -> M:
     """Train, evaluate and predict with a Keras model in mixed precision.
 
@@ -96,11 +92,8 @@ def use(
     return model
 
 
-_LossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
-
-
 @keras.saving.register_keras_serializable(package="polymp")
-class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
+class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
     """An optimizer whose loss is scaled, in place of Keras' LossScaleOptimizer.
 
         model.compile(polymp.keras.ScaledOptimizer(keras.optimizers.Adam()), "mse")
@@ -123,10 +116,8 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
     """
 
     def __init__(
-        self, inner_optimizer: Any, scaler: "GradScaler | None" = None, name: str | None = None
+        self, inner_optimizer: Any, scaler: GradScaler | None = None, name: str | None = None
     ) -> None:
-        from polymp.jax import GradScaler
-
         call = "ScaledOptimizer(inner_optimizer)"
         _check_optimizer(inner_optimizer, call)
         _check_scaler(scaler, call, half=True)
@@ -147,11 +138,11 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         self._trained: Any = lambda: trained
 
     @property
-    def scaler(self) -> "GradScaler":
+    def scaler(self) -> GradScaler:
         """The scaler with its present state."""
         return self.scaler_of([v.value for v in self.variables]) if self.built else self._first
 
-    def scaler_of(self, optimizer_variables: Sequence[Any]) -> "GradScaler":
+    def scaler_of(self, optimizer_variables: Sequence[Any]) -> GradScaler:
         """Return the scaler whose state is among the values of this optimizer's variables.
 
         Args:
@@ -160,8 +151,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         Returns:
             The scaler.
         """
-        import jax
-
         tree: Any = jax.tree.structure(self._first)
         end = self._own()
         scaler: GradScaler = jax.tree.unflatten(
@@ -173,7 +162,7 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         """How many of `variables` are not the inner optimizer's; the state is the last of them."""
         return len(self.variables) - len(self.inner_optimizer.variables)
 
-    def scale_loss(self, loss: "jax.Array") -> "jax.Array":
+    def scale_loss(self, loss: jax.Array) -> jax.Array:
         self.scalings += 1
         return self.scaler.scale(loss)
 
@@ -183,8 +172,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         grads: Sequence[object],
         trainable_variables: Sequence[object],
     ) -> tuple[list[Any], list[Any]]:
-        import jax
-
         def update(grads: object, trainable: object, inner: object) -> tuple[Any, Any]:
             found: tuple[Any, Any] = self.inner_optimizer.stateless_apply(inner, grads, trainable)
             return found
@@ -213,8 +200,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, object] | None = None
     ) -> Any:
-        from polymp.jax import GradScaler
-
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
         return cls(inner, GradScaler().load_state_dict(config["scaler"]), config["name"])
 
@@ -222,9 +207,7 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
 class _Region:
     """The methods that a model gets in place of its own."""
 
-    def __init__(self, model: Any, policy: "Source | None", dtype: "DTypeLike") -> None:
-        from polymp.jax import autocast, upper
-
+    def __init__(self, model: Any, policy: Source | None, dtype: DTypeLike) -> None:
         def widened(own: Callable[..., Any]) -> Callable[..., Any]:
             return wraps(own)(lambda *args, **kwargs: upper(own(*args, **kwargs)))
 
@@ -297,7 +280,7 @@ def _own(model: Any, name: str) -> Callable[..., Any]:
     return before.own[name] if isinstance(before, _Region) else found
 
 
-def _optimizer(model: object, dtype: str, scaler: "GradScaler | None") -> Any:
+def _optimizer(model: object, dtype: str, scaler: GradScaler | None) -> Any:
     """The optimizer that the model is to get; None if it has none."""
     own = getattr(model, "optimizer", None)
     what, half = f"polymp.keras.use(model, dtype={dtype!r})", dtype == "float16"
@@ -314,9 +297,6 @@ def _optimizer(model: object, dtype: str, scaler: "GradScaler | None") -> Any:
     inner = own.inner_optimizer if scales else own
     _check_optimizer(inner, what)
     return ScaledOptimizer(inner, scaler) if half else inner
-
-
-# Checks before a Keras model or optimizer is changed: Keras' backend, layers, the optimizer.
 
 
 def _check_backend() -> None:
@@ -371,8 +351,6 @@ def _check_optimizer(optimizer: Any, what: str) -> None:
 
 def _check_scaler(scaler: object, asked: str, half: bool) -> None:
     """Raise if a loss scaler cannot be used; see `polymp.integrations.check_scaler`."""
-    from polymp.jax import GradScaler
-
     integrations.check_scaler(
         scaler, "polymp.jax.GradScaler(init_scale=...)", GradScaler, attrgetter("enabled"),
         asked=asked, half=half, write="polymp.keras.use(model, dtype='float16', scaler=scaler)",

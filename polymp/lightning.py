@@ -9,14 +9,13 @@ has set up, and has the loss scaler.
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from polymp import backends
 from polymp.errors import PolicyError
 from polymp.integrations import require
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy
 
 backends.require("torch")
 require("lightning")
@@ -42,12 +41,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
+_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # Names of Lightning's, and of other libraries', for these modes.
 _ALIASES = {
     **dict.fromkeys(("bf16", "bfloat16", "bf16-true", torch.bfloat16), "bf16-mixed"),
     **dict.fromkeys(("16", 16, "fp16", "float16", "16-true", torch.float16), "16-mixed"),
-    **dict.fromkeys(("32", 32, "fp32", "float32", torch.float32), "32-true"),
 }
 
 
@@ -70,38 +68,38 @@ class _Region(Plain):
         name = type(self).__name__
         if precision not in _DTYPES:
             meant = _ALIASES.get(precision, "bf16-mixed")
-            given = "" if _DTYPES[meant] is None else ", policy=..."
             raise ValueError(
-                f"{name}({precision!r}): precision must be 'bf16-mixed', '16-mixed' or '32-true'. "
-                f"Write {name}({meant!r}{given}). Lightning's other modes work without this plugin."
+                f"{name}({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Write "
+                f"{name}({meant!r}, policy=...). Lightning's other modes work without this plugin."
             )
-        self.policy = _for_region(policy, name, precision)
+        self.policy = None if policy is None else policy_files.load(policy)
+        if self.policy is not None and self.policy.scopes:
+            raise PolicyError(
+                f"policy {self.policy.name!r} has rules for modules "
+                f"({', '.join(self.policy.scopes)}), whose paths a region does not see. Write "
+                f"polymp.torch.scoped(model, policy), and then plugins=[{name}({precision!r})]."
+            )
         asked, half = f"{name}({precision!r})", precision == "16-mixed"
         check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
         self.precision: Any = precision
         self.scaler: Any = scaler
         self.device: str | None = None
-        self._settings: RegionSettings | None = None
 
     def _begin(self, device: str) -> None:
         """Make the region, and the scaler if none was given, once the device type is known."""
         if device == self.device:
             return
         self.device, dtype = device, _DTYPES[self.precision]
-        if dtype is not None:
-            name = type(self).__name__
-            line = f"{name}({self.precision!r}, policy=...)"
-            self._settings = RegionSettings(device, dtype, self.policy, name, line)
-            self._autocast = self._settings.region()
+        name = type(self).__name__
+        line = f"{name}({self.precision!r}, policy=...)"
+        self._settings = RegionSettings(device, dtype, self.policy, name, line)
+        self._autocast = self._settings.region()
         if dtype is torch.float16 and self.scaler is None:
             self.scaler = GradScaler(device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the region; a context that does nothing for 32-true, which has no policy."""
         if self.device is None:
             self._find_device()
-        if self._settings is None:
-            return nullcontext()
         self._settings.check()
         return self._autocast
 
@@ -120,25 +118,6 @@ class _Region(Plain):
         return super().state_dict()
 
 
-def _for_region(policy: PolicyLike | None, name: str, precision: str) -> Policy | None:
-    """Return the policy of a region; raises if it has rules for modules, or there is no region."""
-    if policy is None:
-        return None
-    loaded = policy_files.load(policy)
-    if _DTYPES[precision] is None:
-        raise ValueError(
-            f"{name}({precision!r}) opens no region that policy {loaded.name!r} could act in. "
-            f"Write {name}('bf16-mixed', policy=...), or {name}({precision!r}) without a policy."
-        )
-    if loaded.scopes:
-        raise PolicyError(
-            f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
-            "paths a region does not see. Write polymp.torch.scoped(model, policy), and then "
-            f"plugins=[{name}({precision!r})]."
-        )
-    return loaded
-
-
 # Lightning's plugins, by the names under which its checkpoints have the states of their scalers.
 _THEIRS = ("MixedPrecision", "FSDPPrecision")
 
@@ -148,32 +127,27 @@ class Precision(_Region, plugins.FSDPPrecision):
 
         trainer = lightning.Trainer(plugins=[Precision("16-mixed", policy="lean")])
 
-    It does what Lightning's own plugin for `precision` does, with every strategy of Lightning's
-    that trains torch modules: one device, DDP, FSDP, and ModelParallelStrategy (FSDP2). Beyond
-    that, it trains with LBFGS in float16, clips the gradients of fused optimizers and, by their
-    norm, those of FSDP, and hands true gradients to `on_before_optimizer_step`. In float16 it logs
-    `loss_scale` and `skipped_steps`.
-
-    Checkpoints have the scaler's state as Lightning's own plugins write it, so that these load
-    checkpoints of runs with polymp, and the other way round.
+    It does what Lightning's own plugin for `precision` does, on one device and with DDP, FSDP, and
+    ModelParallelStrategy (FSDP2), and each loads the other's checkpoints. Beyond that, it trains
+    with LBFGS in float16, clips the gradients of fused optimizers and, by their norm, those of
+    FSDP, and hands true gradients to `on_before_optimizer_step`. In float16 it logs `loss_scale`
+    and `skipped_steps`.
 
     With a policy, FSDP leaves parameters and gradients float32, and the policy decides about every
-    cast; `FSDPStrategy(mixed_precision=...)` overrules that. Without one, FSDP casts as with
-    Lightning's plugin.
+    cast; `FSDPStrategy(mixed_precision=...)` overrules that.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
+        precision: "bf16-mixed" or "16-mixed".
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
 
     Attributes:
-        scaler: the loss scaler; None until the fit begins, and for other modes than 16-mixed.
+        scaler: the loss scaler; None until the fit begins, and in bf16-mixed.
         policy: the policy, loaded.
         device: the device type, "cpu", "cuda", ...; None until the fit begins.
 
     Raises:
-        ValueError: `precision` is another one, a policy is given for 32-true, a scaler is given for
-            another mode than 16-mixed, or it is disabled.
+        ValueError: `precision` is another one, a scaler is given for bf16-mixed, or is disabled.
         TypeError: `scaler` is no `polymp.torch.GradScaler`.
         PolicyError: the policy cannot be read, or has rules for modules; later, when a step begins:
             a region around `fit` has another dtype or policy.
@@ -278,22 +252,20 @@ class FabricPrecision(_Region, FSDPPrecision):
     they come in.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
+        precision: "bf16-mixed" or "16-mixed".
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
         device: the device type; None for that of the parameters of the module set up last, which
             differs from it where FSDP offloads them.
 
     Attributes:
-        scaler: the loss scaler; None for other modes than 16-mixed. Save it with the rest:
+        scaler: the loss scaler; None in bf16-mixed. Save it with the rest:
             `fabric.save(path, {"model": model, "precision": plugin})`.
         policy: the policy, loaded.
         device: the device type; None until it is known.
 
     Raises:
-        ValueError: as in `Precision`.
-        TypeError: likewise.
-        PolicyError: likewise.
+        ValueError: as in `Precision`, likewise TypeError and PolicyError.
         RuntimeError: later: the device is needed before a module was set up.
 
     Source:

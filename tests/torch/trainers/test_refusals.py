@@ -186,7 +186,7 @@ ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()
 
 TWICE = "Call it once, with the policy and the scaler."
 LATE = "comes too late: a model or an optimizer is prepared already."
-MODES = "precision must be 'bf16-mixed', '16-mixed' or '32-true'. Write"
+MODES = "precision must be 'bf16-mixed' or '16-mixed'. Write"
 OTHERS = "Lightning's other modes work without this plugin."
 NO_SCALER = "takes no scaler: loss scaling is for float16. Leave it out, or write"
 CLIPPED = (
@@ -206,10 +206,6 @@ SCOPES = (
     "policy 'mine' has rules for modules (head), whose paths a region does not see. Write "
     "polymp.torch.scoped(model, policy), and then plugins="
 )
-NO_REGION = (
-    "('32-true') opens no region that policy 'mine' could act in. Write {0}('bf16-mixed', "
-    "policy=...), or {0}('32-true') without a policy."
-)
 REFUSALS = (
     # Lightning and Fabric.
     Refusal(
@@ -222,7 +218,7 @@ REFUSALS = (
     ),
     Refusal(
         "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
-        f"Precision(32): {MODES} Precision('32-true'). {OTHERS}",
+        f"Precision(32): {MODES} Precision('bf16-mixed', policy=...). {OTHERS}",
     ),
     Refusal(
         "the Trainer's plugin in Fabric", lambda: called(fabric(Precision())), RuntimeError,
@@ -263,7 +259,7 @@ REFUSALS = (
     ),
     Refusal(
         "twice", lambda: use(use(accelerator()), "lean"), ValueError,
-        f"{ACCELERATE} was called for this Accelerator before. {TWICE}",
+        f"{ACCELERATE} was called before. {TWICE}",
     ),
     Refusal(
         "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
@@ -297,7 +293,7 @@ REFUSALS = (
     ),
     Refusal(
         "a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
-        f"{TRANSFORMERS} was called for this Trainer before. {TWICE}",
+        f"{TRANSFORMERS} was called before. {TWICE}",
     ),
     Refusal(
         "DataParallel", lambda: use_trainer(two_gpus()), ValueError,
@@ -337,7 +333,7 @@ REFUSALS = (
     Refusal(
         "transformers: two scalers",
         two_of_the_trainer, ValueError,
-        f"polymp.transformers.use() was called for this Accelerator before. {TWICE}",
+        f"{TRANSFORMERS} was called before. {TWICE}",
     ),
     Refusal(
         "Keras: two scalers",
@@ -389,14 +385,6 @@ REFUSALS = (
         )
         for kind in PLUGINS
     ),
-    *(
-        Refusal(
-            f"{kind.__name__}: no mixed precision",
-            lambda kind=kind: kind("32-true", SCOPED), ValueError,
-            f"{kind.__name__}{NO_REGION.format(kind.__name__)}",
-        )
-        for kind in PLUGINS
-    ),
     Refusal(
         "accelerate: float16 without a scaler",
         lambda: use(accelerator("fp16"), scaler=OFF), ValueError,
@@ -417,15 +405,15 @@ REFUSALS = (
     Refusal(
         "accelerate: no mixed precision",
         lambda: use(accelerator("no"), SCOPED), ValueError,
-        "polymp.accelerate.use(): Accelerator(mixed_precision='no') opens no region that a policy "
-        "could act in, and does not unscale gradients before it clips them. Write "
-        "Accelerator(mixed_precision='bf16') or Accelerator(mixed_precision='fp16').",
+        "polymp.accelerate.use(): with mixed_precision='no' accelerate opens no region that a "
+        "policy could act in. Write Accelerator(mixed_precision='bf16') or "
+        "Accelerator(mixed_precision='fp16').",
     ),
     Refusal(
         "transformers: no mixed precision",
         lambda: use_trainer(trainer(), SCOPED), ValueError,
-        "polymp.transformers.use(): the Trainer opens no region that a policy could act in. Write "
-        "TrainingArguments(bf16=True), or fp16=True.",
+        "polymp.transformers.use(): with mixed_precision='no' the Trainer opens no region that a "
+        "policy could act in. Write TrainingArguments(bf16=True) or TrainingArguments(fp16=True).",
     ),
     Refusal(
         "Keras: no mixed precision",

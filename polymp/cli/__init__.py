@@ -137,8 +137,6 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "show where two policies differ"
     diff = command("diff", text, policies.compared, policies.draw_differences)
-    text = "list each op, also of many that differ alike"
-    diff.add_argument("--all", action="store_true", help=text)
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
 
     text = "compare two records of runs, and find the first call that rounding cannot explain"

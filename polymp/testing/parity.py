@@ -157,6 +157,10 @@ class ParityError(AssertionError):
     def __init__(
         self, text: str, op: str = "", side_by_side: str = "", gaps: Sequence[Gap] = ()
     ) -> None:
+        if op:
+            text += f". The first op that differs is {op}:\n\n{side_by_side}"
+        if gaps:
+            text = "\n".join((f"{text}\n\ncompared:", *(f"  {found}" for found in gaps)))
         super().__init__(text)
         # In which they differ: that of the regions, or "float32".
         self.dtype: str = ""
@@ -193,14 +197,15 @@ def compare_programs(
     _same_structure(one, other, names)
     if same_dtypes:
         if parted := first_parted(written.calls, theirs.calls):
-            raise _error(f"run {parted.why}", *_called(parted, names))
+            raise ParityError(f"the two functions run {parted.why}", *_called(parted, names))
         for path, ours in one.dtypes.items():
             if ours != other.dtypes[path]:  # and no call has other dtypes
-                raise _error(f"result{path} is {_both(ours, other.dtypes[path], names)}", "", "")
+                raise ParityError(f"result{path} is {_both(ours, other.dtypes[path], names)}.")
     moved = (written, first.probes(probes)), (theirs, second.probes(probes))
     gaps = tuple(_gaps(one, other, *moved))
     if any(found.part for found in gaps):
-        raise _error("compute other values", *_first_off(programs, names), gaps)
+        text = "the two functions compute other values"
+        raise ParityError(text, *_first_off(programs, names), gaps)
     return Parity(gaps, one.dtypes, (len(compared(written.calls)), len(compared(theirs.calls))))
 
 
@@ -271,16 +276,6 @@ class Parted(NamedTuple):
     one: Call | None
     other: Call | None
     why: str  # the difference in words
-
-
-def _error(what: str, op: str, side_by_side: str, gaps: Sequence[Gap] = ()) -> ParityError:
-    """The error: the first op that differs, then the arrays that were compared."""
-    text = what if what.startswith("result") else f"the two functions {what}"
-    if op:
-        text += f". The first op that differs is {op}:\n\n{side_by_side}"
-    if gaps:
-        text = "\n".join((f"{text}\n\ncompared:", *(f"  {found}" for found in gaps)))
-    return ParityError(text, op, side_by_side, gaps)
 
 
 # The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
@@ -379,13 +374,7 @@ def cotangent(path: str, shape: tuple[int, ...]) -> Any:
 
 
 # The calls of two runs aligned, and the first that differs in its dtypes.
-#
-#     calls of one, calls of the other -> by name, in order -> the first pair in other dtypes
-#
-# The two frameworks split an op in different ways: a linear layer's bias is an addition of its
-# own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a
-# call that both have at the same place, in other dtypes, is one. Nothing here knows a framework.
-#
+
 # The frameworks' names of a cast that the program itself makes.
 _CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
 _ONE_CASTS = "in other dtypes: only one side casts to a low dtype here"
@@ -414,6 +403,7 @@ def compared(calls: Iterable[Call]) -> list[Call]:
 
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     """The first calls of two runs that are one op in other dtypes; None if there are none."""
+    # A call that one side alone has is no difference: a bias is an addition of its own in JAX.
     # Calls of one name that are left over between aligned ones on both sides ran in other dtypes,
     # or by other recipes, if either side has a row for them. An op without a row, with nothing else
     # left over there, may be wider in JAX, which leaves out a rounding where only float32 reads it.

@@ -10,14 +10,17 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
-from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.dtype_names import DTYPES
+from polymp.backends.torch.modules.scoped import Scoping, open_region, opens_region, scoped
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.integrations import require
 from polymp.rules import policy_files
+from polymp.rules.policy import Policy
 from polymp.torch import GradScaler
-from polymp.torch._trainers import RegionSettings, attach, check_scaler, extend, open_in
+from polymp.torch._trainers import check_scaler, extend
 
 require("accelerate")
 
@@ -76,8 +79,7 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
         TypeError: `accelerator` is no Accelerator, or `scaler` no `polymp.torch.GradScaler`.
         ValueError: the accelerator's mode has no region or no loss scaling, another engine casts
             for it, it has two scalers, something is prepared already, or `use` was called before.
-        PolicyError: the policy cannot be read; later, when a model is called: a region around the
-            call has another dtype or policy.
+        PolicyError: the policy cannot be read.
 
     Source:
         accelerate 1.15, `accelerate.Accelerator`.
@@ -90,7 +92,7 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
     _check(words, accelerator, scaler)
     loaded = None if policy is None else policy_files.load(policy)
     dtype, device = _DTYPES[accelerator.mixed_precision], accelerator.device.type
-    settings = RegionSettings(device, dtype, loaded, words.opener, words.line)
+    settings = _Settings(device, dtype, loaded)
     settings.region()  # raises for a policy that torch cannot follow
     if dtype is DTYPES["float16"]:
         handler = accelerator.scaler_handler
@@ -153,22 +155,49 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
     check_scaler(scaler, f"{name} with {words.mode.format(mode)}", mode == "fp16", half)
 
 
+class _Settings(NamedTuple):
+    """The region of an accelerator."""
+
+    device: str  # the device type
+    dtype: torch.dtype
+    policy: Policy | None  # whose rules by module path `_attach` puts on models
+
+    def region(self) -> autocast:
+        here = None if self.policy is None else self.policy.at("")
+        return autocast(self.device, dtype=self.dtype, policy=here)
+
+
+_attached: WeakKeyDictionary[nn.Module, Scoping] = WeakKeyDictionary()
+
+
+def _attach(model: nn.Module, policy: Policy | None) -> None:
+    """Put a policy on a model whose forward accelerate calls in a region, in place of another."""
+    before = _attached.get(model)
+    if opens_region(model) or policy == (before and before.policy):
+        return
+    if before is not None:
+        _attached.pop(model).remove()
+    if policy is not None:
+        _attached[model] = scoped(model, policy)
+
+
 class InUse:
     """The methods of an `Accelerator` that differ after `use`; the first base of its class."""
 
-    polymp: RegionSettings
+    polymp: _Settings
     scaler: GradScaler | None
     _optimizers: Any
 
     def prepare(self, *args: Any, **kwargs: object) -> Any:
-        if self.is_fsdp2 and self.polymp.policy is not None:  # type: ignore[attr-defined]
-            for model in args:
-                if isinstance(model, nn.Module):
-                    open_in(model, self.polymp)  # with FSDP2 accelerate opens no region
+        device, dtype, policy = self.polymp
+        if self.is_fsdp2 and policy is not None:  # type: ignore[attr-defined]
+            for model in args:  # with FSDP2 accelerate opens no region
+                if isinstance(model, nn.Module) and not opens_region(model):
+                    open_region(model, policy, dtype, device)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
-        attach(model, self.polymp)
+        _attach(model, self.polymp.policy)
         return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_optimizer(

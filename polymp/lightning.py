@@ -28,11 +28,11 @@ from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 
-from polymp.backends.torch.autocast.api import PolicyLike  # noqa: E402
+from polymp.backends.torch.autocast.api import PolicyLike, autocast  # noqa: E402
 from polymp.backends.torch.scaler import optimizer_step, trainer_steps  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
 from polymp.torch import catch as catch_steps  # noqa: E402
-from polymp.torch._trainers import RegionSettings, check_scaler  # noqa: E402
+from polymp.torch._trainers import check_scaler  # noqa: E402
 
 __all__ = ["FabricPrecision", "Precision", "catch"]
 
@@ -90,18 +90,14 @@ class _Region(Plain):
         if device == self.device:
             return
         self.device, dtype = device, _DTYPES[self.precision]
-        name = type(self).__name__
-        line = f"{name}({self.precision!r}, policy=...)"
-        self._settings = RegionSettings(device, dtype, self.policy, name, line)
-        self._autocast = self._settings.region()
+        self._region = autocast(device, dtype, policy=self.policy)
         if dtype is torch.float16 and self.scaler is None:
             self.scaler = GradScaler(device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self.device is None:
             self._find_device()
-        self._settings.check()
-        return self._autocast
+        return self._region
 
     def _find_device(self) -> None:
         """Call `_begin`, or raise: the region or the scaler is needed, and the device not known."""
@@ -149,8 +145,7 @@ class Precision(_Region, plugins.FSDPPrecision):
     Raises:
         ValueError: `precision` is another one, a scaler is given for bf16-mixed, or is disabled.
         TypeError: `scaler` is no `polymp.torch.GradScaler`.
-        PolicyError: the policy cannot be read, or has rules for modules; later, when a step begins:
-            a region around `fit` has another dtype or policy.
+        PolicyError: the policy cannot be read, or has rules for modules.
 
     Source:
         Lightning 2.6, `lightning.pytorch.plugins.precision.MixedPrecision`.

@@ -162,11 +162,6 @@ def weights(model: Any) -> list[Any]:
     return [v.value for v in model.trainable_variables]
 
 
-def around(call: Callable[[], Any]) -> None:
-    with autocast("cpu", dtype=torch.bfloat16, policy="lean"):
-        call()
-
-
 def fabric(plugin: Any) -> Any:
     return Fabric(accelerator="cpu", plugins=[plugin])
 
@@ -192,10 +187,6 @@ NO_SCALER = "takes no scaler: loss scaling is for float16. Leave it out, or writ
 CLIPPED = (
     "these gradients were clipped before the last backward pass, which has added scaled ones. Clip "
     "once, before the step."
-)
-INSIDE = (
-    "opens a region of bfloat16 with policy 'amp' inside a region of bfloat16 with policy 'lean', "
-    "which would have no effect. Leave the outer region out, and write"
 )
 DISABLED = (
     "needs a loss scaler, and the one given is disabled, so that small gradients would become "
@@ -342,27 +333,6 @@ REFUSALS = (
         "the loss itself. Give the optimizer in it: optimizer.inner_optimizer.",
     ),
     Refusal(
-        "Lightning: inside a region",
-        lambda: around(lambda: fit(Precision("bf16-mixed", "amp"))), PolicyError,
-        f"Precision {INSIDE} Precision('bf16-mixed', policy=...).",
-    ),
-    Refusal(
-        "Fabric: inside a region",
-        lambda: around(lambda: called(fabric(FabricPrecision("bf16-mixed", "amp")))), PolicyError,
-        f"FabricPrecision {INSIDE} FabricPrecision('bf16-mixed', policy=...).",
-    ),
-    Refusal(
-        "accelerate: inside a region",
-        lambda: around(lambda: called(use(accelerator("bf16"), "amp"))), PolicyError,
-        f"accelerate {INSIDE} polymp.accelerate.use(accelerator, policy=...).",
-    ),
-    Refusal(
-        "transformers: inside a region",
-        lambda: around(lambda: called(use_trainer(trainer(bf16=True), "amp").accelerator)),
-        PolicyError,
-        f"the Trainer {INSIDE} polymp.transformers.use(trainer, policy=...).",
-    ),
-    Refusal(
         "Keras: inside a region",
         keras_in_a_region, RuntimeError,
         "`with autocast(...)` marks a region for the autocast function around it, and there is "
@@ -462,9 +432,22 @@ def test_lightning_refuses_a_mode_beside_the_plugin() -> None:
         fit(Precision("bf16-mixed"), precision="bf16-mixed")
 
 
-def test_the_same_region_around_is_no_mistake() -> None:
-    with autocast("cpu", dtype=torch.bfloat16, policy="amp"):
-        assert fit(Precision("bf16-mixed", "amp")).dtypes == {torch.bfloat16}
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda policy: fabric(FabricPrecision("bf16-mixed", policy)).setup,
+        lambda policy: use(accelerator("bf16"), policy).prepare,
+        lambda policy: use_trainer(trainer(bf16=True), policy).accelerator.prepare,
+    ],
+    ids=["Fabric", "accelerate", "transformers"],
+)
+def test_a_region_around_is_replaced(make: Callable[..., Any]) -> None:
+    """As any region in another replaces it."""
+    net, x = nn.Linear(64, 64), torch.randn(4, 64)
+    exact = net(x)
+    with autocast("cpu", dtype=torch.float16, policy="lean"):
+        assert not torch.equal(net(x).float(), exact)
+        assert torch.equal(make({"name": "mine", "rules": {"linear": "fp32"}})(net)(x), exact)
 
 
 MISSING = """

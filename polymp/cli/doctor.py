@@ -121,11 +121,10 @@ def diagnose(facts: Facts) -> dict[str, Any]:
 
 
 def _problems(facts: Facts) -> Iterator[str]:
-    installed = [f for f in facts.frameworks if f.version]
-    if not installed:
+    if not any(f.version or f.problem for f in facts.frameworks):
         yield "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
-    for f in installed:
-        if not versions.is_supported(f.name, f.version):
+    for f in facts.frameworks:
+        if f.version and not versions.is_supported(f.name, f.version):
             yield f"{f.name} {f.version} is not supported: install {versions.supported(f.name)}."
         if f.problem:
             yield f"{f.name} {f.version} does not work: {f.problem}"
@@ -146,9 +145,6 @@ def gather() -> Facts:
         if name in backends.installed():
             try:
                 version = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                version = "of unknown version"
-            try:
                 where = ask(devices)
             except Exception as error:  # any error of a framework is a finding
                 problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

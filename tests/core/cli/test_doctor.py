@@ -62,11 +62,6 @@ def test_what_shows_that_a_dtype_is_fast():
             "",
             ["neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."],
         ),
-        (
-            "of unknown version",
-            "",
-            ["torch of unknown version is not supported: install torch 2.11 to 2.15."],
-        ),
     ],
 )
 def test_versions(torch, jax, problems):

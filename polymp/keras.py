@@ -93,7 +93,7 @@ def use(
 
 
 @keras.saving.register_keras_serializable(package="polymp")
-class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc, name-defined]
     """An optimizer whose loss is scaled, in place of Keras' LossScaleOptimizer.
 
         model.compile(polymp.keras.ScaledOptimizer(keras.optimizers.Adam()), "mse")

@@ -217,9 +217,9 @@ def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
         sides = (", ".join(filter(None, side)) for side in (left, right))
         lines.setdefault((*sides, entry["scope"], entry["op"]), []).append(entry["dtype"])
     alike: dict[tuple[str, ...], list[str]] = {}  # ops, by all in which they agree
-    for (*sides, scope, op), dtypes in lines.items():
+    for (*agree, op), dtypes in lines.items():
         only = f" ({dtypes[0]})" if len(dtypes) < len(LOW) else ""
-        alike.setdefault((*sides, scope, only), []).append(op)
+        alike.setdefault((*agree, only), []).append(op)
     table = [(", ".join(ops) + only, *rest) for (*rest, only), ops in alike.items()]
     count = len({(scope, op) for *_, scope, op in lines})
     yield f"{one} and {other}, ops that differ: {count}"

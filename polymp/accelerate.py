@@ -39,9 +39,8 @@ A = TypeVar("A", bound=Accelerator)
 class Words(NamedTuple):
     """The words of the messages: those of accelerate, or of the Trainer of transformers."""
 
+    call: str = "polymp.accelerate.use()"
     opener: str = "accelerate"  # who opens the region
-    # How `use` is called with a policy.
-    line: str = "polymp.accelerate.use(accelerator, policy=...)"
     mode: str = "Accelerator(mixed_precision={!r})"  # how mixed precision is asked for
     # How `use` is called in time.
     order: str = (
@@ -90,19 +89,22 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
 def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: GradScaler | None) -> A:
     """Do what `use` does, with messages in other words."""
     _check(words, accelerator, scaler)
+    mode, device = accelerator.mixed_precision, accelerator.device.type
     loaded = None if policy is None else policy_files.load(policy)
-    dtype, device = _DTYPES[accelerator.mixed_precision], accelerator.device.type
-    settings = _Settings(device, dtype, loaded)
-    settings.region()  # raises for a policy that torch cannot follow
-    if dtype is DTYPES["float16"]:
+    outside = None if loaded is None else loaded.at("")  # of modules
+    region = autocast(device, _DTYPES[mode], policy=outside)
+    if mode == "fp16" and scaler is None:
         handler = accelerator.scaler_handler
-        kwargs = {} if handler is None else handler.to_kwargs()
-        accelerator.scaler = GradScaler(device, **kwargs) if scaler is None else scaler
+        scaler = GradScaler(device, **({} if handler is None else handler.to_kwargs()))
+    asked, write = f"{words.call} with {words.mode.format(mode)}", words.mode.format("fp16")
+    check_scaler(scaler, asked, mode == "fp16", write)
+    if scaler is not None:
+        accelerator.scaler = scaler
         accelerator.native_amp = True  # accelerate has no fp16 on the CPU, and would do nothing
     if accelerator.distributed_type is DistributedType.FSDP and loaded is not None:
-        _let_the_policy_cast(accelerator.state.fsdp_plugin, accelerator.mixed_precision)
+        _let_the_policy_cast(accelerator.state.fsdp_plugin, mode)
     extend(accelerator, InUse)
-    accelerator.polymp = settings
+    accelerator.polymp, accelerator.polymp_policy = region, loaded
     return accelerator
 
 
@@ -116,15 +118,13 @@ def _let_the_policy_cast(plugin: Any, mode: str) -> None:
 
 
 def _check(words: Words, accelerator: object, scaler: object) -> None:
-    name = words.line.partition("(")[0] + "()"
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
-            f"{name} takes an accelerate.Accelerator, got {type(accelerator).__name__}. Write "
-            "accelerator = polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of "
+            f"{words.call} takes an accelerate.Accelerator, got {type(accelerator).__name__}. "
+            "Write accelerator = polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of "
             "transformers, polymp.transformers.use(trainer, policy=...)."
         )
-    mode, handler = accelerator.mixed_precision, accelerator.scaler_handler
-    engine = accelerator.distributed_type
+    mode, engine = accelerator.mixed_precision, accelerator.distributed_type
     why = ""
     if isinstance(accelerator, InUse):
         why = " was called before. Call it once, with the policy and the scaler."
@@ -139,32 +139,13 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
         )
     elif accelerator._models or accelerator._optimizers:
         why = f" comes too late: a model or an optimizer is prepared already. {words.order}."
-    elif mode == "fp16" and scaler is None and handler is not None and not handler.enabled:
-        why = (
-            ": GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so that small "
-            "gradients would become zero. Leave enabled=False out."
-        )
-    elif mode == "fp16" and scaler is not None and handler is not None:
+    elif mode == "fp16" and scaler is not None and accelerator.scaler_handler is not None:
         why = (
             ": there are two loss scalers: scaler=... and the Accelerator's GradScalerKwargs. "
             "Leave one of them out."
         )
     if why:
-        raise ValueError(name + why)
-    half = words.mode.format("fp16")
-    check_scaler(scaler, f"{name} with {words.mode.format(mode)}", mode == "fp16", half)
-
-
-class _Settings(NamedTuple):
-    """The region of an accelerator."""
-
-    device: str  # the device type
-    dtype: torch.dtype
-    policy: Policy | None  # whose rules by module path `_attach` puts on models
-
-    def region(self) -> autocast:
-        here = None if self.policy is None else self.policy.at("")
-        return autocast(self.device, dtype=self.dtype, policy=here)
+        raise ValueError(words.call + why)
 
 
 _attached: WeakKeyDictionary[nn.Module, Scoping] = WeakKeyDictionary()
@@ -184,20 +165,21 @@ def _attach(model: nn.Module, policy: Policy | None) -> None:
 class InUse:
     """The methods of an `Accelerator` that differ after `use`; the first base of its class."""
 
-    polymp: _Settings
+    polymp: autocast  # its region
+    polymp_policy: Policy | None  # whose rules by module path `_attach` puts on models
     scaler: GradScaler | None
     _optimizers: Any
 
     def prepare(self, *args: Any, **kwargs: object) -> Any:
-        device, dtype, policy = self.polymp
+        region, policy = self.polymp, self.polymp_policy
         if self.is_fsdp2 and policy is not None:  # type: ignore[attr-defined]
             for model in args:  # with FSDP2 accelerate opens no region
                 if isinstance(model, nn.Module) and not opens_region(model):
-                    open_region(model, policy, dtype, device)
+                    open_region(model, policy, region.fast_dtype, region.device)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
-        _attach(model, self.polymp.policy)
+        _attach(model, self.polymp_policy)
         return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_optimizer(
@@ -219,7 +201,7 @@ class InUse:
 
     @contextmanager
     def autocast(self, *args: object, **kwargs: object) -> Iterator[None]:
-        with self.polymp.region(), super().autocast(*args, **kwargs):  # type: ignore[misc]
+        with self.polymp, super().autocast(*args, **kwargs):  # type: ignore[misc]
             yield
 
     def unscale_gradients(

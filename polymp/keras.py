@@ -4,11 +4,9 @@
     polymp.keras.use(model)                        # bfloat16: fit, evaluate, predict
     polymp.keras.use(model, dtype="float16")       # the same, with a scaler in the optimizer
 
-`compute_loss_and_updates` and `stateless_call` are the functions of arrays that Keras
-differentiates and calls. A model gets its own ones back as attributes, inside
-`polymp.jax.autocast`. Layers open name scopes, so that a policy's rules by module path go by layer
-names. In float16 Keras asks its optimizer to scale the loss (`scale_loss`) and to apply the
-gradients (`stateless_apply`).
+A model gets `compute_loss_and_updates` and `stateless_call`, the functions of arrays that Keras
+differentiates and calls, back as attributes, inside `polymp.jax.autocast`. Layers open name scopes:
+module paths are layer names. In float16 the optimizer scales the loss and applies the gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

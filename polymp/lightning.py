@@ -241,10 +241,8 @@ class FabricPrecision(_Region, FSDPPrecision):
 
         fabric = lightning.Fabric(plugins=[FabricPrecision("16-mixed", policy="lean")])
 
-    `fabric.backward`, `fabric.clip_gradients`, `fabric.autocast` and `optimizer.step` work as with
-    Fabric's own plugin. LBFGS trains in float16, and gradients of fused optimizers are clipped.
-    Outputs of modules become float32, as with Fabric's plugin; their inputs are not rounded before
-    they come in.
+    It works as Fabric's own plugin, but trains with LBFGS in float16 and clips the gradients of
+    fused optimizers, too, and does not round inputs of modules before they come in.
 
     Args:
         precision: "bf16-mixed" or "16-mixed".

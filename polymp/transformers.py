@@ -26,8 +26,8 @@ __all__ = ["catch", "use"]
 T = TypeVar("T", bound=Trainer)
 
 _WORDS = accelerate.Words(
+    call="polymp.transformers.use()",
     opener="the Trainer",
-    line="polymp.transformers.use(trainer, policy=...)",
     mode="TrainingArguments({}=True)",
     order=(
         "Call it right after Trainer(...), before trainer.train(), trainer.evaluate() and "
@@ -42,11 +42,10 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
         trainer = use(Trainer(model, TrainingArguments(bf16=True), ...), policy="lean")
         trainer.train()
 
-    Call it before `train` and `evaluate`. It works for subclasses of Trainer, with a `compute_loss`
-    of their own. The policy holds in every call of the model, also in `generate`, and in what
-    gradient checkpointing recomputes, of both kinds. It may have rules for modules. In float16, the
-    Trainer's logs have `loss_scale` and `skipped_steps`, and fp16=True works on the CPU as well.
-    Checkpoints are those of the Trainer without polymp, and each resumes the other's.
+    Call it before `train` and `evaluate`; subclasses of Trainer work, too. The policy holds in
+    every call of the model, also in `generate` and in what gradient checkpointing recomputes, and
+    may have rules for modules. In float16, the logs have `loss_scale` and `skipped_steps`, and
+    fp16=True works on the CPU as well. Each resumes the other's checkpoints.
 
     Args:
         trainer: with bf16=True or fp16=True. It is changed in place.

@@ -246,8 +246,8 @@ class Policy:
 
         Args:
             op: its name in the vocabulary; "" for a spelling that it lacks.
-            dtypes: dtypes of the inputs that the rule depends on, in order: float inputs on the
-                region's device. float64 and dtypes that `polymp.dtypes` lacks are passed over.
+            dtypes: of the float inputs on the region's device, in order. float64 and dtypes that
+                `polymp.dtypes` lacks are passed over.
             region: the region the op is called in.
             spelling: the framework's own name of the op, with its prefix.
 
@@ -320,12 +320,11 @@ class Policy:
 
         Args:
             name: of the result; this policy's with "*" appended, if left out.
-            rules: any rows, as the `[rules]` of a TOML file has them.
-            scopes: rows by pattern of module paths, as `[scopes]` has them.
-            recipe: of the rows with rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; this
-                policy's, if left out.
-            by_rule: ops, or classes as "class:NAME", that are to have the rule of this name: lower,
-                fp8, fp32, fp32_keep, widest, first, keep or parts.
+            rules: any rows, as the `[rules]` of a TOML file.
+            scopes: rows by pattern of module paths, as `[scopes]` there.
+            recipe: of rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; by default as here.
+            by_rule: ops, or classes as "class:NAME", by the rule that they get: lower, fp8, fp32,
+                fp32_keep, widest, first, keep or parts.
 
         Returns:
             A new policy.

@@ -121,8 +121,8 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
             f"{words.call} takes an accelerate.Accelerator, got {type(accelerator).__name__}. "
-            "Write accelerator = polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of "
-            "transformers, polymp.transformers.use(trainer, policy=...)."
+            "Write accelerator = polymp.accelerate.use(Accelerator(...), policy=...); for a "
+            "Trainer of transformers, polymp.transformers.use(trainer, policy=...)."
         )
     mode, engine = accelerator.mixed_precision, accelerator.distributed_type
     why = ""

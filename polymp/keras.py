@@ -10,7 +10,7 @@ module paths are layer names. In float16 the optimizer scales the loss and appli
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
@@ -82,8 +82,10 @@ def use(
     _check_layers(model)
     region = _Region(model, policy, dtype)
     optimizer = _optimizer(model, region.dtype, scaler)
-    for name in _OWN:
-        setattr(model, name, getattr(region, name))
+    model.polymp = region
+    for name in _LOW:
+        setattr(model, name, partial(region.call, name))
+    model.train_step, model.get_compile_config = region.train_step, region.get_compile_config
     if optimizer is not None:
         model.optimizer = optimizer
     model.train_function = model.test_function = model.predict_function = None
@@ -212,17 +214,12 @@ class _Region:
         region = autocast(dtype=dtype, policy=policy)
         self.model = model
         self.dtype: str = region.region.dtype
-        self.own = {name: _own(model, name) for name in _OWN}
+        before = getattr(model, "polymp", None)
+        self.own = before.own if before else {name: getattr(model, name) for name in _OWN}
         self.low = {name: region(widened(self.own[name])) for name in _LOW}
         self.calls = 0  # into the region, in the train step that is traced
 
-    def compute_loss_and_updates(self, *args: object, **kwargs: object) -> Any:
-        return self._full("compute_loss_and_updates", *args, **kwargs)
-
-    def stateless_call(self, *args: object, **kwargs: object) -> Any:
-        return self._full("stateless_call", *args, **kwargs)
-
-    def _full(self, name: str, *args: object, **kwargs: object) -> Any:
+    def call(self, name: str, *args: object, **kwargs: object) -> Any:
         """Call in the region; what comes out is float32, the dtype in which Keras knows it."""
         self.calls += 1
         return self.low[name](*args, **kwargs)
@@ -269,13 +266,6 @@ class _Region:
 
 _LOW = ("compute_loss_and_updates", "stateless_call")
 _OWN = (*_LOW, "train_step", "get_compile_config")
-
-
-def _own(model: Any, name: str) -> Callable[..., Any]:
-    """A method as it is without an earlier call of `use`."""
-    found: Callable[..., Any] = getattr(model, name)
-    before = getattr(found, "__self__", None)
-    return before.own[name] if isinstance(before, _Region) else found
 
 
 def _optimizer(model: object, dtype: str, scaler: GradScaler | None) -> Any:

@@ -377,7 +377,6 @@ def cotangent(path: str, shape: tuple[int, ...]) -> Any:
 
 # The frameworks' names of a cast that the program itself makes.
 _CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
-_ONE_CASTS = "in other dtypes: only one side casts to a low dtype here"
 
 
 def name_of(call: Call) -> str:
@@ -418,32 +417,26 @@ def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
 
 
 def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
-    names = [name_of(c) for c in left], [name_of(c) for c in right]
-    for call, name in zip(left, names[0], strict=True):
-        if name in names[1]:
-            other = right[names[1].index(name)]
-            ruled = call.row is not None or other.row is not None
-            if ruled or (names[0] == names[1] and not _spared(call, other)):
-                recipes = call.recipe and other.recipe and call.recipe != other.recipe
-                return Parted(call, other, "by other recipes" if recipes else "in other dtypes")
-        elif name == "cast" and _narrows(call):
-            return Parted(call, None, _ONE_CASTS)
-    for call, name in zip(right, names[1], strict=True):
-        if name == "cast" and "cast" not in names[0] and _narrows(call):
-            return Parted(None, call, _ONE_CASTS)
+    names, theirs = list(map(name_of, left)), {name_of(c): c for c in reversed(right)}
+    same = names == list(map(name_of, right))
+    pairs: list[tuple[Call | None, Call | None]] = [(c, theirs.get(name_of(c))) for c in left]
+    pairs += [(None, c) for c in right if name_of(c) not in names]
+    for one, other in pairs:
+        if one is not None and other is not None:
+            ruled = one.row is not None or other.row is not None
+            if ruled or (same and not _holds(other.run, one.run)):  # wider in JAX: a rounding less
+                recipes = one.recipe and other.recipe and one.recipe != other.recipe
+                return Parted(one, other, "by other recipes" if recipes else "in other dtypes")
+        elif (call := one or other) and name_of(call) == "cast":
+            dtypes = (*call.inputs, *call.outputs)
+            if len(dtypes) == 2 and _holds(*dtypes) and dtypes[0] != dtypes[1]:
+                why = "in other dtypes: only one side casts to a low dtype here"
+                return Parted(one, other, why)
     return None
 
 
-def _spared(call: Call, other: Call) -> bool:
-    """True if JAX, the other side, runs a call in torch's dtype or a wider one."""
-    known = {call.run, other.run} <= {*FORMATS}
-    return known and FORMATS[other.run].holds(FORMATS[call.run])
-
-
-def _narrows(call: Call) -> bool:
-    dtypes = (*call.inputs, *call.outputs)
-    known = len(dtypes) == 2 and {*dtypes} <= {*FORMATS}
-    return known and FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
+def _holds(wide: str, narrow: str) -> bool:
+    return {wide, narrow} <= {*FORMATS} and FORMATS[wide].holds(FORMATS[narrow])
 
 
 def _called(parted: Parted, names: tuple[str, str]) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import re
 import statistics
 import sys
 import time
+import timeit
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -124,7 +125,7 @@ def _problems(facts: Facts) -> Iterator[str]:
     if not any(f.version or f.problem for f in facts.frameworks):
         yield "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
     for f in facts.frameworks:
-        if f.version and not versions.is_supported(f.name, f.version):
+        if f.version and not versions.within(f.version, versions.SUPPORTED[f.name]):
             yield f"{f.name} {f.version} is not supported: install {versions.supported(f.name)}."
         if f.problem:
             yield f"{f.name} {f.version} does not work: {f.problem}"
@@ -302,10 +303,7 @@ def _rounds(step: Step, dtypes: list[str]) -> Mapping[str, list[float]]:
     """Seconds of a step by dtype; a round runs all dtypes, each round another one first."""
 
     def seconds(dtype: str, times: int) -> float:
-        start = time.perf_counter()
-        for _ in range(times):
-            step(dtype)
-        return (time.perf_counter() - start) / times
+        return timeit.timeit(lambda: step(dtype), number=times) / times
 
     times = {dtype: max(1, round(SHORTEST / seconds(dtype, 1))) for dtype in dtypes}
     end = time.perf_counter() + BUDGET

@@ -94,18 +94,15 @@ def _ruled(policy: Policy, op: str, scope: str, dtypes: Sequence[str]) -> Data:
 
 
 def _one(policy: Policy, selector: str, scope: str, dtypes: Sequence[str]) -> Data:
-    op = vocabulary().op_of(selector)
+    op = vocabulary().op_of(selector) or Op(selector, "")
     return {
         "op": selector,
-        "class": op.kind if op else "",
-        "about": vocabulary().kinds[op.kind] if op else "Not in the vocabulary.",
+        "class": op.kind,
+        "about": vocabulary().kinds.get(op.kind, "Not in the vocabulary."),
         **_ruled(policy, selector, scope, dtypes),
         "why": {low: str(policy.why(selector, low, scope)) for low in dtypes},
-        "aten": list(op.aten) if op else [],
-        "jax": list(op.jax) if op else [],
-        "functions": list(op.functions) if op else [],
-        "traces": list(op.traces) if op else [],
-        "note": op.note if op else "",
+        **{side: list(getattr(op, side)) for side in ("aten", "jax", "functions", "traces")},
+        "note": op.note,
     }
 
 

@@ -42,11 +42,6 @@ def __dir__() -> list[str]:
 
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-# Names of Lightning's, and of other libraries', for these modes.
-_ALIASES = {
-    **dict.fromkeys(("bf16", "bfloat16", "bf16-true", torch.bfloat16), "bf16-mixed"),
-    **dict.fromkeys(("16", 16, "fp16", "float16", "16-true", torch.float16), "16-mixed"),
-}
 
 
 class _Region(Plain):
@@ -67,10 +62,9 @@ class _Region(Plain):
         super().__init__("32-true")  # type: ignore[call-arg]
         name = type(self).__name__
         if precision not in _DTYPES:
-            meant = _ALIASES.get(precision, "bf16-mixed")
             raise ValueError(
-                f"{name}({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Write "
-                f"{name}({meant!r}, policy=...). Lightning's other modes work without this plugin."
+                f"{name}({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Lightning's "
+                "other modes work without this plugin."
             )
         self.policy = None if policy is None else policy_files.load(policy)
         if self.policy is not None and self.policy.scopes:

@@ -52,14 +52,8 @@ class Device(NamedTuple):
     by: str  # the feature that shows it, in words
 
 
-class Facts(NamedTuple):
-    """A machine, as far as mixed precision goes."""
-
-    system: str  # operating system and processor
-    python: str
-    frameworks: Sequence[Framework]  # torch and jax, installed or not
-    devices: Sequence[Device] = ()
-    nvidia: bool = False  # True if an NVIDIA driver is loaded
+# torch and jax, installed or not; their devices; True if an NVIDIA driver is loaded.
+Facts = tuple[Sequence[Framework], Sequence[Device], bool]
 
 
 def examined(args: argparse.Namespace) -> Data:
@@ -104,38 +98,35 @@ def advice(device: Device) -> tuple[str, str]:
 
 def diagnose(facts: Facts) -> dict[str, Any]:
     """Versions, devices, advice, problems and notes; `ok` if there is no problem."""
-    devices = [
-        d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
-    ]
-    frameworks = [f._asdict() | {"supported": versions.supported(f.name)} for f in facts.frameworks]
-    problems, notes = list(_problems(facts)), list(_notes(facts))
+    frameworks, devices, nvidia = facts
+    problems, notes = list[str](), list[str]()
+    if not any(f.version or f.problem for f in frameworks):
+        problems.append(
+            "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
+        )
+    for name, version, problem, _ in frameworks:
+        if version and not versions.within(version, versions.SUPPORTED[name]):
+            known = versions.supported(name)
+            problems.append(f"{name} {version} is not supported: install {known}.")
+        if problem:
+            problems.append(f"{name} {version} does not work: {problem}")
+        seen = any(d.framework == name and d.kind != "cpu" for d in devices)
+        if version and nvidia and not seen:
+            notes.append(
+                f"an NVIDIA driver is loaded, but {name} sees no GPU: is it a build for CPUs?"
+            )
     return {
         "polymp": polymp.__version__,
-        "python": facts.python,
-        "system": facts.system,
-        "frameworks": frameworks,
-        "devices": devices,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "frameworks": [f._asdict() | {"supported": versions.supported(f.name)} for f in frameworks],
+        "devices": [
+            d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in devices
+        ],
         "problems": problems,
         "notes": notes,
         "ok": not problems,
     }
-
-
-def _problems(facts: Facts) -> Iterator[str]:
-    if not any(f.version or f.problem for f in facts.frameworks):
-        yield "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
-    for f in facts.frameworks:
-        if f.version and not versions.within(f.version, versions.SUPPORTED[f.name]):
-            yield f"{f.name} {f.version} is not supported: install {versions.supported(f.name)}."
-        if f.problem:
-            yield f"{f.name} {f.version} does not work: {f.problem}"
-
-
-def _notes(facts: Facts) -> Iterator[str]:
-    for f in facts.frameworks:
-        seen = any(d.framework == f.name and d.kind != "cpu" for d in facts.devices)
-        if f.version and facts.nvidia and not seen:
-            yield f"an NVIDIA driver is loaded, but {f.name} sees no GPU: is it a build for CPUs?"
 
 
 def gather() -> Facts:
@@ -150,13 +141,7 @@ def gather() -> Facts:
             except Exception as error:  # any error of a framework is a finding
                 problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         frameworks.append(Framework(name, version, problem, where))
-    return Facts(
-        f"{platform.system()} {platform.machine()}",
-        platform.python_version(),
-        frameworks,
-        devices,
-        Path("/proc/driver/nvidia/version").exists(),
-    )
+    return frameworks, devices, Path("/proc/driver/nvidia/version").exists()
 
 
 def _ask_torch(devices: list[Device]) -> str:

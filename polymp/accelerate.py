@@ -55,11 +55,11 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
         accelerator = use(Accelerator(mixed_precision="fp16"), policy="lean")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    Call it before `prepare`. Models that are prepared later are scoped with the policy, which may
-    have rules for modules; `accelerator.autocast()` uses it, too. `backward`, `clip_grad_norm_`,
-    `save_state` and `load_state` work as before, and load states that accelerate saved with torch's
-    scaler. `step_was_skipped` of optimizers is right for fused ones. In float16, `accelerator.log`
-    adds `loss_scale` and `skipped_steps` to what it logs. fp16 works on the CPU as well.
+    Call it before `prepare`, which scopes models with the policy: it may have rules for modules.
+    `accelerator.autocast()` uses it, too. `backward`, `clip_grad_norm_`, `save_state` and
+    `load_state` work as before, also with states of torch's scaler, and `step_was_skipped` is right
+    for fused optimizers. In float16, `accelerator.log` adds `loss_scale` and `skipped_steps`, and
+    fp16 works on the CPU as well.
 
     With a policy, FSDP sends parameters and gradients in float32, and the policy decides about
     every cast; a `mixed_precision_policy` of your own in the FSDP plugin overrules that.

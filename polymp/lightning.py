@@ -348,7 +348,7 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
             "Write trainer = polymp.lightning.catch(lightning.Trainer(...))."
         )
     plugin: Any = trainer.precision_plugin
-    inner, result = plugin.optimizer_step, [None]
+    inner = plugin.optimizer_step
 
     def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> list[Any]:
         losses: list[Any] = []
@@ -357,14 +357,9 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
             losses.append(closure())
             return losses[-1]
 
-        result[0] = inner(optimizer, model=model, closure=evaluate, **kwargs)
+        inner(optimizer, model=model, closure=evaluate, **kwargs)
         return losses
 
     caught = catch_steps(step, **options)
-
-    def optimizer_step(*args: Any, **kwargs: Any) -> Any:
-        caught(*args, **kwargs)
-        return result[0]
-
-    plugin.optimizer_step = optimizer_step
+    plugin.optimizer_step = lambda *args, **kwargs: caught(*args, **kwargs)[-1]
     return trainer

@@ -5,9 +5,8 @@
     polymp.torch.fsdp.fully_shard(model, "lean", torch.bfloat16)
     with polymp.torch.autocast("cuda", torch.bfloat16, policy="lean"): ...
 
-A region casts the weight of a linear layer where it is used. FSDP can cast the piece of each rank
-before it is sent: half the bytes, and the same bits. A weight that the policy uses in float32, such
-as that of a normalisation, has to be sent in float32. Gradients are added up in float32.
+A weight that a region casts can be cast before it is sent: half the bytes, and the same bits. One
+that the policy uses in float32 has to be sent in float32. Gradients are added up in float32.
 """
 
 import warnings
@@ -44,11 +43,9 @@ def fully_shard(
     """Shard a module as torch's `fully_shard` does, with each parameter sent as the region uses it.
 
     Parameters that the policy uses low (those of linear layers, convolutions and attention) are
-    gathered in `dtype`, all others in float32; the two kinds make two groups. The results are the
-    same bits as those of the region without FSDP, on one rank. Modules inside that are sharded
-    already are left alone, so shard from the inside out, as with torch's.
-
-    The module warns, once, if it runs in a region that uses a parameter in another dtype.
+    gathered in `dtype`, all others in float32; the two kinds make two groups. On one rank the
+    results are those of the region without FSDP, bit for bit. Shard from the inside out, as with
+    torch's. The module warns, once, if it runs in a region that uses a parameter in another dtype.
 
     Args:
         module: a block or the model, in float32.

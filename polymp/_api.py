@@ -24,9 +24,8 @@ def explain(fn: Any = None, *args: object, **kwargs: Any) -> "Report":
         report = polymp.explain(model, x, dtype="bfloat16")
         print(report)
 
-    A torch module, or a call with torch tensors or modules, is explained by `polymp.torch.explain`,
-    everything else by `polymp.jax.explain`, whose further arguments can be given here. For a
-    function that takes no tensor, call one of the two.
+    A call with torch's tensors or modules is explained by `polymp.torch.explain`, any other by
+    `polymp.jax.explain`, whose further arguments can be given here.
 
     Args:
         fn: a module or a function.
@@ -115,19 +114,17 @@ def register_op(
         MyNorm = register_op("my_norm", "fp32", torch=MyNorm)  # an autograd.Function
 
     In an enabled region its inputs are cast as the rule says, and the ops inside it run in these
-    dtypes; backward runs in the dtypes of forward. A policy may give it another rule, by its name
-    or by that of its class. An op cannot be unregistered. Register it before torch.compile or
-    jax.jit compiles code that calls it: compiled code does not change.
+    dtypes; backward runs in the dtypes of forward. A policy may give it another rule. Register it
+    before torch.compile or jax.jit compiles code that calls it. It cannot be unregistered.
 
     Args:
         name: for policies; not one that the vocabulary has. The same name may be registered once
             for torch and once for jax, with the same rule.
-        rule: how it runs under a policy that has no row for it: lower, fp32, fp32_keep, widest,
-            first, keep, forbid or parts.
-        torch: an op of `torch.library` (Triton kernels are reached through one): "mylib::my_op", a
-            list of such names, or what `torch.library.custom_op` returned; or an
-            `autograd.Function` or a Python function, which runs with autocast off and gets its
-            inputs in the dtype of the rule.
+        rule: of policies that have no row for it: lower, fp32, fp32_keep, widest, first, keep,
+            forbid or parts.
+        torch: an op of `torch.library`: "mylib::my_op", a list of such names, or what
+            `torch.library.custom_op` returned; or an `autograd.Function` or a Python function,
+            which runs with autocast off and gets its inputs in the dtype of the rule.
         jax: a primitive, or a function: plain, jitted, `jax.custom_jvp` or `jax.custom_vjp`.
         kind: its class, for rows of "class:KIND".
 

@@ -10,14 +10,17 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
-from polymp.backends.torch.autocast.api import PolicyLike
+from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.dtype_names import DTYPES
+from polymp.backends.torch.modules.scoped import Scoping, open_region, opens_region, scoped
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.integrations import require
 from polymp.rules import policy_files
+from polymp.rules.policy import Policy
 from polymp.torch import GradScaler
-from polymp.torch._trainers import RegionSettings, attach, check_scaler, extend, open_in
+from polymp.torch._trainers import check_scaler, extend
 
 require("accelerate")
 
@@ -36,9 +39,8 @@ A = TypeVar("A", bound=Accelerator)
 class Words(NamedTuple):
     """The words of the messages: those of accelerate, or of the Trainer of transformers."""
 
+    call: str = "polymp.accelerate.use()"
     opener: str = "accelerate"  # who opens the region
-    # How `use` is called with a policy.
-    line: str = "polymp.accelerate.use(accelerator, policy=...)"
     mode: str = "Accelerator(mixed_precision={!r})"  # how mixed precision is asked for
     # How `use` is called in time.
     order: str = (
@@ -53,11 +55,11 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
         accelerator = use(Accelerator(mixed_precision="fp16"), policy="lean")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    Call it before `prepare`. Models that are prepared later are scoped with the policy, which may
-    have rules for modules; `accelerator.autocast()` uses it, too. `backward`, `clip_grad_norm_`,
-    `save_state` and `load_state` work as before, and load states that accelerate saved with torch's
-    scaler. `step_was_skipped` of optimizers is right for fused ones. In float16, `accelerator.log`
-    adds `loss_scale` and `skipped_steps` to what it logs. fp16 works on the CPU as well.
+    Call it before `prepare`, which scopes models with the policy: it may have rules for modules.
+    `accelerator.autocast()` uses it, too. `backward`, `clip_grad_norm_`, `save_state` and
+    `load_state` work as before, also with states of torch's scaler, and `step_was_skipped` is right
+    for fused optimizers. In float16, `accelerator.log` adds `loss_scale` and `skipped_steps`, and
+    fp16 works on the CPU as well.
 
     With a policy, FSDP sends parameters and gradients in float32, and the policy decides about
     every cast; a `mixed_precision_policy` of your own in the FSDP plugin overrules that.
@@ -76,8 +78,7 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
         TypeError: `accelerator` is no Accelerator, or `scaler` no `polymp.torch.GradScaler`.
         ValueError: the accelerator's mode has no region or no loss scaling, another engine casts
             for it, it has two scalers, something is prepared already, or `use` was called before.
-        PolicyError: the policy cannot be read; later, when a model is called: a region around the
-            call has another dtype or policy.
+        PolicyError: the policy cannot be read.
 
     Source:
         accelerate 1.15, `accelerate.Accelerator`.
@@ -88,19 +89,22 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
 def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: GradScaler | None) -> A:
     """Do what `use` does, with messages in other words."""
     _check(words, accelerator, scaler)
+    mode, device = accelerator.mixed_precision, accelerator.device.type
     loaded = None if policy is None else policy_files.load(policy)
-    dtype, device = _DTYPES[accelerator.mixed_precision], accelerator.device.type
-    settings = RegionSettings(device, dtype, loaded, words.opener, words.line)
-    settings.region()  # raises for a policy that torch cannot follow
-    if dtype is DTYPES["float16"]:
+    outside = None if loaded is None else loaded.at("")  # of modules
+    region = autocast(device, _DTYPES[mode], policy=outside)
+    if mode == "fp16" and scaler is None:
         handler = accelerator.scaler_handler
-        kwargs = {} if handler is None else handler.to_kwargs()
-        accelerator.scaler = GradScaler(device, **kwargs) if scaler is None else scaler
+        scaler = GradScaler(device, **({} if handler is None else handler.to_kwargs()))
+    asked, write = f"{words.call} with {words.mode.format(mode)}", words.mode.format("fp16")
+    check_scaler(scaler, asked, mode == "fp16", write)
+    if scaler is not None:
+        accelerator.scaler = scaler
         accelerator.native_amp = True  # accelerate has no fp16 on the CPU, and would do nothing
     if accelerator.distributed_type is DistributedType.FSDP and loaded is not None:
-        _let_the_policy_cast(accelerator.state.fsdp_plugin, accelerator.mixed_precision)
+        _let_the_policy_cast(accelerator.state.fsdp_plugin, mode)
     extend(accelerator, InUse)
-    accelerator.polymp = settings
+    accelerator.polymp, accelerator.polymp_policy = region, loaded
     return accelerator
 
 
@@ -114,25 +118,20 @@ def _let_the_policy_cast(plugin: Any, mode: str) -> None:
 
 
 def _check(words: Words, accelerator: object, scaler: object) -> None:
-    name = words.line.partition("(")[0] + "()"
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
-            f"{name} takes an accelerate.Accelerator, got {type(accelerator).__name__}. Write "
-            "accelerator = polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of "
-            "transformers, polymp.transformers.use(trainer, policy=...)."
+            f"{words.call} takes an accelerate.Accelerator, got {type(accelerator).__name__}. "
+            "Write accelerator = polymp.accelerate.use(Accelerator(...), policy=...); for a "
+            "Trainer of transformers, polymp.transformers.use(trainer, policy=...)."
         )
-    mode, handler = accelerator.mixed_precision, accelerator.scaler_handler
-    engine = accelerator.distributed_type
+    mode, engine = accelerator.mixed_precision, accelerator.distributed_type
     why = ""
     if isinstance(accelerator, InUse):
-        why = (
-            " was called for this Accelerator before. Call it once, with the policy and the scaler."
-        )
+        why = " was called before. Call it once, with the policy and the scaler."
     elif mode not in _DTYPES:
         why = (
-            f": Accelerator(mixed_precision={mode!r}) opens no region that a policy could act in, "
-            "and does not unscale gradients before it clips them. Write "
-            "Accelerator(mixed_precision='bf16') or Accelerator(mixed_precision='fp16')."
+            f": with mixed_precision={mode!r} {words.opener} opens no region that a policy could "
+            f"act in. Write {words.mode.format('bf16')} or {words.mode.format('fp16')}."
         )
     elif engine in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         why = (
@@ -140,38 +139,47 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
         )
     elif accelerator._models or accelerator._optimizers:
         why = f" comes too late: a model or an optimizer is prepared already. {words.order}."
-    elif mode == "fp16" and scaler is None and handler is not None and not handler.enabled:
-        why = (
-            ": GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so that small "
-            "gradients would become zero. Leave enabled=False out."
-        )
-    elif mode == "fp16" and scaler is not None and handler is not None:
+    elif mode == "fp16" and scaler is not None and accelerator.scaler_handler is not None:
         why = (
             ": there are two loss scalers: scaler=... and the Accelerator's GradScalerKwargs. "
             "Leave one of them out."
         )
     if why:
-        raise ValueError(name + why)
-    half = words.mode.format("fp16")
-    check_scaler(scaler, f"{name} with {words.mode.format(mode)}", mode == "fp16", half)
+        raise ValueError(words.call + why)
+
+
+_attached: WeakKeyDictionary[nn.Module, Scoping] = WeakKeyDictionary()
+
+
+def _attach(model: nn.Module, policy: Policy | None) -> None:
+    """Put a policy on a model whose forward accelerate calls in a region, in place of another."""
+    before = _attached.get(model)
+    if opens_region(model) or policy == (before and before.policy):
+        return
+    if before is not None:
+        _attached.pop(model).remove()
+    if policy is not None:
+        _attached[model] = scoped(model, policy)
 
 
 class InUse:
     """The methods of an `Accelerator` that differ after `use`; the first base of its class."""
 
-    polymp: RegionSettings
+    polymp: autocast  # its region
+    polymp_policy: Policy | None  # whose rules by module path `_attach` puts on models
     scaler: GradScaler | None
     _optimizers: Any
 
     def prepare(self, *args: Any, **kwargs: object) -> Any:
-        if self.is_fsdp2 and self.polymp.policy is not None:  # type: ignore[attr-defined]
-            for model in args:
-                if isinstance(model, nn.Module):
-                    open_in(model, self.polymp)  # with FSDP2 accelerate opens no region
+        region, policy = self.polymp, self.polymp_policy
+        if self.is_fsdp2 and policy is not None:  # type: ignore[attr-defined]
+            for model in args:  # with FSDP2 accelerate opens no region
+                if isinstance(model, nn.Module) and not opens_region(model):
+                    open_region(model, policy, region.fast_dtype, region.device)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
-        attach(model, self.polymp)
+        _attach(model, self.polymp_policy)
         return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_optimizer(
@@ -193,7 +201,7 @@ class InUse:
 
     @contextmanager
     def autocast(self, *args: object, **kwargs: object) -> Iterator[None]:
-        with self.polymp.region(), super().autocast(*args, **kwargs):  # type: ignore[misc]
+        with self.polymp, super().autocast(*args, **kwargs):  # type: ignore[misc]
             yield
 
     def unscale_gradients(

@@ -102,9 +102,9 @@ def name(value: object, accepted: Iterable[str] = FORMATS, what: str = "dtype") 
         name("fp16") == name(torch.half) == name(jnp.float16) == name("float16") == "float16"
 
     Args:
-        value: a full name, an alias ("fp16", "f16", "half", "bf16", "fp32", "float", ...), a name
-            with "torch." in front, or a dtype or scalar type of torch, jax, ml_dtypes or numpy.
-        accepted: full names of the dtypes that are accepted where the value was given.
+        value: a name or alias, "torch." in front or not, or a dtype or scalar type of torch, jax,
+            ml_dtypes or numpy.
+        accepted: full names of the dtypes that are accepted.
         what: the value is, for messages, such as "explain(): dtype".
 
     Returns:
@@ -112,8 +112,7 @@ def name(value: object, accepted: Iterable[str] = FORMATS, what: str = "dtype") 
 
     Raises:
         TypeError: `value` is neither a string nor a dtype.
-        ValueError: it is another dtype than the accepted ones, or none; the message lists those,
-            with the alias of each that is used most.
+        ValueError: it is another dtype than the accepted ones, or none.
     """
     accepted = tuple(accepted)
     given = _spelled(value)

@@ -13,7 +13,7 @@ from typing import Any
 
 from polymp.code_origin import outside
 from polymp.errors import BackendMissingError, VersionWarning
-from polymp.versions import parts
+from polymp.versions import within
 
 # By library, as pip installs it: the versions that its adapter is tested with, as pip takes them.
 TESTED = {
@@ -37,8 +37,7 @@ def require(name: str) -> Any:
 
 @cache
 def _warn_untested(name: str, version: str) -> None:
-    first, end = map(parts, TESTED[name].split(","))
-    if not first <= parts(version) < end:
+    if not within(version, TESTED[name]):
         warnings.warn(
             f"polymp.{name} is tested with {name}{TESTED[name]}, and this is {name} {version}. "
             f"Install a tested version: pip install '{name}{TESTED[name]}'.",

@@ -4,34 +4,28 @@
     polymp.keras.use(model)                        # bfloat16: fit, evaluate, predict
     polymp.keras.use(model, dtype="float16")       # the same, with a scaler in the optimizer
 
-`compute_loss_and_updates` and `stateless_call` are the functions of arrays that Keras
-differentiates and calls. A model gets its own ones back as attributes, inside
-`polymp.jax.autocast`. Layers open name scopes, so that a policy's rules by module path go by layer
-names. In float16 Keras asks its optimizer to scale the loss (`scale_loss`) and to apply the
-gradients (`stateless_apply`).
+A model gets `compute_loss_and_updates` and `stateless_call`, the functions of arrays that Keras
+differentiates and calls, back as attributes, inside `polymp.jax.autocast`. Layers open name scopes:
+module paths are layer names. In float16 the optimizer scales the loss and applies the gradients.
 """
 
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
-from polymp import dtypes, integrations
+from polymp import backends, dtypes, integrations
 from polymp.errors import PolympError
+from polymp.rules.policy_files import Source
 from polymp.rules.row import LOW
 
-if typing.TYPE_CHECKING:
-    import jax
-    from jax.typing import DTypeLike
-
-    from polymp.jax import GradScaler
-    from polymp.rules.policy_files import Source
-
+backends.require("jax")
 keras = integrations.require("keras")
 
-if keras.backend.backend() == "jax":
-    import polymp.jax as _jax  # noqa: F401  # for `scaler=polymp.jax.GradScaler(...)`
+import jax  # noqa: E402
+from jax.typing import DTypeLike  # noqa: E402
+
+from polymp.jax import GradScaler, autocast, upper  # noqa: E402
 
 __all__ = ["ScaledOptimizer", "use"]
 
@@ -44,10 +38,10 @@ def __dir__() -> list[str]:
 
 def use(
     model: M,
-    policy: "Source | None" = None,
+    policy: Source | None = None,
     *,
-    dtype: "DTypeLike" = "bfloat16",
-    scaler: "GradScaler | None" = None,
+    dtype: DTypeLike = "bfloat16",
+    scaler: GradScaler | None = None,
 ) -> M:
     """Train, evaluate and predict with a Keras model in mixed precision.
 
@@ -88,19 +82,18 @@ def use(
     _check_layers(model)
     region = _Region(model, policy, dtype)
     optimizer = _optimizer(model, region.dtype, scaler)
-    for name in _OWN:
-        setattr(model, name, getattr(region, name))
+    model.polymp = region
+    for name in _LOW:
+        setattr(model, name, partial(region.call, name))
+    model.train_step, model.get_compile_config = region.train_step, region.get_compile_config
     if optimizer is not None:
         model.optimizer = optimizer
     model.train_function = model.test_function = model.predict_function = None
     return model
 
 
-_LossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
-
-
 @keras.saving.register_keras_serializable(package="polymp")
-class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
+class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc, name-defined]
     """An optimizer whose loss is scaled, in place of Keras' LossScaleOptimizer.
 
         model.compile(polymp.keras.ScaledOptimizer(keras.optimizers.Adam()), "mse")
@@ -123,10 +116,8 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
     """
 
     def __init__(
-        self, inner_optimizer: Any, scaler: "GradScaler | None" = None, name: str | None = None
+        self, inner_optimizer: Any, scaler: GradScaler | None = None, name: str | None = None
     ) -> None:
-        from polymp.jax import GradScaler
-
         call = "ScaledOptimizer(inner_optimizer)"
         _check_optimizer(inner_optimizer, call)
         _check_scaler(scaler, call, half=True)
@@ -135,11 +126,7 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         self._first = GradScaler() if scaler is None else scaler
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the variables of the scaler's state and of the inner optimizer.
-
-        Args:
-            variables: to train.
-        """
+        # The variables are those of the scaler's state and those of the inner optimizer.
         for name, value in self._first.state._asdict().items():
             constant = keras.initializers.Constant(value.item())
             self.add_variable((), constant, value.dtype.name, name=name)
@@ -151,11 +138,11 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         self._trained: Any = lambda: trained
 
     @property
-    def scaler(self) -> "GradScaler":
+    def scaler(self) -> GradScaler:
         """The scaler with its present state."""
         return self.scaler_of([v.value for v in self.variables]) if self.built else self._first
 
-    def scaler_of(self, optimizer_variables: Sequence[Any]) -> "GradScaler":
+    def scaler_of(self, optimizer_variables: Sequence[Any]) -> GradScaler:
         """Return the scaler whose state is among the values of this optimizer's variables.
 
         Args:
@@ -164,8 +151,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         Returns:
             The scaler.
         """
-        import jax
-
         tree: Any = jax.tree.structure(self._first)
         end = self._own()
         scaler: GradScaler = jax.tree.unflatten(
@@ -177,15 +162,7 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         """How many of `variables` are not the inner optimizer's; the state is the last of them."""
         return len(self.variables) - len(self.inner_optimizer.variables)
 
-    def scale_loss(self, loss: "jax.Array") -> "jax.Array":
-        """Multiply a loss by the scale.
-
-        Args:
-            loss: float [].
-
-        Returns:
-            The product, float32 or wider [].
-        """
+    def scale_loss(self, loss: jax.Array) -> jax.Array:
         self.scalings += 1
         return self.scaler.scale(loss)
 
@@ -195,8 +172,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         grads: Sequence[object],
         trainable_variables: Sequence[object],
     ) -> tuple[list[Any], list[Any]]:
-        import jax
-
         def update(grads: object, trainable: object, inner: object) -> tuple[Any, Any]:
             found: tuple[Any, Any] = self.inner_optimizer.stateless_apply(inner, grads, trainable)
             return found
@@ -208,12 +183,7 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
         return trainable, [*optimizer_variables[: end - len(state)], *state, *inner]
 
     def apply(self, grads: Sequence[object], trainable_variables: Sequence[object] = ()) -> None:
-        """Divide gradients by the scale, and step or skip, in place.
-
-        Args:
-            grads: multiplied by the scale.
-            trainable_variables: needed in the first call, if the optimizer is not built.
-        """
+        # In place, as eager code of the user's calls it.
         if not self.built:
             self.build(list(trainable_variables))
         variables = self._trained()
@@ -223,7 +193,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
             variable.assign(value)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments as plain data: the scaler's first state and rule, the optimizer."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, "scaler": self._first.state_dict()}
 
@@ -231,17 +200,6 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, object] | None = None
     ) -> Any:
-        """Make the optimizer that `get_config` described.
-
-        Args:
-            config: as `get_config` returned it.
-            custom_objects: classes by name, for Keras.
-
-        Returns:
-            The optimizer, not built.
-        """
-        from polymp.jax import GradScaler
-
         inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
         return cls(inner, GradScaler().load_state_dict(config["scaler"]), config["name"])
 
@@ -249,26 +207,19 @@ class ScaledOptimizer(_LossScaleOptimizer):  # type: ignore[misc]
 class _Region:
     """The methods that a model gets in place of its own."""
 
-    def __init__(self, model: Any, policy: "Source | None", dtype: "DTypeLike") -> None:
-        from polymp.jax import autocast, upper
-
+    def __init__(self, model: Any, policy: Source | None, dtype: DTypeLike) -> None:
         def widened(own: Callable[..., Any]) -> Callable[..., Any]:
             return wraps(own)(lambda *args, **kwargs: upper(own(*args, **kwargs)))
 
         region = autocast(dtype=dtype, policy=policy)
         self.model = model
         self.dtype: str = region.region.dtype
-        self.own = {name: _own(model, name) for name in _OWN}
+        before = getattr(model, "polymp", None)
+        self.own = before.own if before else {name: getattr(model, name) for name in _OWN}
         self.low = {name: region(widened(self.own[name])) for name in _LOW}
         self.calls = 0  # into the region, in the train step that is traced
 
-    def compute_loss_and_updates(self, *args: object, **kwargs: object) -> Any:
-        return self._full("compute_loss_and_updates", *args, **kwargs)
-
-    def stateless_call(self, *args: object, **kwargs: object) -> Any:
-        return self._full("stateless_call", *args, **kwargs)
-
-    def _full(self, name: str, *args: object, **kwargs: object) -> Any:
+    def call(self, name: str, *args: object, **kwargs: object) -> Any:
         """Call in the region; what comes out is float32, the dtype in which Keras knows it."""
         self.calls += 1
         return self.low[name](*args, **kwargs)
@@ -317,14 +268,7 @@ _LOW = ("compute_loss_and_updates", "stateless_call")
 _OWN = (*_LOW, "train_step", "get_compile_config")
 
 
-def _own(model: Any, name: str) -> Callable[..., Any]:
-    """A method as it is without an earlier call of `use`."""
-    found: Callable[..., Any] = getattr(model, name)
-    before = getattr(found, "__self__", None)
-    return before.own[name] if isinstance(before, _Region) else found
-
-
-def _optimizer(model: object, dtype: str, scaler: "GradScaler | None") -> Any:
+def _optimizer(model: object, dtype: str, scaler: GradScaler | None) -> Any:
     """The optimizer that the model is to get; None if it has none."""
     own = getattr(model, "optimizer", None)
     what, half = f"polymp.keras.use(model, dtype={dtype!r})", dtype == "float16"
@@ -341,9 +285,6 @@ def _optimizer(model: object, dtype: str, scaler: "GradScaler | None") -> Any:
     inner = own.inner_optimizer if scales else own
     _check_optimizer(inner, what)
     return ScaledOptimizer(inner, scaler) if half else inner
-
-
-# Checks before a Keras model or optimizer is changed: Keras' backend, layers, the optimizer.
 
 
 def _check_backend() -> None:
@@ -398,8 +339,6 @@ def _check_optimizer(optimizer: Any, what: str) -> None:
 
 def _check_scaler(scaler: object, asked: str, half: bool) -> None:
     """Raise if a loss scaler cannot be used; see `polymp.integrations.check_scaler`."""
-    from polymp.jax import GradScaler
-
     integrations.check_scaler(
         scaler, "polymp.jax.GradScaler(init_scale=...)", GradScaler, attrgetter("enabled"),
         asked=asked, half=half, write="polymp.keras.use(model, dtype='float16', scaler=scaler)",

@@ -9,14 +9,13 @@ has set up, and has the loss scaler.
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from polymp import backends
 from polymp.errors import PolicyError
 from polymp.integrations import require
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy
 
 backends.require("torch")
 require("lightning")
@@ -29,11 +28,11 @@ from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 
-from polymp.backends.torch.autocast.api import PolicyLike  # noqa: E402
+from polymp.backends.torch.autocast.api import PolicyLike, autocast  # noqa: E402
 from polymp.backends.torch.scaler import optimizer_step, trainer_steps  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
 from polymp.torch import catch as catch_steps  # noqa: E402
-from polymp.torch._trainers import RegionSettings, check_scaler  # noqa: E402
+from polymp.torch._trainers import check_scaler  # noqa: E402
 
 __all__ = ["FabricPrecision", "Precision", "catch"]
 
@@ -42,13 +41,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
-# Names of Lightning's, and of other libraries', for these modes.
-_ALIASES = {
-    **dict.fromkeys(("bf16", "bfloat16", "bf16-true", torch.bfloat16), "bf16-mixed"),
-    **dict.fromkeys(("16", 16, "fp16", "float16", "16-true", torch.float16), "16-mixed"),
-    **dict.fromkeys(("32", 32, "fp32", "float32", torch.float32), "32-true"),
-}
+_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class _Region(Plain):
@@ -69,41 +62,36 @@ class _Region(Plain):
         super().__init__("32-true")  # type: ignore[call-arg]
         name = type(self).__name__
         if precision not in _DTYPES:
-            meant = _ALIASES.get(precision, "bf16-mixed")
-            given = "" if _DTYPES[meant] is None else ", policy=..."
             raise ValueError(
-                f"{name}({precision!r}): precision must be 'bf16-mixed', '16-mixed' or '32-true'. "
-                f"Write {name}({meant!r}{given}). Lightning's other modes work without this plugin."
+                f"{name}({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Lightning's "
+                "other modes work without this plugin."
             )
-        self.policy = _for_region(policy, name, precision)
+        self.policy = None if policy is None else policy_files.load(policy)
+        if self.policy is not None and self.policy.scopes:
+            raise PolicyError(
+                f"policy {self.policy.name!r} has rules for modules "
+                f"({', '.join(self.policy.scopes)}), whose paths a region does not see. Write "
+                f"polymp.torch.scoped(model, policy), and then plugins=[{name}({precision!r})]."
+            )
         asked, half = f"{name}({precision!r})", precision == "16-mixed"
         check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
         self.precision: Any = precision
         self.scaler: Any = scaler
         self.device: str | None = None
-        self._settings: RegionSettings | None = None
 
     def _begin(self, device: str) -> None:
         """Make the region, and the scaler if none was given, once the device type is known."""
         if device == self.device:
             return
         self.device, dtype = device, _DTYPES[self.precision]
-        if dtype is not None:
-            name = type(self).__name__
-            line = f"{name}({self.precision!r}, policy=...)"
-            self._settings = RegionSettings(device, dtype, self.policy, name, line)
-            self._autocast = self._settings.region()
+        self._region = autocast(device, dtype, policy=self.policy)
         if dtype is torch.float16 and self.scaler is None:
             self.scaler = GradScaler(device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the region; a context that does nothing for 32-true, which has no policy."""
         if self.device is None:
             self._find_device()
-        if self._settings is None:
-            return nullcontext()
-        self._settings.check()
-        return self._autocast
+        return self._region
 
     def _find_device(self) -> None:
         """Call `_begin`, or raise: the region or the scaler is needed, and the device not known."""
@@ -120,25 +108,6 @@ class _Region(Plain):
         return super().state_dict()
 
 
-def _for_region(policy: PolicyLike | None, name: str, precision: str) -> Policy | None:
-    """Return the policy of a region; raises if it has rules for modules, or there is no region."""
-    if policy is None:
-        return None
-    loaded = policy_files.load(policy)
-    if _DTYPES[precision] is None:
-        raise ValueError(
-            f"{name}({precision!r}) opens no region that policy {loaded.name!r} could act in. "
-            f"Write {name}('bf16-mixed', policy=...), or {name}({precision!r}) without a policy."
-        )
-    if loaded.scopes:
-        raise PolicyError(
-            f"policy {loaded.name!r} has rules for modules ({', '.join(loaded.scopes)}), whose "
-            "paths a region does not see. Write polymp.torch.scoped(model, policy), and then "
-            f"plugins=[{name}({precision!r})]."
-        )
-    return loaded
-
-
 # Lightning's plugins, by the names under which its checkpoints have the states of their scalers.
 _THEIRS = ("MixedPrecision", "FSDPPrecision")
 
@@ -148,35 +117,29 @@ class Precision(_Region, plugins.FSDPPrecision):
 
         trainer = lightning.Trainer(plugins=[Precision("16-mixed", policy="lean")])
 
-    It does what Lightning's own plugin for `precision` does, with every strategy of Lightning's
-    that trains torch modules: one device, DDP, FSDP, and ModelParallelStrategy (FSDP2). Beyond
-    that, it trains with LBFGS in float16, clips the gradients of fused optimizers and, by their
-    norm, those of FSDP, and hands true gradients to `on_before_optimizer_step`. In float16 it logs
-    `loss_scale` and `skipped_steps`.
-
-    Checkpoints have the scaler's state as Lightning's own plugins write it, so that these load
-    checkpoints of runs with polymp, and the other way round.
+    It does what Lightning's own plugin for `precision` does, on one device and with DDP, FSDP, and
+    ModelParallelStrategy (FSDP2), and each loads the other's checkpoints. Beyond that, it trains
+    with LBFGS in float16, clips the gradients of fused optimizers and, by their norm, those of
+    FSDP, and hands true gradients to `on_before_optimizer_step`. In float16 it logs `loss_scale`
+    and `skipped_steps`.
 
     With a policy, FSDP leaves parameters and gradients float32, and the policy decides about every
-    cast; `FSDPStrategy(mixed_precision=...)` overrules that. Without one, FSDP casts as with
-    Lightning's plugin.
+    cast; `FSDPStrategy(mixed_precision=...)` overrules that.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
+        precision: "bf16-mixed" or "16-mixed".
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
 
     Attributes:
-        scaler: the loss scaler; None until the fit begins, and for other modes than 16-mixed.
+        scaler: the loss scaler; None until the fit begins, and in bf16-mixed.
         policy: the policy, loaded.
         device: the device type, "cpu", "cuda", ...; None until the fit begins.
 
     Raises:
-        ValueError: `precision` is another one, a policy is given for 32-true, a scaler is given for
-            another mode than 16-mixed, or it is disabled.
+        ValueError: `precision` is another one, a scaler is given for bf16-mixed, or is disabled.
         TypeError: `scaler` is no `polymp.torch.GradScaler`.
-        PolicyError: the policy cannot be read, or has rules for modules; later, when a step begins:
-            a region around `fit` has another dtype or policy.
+        PolicyError: the policy cannot be read, or has rules for modules.
 
     Source:
         Lightning 2.6, `lightning.pytorch.plugins.precision.MixedPrecision`.
@@ -196,16 +159,7 @@ class Precision(_Region, plugins.FSDPPrecision):
         self._logged: object = None  # the epoch, and the figures that were logged last
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Learn the device, and the model; called by the strategy.
-
-        Args:
-            model: as the strategy has wrapped it.
-            optimizers: of the model.
-            lr_schedulers: of the optimizers.
-
-        Returns:
-            The three.
-        """
+        # Called by the strategy, once the device is known, with the model as it has wrapped it.
         module = next(m for m in model.modules() if isinstance(m, LightningModule))
         self._begin(module.trainer.strategy.root_device.type)
         self._root = model
@@ -219,23 +173,11 @@ class Precision(_Region, plugins.FSDPPrecision):
         )
 
     def teardown(self) -> None:
-        """Let the model go."""
         self._root = None
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step, or skip if a gradient is not finite.
-
-        Args:
-            optimizer: to step.
-            model: of the trainer.
-            closure: evaluates the loss and its gradients.
-            kwargs: of the step.
-
-        Returns:
-            The result of the step, or of a closure that computed no loss.
-        """
         scaler = self.scaler
         if scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
@@ -257,15 +199,6 @@ class Precision(_Region, plugins.FSDPPrecision):
         return result
 
     def pre_backward(self, tensor: torch.Tensor, module: LightningModule) -> Any:  # type: ignore[override]
-        """Scale the loss.
-
-        Args:
-            tensor: the loss.
-            module: of the trainer.
-
-        Returns:
-            The scaled loss.
-        """
         trainer_steps.update_pending(self.scaler)
         return super().pre_backward(tensor, module)
 
@@ -280,12 +213,7 @@ class Precision(_Region, plugins.FSDPPrecision):
             model.log_dict(trainer_steps.metrics_on_device(scaler), prog_bar=True)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the norm of all gradients; under FSDP by that of the whole model's.
-
-        Args:
-            optimizer: whose gradients are clipped.
-            clip_val: the largest norm.
-        """
+        # Under FSDP, by the norm of the gradients on all ranks.
         if isinstance(self._root, FullyShardedDataParallel):
             self._root.clip_grad_norm_(clip_val)
         else:
@@ -307,28 +235,24 @@ class FabricPrecision(_Region, FSDPPrecision):
 
         fabric = lightning.Fabric(plugins=[FabricPrecision("16-mixed", policy="lean")])
 
-    `fabric.backward`, `fabric.clip_gradients`, `fabric.autocast` and `optimizer.step` work as with
-    Fabric's own plugin. LBFGS trains in float16, and gradients of fused optimizers are clipped.
-    Outputs of modules become float32, as with Fabric's plugin; their inputs are not rounded before
-    they come in.
+    It works as Fabric's own plugin, but trains with LBFGS in float16 and clips the gradients of
+    fused optimizers, too, and does not round inputs of modules before they come in.
 
     Args:
-        precision: "bf16-mixed", "16-mixed", or "32-true", which opens no region.
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`; None for 32-true.
+        precision: "bf16-mixed" or "16-mixed".
+        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
         scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
         device: the device type; None for that of the parameters of the module set up last, which
             differs from it where FSDP offloads them.
 
     Attributes:
-        scaler: the loss scaler; None for other modes than 16-mixed. Save it with the rest:
+        scaler: the loss scaler; None in bf16-mixed. Save it with the rest:
             `fabric.save(path, {"model": model, "precision": plugin})`.
         policy: the policy, loaded.
         device: the device type; None until it is known.
 
     Raises:
-        ValueError: as in `Precision`.
-        TypeError: likewise.
-        PolicyError: likewise.
+        ValueError: as in `Precision`, likewise TypeError and PolicyError.
         RuntimeError: later: the device is needed before a module was set up.
 
     Source:
@@ -349,14 +273,7 @@ class FabricPrecision(_Region, FSDPPrecision):
             self._begin(device)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Remember the module, to look at its device; called by `fabric.setup`.
-
-        Args:
-            module: of the user.
-
-        Returns:
-            The module.
-        """
+        # Called by `fabric.setup`; the device is looked up later, when it is needed.
         self._module = weakref.ref(module)
         return module
 
@@ -371,50 +288,22 @@ class FabricPrecision(_Region, FSDPPrecision):
     def backward(
         self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Scale the loss, and run its backward pass; called by `fabric.backward`.
-
-        Args:
-            tensor: the loss.
-            model: whose loss it is.
-            args: of `torch.Tensor.backward`.
-            kwargs: likewise.
-        """
         trainer_steps.begin_backward(self.scaler)
         super().backward(tensor, model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, or skip if a gradient is not finite; the scale changes before the next backward.
-
-        Args:
-            optimizer: of torch.
-            kwargs: of its step, such as `closure`.
-
-        Returns:
-            The result of the step.
-        """
+        # The scale changes before the next backward pass.
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
         return trainer_steps.step(self.scaler, optimizer, kwargs.pop("closure", None), **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scaler's state, of polymp's plugin or of Fabric's; call it after `setup`.
-
-        Args:
-            state_dict: from `state_dict` of such a plugin.
-        """
+        # Also that of Fabric's own plugin; after `fabric.setup`, or the device is not known.
         if self.device is None:
             self._find_device()
         super().load_state_dict(state_dict)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the loss scale, before they are clipped.
-
-        Args:
-            optimizer: whose gradients are clipped.
-
-        Raises:
-            RuntimeError: gradients were clipped before the last backward pass.
-        """
         if self.scaler is not None:
             trainer_steps.unscale_each(
                 self.scaler, [optimizer], "Call fabric.clip_gradients(...) after the last "
@@ -459,7 +348,7 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
             "Write trainer = polymp.lightning.catch(lightning.Trainer(...))."
         )
     plugin: Any = trainer.precision_plugin
-    inner, result = plugin.optimizer_step, [None]
+    inner = plugin.optimizer_step
 
     def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> list[Any]:
         losses: list[Any] = []
@@ -468,14 +357,9 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
             losses.append(closure())
             return losses[-1]
 
-        result[0] = inner(optimizer, model=model, closure=evaluate, **kwargs)
+        inner(optimizer, model=model, closure=evaluate, **kwargs)
         return losses
 
     caught = catch_steps(step, **options)
-
-    def optimizer_step(*args: Any, **kwargs: Any) -> Any:
-        caught(*args, **kwargs)
-        return result[0]
-
-    plugin.optimizer_step = optimizer_step
+    plugin.optimizer_step = lambda *args, **kwargs: caught(*args, **kwargs)[-1]
     return trainer

@@ -10,7 +10,6 @@ when the call ends. No thread is started, so that a line moves only when a step 
 
 import importlib.util
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -25,34 +24,23 @@ class Line:
         self, what: str = "", total: int | None = None, unit: str = "", seen: bool = False
     ) -> None:
         self._what = what  # takes so long
-        self._total = total  # the number of steps, if it is known
-        self._unit = unit  # name of a step
-        self._seen = seen
-        self._done = 0
-        self._since = time.monotonic()
-        self._bar: Any = None
+        self._bar = _bar(what, AFTER, total=total, unit=f" {unit}s") if seen else None
 
     def step(self) -> None:
         """Count a step; called often, so that it has to be cheap."""
-        if not self._seen:
-            return
-        self._done += 1
         if self._bar is not None:
             self._bar.update()
-        elif time.monotonic() - self._since > AFTER:
-            self._bar = _bar(self._what, self._total, self._unit, self._done)
 
     def stage(self, name: str) -> None:
         """Say that a stage begins which makes no steps."""
-        if self._seen:
-            self.close()
-            self._bar = _bar(f"{self._what}: {name} ...", None, "", 0)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = _bar(f"{self._what}: {name} ...", 0.0, bar_format="{desc}")
 
     def close(self) -> None:
         """Remove the line."""
         if self._bar is not None:
             self._bar.close()
-            self._bar = None
 
 
 @contextmanager
@@ -74,11 +62,9 @@ def _is_seen() -> bool:
     return stream is not None and stream.isatty() and importlib.util.find_spec("tqdm") is not None
 
 
-def _bar(what: str, total: int | None, unit: str, done: int) -> Any:
+def _bar(what: str, delay: float, **options: Any) -> Any:
     from tqdm import tqdm
 
     # tqdm's monitor is a thread; with an interval of 0 there is none.
     alone = type("tqdm", (tqdm,), {"monitor_interval": 0})
-    form = {} if unit else {"bar_format": "{desc}"}
-    counts = {"total": total, "initial": done, "unit": f" {unit}s"}
-    return alone(desc=what, file=sys.stderr, leave=False, **counts, **form)
+    return alone(desc=what, file=sys.stderr, leave=False, delay=delay, **options)

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 # The field's own abbreviations.
 _SHORT = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
@@ -51,16 +52,11 @@ def columns(
     wide |= _narrowed(texts, {i: wide[i] for i in texts}, width - _total(wide), heads)
 
     def lines(row: Sequence[str]) -> list[str]:
-        broken = {
-            i: [part for line in row[i].split("\n") for part in _broken(line, wide[i])]
-            for i in used
-        }
-        height = max(map(len, broken.values()), default=0)
-        cut = []
-        for at in range(height):
-            parts = {i: broken[i][at] if at < len(broken[i]) else "" for i in used}
-            cut.append(_line(parts, wide, numeric))
-        return cut
+        broken = [
+            [part for line in row[i].split("\n") for part in _broken(line, wide[i])] for i in used
+        ]
+        parts = zip_longest(*broken, fillvalue="")
+        return [_line(dict(zip(used, part, strict=True)), wide, numeric) for part in parts]
 
     if not used:
         return [row for row in listed if isinstance(row, str)]
@@ -171,16 +167,12 @@ def _broken(cell: str, width: int) -> list[str]:
 
 def _pieces(word: str, most: int) -> Iterator[tuple[str, str]]:
     """The parts of a word of which each fits into a line, with what is in front of each."""
-    pieces = [word]
-    if len(word) > most:
-        parts = [match[0] for match in _PART.finditer(word)]
-        pieces = [
-            part[at : at + most] if not _PLACE.fullmatch(part) else part
-            for part in parts
-            for at in range(0, 1 if _PLACE.fullmatch(part) else len(part), most)
-        ]
-    yield " ", pieces[0]
-    yield from (("", part) for part in pieces[1:])
+    gap = " "
+    for part in [word] if len(word) <= most else [match[0] for match in _PART.finditer(word)]:
+        length = len(part) if _PLACE.fullmatch(part) else max(most, 1)
+        for at in range(0, len(part), length):
+            yield gap, part[at : at + length]
+            gap = ""
 
 
 def folded(text: str, width: int | None = None) -> list[str]:

@@ -6,7 +6,7 @@ The Trainer leaves regions and scaling to its `Accelerator`, and so does this mo
 `polymp.accelerate`.
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.scaler import trainer_steps
@@ -26,8 +26,8 @@ __all__ = ["catch", "use"]
 T = TypeVar("T", bound=Trainer)
 
 _WORDS = accelerate.Words(
+    call="polymp.transformers.use()",
     opener="the Trainer",
-    line="polymp.transformers.use(trainer, policy=...)",
     mode="TrainingArguments({}=True)",
     order=(
         "Call it right after Trainer(...), before trainer.train(), trainer.evaluate() and "
@@ -42,11 +42,10 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
         trainer = use(Trainer(model, TrainingArguments(bf16=True), ...), policy="lean")
         trainer.train()
 
-    Call it before `train` and `evaluate`. It works for subclasses of Trainer, with a `compute_loss`
-    of their own. The policy holds in every call of the model, also in `generate`, and in what
-    gradient checkpointing recomputes, of both kinds. It may have rules for modules. In float16, the
-    Trainer's logs have `loss_scale` and `skipped_steps`, and fp16=True works on the CPU as well.
-    Checkpoints are those of the Trainer without polymp, and each resumes the other's.
+    Call it before `train` and `evaluate`; subclasses of Trainer work, too. The policy holds in
+    every call of the model, also in `generate` and in what gradient checkpointing recomputes, and
+    may have rules for modules. In float16, the logs have `loss_scale` and `skipped_steps`, and
+    fp16=True works on the CPU as well. Each resumes the other's checkpoints.
 
     Args:
         trainer: with bf16=True or fp16=True. It is changed in place.
@@ -71,16 +70,6 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
             f"{type(trainer).__name__}. Write trainer = Trainer(...), and then "
             "polymp.transformers.use(trainer, policy=...)."
         )
-    if isinstance(trainer, _Trainer):
-        raise ValueError(
-            "polymp.transformers.use() was called for this Trainer before. Call it once, with the "
-            "policy and the scaler."
-        )
-    if trainer.accelerator.mixed_precision not in ("bf16", "fp16"):
-        raise ValueError(
-            "polymp.transformers.use(): the Trainer opens no region that a policy could act in. "
-            "Write TrainingArguments(bf16=True), or fp16=True."
-        )
     if trainer.args.n_gpu > 1:
         raise ValueError(
             f"polymp.transformers.use(): on {trainer.args.n_gpu} GPUs in one process the Trainer "
@@ -89,7 +78,7 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
         )
     accelerate.use_as(_WORDS, trainer.accelerator, policy, scaler)
     extend(trainer, _Trainer)
-    setattr(trainer, "polymp", _Settings(policy, scaler))  # noqa: B010
+    setattr(trainer, "polymp", (policy, scaler))  # noqa: B010
     return trainer
 
 
@@ -123,23 +112,16 @@ def catch(trainer: T, **options: Any) -> T:
     return trainer
 
 
-class _Settings(NamedTuple):
-    """The arguments of `use`."""
-
-    policy: PolicyLike | None
-    scaler: GradScaler | None
-
-
 class _Trainer:
     """The methods of a Trainer that differ after `use`; the first base of its class."""
 
-    polymp: _Settings
+    polymp: tuple[PolicyLike | None, GradScaler | None]  # the arguments of `use`
     accelerator: Any
 
     def create_accelerator_and_postprocess(self) -> None:
         """Prepare another accelerator, as a search for hyperparameters does for each trial."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerate.use_as(_WORDS, self.accelerator, self.polymp.policy, self.polymp.scaler)
+        accelerate.use_as(_WORDS, self.accelerator, *self.polymp)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         logs.update(trainer_steps.metrics(self.accelerator.scaler))

@@ -9,11 +9,8 @@ from polymp.errors import VersionWarning
 
 __version__ = "0.1.0"
 
-# By framework: the first version, and the first that is not tested any more.
-SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, int]]] = {
-    "torch": ((2, 11), (2, 16)),
-    "jax": ((0, 10, 2), (0, 12)),
-}
+# By framework: the versions that polymp is tested with, as pip takes them.
+SUPPORTED = {"torch": ">=2.11,<2.16", "jax": ">=0.10.2,<0.12"}
 
 
 def parts(version: str) -> tuple[int, ...]:
@@ -21,37 +18,28 @@ def parts(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
+def within(version: str, bounds: str) -> bool:
+    """True if a version is within bounds such as ">=2.11,<2.16"."""
+    first, end = map(parts, bounds.split(","))
+    return first <= parts(version) < end
+
+
 def supported(name: str) -> str:
     """The supported versions of a framework, in words: "torch 2.11 to 2.15"."""
-    first, (major, end) = SUPPORTED[name]
-    return f"{name} {_dotted(first)} to {major}.{end - 1}"
-
-
-def is_supported(name: str, version: str) -> bool:
-    """True if polymp is tested with the version of the framework."""
-    first, end = SUPPORTED[name]
-    return first <= parts(version) < end
+    first, end = SUPPORTED[name].split(",")
+    major, minor = parts(end)
+    return f"{name} {first.removeprefix('>=')} to {major}.{minor - 1}"
 
 
 @cache
 def warn_beyond(name: str, version: str) -> None:
     """Warn, once, of a framework that is newer than the last version polymp is tested with."""
-    if parts(version) < SUPPORTED[name][1]:
+    if parts(version) < parts(SUPPORTED[name].partition(",")[2]):
         return
     warnings.warn(
         f"polymp is tested with {supported(name)}, and this is {name} {version}, whose changes it "
         f"does not know. Update polymp, or install a tested version: "
-        f"pip install '{name}{bounds(name)}'.",
+        f"pip install '{name}{SUPPORTED[name]}'.",
         VersionWarning,
         stacklevel=outside(),
     )
-
-
-def bounds(name: str) -> str:
-    """The supported versions of a framework, as pip takes them: ">=2.11,<2.16"."""
-    first, end = SUPPORTED[name]
-    return f">={_dotted(first)},<{_dotted(end)}"
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))

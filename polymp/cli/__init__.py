@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import polymp
@@ -76,18 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _drawn(args: argparse.Namespace, data: Data) -> list[str]:
     """Lines no wider than the terminal; lists are lines of tables already."""
     width, lines = text_table.terminal_width(), list[str]()
-    for part in args.draw(_shown(data), args):
+    for part in args.draw(data, args):
         lines += part if isinstance(part, list) else text_table.folded(part, width) or [""]
-    return lines
-
-
-def _shown(data: Any) -> Any:
-    """Data with every name as a terminal may show it."""
-    if isinstance(data, Mapping):
-        return {_shown(key): _shown(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_shown(value) for value in data]
-    return escaped(data) if type(data) is str else data
+    return list(map(escaped, lines))  # names cannot give orders to a terminal
 
 
 def _silence_stdout() -> None:
@@ -137,8 +128,6 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "show where two policies differ"
     diff = command("diff", text, policies.compared, policies.draw_differences)
-    text = "list each op, also of many that differ alike"
-    diff.add_argument("--all", action="store_true", help=text)
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
 
     text = "compare two records of runs, and find the first call that rounding cannot explain"

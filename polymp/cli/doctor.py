@@ -7,13 +7,14 @@ Only `gather` and `timed` import torch and jax.
 """
 
 import argparse
-import importlib
 import os
+import pkgutil
 import platform
 import re
 import statistics
 import sys
 import time
+import timeit
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -51,14 +52,8 @@ class Device(NamedTuple):
     by: str  # the feature that shows it, in words
 
 
-class Facts(NamedTuple):
-    """A machine, as far as mixed precision goes."""
-
-    system: str  # operating system and processor
-    python: str
-    frameworks: Sequence[Framework]  # torch and jax, installed or not
-    devices: Sequence[Device] = ()
-    nvidia: bool = False  # True if an NVIDIA driver is loaded
+# torch and jax, installed or not; their devices; True if an NVIDIA driver is loaded.
+Facts = tuple[Sequence[Framework], Sequence[Device], bool]
 
 
 def examined(args: argparse.Namespace) -> Data:
@@ -103,39 +98,35 @@ def advice(device: Device) -> tuple[str, str]:
 
 def diagnose(facts: Facts) -> dict[str, Any]:
     """Versions, devices, advice, problems and notes; `ok` if there is no problem."""
-    devices = [
-        d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in facts.devices
-    ]
-    frameworks = [f._asdict() | {"supported": versions.supported(f.name)} for f in facts.frameworks]
-    problems, notes = list(_problems(facts)), list(_notes(facts))
+    frameworks, devices, nvidia = facts
+    problems, notes = list[str](), list[str]()
+    if not any(f.version or f.problem for f in frameworks):
+        problems.append(
+            "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
+        )
+    for name, version, problem, _ in frameworks:
+        if version and not versions.within(version, versions.SUPPORTED[name]):
+            known = versions.supported(name)
+            problems.append(f"{name} {version} is not supported: install {known}.")
+        if problem:
+            problems.append(f"{name} {version} does not work: {problem}")
+        seen = any(d.framework == name and d.kind != "cpu" for d in devices)
+        if version and nvidia and not seen:
+            notes.append(
+                f"an NVIDIA driver is loaded, but {name} sees no GPU: is it a build for CPUs?"
+            )
     return {
         "polymp": polymp.__version__,
-        "python": facts.python,
-        "system": facts.system,
-        "frameworks": frameworks,
-        "devices": devices,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "frameworks": [f._asdict() | {"supported": versions.supported(f.name)} for f in frameworks],
+        "devices": [
+            d._asdict() | dict(zip(("use", "why"), advice(d), strict=True)) for d in devices
+        ],
         "problems": problems,
         "notes": notes,
         "ok": not problems,
     }
-
-
-def _problems(facts: Facts) -> Iterator[str]:
-    installed = [f for f in facts.frameworks if f.version]
-    if not installed:
-        yield "neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."
-    for f in installed:
-        if not versions.is_supported(f.name, f.version):
-            yield f"{f.name} {f.version} is not supported: install {versions.supported(f.name)}."
-        if f.problem:
-            yield f"{f.name} {f.version} does not work: {f.problem}"
-
-
-def _notes(facts: Facts) -> Iterator[str]:
-    for f in facts.frameworks:
-        seen = any(d.framework == f.name and d.kind != "cpu" for d in facts.devices)
-        if f.version and facts.nvidia and not seen:
-            yield f"an NVIDIA driver is loaded, but {f.name} sees no GPU: is it a build for CPUs?"
 
 
 def gather() -> Facts:
@@ -146,20 +137,11 @@ def gather() -> Facts:
         if name in backends.installed():
             try:
                 version = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                version = "of unknown version"
-            try:
                 where = ask(devices)
             except Exception as error:  # any error of a framework is a finding
                 problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         frameworks.append(Framework(name, version, problem, where))
-    return Facts(
-        f"{platform.system()} {platform.machine()}",
-        platform.python_version(),
-        frameworks,
-        devices,
-        Path("/proc/driver/nvidia/version").exists(),
-    )
+    return frameworks, devices, Path("/proc/driver/nvidia/version").exists()
 
 
 def _ask_torch(devices: list[Device]) -> str:
@@ -306,10 +288,7 @@ def _rounds(step: Step, dtypes: list[str]) -> Mapping[str, list[float]]:
     """Seconds of a step by dtype; a round runs all dtypes, each round another one first."""
 
     def seconds(dtype: str, times: int) -> float:
-        start = time.perf_counter()
-        for _ in range(times):
-            step(dtype)
-        return (time.perf_counter() - start) / times
+        return timeit.timeit(lambda: step(dtype), number=times) / times
 
     times = {dtype: max(1, round(SHORTEST / seconds(dtype, 1))) for dtype in dtypes}
     end = time.perf_counter() + BUDGET
@@ -356,68 +335,38 @@ def _leave_memory() -> None:
 
 def _example(text: str) -> Example:
     """Call a function that returns a model and its inputs: "train:example"."""
-    # The module is imported as `python -m` would import it, with the current folder first.
-    option = f"--model {text}"
     module, _, name = text.partition(":")
-    names = module.split(".")
-    if module.endswith(".py") or not name.isidentifier() or not all(map(str.isidentifier, names)):
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", text) or module.endswith(".py"):
         plain = ".".join(Path(module).with_suffix("").parts) if module.endswith(".py") else ""
         hint = f" Write {plain}:{name or 'example'}." if plain else ""
         raise UsageError(
-            f"{option}: this is not MODULE:FUNCTION, as train:example for the function example in "
-            f"train.py.{hint}"
+            f"--model {text}: this is not MODULE:FUNCTION, as train:example for the function "
+            f"example in train.py.{hint}"
         )
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
     try:
-        imported = importlib.import_module(module)
+        returned = pkgutil.resolve_name(text)()
     except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{module}.".startswith(f"{missing}."):
-            why = f"there is no module {missing!r}, neither installed nor in {here}."
-        else:
-            why = f"importing {module} failed: {_error_line(error)}"
-        raise UsageError(f"{option}: {why}") from error
-    function = getattr(imported, name, None)
-    if not callable(function):
-        own = [n for n, x in vars(imported).items() if getattr(x, "__module__", "") == module]
-        has = f"It has {', '.join(own)}." if own else "It has no functions."
-        raise UsageError(f"{option}: module {module!r} has no function {name!r}. {has}")
-    try:
-        result = function()
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{option}: {name}() failed: {_error_line(error)}") from error
-    return _checked(result, f"{option}: {name}()")
-
-
-def _checked(result: object, what: str) -> Example:
-    returns = (
-        "Return (model, inputs): a torch module and the tuple of its inputs, or a JAX function and "
-        "the tuple of its arguments."
+        raise UsageError(f"--model {text}: {_error_line(error)}") from error
+    match returned:
+        case (model, tuple() as inputs) if callable(model):
+            torch = sys.modules.get("torch")
+            is_torch = torch is not None and isinstance(model, torch.nn.Module)
+            return "torch" if is_torch else "jax", model, inputs
+    kinds = type(returned).__name__
+    if isinstance(returned, tuple):
+        kinds = f"({', '.join(type(one).__name__ for one in returned)})"
+    raise UsageError(
+        f"--model {text}: {name}() returned {kinds}. Return (model, inputs): a torch module and "
+        "the tuple of its inputs, or a JAX function and the tuple of its arguments. A single "
+        "input x is the tuple (x,)."
     )
-    if not isinstance(result, tuple) or len(result) != 2:
-        kind = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
-        raise UsageError(f"{what} returned {kind}. {returns}")
-    model, inputs = result
-    if not callable(model):
-        raise UsageError(f"{what} returned {type(model).__name__} for a model. {returns}")
-    if not isinstance(inputs, tuple):
-        raise UsageError(
-            f"{what} returned {type(inputs).__name__} for the inputs. {returns} A single input x "
-            "is the tuple (x,)."
-        )
-    torch = sys.modules.get("torch")
-    is_torch = torch is not None and isinstance(model, torch.nn.Module)
-    return "torch" if is_torch else "jax", model, inputs
 
 
 def _error_line(error: BaseException) -> str:
     """The type and first line of an error, and the last line of the user's folder on its way."""
-    try:
-        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    except Exception as broken:
-        text = f"{type(error).__name__}, whose text cannot be had: {type(broken).__name__}"
+    text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     frames = reversed(traceback.extract_tb(error.__traceback__))
     own = (f for f in frames if Path(f.filename).is_relative_to(Path.cwd()))
     at = next((f"{Path(f.filename).relative_to(Path.cwd())}:{f.lineno}" for f in own), "")
@@ -482,7 +431,5 @@ def _draw_times(data: Data) -> Iterator[str | list[str]]:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    unit, size = ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    return f"{seconds * size:.3g} {unit}"

@@ -94,18 +94,15 @@ def _ruled(policy: Policy, op: str, scope: str, dtypes: Sequence[str]) -> Data:
 
 
 def _one(policy: Policy, selector: str, scope: str, dtypes: Sequence[str]) -> Data:
-    op = vocabulary().op_of(selector)
+    op = vocabulary().op_of(selector) or Op(selector, "")
     return {
         "op": selector,
-        "class": op.kind if op else "",
-        "about": vocabulary().kinds[op.kind] if op else "Not in the vocabulary.",
+        "class": op.kind,
+        "about": vocabulary().kinds.get(op.kind, "Not in the vocabulary."),
         **_ruled(policy, selector, scope, dtypes),
         "why": {low: str(policy.why(selector, low, scope)) for low in dtypes},
-        "aten": list(op.aten) if op else [],
-        "jax": list(op.jax) if op else [],
-        "functions": list(op.functions) if op else [],
-        "traces": list(op.traces) if op else [],
-        "note": op.note if op else "",
+        **{side: list(getattr(op, side)) for side in ("aten", "jax", "functions", "traces")},
+        "note": op.note,
     }
 
 
@@ -146,9 +143,6 @@ def path_inside(pattern: str) -> str:
 
 
 # What is drawn.
-
-_MANY = 6  # ops that differ alike are listed one by one up to here
-_NAMED = 3  # of more, so many
 
 
 def draw_list(data: Data, args: argparse.Namespace) -> Lines:
@@ -217,20 +211,15 @@ def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
         rules, rows = entry["rules"], entry["rows"]
         left = _rule(rules[0], rules[1]), _by(rows[0], entry["op"], one)
         right = _rule(rules[1], rules[0]), _by(rows[1], entry["op"], other)
-        key = entry["scope"], entry["op"], *(", ".join(filter(None, s)) for s in (left, right))
-        lines.setdefault(key, []).append(entry["dtype"])
-    alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
-    for (scope, op, *sides), dtypes in lines.items():
-        alike.setdefault(((*sides, scope), tuple(dtypes)), []).append(op)
-    table = []
-    for (sides_and_scope, only), ops in alike.items():
-        of = f" ({', '.join(only)})" if len(only) < len(LOW) else ""
-        few = f"{', '.join(ops[:_NAMED])} and {len(ops) - _NAMED} more"
-        for label in ops if args.all or len(ops) <= _MANY else [few]:
-            table.append((f"{label}{of}", *sides_and_scope))
-    count = len({key[:2] for key in lines})
-    more = "" if len(table) == len(lines) else f", in {len(table)} rows; --all lists each op"
-    yield f"{one} and {other}, ops that differ: {count}{more}"
+        sides = (", ".join(filter(None, side)) for side in (left, right))
+        lines.setdefault((*sides, entry["scope"], entry["op"]), []).append(entry["dtype"])
+    alike: dict[tuple[str, ...], list[str]] = {}  # ops, by all in which they agree
+    for (*agree, op), dtypes in lines.items():
+        only = f" ({dtypes[0]})" if len(dtypes) < len(LOW) else ""
+        alike.setdefault((*agree, only), []).append(op)
+    table = [(", ".join(ops) + only, *rest) for (*rest, only), ops in alike.items()]
+    count = len({(scope, op) for *_, scope, op in lines})
+    yield f"{one} and {other}, ops that differ: {count}"
     yield ["", *text_table.columns(("op", one, other, "scope"), table)]
     if any("(widen)" in cell for row in table for cell in row):
         yield ""

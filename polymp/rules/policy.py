@@ -7,12 +7,11 @@ most specific row for an op wins. `policy_files` reads policies from where they 
 knows what a tensor is.
 """
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Never, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
@@ -39,10 +38,6 @@ class RowsUsed(Protocol):
     """A record of a run, such as a report of `explain`, that knows which rows won in it."""
 
     def rows(self) -> set[Row]: ...
-
-
-# Rows by op, class or spelling, and dtype.
-_InForce = Mapping[tuple[str, str], Row]
 
 
 class Decision(NamedTuple):
@@ -95,10 +90,10 @@ class Policy:
         halves: what `widest` does when float16 and bfloat16 meet: "widen" computes in float32,
             "raise" forbids the call, as torch.amp does.
         inside: True for what `at` returns: the rows that have a scope hold.
-        fp8: the recipe of the rows with rule fp8, by name, see `polymp.fp8.recipes`; "tensorwise"
-            if there are such rows and none is given, "" if there are no such rows.
+        fp8: name of the recipe of the rows with rule fp8, by default "tensorwise"; "" without such
+            rows.
         few_rows: matrix products with rule lower of at most so many rows run in float32 where JAX
-            would have to cast a float32 parameter for them, see `few_rows`; 0 for none.
+            would have to cast a float32 parameter for them; 0 for none.
     """
 
     name: str
@@ -124,7 +119,12 @@ class Policy:
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
             )
-        check_few_rows(self.few_rows, f"policy {self.name!r}")
+        few = self.few_rows
+        if isinstance(few, bool) or not isinstance(few, int) or few < 0:
+            raise PolicyError(
+                f"policy {self.name!r}: few_rows = {few!r} is not a number of rows. Write few_rows "
+                "= 32, or 0 to run products of any size by their rows."
+            )
         if self.fp8:
             recipe_of(self.fp8, f"policy {self.name!r}")
         in_8_bits = any(row.rule is Rule.FP8 for row in rows)
@@ -135,21 +135,22 @@ class Policy:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
-        return type(self), fields  # a hash holds for one process
+        return type(self), self._values  # without the hash, which holds for one process
 
     def __repr__(self) -> str:
         return f"Policy({self.name!r}, {len(self.rows)} rows)"
 
+    @property
+    def _values(self) -> tuple[Any, ...]:
+        return self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
+
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows))
+        return hash(self._values)
 
     @cached_property
-    def _in_force(self) -> _InForce:
-        return self._rows_in_force()
-
-    def _rows_in_force(self) -> _InForce:
+    def _in_force(self) -> Mapping[tuple[str, str], Row]:
+        """Rows by op, class or spelling, and dtype."""
         return {(row.of, row.dtype): row for row in self.rows if self.inside or not row.scope}
 
     @cached_property
@@ -199,21 +200,8 @@ class Policy:
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
-            self._winners[asked] = _winner(self._in_force, *asked)
+            self._winners[asked] = find_winner(self, *asked)
         return self._winners[asked]
-
-    def winners(self, asked: Iterable[tuple[str, str, str]]) -> Iterator[Row | None]:
-        """Yield what `winner` returns, and keep nothing: for all ops at once.
-
-        Args:
-            asked: the arguments of `winner` for each op.
-
-        Yields:
-            The row for each op, or None.
-        """
-        in_force = self._rows_in_force()
-        for each in asked:
-            yield _winner(in_force, *each)
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
         """Find the row that decides for an op, and so in which dtype the op runs.
@@ -245,7 +233,7 @@ class Policy:
     def decide(
         self, op: str, dtypes: Sequence[str], region: Asking, spelling: str = ""
     ) -> Decision:
-        """Decide in which dtype an op runs, and which dtype its results get.
+        """Decide in which dtypes an op and its results are.
 
             lower      run = region dtype     out = as computed
             fp8        as lower, if the product cannot run in 8 bits
@@ -258,14 +246,13 @@ class Policy:
 
         Args:
             op: its name in the vocabulary; "" for a spelling that it lacks.
-            dtypes: dtypes of the inputs that the rule depends on, in order: float inputs on the
-                region's device. float64 and dtypes that `polymp.dtypes` lacks are passed over.
+            dtypes: of the float inputs on the region's device, in order. float64 and dtypes that
+                `polymp.dtypes` lacks are passed over.
             region: the region the op is called in.
             spelling: the framework's own name of the op, with its prefix.
 
         Returns:
-            The decision. `forbid` is returned, not raised: the backend knows the name that the
-            caller used.
+            The decision; `forbid` is not raised here.
 
         Source:
             torch v2.13 aten/src/ATen/autocast_mode.h: `prioritize` (widest), `is_eligible`.
@@ -318,18 +305,10 @@ class Policy:
         self,
         *,
         name: str = "",
-        lower: Sequence[str] = (),
-        fp8: Sequence[str] = (),
-        fp32: Sequence[str] = (),
-        fp32_keep: Sequence[str] = (),
-        widest: Sequence[str] = (),
-        first: Sequence[str] = (),
-        keep: Sequence[str] = (),
-        parts: Sequence[str] = (),
         rules: Mapping[str, object] | None = None,
         scopes: Mapping[str, Mapping[str, object]] | None = None,
         recipe: str = "",
-        **others: Never,
+        **by_rule: Sequence[str],
     ) -> "Policy":
         """Return this policy with some rows replaced.
 
@@ -341,19 +320,11 @@ class Policy:
 
         Args:
             name: of the result; this policy's with "*" appended, if left out.
-            lower: ops, or classes as "class:NAME", that are to have this rule.
-            fp8: as `lower`; for matrix products.
-            fp32: as `lower`.
-            fp32_keep: as `lower`.
-            widest: as `lower`.
-            first: as `lower`.
-            keep: as `lower`.
-            parts: as `lower`.
-            rules: any rows, as the `[rules]` of a TOML file has them.
-            scopes: rows by pattern of module paths, as `[scopes]` has them.
-            recipe: of the rows with rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; this
-                policy's, if left out.
-            others: none.
+            rules: any rows, as the `[rules]` of a TOML file.
+            scopes: rows by pattern of module paths, as `[scopes]` there.
+            recipe: of rule fp8: "tensorwise", "rowwise" or "rowwise_gw_hp"; by default as here.
+            by_rule: ops, or classes as "class:NAME", by the rule that they get: lower, fp8, fp32,
+                fp32_keep, widest, first, keep or parts.
 
         Returns:
             A new policy.
@@ -362,17 +333,24 @@ class Policy:
             PolicyError: an unknown op, class, rule or recipe, or two rules for one op.
             TypeError: there is no such argument.
         """
-        lists = {"lower": lower, "fp8": fp8, "fp32": fp32, "fp32_keep": fp32_keep, "widest": widest}
-        lists |= {"first": first, "keep": keep, "parts": parts}
-        if others:
+        known = [rule.value for rule in Rule if rule is not Rule.FORBID]
+        if others := [rule for rule in by_rule if rule not in known]:
             raise TypeError(
-                f"override() got {', '.join(others)}, and takes ops by rule: {', '.join(lists)}; "
+                f"override() got {', '.join(others)}, and takes ops by rule: {', '.join(known)}; "
                 "rules, scopes, name and recipe. For a region's low dtype, write lower=[op]."
             )
         where = f"override of policy {self.name!r}"
-        rows = overriding(lists, rules or {}, scopes or {}, where)
+        table: dict[str, object] = {}
+        for of, value in [
+            *((of, r) for r in known for of in _names(by_rule.get(r, ()), r, where)),
+            *_table(rules or {}, "rules", where).items(),
+        ]:
+            if table.setdefault(of, value) != value:
+                both = f"{table[of]} and {value}"
+                raise PolicyError(f"{where} gives {of!r} two rules: {both}. Keep one.")
+        own = rows({"rules": table, "scopes": scopes or {}}, where)
         name = name or self.name.rstrip("*") + "*"
-        changed = replace(self, name=name, rows=rows, inside=False).over(self)
+        changed = replace(self, name=name, rows=own, inside=False).over(self)
         return with_recipe(changed, recipe, where) if recipe else changed
 
     def without_fp8(self, *paths: str) -> "Policy":
@@ -399,9 +377,6 @@ class Policy:
 
     def over(self, base: "Policy") -> "Policy":
         """Return this policy with the rows of another that it does not replace.
-
-        A row replaces, in its scope, all rows of the other for the same ops: a row for a class
-        also those for the ops of the class.
 
         Args:
             base: the policy whose rows are added.
@@ -436,15 +411,16 @@ def with_recipe(policy: Policy, recipe: str, where: str) -> Policy:
     return replace(policy, fp8=recipe)
 
 
-def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | None:
-    """The row that decides for an op; see `Policy.winner`."""
+def find_winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
+    """Return what `Policy.winner` returns, and keep nothing: for all ops at once."""
+    in_force = policy._in_force
     known = vocabulary().ops.get(op)
     lows = FULL.get(dtype, dtype), ""
 
     def of(name: str) -> Row | None:
         return next(filter(None, (in_force.get((name, low)) for low in lows)), None)
 
-    def of_every_op(name: str) -> Row | None:
+    def of_every_op(name: str) -> Row | None:  # "all" or "default"
         kind = known.kind if known else ""
         row = of(name) if known and kind not in vocabulary().moving else None
         if row is None or row.rule not in (Rule.LOWER, Rule.WIDEST):
@@ -463,12 +439,8 @@ def _winner(in_force: _InForce, op: str, dtype: str, spelling: str) -> Row | Non
     return of_every_op("default")
 
 
-# The rows that hold inside a module: those whose scope matches come before those without one.
-
-
-def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str) -> tuple[Row, ...]:
-    """Return the rows that hold where some scopes match."""
-    rows = tuple(rows)
+def folded(rows: Sequence[Row], found: Sequence[tuple[object, str]], where: str) -> tuple[Row, ...]:
+    """Return the rows that hold where some scopes match: these before those without a scope."""
     holding = tuple(row for row in rows if not row.scope)
     tied: list[tuple[Row, Row]] = []
     for _, alike in groupby(found, lambda ranked: ranked[0]):
@@ -488,25 +460,10 @@ def folded(rows: Iterable[Row], found: Sequence[tuple[object, str]], where: str)
     return holding
 
 
-# Why a matrix product of few rows runs in float32: a policy's key `few_rows`.
-#
-# A product reads each number of a weight once for all of its rows. With few rows, reading takes
-# most of its time, and a cast of the weight from float32 reads it once more and writes half as
-# much. A row costs less in a low dtype, so that more rows pay for the cast. How many pay depends
-# on the machine; benchmarks/jax_speed.py measures it.
-
-
-def check_few_rows(most: object, where: str) -> None:
-    """Refuse what is no number of rows."""
-    if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise PolicyError(
-            f"{where}: few_rows = {most!r} is not a number of rows. Write few_rows = 32, or 0 to "
-            "run products of any size by their rows."
-        )
-
-
 def why_float32(most: int, rows: float) -> str:
-    """Say why a product that has rule lower and a float32 parameter runs in float32."""
+    """Say why a product of rule lower with a float32 parameter runs in float32: `few_rows`."""
+    # A cast of the weight reads it once more and writes half as much, whatever the rows; a row
+    # costs less in a low dtype. benchmarks/jax_speed.py measures how many rows pay for the cast.
     if rows > most:
         return ""
     times = "1 row" if rows == 1 else f"{rows} rows"
@@ -530,43 +487,6 @@ def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
     return tuple(found)
 
 
-_KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")
-
-
-def toml(content: str, where: str) -> Mapping[str, object]:
-    """Return the data of a TOML file."""
-    try:
-        return tomllib.loads(content)
-    except tomllib.TOMLDecodeError as error:
-        raise PolicyError(f"{where} is not TOML: {error}.") from None
-    except RecursionError:
-        raise PolicyError(f"cannot read {where}: its brackets are nested too deeply.") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise PolicyError(f"cannot read {where}: {str(error).partition(';')[0]}.") from None
-
-
-def check_keys(data: Mapping[str, object], where: str) -> None:
-    """Refuse a policy's table with a key that no policy has."""
-    _only(data, _KEYS, where)
-
-
-def overriding(
-    by_rule: Mapping[str, Sequence[str]],
-    rules: Mapping[str, object],
-    inside: Mapping[str, Mapping[str, object]],
-    where: str,
-) -> tuple[Row, ...]:
-    """Return the rows that `Policy.override` is given."""
-    table: dict[str, object] = {}
-    for of, value in [
-        *((of, rule) for rule, ops in by_rule.items() for of in _names(ops, rule, where)),
-        *_table(rules, "rules", where).items(),
-    ]:
-        if table.setdefault(of, value) != value:
-            raise PolicyError(f"{where} gives {of!r} two rules: {table[of]} and {value}. Keep one.")
-    return rows({"rules": table, "scopes": inside}, where)
-
-
 def _names(ops: object, rule: str, where: str) -> Sequence[str]:
     if rule == "fp8" and isinstance(ops, str) and ops in RECIPES:
         raise PolicyError(f"{where}: fp8={ops!r} is a recipe. Write recipe={ops!r}.")
@@ -586,6 +506,9 @@ def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     return value
 
 
+_OF_ROW = ("rule", "apply", "instead")
+
+
 def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
     for of, value in table.items():
         if not isinstance(of, str):
@@ -594,38 +517,29 @@ def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
             raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
         vocabulary().check(of, where)
         of_op = f"for op {of!r}"
-        value = _full_names(_told(value, of, where), where, of_op)
-        _only(value, (*_OF_ROW, *LOW), where, of_op)
-        if not value.keys() & {"rule", *LOW}:
+        own = dict(_told(value, of, where))
+        of_dtypes = [(low, own.pop(key)) for key in [*own] if (low := _low_dtype(key))]
+        check_keys(own, (*_OF_ROW, *LOW), where, of_op)
+        if "rule" in own:
+            yield _row(of, own, "", scope, where)
+        elif not of_dtypes:
             raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a dtype.")
-        for low in LOW:
-            if low in value:
-                own = _told(value[low], of, where)
-                _only(own, _OF_ROW, where, f"{of_op} in {low}")
-                yield _row(of, own, low, scope, where)
-        if "rule" in value:
-            yield _row(of, value, "", scope, where)
-        elif value.keys() & {"apply", "instead"}:
+        elif own:
             raise PolicyError(
                 f"{where}: {of_op[4:]} has rules for dtypes alone; put the rest there."
             )
+        for low, given in of_dtypes:
+            told = _told(given, of, where)
+            check_keys(told, _OF_ROW, where, f"{of_op} in {low}")
+            yield _row(of, told, low, scope, where)
 
 
-_OF_ROW = ("rule", "apply", "instead")
-
-
-def _full_names(value: Mapping[str, object], where: str, of_op: str) -> Mapping[str, object]:
-    """A row's table with the full names of dtypes as keys: "float16" for "fp16"."""
-    found: dict[str, object] = {}
-    for given, own in value.items():
-        try:
-            key = dtypes.name(given, LOW)
-        except (TypeError, ValueError):
-            key = given
-        if key in found:
-            raise PolicyError(f"{where}: {of_op[4:]} has two rules for {key}. Keep one.")
-        found[key] = own
-    return found
+def _low_dtype(key: object) -> str:
+    """The full name of the low dtype that a key is, "" for other keys."""
+    try:
+        return dtypes.name(key, LOW)
+    except (TypeError, ValueError):
+        return ""
 
 
 def _told(value: object, of: str, where: str) -> Mapping[str, object]:
@@ -642,7 +556,10 @@ def _row(of: str, value: Mapping[str, object], dtype: str, scope: str, where: st
     return Row(of, rule, dtype, scope, cast("Apply | None", value.get("apply")), instead, where)
 
 
-def _only(data: Mapping[str, object], known: Sequence[str], where: str, of_op: str = "") -> None:
+def check_keys(
+    data: Mapping[str, object], known: Sequence[str], where: str, of_op: str = ""
+) -> None:
+    """Refuse a table with a key that is not known."""
     for key, value in data.items():
         if key in known:
             continue

@@ -13,6 +13,7 @@ PolicyError that says where the fault is, what it is and what to write instead.
 
 import json
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -69,7 +70,7 @@ def _file(path: Path, above: tuple[Path, ...]) -> Policy:
         raise NoPolicyError(f"{cannot}: {error}.") from None
     if resolved in above:
         raise PolicyError(f"policy file {str(path)!r} extends itself, by way of its base.")
-    return _policy(policy_module.toml(text, str(path)), path.stem, str(path), (*above, resolved))
+    return _policy(_toml(text, str(path)), path.stem, str(path), (*above, resolved))
 
 
 @cache
@@ -79,9 +80,8 @@ def _shipped(name: str) -> Policy:
             f"no policy {name!r}.{nearest(name, shipped())} "
             f"Shipped: {', '.join(shipped())}; a file's name ends in .toml."
         )
-    return _policy(
-        policy_module.toml(text(name), f"policies/{name}.toml"), name, f"policies/{name}.toml"
-    )
+    where = f"policies/{name}.toml"
+    return _policy(_toml(text(name), where), name, where)
 
 
 def text(name: str) -> str:
@@ -108,7 +108,17 @@ def shipped_rows() -> frozenset[Row]:
 
 def summary(name: str) -> str:
     """A sentence on the use of a shipped policy."""
-    return str(policy_module.toml(text(name), name).get("summary", ""))
+    return str(_toml(text(name), name).get("summary", ""))
+
+
+def _toml(content: str, where: str) -> Mapping[str, object]:
+    try:
+        return tomllib.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{where} is not TOML: {error}.") from None
+
+
+_KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")
 
 
 def _policy(
@@ -116,7 +126,7 @@ def _policy(
 ) -> Policy:
     name = str(data.get("name", name))
     where = where or f"policy {name!r}"
-    policy_module.check_keys(data, where)
+    policy_module.check_keys(data, _KEYS, where)
     extends = data.get("extends")
     base = None if extends is None else _base(extends, where, above)
     rows = policy_module.rows(data, where)

@@ -7,7 +7,7 @@ everywhere or in a scope. Nothing here knows where a table was read from, or wha
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from polymp import dtypes
 from polymp.errors import PolicyError
@@ -25,33 +25,22 @@ class Rule(StrEnum):
     Inputs that are not eligible, such as integers and float64, stay as they are.
     """
 
-    LOWER = "lower"
-    FP8 = "fp8"
-    FP32 = "fp32"
-    FP32_KEEP = "fp32_keep"
-    WIDEST = "widest"
-    FIRST = "first"
-    KEEP = "keep"
-    FORBID = "forbid"
-    PARTS = "parts"
+    LOWER = "lower", "runs in the region's dtype"
+    FP8 = "fp8", "runs its product in 8 bits, or as lower where that is not possible"
+    FP32 = "fp32", "runs in float32"
+    FP32_KEEP = "fp32_keep", "runs in float32, and returns the widest input dtype"
+    WIDEST = "widest", "runs in the widest of its inputs' dtypes and the region's"
+    FIRST = "first", "runs in the dtype of its first input, such as the tensor that it writes into"
+    KEEP = "keep", "runs in its inputs' dtypes, and so do the ops inside it"
+    FORBID = "forbid", "raises an error that says which op to use instead"
+    PARTS = "parts", "is not cast; the ops inside it follow their own rows"
 
-    @property
-    def phrase(self) -> str:
-        """The rule in words, as a predicate: "runs in float32"."""
-        return _PHRASES[self]
+    phrase: str  # the rule in words, as a predicate
 
-
-_PHRASES = {
-    Rule.LOWER: "runs in the region's dtype",
-    Rule.FP8: "runs its product in 8 bits, or as lower where that is not possible",
-    Rule.FP32: "runs in float32",
-    Rule.FP32_KEEP: "runs in float32, and returns the widest input dtype",
-    Rule.WIDEST: "runs in the widest of its inputs' dtypes and the region's",
-    Rule.FIRST: "runs in the dtype of its first input, such as the tensor that it writes into",
-    Rule.KEEP: "runs in its inputs' dtypes, and so do the ops inside it",
-    Rule.FORBID: "raises an error that says which op to use instead",
-    Rule.PARTS: "is not cast; the ops inside it follow their own rows",
-}
+    def __new__(cls, value: str, phrase: str = "") -> Self:
+        made = str.__new__(cls, value)
+        made._value_, made.phrase = value, phrase
+        return made
 
 
 class Apply(StrEnum):

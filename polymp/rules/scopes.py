@@ -80,8 +80,3 @@ def check(pattern: str, where: str) -> None:
             f"{where}: {pattern!r} is no pattern of module paths. Write names joined by dots, "
             'such as "*.lm_head" or "blocks.*.attn"; * stands for any characters.'
         )
-    if "(?!)" in fnmatch.translate(pattern):
-        raise PolicyError(
-            f"{where}: {pattern!r} matches no module: a set of characters in it is empty. Write "
-            "the smaller end of a range first, as in [a-z]."
-        )

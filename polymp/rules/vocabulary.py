@@ -47,6 +47,11 @@ class Op:
     kernels: tuple[str, ...] = ()
 
 
+_UNKNOWN = Op("", "")
+# The fields of `Op` with spellings, and the word for one of these.
+_SPELLINGS = {"aten": "aten op", "kernels": "kernel", "jax": "primitive", "functions": "function"}
+
+
 class Vocabulary:
     """All ops, by each of their names."""
 
@@ -62,70 +67,51 @@ class Vocabulary:
         self.moving: frozenset[str] = traits.get("moves", frozenset())
         self.ops: dict[str, Op] = {}  # by our name
         self.registered: list[str] = []  # names of ops that were added, in order
-        self._aten: dict[str, str] = {}
-        self._kernels: dict[str, str] = {}
-        self._jax: dict[str, str] = {}
-        self._functions: dict[str, str] = {}
+        # Our names by spelling; by the field of `Op` that has them.
+        self._names: dict[str, dict[str, str]] = {field: {} for field in _SPELLINGS}
         self._lock = threading.Lock()
         for op in ops:
             self._add(op)
 
     def _add(self, op: Op) -> None:
-        if op.name in self.ops:
+        known = self.ops.get(op.name)
+        if known is not None and not _completes(op, known):
             raise PolicyError(_taken("op", op.name, "", op.name))
-        self._add_spellings(op)
+        spellings = {field: getattr(op, field) for field in _SPELLINGS}
+        for field, what in _SPELLINGS.items():
+            for name in spellings[field]:
+                if owner := self._names[field].get(name):
+                    raise PolicyError(_taken(what, name, f", as {owner!r}", op.name))
+        for field, names in spellings.items():
+            self._names[field].update(dict.fromkeys(names, op.name))
+        if known is not None:
+            both = {field: getattr(known, field) + names for field, names in spellings.items()}
+            op = replace(known, **both)
         self.ops[op.name] = op
-
-    def _add_spellings(self, op: Op) -> None:
-        indices = (
-            ("aten op", self._aten, op.aten),
-            ("kernel", self._kernels, op.kernels),
-            ("primitive", self._jax, op.jax),
-            ("function", self._functions, op.functions),
-        )
-        for what, index, names in indices:
-            for name in names:
-                if name in index:
-                    raise PolicyError(_taken(what, name, f", as {index[name]!r}", op.name))
-        for _, index, names in indices:
-            index.update(dict.fromkeys(names, op.name))
 
     def register(self, op: Op) -> None:
         """Add an op of the user's own, or the other framework's spelling of one."""
         with self._lock:
-            known = self.ops.get(op.name)
-            if known is not None and known.rule and (known.kind, known.rule) == (op.kind, op.rule):
-                if bool(known.aten) != bool(op.aten) and _in_jax(known) != _in_jax(op):
-                    self._add_spellings(op)
-                    op = replace(
-                        known,
-                        aten=known.aten + op.aten,
-                        jax=known.jax + op.jax,
-                        functions=known.functions + op.functions,
-                    )
-                    self.ops[op.name] = op
-                    self.registered.append(op.name)
-                    return
             self._add(op)
             self.kinds.setdefault(op.kind, "Ops that users registered.")
             self.registered.append(op.name)
 
     def of_aten(self, overload: str) -> str:
         """Our name of an aten overload, "" if it has none."""
-        return self._aten.get(overload, "")
+        return self._names["aten"].get(overload, "")
 
     def of_kernel(self, kernel: str) -> str:
         """Our name of an aten op that torch runs below autograd, "" if it has none."""
-        return self._kernels.get(kernel, "")
+        return self._names["kernels"].get(kernel, "")
 
     def of_jax(self, primitive: str) -> str:
         """Our name of a primitive, with or without a variant, "" if it has none."""
-        return self._jax.get(primitive, "")
+        return self._names["jax"].get(primitive, "")
 
     @property
     def functions(self) -> Mapping[str, str]:
         """Our names by the dotted name of a function."""
-        return self._functions
+        return self._names["functions"]
 
     def members(self, kind: str) -> tuple[Op, ...]:
         """The ops of a class, by name."""
@@ -133,18 +119,15 @@ class Vocabulary:
 
     def kind_of(self, name: str) -> str:
         """The class of an op of that name, "" of an unknown one."""
-        op = self.ops.get(name)
-        return "" if op is None else op.kind
+        return self.ops.get(name, _UNKNOWN).kind
 
     def picks(self, name: str) -> bool:
         """True if an op of that name picks numbers and changes none; see `Op`."""
-        op = self.ops.get(name)
-        return op is not None and op.picks
+        return self.ops.get(name, _UNKNOWN).picks
 
     def chooses(self, name: str) -> bool:
         """True if each result of an op of that name is one of the numbers that it is given."""
-        op = self.ops.get(name)
-        return op is not None and op.chooses
+        return self.ops.get(name, _UNKNOWN).chooses
 
     def within(self, inner: str, outer: str) -> bool:
         """True if every op that selector `inner` selects is selected by `outer` too.
@@ -212,8 +195,11 @@ def _taken(what: str, name: str, owner: str, op: str) -> str:
     )
 
 
-def _in_jax(op: Op) -> bool:
-    return bool(op.jax or op.functions)
+def _completes(op: Op, known: Op) -> bool:
+    """True if these are one registered op, as two frameworks spell it."""
+    same = bool(known.rule) and (known.kind, known.rule) == (op.kind, op.rule)
+    in_jax = [bool(one.jax or one.functions) for one in (op, known)]
+    return same and bool(op.aten) != bool(known.aten) and in_jax[0] != in_jax[1]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -32,13 +32,10 @@ def assert_close(
         assert_close(mlp, mlp, params, x, dtype="bfloat16")
 
     `fn` runs in a region of the dtype, `reference` in float32 and outside of any; both get the same
-    inputs. The values, and the gradients of `sum(result * c)` with respect to the float inputs, for
-    a fixed `c` from about a normal distribution, may be off by the tolerance that `assert_parity`
-    derives from the roundings of both. Their dtypes are not compared.
+    inputs. Values and gradients are compared as by `assert_parity`, dtypes are not.
 
     Both functions have to be deterministic; torch's random numbers begin alike in every run, so
-    that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers. torch
-    runs on the CPU, eagerly; a JAX function is traced and compiled for the default device.
+    that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers.
 
     Args:
         fn: takes and returns arrays, in any nesting of tuples, lists and dicts.

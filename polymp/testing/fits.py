@@ -27,10 +27,9 @@ def assert_fits(
         assert_fits(model, x, dtype="float16")
         assert_fits(jax.grad(loss), params, x, dtype="float16")
 
-    The call runs once in a region, and `audit` measures it. It does not fit if a value that is not
-    Inf or NaN before becomes so, if an op or a constant loses most of its values, or if the audit
-    suggests a change: a row, another dtype or a loss scale. Gradients are measured if the function
-    takes them.
+    The call runs once in a region, and `audit` measures it, with the gradients that it takes. It
+    does not fit if a value becomes Inf or NaN, if an op or a constant loses most of its values, or
+    if the audit suggests a row, another dtype or a loss scale.
 
     Args:
         fn: a module or a function.
@@ -45,8 +44,7 @@ def assert_fits(
         The audit.
 
     Raises:
-        AssertionError: it does not fit; its text has the rows that the audit suggests, and those of
-            its table of which the dtype loses most.
+        AssertionError: it does not fit; its text has the suggestion and the table's worst rows.
         TypeError: `fn` is not callable, nothing says which framework this is for, or `dtype` is
             neither a string nor a dtype.
         ValueError: `dtype` is another dtype, or there is no such framework.

@@ -69,34 +69,22 @@ def assert_parity(
         assert_parity(torch.softmax, jax.nn.softmax, [x, -1], dtype="float16")
 
     Both are called with the same numbers: first in float32, without a region, and then under the
-    same policy in the low dtype. Rounding to bfloat16 hides a gelu by tanh in place of one by erf,
-    and an epsilon of 1e-3 in place of 1e-5; float32 tells them apart. The error says in which of
-    the two the functions differ.
+    same policy in the low dtype, whose rounding hides a gelu by tanh in place of one by erf, or an
+    epsilon of 1e-3 in place of 1e-5. Compared are, in this order, the results' structure, shapes
+    and dtypes; the dtypes, call by call; the values; and the gradients of `sum(result * c)` with
+    respect to the float inputs, for a fixed `c` from a normal distribution.
 
-    Compared are, in this order, the results' structure, shapes and dtypes; the dtypes, call by
-    call; the values; and the gradients of `sum(result * c)` with respect to the float inputs, for a
-    fixed `c` from a normal distribution.
+    Dtypes: the forward calls are aligned by op and run dtype; all matrix products are one op. A
+    call that only one side has is no difference, because the frameworks split ops in different
+    ways. A call that both have in the same place, in other dtypes, is one if the policy has a row
+    for it; without a row, if JAX runs it in a narrower dtype. So is a cast to a low dtype that only
+    one program has, and another recipe of a product in 8 bits.
 
-    Dtypes: the forward calls are aligned by op and run dtype. All matrix products are one op, as
-    in JAX. A call that only one side has is no difference, because the frameworks split ops in
-    different ways: a layer's bias is an addition of its own in JAX, gelu one call in torch. A call
-    that both have in the same place, in other dtypes, is a difference if the policy has a row for
-    it; without a row, if JAX runs it in a narrower dtype. A cast to a low dtype that only one
-    program has is a difference, too, and so is another recipe of a product in 8 bits.
-
-    Values: an array may be off by
-
-        tolerance = sqrt(2 ln(2 n / 1e-6)) * max sqrt(s_torch^2 + s_jax^2)
-
-    where n is how many numbers it has, and s the root mean square change of a number when every
-    op's result is moved by an even share of its rounding: of the unit roundoff of its dtype; for
-    functions such as exp, of three more of float32, in which they are computed; and for a sum of k
-    terms, of sqrt(k / 3) float32 roundoffs of the root of the sum's square and of its terms'
-    squares. `polymp.diagnostics.rounding` has the derivation, its sources, and what in it is a
-    model and not a bound. `probes` more runs of each framework measure s, with fixed seeds, so that
-    the same call has the same tolerance. Errors and tolerances are relative to the largest
-    magnitude in torch's array. Integers and truth values have to be equal, but for those that a
-    rounding can change.
+    Values may be off by what rounding explains, which is measured: `probes` more runs of each
+    framework, with fixed seeds, move each op's result by a share of its rounding.
+    `polymp.diagnostics.rounding` has the formula, its sources, and what in it is a model and not a
+    bound. Errors and tolerances are relative to the largest magnitude in torch's array. Integers
+    and truth values have to be equal, but for those that a rounding can change.
 
     Both functions have to be deterministic. torch runs on the CPU, eagerly; the JAX function is
     traced and compiled for the default device.
@@ -145,7 +133,7 @@ def assert_parity(
         call = *given, dtype, policy, seeds
         programs = program("torch", torch_fn, *call), program("jax", jax_fn, *call)
         with found_in(dtype or "float32", start, last):
-            return compare_programs(programs, _NAMES, probes, same_dtypes=True)
+            return compare_programs(programs, _NAMES, probes)
 
     first: tuple[Gap, ...] = ()
     if low is not None and float32_first:
@@ -164,16 +152,15 @@ class ParityError(AssertionError):
     """Two functions differ in their structure, dtypes, values or gradients."""
 
     def __init__(
-        self,
-        text: str,
-        op: str = "",
-        side_by_side: str = "",
-        gaps: Sequence[Gap] = (),
-        dtype: str = "",
+        self, text: str, op: str = "", side_by_side: str = "", gaps: Sequence[Gap] = ()
     ) -> None:
+        if op:
+            text += f". The first op that differs is {op}:\n\n{side_by_side}"
+        if gaps:
+            text = "\n".join((f"{text}\n\ncompared:", *(f"  {found}" for found in gaps)))
         super().__init__(text)
         # In which they differ: that of the regions, or "float32".
-        self.dtype: str = dtype
+        self.dtype: str = ""
         # Name of the first op that differs, in the vocabulary, and its calls on both sides as a
         # table; "" if it is not known, as where results have other shapes.
         self.op: str = op
@@ -188,8 +175,9 @@ def found_in(dtype: str, start: str, last: str = "") -> Iterator[None]:
     try:
         yield
     except ParityError as error:
-        text = f"{start}{error}" + (f"\n\n{last}" if last else "")
-        raise ParityError(text, error.op, error.side_by_side, error.gaps, dtype) from None
+        error.dtype = dtype
+        error.args = (f"{start}{error}" + (f"\n\n{last}" if last else ""),)
+        raise error from None
 
 
 def program(backend: str, *call: Any) -> Any:
@@ -198,20 +186,24 @@ def program(backend: str, *call: Any) -> Any:
 
 
 def compare_programs(
-    programs: tuple[Any, Any], names: tuple[str, str], probes: int, same_dtypes: bool
+    programs: tuple[Any, Any], names: tuple[str, str], probes: int, *, same_dtypes: bool = True
 ) -> Parity:
     """Compare what two programs return and, if asked, the dtypes of their calls."""
     first, second = programs
     (one, written), (other, theirs) = first.ran(), second.ran()
     _same_structure(one, other, names)
-    forward = [compared(run.calls) for run in (written, theirs)]
     if same_dtypes:
-        _same_dtypes(one, other, forward, names)
+        if parted := first_parted(written.calls, theirs.calls):
+            raise ParityError(f"the two functions run {parted.why}", *_called(parted, names))
+        for path, ours in one.dtypes.items():
+            if ours != other.dtypes[path]:  # and no call has other dtypes
+                raise ParityError(f"result{path} is {_both(ours, other.dtypes[path], names)}.")
     moved = (written, first.probes(probes)), (theirs, second.probes(probes))
     gaps = tuple(_gaps(one, other, *moved))
     if any(found.part for found in gaps):
-        raise _error("compute other values", *_first_off(programs, names), gaps)
-    return Parity(gaps, one.dtypes, (len(forward[0]), len(forward[1])))
+        text = "the two functions compute other values"
+        raise ParityError(text, *_first_off(programs, names), gaps)
+    return Parity(gaps, one.dtypes, (len(compared(written.calls)), len(compared(theirs.calls))))
 
 
 _PROBES = 16  # of a record: few leave a spread uncertain
@@ -235,22 +227,6 @@ def _first_off(programs: tuple[Any, Any], names: tuple[str, str]) -> tuple[str, 
         if row is not None and row.array.run and row.verdict in (ALONE, UNEXPLAINED):
             return row.array.name, "\n".join(beside(names, row))
     return "", ""
-
-
-def _same_dtypes(
-    one: Run, other: Run, forward: Sequence[Sequence[Call]], names: tuple[str, str]
-) -> None:
-    """Raise an error if forward calls or results of two runs have other dtypes."""
-    if parted := first_parted(*forward):
-        raise _error(f"run {parted.why}", *_called(parted, names))
-    for path, ours in one.dtypes.items():
-        if ours != other.dtypes[path]:  # and no call has other dtypes
-            last = [
-                next((c for c in reversed(side) if dtype in c.outputs), None)
-                for side, dtype in zip(forward, (ours, other.dtypes[path]), strict=True)
-            ]
-            said = f"result{path} is {_both(ours, other.dtypes[path], names)}"
-            raise _error(said, *_called(Parted(last[0], last[1], ""), names))
 
 
 def _both(one: object, other: object, names: tuple[str, str], joint: str = " and ") -> str:
@@ -301,16 +277,6 @@ class Parted(NamedTuple):
     one: Call | None
     other: Call | None
     why: str  # the difference in words
-
-
-def _error(what: str, op: str, side_by_side: str, gaps: Sequence[Gap] = ()) -> ParityError:
-    """The error: the first op that differs, then the arrays that were compared."""
-    text = what if what.startswith("result") else f"the two functions {what}"
-    if op:
-        text += f". The first op that differs is {op}:\n\n{side_by_side}"
-    if gaps:
-        text = "\n".join((f"{text}\n\ncompared:", *(f"  {found}" for found in gaps)))
-    return ParityError(text, op, side_by_side, gaps)
 
 
 # The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
@@ -409,16 +375,9 @@ def cotangent(path: str, shape: tuple[int, ...]) -> Any:
 
 
 # The calls of two runs aligned, and the first that differs in its dtypes.
-#
-#     calls of one, calls of the other -> by name, in order -> the first pair in other dtypes
-#
-# The two frameworks split an op in different ways: a linear layer's bias is an addition of its
-# own in JAX, gelu is one call in torch. So a call that only one of them has is no difference; a
-# call that both have at the same place, in other dtypes, is one. Nothing here knows a framework.
-#
+
 # The frameworks' names of a cast that the program itself makes.
 _CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
-_ONE_CASTS = "in other dtypes: only one side casts to a low dtype here"
 
 
 def name_of(call: Call) -> str:
@@ -444,6 +403,7 @@ def compared(calls: Iterable[Call]) -> list[Call]:
 
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     """The first calls of two runs that are one op in other dtypes; None if there are none."""
+    # A call that one side alone has is no difference: a bias is an addition of its own in JAX.
     # Calls of one name that are left over between aligned ones on both sides ran in other dtypes,
     # or by other recipes, if either side has a row for them. An op without a row, with nothing else
     # left over there, may be wider in JAX, which leaves out a rounding where only float32 reads it.
@@ -458,32 +418,26 @@ def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
 
 
 def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
-    names = [name_of(c) for c in left], [name_of(c) for c in right]
-    for call, name in zip(left, names[0], strict=True):
-        if name in names[1]:
-            other = right[names[1].index(name)]
-            ruled = call.row is not None or other.row is not None
-            if ruled or (names[0] == names[1] and not _spared(call, other)):
-                recipes = call.recipe and other.recipe and call.recipe != other.recipe
-                return Parted(call, other, "by other recipes" if recipes else "in other dtypes")
-        elif name == "cast" and _narrows(call):
-            return Parted(call, None, _ONE_CASTS)
-    for call, name in zip(right, names[1], strict=True):
-        if name == "cast" and "cast" not in names[0] and _narrows(call):
-            return Parted(None, call, _ONE_CASTS)
+    names, theirs = list(map(name_of, left)), {name_of(c): c for c in reversed(right)}
+    same = names == list(map(name_of, right))
+    pairs: list[tuple[Call | None, Call | None]] = [(c, theirs.get(name_of(c))) for c in left]
+    pairs += [(None, c) for c in right if name_of(c) not in names]
+    for one, other in pairs:
+        if one is not None and other is not None:
+            ruled = one.row is not None or other.row is not None
+            if ruled or (same and not _holds(other.run, one.run)):  # wider in JAX: a rounding less
+                recipes = one.recipe and other.recipe and one.recipe != other.recipe
+                return Parted(one, other, "by other recipes" if recipes else "in other dtypes")
+        elif (call := one or other) and name_of(call) == "cast":
+            dtypes = (*call.inputs, *call.outputs)
+            if len(dtypes) == 2 and _holds(*dtypes) and dtypes[0] != dtypes[1]:
+                why = "in other dtypes: only one side casts to a low dtype here"
+                return Parted(one, other, why)
     return None
 
 
-def _spared(call: Call, other: Call) -> bool:
-    """True if JAX, the other side, runs a call in torch's dtype or a wider one."""
-    known = {call.run, other.run} <= {*FORMATS}
-    return known and FORMATS[other.run].holds(FORMATS[call.run])
-
-
-def _narrows(call: Call) -> bool:
-    dtypes = (*call.inputs, *call.outputs)
-    known = len(dtypes) == 2 and {*dtypes} <= {*FORMATS}
-    return known and FORMATS[dtypes[1]].bits < FORMATS[dtypes[0]].bits
+def _holds(wide: str, narrow: str) -> bool:
+    return {wide, narrow} <= {*FORMATS} and FORMATS[wide].holds(FORMATS[narrow])
 
 
 def _called(parted: Parted, names: tuple[str, str]) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The deprecated names of torch.cpu.amp, with their arguments."""
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class autocast(api.autocast):  # the name is torch's
         *,
         policy: api.PolicyLike | None = None,
     ) -> None:
-        deprecated("autocast", "cpu")
+        _deprecated("autocast", "cpu")
         super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
 
 
@@ -34,32 +35,17 @@ class GradScaler(grad_scaler.GradScaler):
     """`polymp.torch.GradScaler("cpu", ...)`; warns that it is deprecated.
 
     Args:
-        init_scale: as in `polymp.torch.GradScaler`.
-        growth_factor: likewise.
-        backoff_factor: likewise.
-        growth_interval: likewise.
-        enabled: likewise.
+        args: of `polymp.torch.GradScaler`, after the device.
+        kwargs: likewise.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        deprecated("GradScaler", "cpu")
-        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _deprecated("GradScaler", "cpu")
+        super().__init__("cpu", *args, **kwargs)
 
 
-def deprecated(name: str, device: str) -> None:
-    """Warn, as torch.amp does, that `torch.<device>.amp.<name>` is an old spelling.
-
-    Args:
-        name: of the class or function.
-        device: "cpu" or "cuda".
-    """
+def _deprecated(name: str, device: str) -> None:
+    """Warn, as torch.amp does, that `torch.<device>.amp.<name>` is an old spelling."""
     custom = name.startswith("custom_")
     call = f"args..., device_type='{device}'" if custom else f"'{device}', args..."
     warnings.warn(

@@ -1,13 +1,13 @@
 """The deprecated names of torch.cuda.amp, with their arguments."""
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from polymp.backends.torch.autocast import api, custom_ops
 from polymp.backends.torch.scaler import grad_scaler
-from polymp.torch.cpu import deprecated
+from polymp.torch.cpu import _deprecated
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +31,7 @@ class autocast(api.autocast):  # the name is torch's
         *,
         policy: api.PolicyLike | None = None,
     ) -> None:
-        deprecated("autocast", "cuda")
+        _deprecated("autocast", "cuda")
         super().__init__("cuda", dtype, enabled, cache_enabled, policy=policy)
 
 
@@ -39,42 +39,18 @@ class GradScaler(grad_scaler.GradScaler):
     """`polymp.torch.GradScaler("cuda", ...)`; warns that it is deprecated.
 
     Args:
-        init_scale: as in `polymp.torch.GradScaler`.
-        growth_factor: likewise.
-        backoff_factor: likewise.
-        growth_interval: likewise.
-        enabled: likewise.
+        args: of `polymp.torch.GradScaler`, after the device.
+        kwargs: likewise.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        deprecated("GradScaler", "cuda")
-        super().__init__(
-            "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
-
-
-@overload
-def custom_fwd(
-    fwd: Callable[P, R], *, cast_inputs: torch.dtype | str | None = None
-) -> Callable[P, R]: ...
-
-
-@overload
-def custom_fwd(
-    fwd: None = None, *, cast_inputs: torch.dtype | str | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _deprecated("GradScaler", "cuda")
+        super().__init__("cuda", *args, **kwargs)
 
 
 def custom_fwd(
     fwd: Callable[..., Any] | None = None, *, cast_inputs: torch.dtype | str | None = None
-) -> Callable[..., Any]:
+) -> Any:
     """Call `polymp.torch.custom_fwd` for "cuda"; warns that it is deprecated.
 
     Args:
@@ -84,7 +60,7 @@ def custom_fwd(
     Returns:
         The decorated forward; without `fwd`, a decorator.
     """
-    deprecated("custom_fwd", "cuda")
+    _deprecated("custom_fwd", "cuda")
     return custom_ops.custom_fwd(fwd, device_type="cuda", cast_inputs=cast_inputs)
 
 
@@ -97,5 +73,5 @@ def custom_bwd(bwd: Callable[P, R]) -> Callable[P, R]:
     Returns:
         The decorated backward.
     """
-    deprecated("custom_bwd", "cuda")
+    _deprecated("custom_bwd", "cuda")
     return custom_ops.custom_bwd(bwd, device_type="cuda")

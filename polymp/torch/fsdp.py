@@ -5,13 +5,12 @@
     polymp.torch.fsdp.fully_shard(model, "lean", torch.bfloat16)
     with polymp.torch.autocast("cuda", torch.bfloat16, policy="lean"): ...
 
-A region casts the weight of a linear layer where it is used. FSDP can cast the piece of each rank
-before it is sent: half the bytes, and the same bits. A weight that the policy uses in float32, such
-as that of a normalisation, has to be sent in float32. Gradients are added up in float32.
+A weight that a region casts can be cast before it is sent: half the bytes, and the same bits. One
+that the policy uses in float32 has to be sent in float32. Gradients are added up in float32.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,36 +29,7 @@ from polymp.rules.row import LOW, Rule
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["fully_shard", "mixed_precision"]
-
-
-def mixed_precision(
-    policy: PolicyLike | None = None, dtype: torch.dtype | str = torch.bfloat16, path: str = ""
-) -> fsdp.MixedPrecisionPolicy:
-    """Return the FSDP2 policy that goes with a region: gather low, add up gradients in float32.
-
-        fully_shard(model, mp_policy=mixed_precision("lean", torch.bfloat16))
-
-    For torch's own `fully_shard`, which sends all parameters of a group in one dtype: also those
-    that the region uses in float32, which are rounded then. `polymp.torch.fsdp.fully_shard` sends
-    these in float32. Inputs of the module are not cast: the region does it, op by op.
-
-    Args:
-        policy: of the region; None for torch's own table.
-        dtype: the low dtype of the region, bfloat16 or float16.
-        path: of the module in the model, for a policy with rules by module path.
-
-    Returns:
-        A `torch.distributed.fsdp.MixedPrecisionPolicy`; it gathers in the parameters' own dtype if
-        the policy does not run linear layers low.
-
-    Raises:
-        TypeError: `dtype` is no dtype, or `path` no string.
-        ValueError: `dtype` is not a low dtype.
-        PolicyError: the policy cannot be read.
-    """
-    uses = _ParameterUses(policy, dtype, path, "mixed_precision()", accelerator())
-    return uses.sent(uses.are_low(nn.Linear, path))
+__all__ = ["fully_shard"]
 
 
 def fully_shard(
@@ -73,11 +43,9 @@ def fully_shard(
     """Shard a module as torch's `fully_shard` does, with each parameter sent as the region uses it.
 
     Parameters that the policy uses low (those of linear layers, convolutions and attention) are
-    gathered in `dtype`, all others in float32; the two kinds make two groups. The results are the
-    same bits as those of the region without FSDP, on one rank. Modules inside that are sharded
-    already are left alone, so shard from the inside out, as with torch's.
-
-    The module warns, once, if it runs in a region that uses a parameter in another dtype.
+    gathered in `dtype`, all others in float32; the two kinds make two groups. On one rank the
+    results are those of the region without FSDP, bit for bit. Shard from the inside out, as with
+    torch's. The module warns, once, if it runs in a region that uses a parameter in another dtype.
 
     Args:
         module: a block or the model, in float32.
@@ -102,8 +70,8 @@ def fully_shard(
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"polymp.torch.fsdp.fully_shard() takes a torch.nn.Module, got {module!r}.")
-    uses = _ParameterUses(policy, dtype, path, "fully_shard()", _device_of(module))
-    low = uses.of(module, path)
+    uses = _ParameterUses(policy, dtype, path, _device_of(module))
+    low = uses.of(module)
     most = low.get(module, any(low.values()))  # of the module's own group
     others: list[nn.Module] = []
     settled = set[nn.Module]()
@@ -119,8 +87,7 @@ def fully_shard(
     if others:
         fsdp.fully_shard(others, mp_policy=uses.sent(not most), **kwargs)
     fsdp.fully_shard(module, mp_policy=uses.sent(most), **kwargs)
-    check = _RegionCheck(uses, _device_of(module), path, [*low], [module, *others[:1]])
-    module.register_forward_pre_hook(check)
+    module.register_forward_pre_hook(_RegionCheck(uses, low, [module, *others[:1]]))
     return module
 
 
@@ -139,14 +106,20 @@ _OPS: dict[type[nn.Module], str] = {
 
 
 class _ParameterUses:
-    """How the region of a policy uses parameters; without a policy, that of the device's table."""
+    """How the region of a policy uses the parameters of a module at a path in the model.
 
-    def __init__(self, policy: Any, dtype: Any, path: object, what: str, device: str) -> None:
+    Without a policy it is a region of the device's own table.
+    """
+
+    def __init__(self, policy: Any, dtype: Any, path: object, device: str) -> None:
         if not isinstance(path, str):
             raise TypeError(
-                f"{what}: path is that of the module in the model, such as 'layers.0', got {path!r}"
+                "fully_shard(): path is that of the module in the model, such as 'layers.0', got "
+                f"{path!r}"
             )
-        self.dtype = dtype_names.of(dtype, f"{what}: dtype", LOW)
+        self.dtype = dtype_names.of(dtype, "fully_shard(): dtype", LOW)
+        self.low = dtype_names.NAMES[self.dtype]
+        self.path, self.device = path, device
         table = torch_table.policy(device)
         self.policy: Policy = table if policy is None else policy_files.load(policy)
 
@@ -158,20 +131,21 @@ class _ParameterUses:
             cast_forward_inputs=False,
         )
 
-    def are_low(self, kind: type[nn.Module], path: str) -> bool:
-        """Return whether the op that reads the parameters of such a module runs low at a path."""
+    def are_low(self, kind: type[nn.Module], name: str = "") -> bool:
+        """Return whether the op that reads the parameters of such a module runs low."""
         op = next((op for known, op in _OPS.items() if issubclass(kind, known)), "")
-        row = self.policy.at(path).winner(op, dtype_names.NAMES[self.dtype]) if op else None
+        policy = self.policy.at(_joined(self.path, name))
+        row = policy.winner(op, self.low) if op else None
         return row is not None and row.rule is Rule.LOWER
 
-    def of(self, module: nn.Module, path: str) -> dict[nn.Module, bool]:
+    def of(self, module: nn.Module) -> dict[nn.Module, bool]:
         """Return modules with parameters that are not sharded yet, and whether all are low."""
         found: dict[nn.Module, bool] = {}
         full: set[nn.Parameter] = set()
         for name, m in module.named_modules():
             own = list(m.parameters(recurse=False))
             if own and not any(isinstance(p, DTensor) for p in own):
-                found[m] = self.are_low(type(m), _joined(path, name))
+                found[m] = self.are_low(type(m), name)
                 full.update(() if found[m] else own)
         return {m: low and full.isdisjoint(m.parameters(recurse=False)) for m, low in found.items()}
 
@@ -180,15 +154,9 @@ class _RegionCheck:
     """A hook that warns if the region in force uses parameters in dtypes that are not sent."""
 
     def __init__(
-        self,
-        uses: _ParameterUses,
-        device: str,
-        path: str,
-        inside: Sequence[nn.Module],
-        sharded: Sequence[nn.Module],
+        self, uses: _ParameterUses, inside: Iterable[nn.Module], sharded: Sequence[nn.Module]
     ) -> None:
-        self._sharded = sharded
-        self._uses, self._device, self._path = uses, device, path
+        self._uses, self._sharded = uses, sharded
         self._kinds = {type(m) for m in inside}
         self._warned = False
 
@@ -197,28 +165,28 @@ class _RegionCheck:
             return
         for one in self._sharded:
             distributed.settle_dtypes(one)
-        if self._warned:
+        uses, device = self._uses, self._uses.device
+        region = regions.in_force(device)
+        policy = region.policy or torch_table.policy(device)
+        same = (policy, region.dtype) == (uses.policy, uses.low)
+        if self._warned or not region.enabled or same:
             return
-        region, uses = regions.in_force(self._device), self._uses
-        policy = region.policy or torch_table.policy(self._device)
-        low = dtype_names.NAMES[uses.dtype]
-        if not region.enabled or (policy, region.dtype) == (uses.policy, low):
-            return
-        other = _ParameterUses(policy, region.dtype, self._path, "fully_shard()", self._device)
+        other = _ParameterUses(policy, region.dtype, uses.path, device)
         differ = [
             kind.__name__
             for kind in self._kinds
-            if uses.are_low(kind, self._path) != other.are_low(kind, self._path)
-            or (region.dtype != low and uses.are_low(kind, self._path))
+            if uses.are_low(kind) != other.are_low(kind)
+            or (other.low != uses.low and uses.are_low(kind))
         ]
         if differ:
             self._warned = True
             warnings.warn(
-                f"{type(module).__name__} was sharded for policy {uses.policy.name!r} in {low}, "
-                f"and runs in a region of policy {policy.name!r} in {region.dtype}, which uses the "
-                f"weights of {', '.join(sorted(differ))} in another dtype than FSDP sends. Write "
-                f"polymp.torch.fsdp.fully_shard(module, {policy.name!r}, torch.{region.dtype}), or "
-                f"autocast({self._device!r}, torch.{low}, policy={uses.policy.name!r}).",
+                f"{type(module).__name__} was sharded for policy {uses.policy.name!r} in "
+                f"{uses.low}, and runs in a region of policy {policy.name!r} in {other.low}, which "
+                f"uses the weights of {', '.join(sorted(differ))} in another dtype than FSDP "
+                f"sends. Write polymp.torch.fsdp.fully_shard(module, {policy.name!r}, "
+                f"torch.{other.low}), or autocast({device!r}, torch.{uses.low}, "
+                f"policy={uses.policy.name!r}).",
                 stacklevel=code_origin.outside(),
             )
 

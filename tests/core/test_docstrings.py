@@ -55,11 +55,17 @@ def exported(door: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def methods(kind: type) -> Iterator[tuple[str, object]]:
+    """Its public methods, but for those that a framework describes and calls: ours override them.
+
+    A docstring of our own says what differs, and then says all.
+    """
+    theirs = [base for base in kind.__mro__ if not base.__module__.startswith("polymp")]
     for name in dir(kind):
         found = inspect.getattr_static(kind, name)
         found = getattr(found, "__func__", found)  # of class methods and static methods
         ours = (getattr(found, "__module__", "") or "").startswith("polymp")
-        if not name.startswith("_") and inspect.isfunction(found) and ours:
+        hook = any(name in vars(base) for base in theirs) and not found.__doc__
+        if not name.startswith("_") and inspect.isfunction(found) and ours and not hook:
             yield name, found
 
 

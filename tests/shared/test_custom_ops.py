@@ -479,7 +479,7 @@ def state() -> Any:
     """All that registering changes."""
     words = vocabulary()
     found: list[Any] = [dict(words.ops), dict(words.kinds), list(words.registered)]
-    found += [dict(index) for index in (words._aten, words._jax, words._functions)]
+    found += [dict(index) for index in words._names.values()]
     if "polymp.backends.torch.autocast.kernel_registry" in sys.modules:
         found.append(sys.modules["polymp.backends.torch.autocast.kernel_registry"].installed("cpu"))
     if "polymp.backends.jax.autocast.known_functions" in sys.modules:

@@ -118,7 +118,7 @@ def test_the_versions_are_said_as_they_are() -> None:
         assert f"| {called} | {supported} |" in text
         assert f"{called} {supported}" in (ROOT / "README.md").read_text(encoding="utf-8")
         (asked,) = (r for r in PROJECT["optional-dependencies"][name] if r.startswith(name))
-        assert asked.partition(";")[0].strip() == f"{name}{versions.bounds(name)}"
+        assert asked.partition(";")[0].strip() == f"{name}{versions.SUPPORTED[name]}"
 
 
 def test_the_citation_is_of_this_version() -> None:

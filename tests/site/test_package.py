@@ -65,7 +65,7 @@ def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, beyo
     )
     done = processes.python(main)
     assert done.stderr.count("VersionWarning") == 1, done.stderr
-    supported, bounds = versions.supported(name), versions.bounds(name)
+    supported, bounds = versions.supported(name), versions.SUPPORTED[name]
     assert (
         f"main.py:3: VersionWarning: polymp is tested with {supported}, and this is {name} "
         f"{beyond}, whose changes it does not know. Update polymp, or install a tested version: "
@@ -75,9 +75,9 @@ def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, beyo
 
 def test_the_supported_versions_in_words():
     assert versions.supported("torch") == "torch 2.11 to 2.15"
-    assert versions.bounds("torch") == ">=2.11,<2.16"
+    assert versions.SUPPORTED["torch"] == ">=2.11,<2.16"
     assert versions.supported("jax") == "jax 0.10.2 to 0.11"
-    assert versions.bounds("jax") == ">=0.10.2,<0.12"
+    assert versions.SUPPORTED["jax"] == ">=0.10.2,<0.12"
 
 
 def test_the_jax_door_does_not_import_torch():

@@ -264,7 +264,7 @@ def vocabulary_put_back() -> Iterator[None]:
     The count of registered ops stays: caches go by it.
     """
     words = vocabulary()
-    parts: list[Any] = [words.ops, words.kinds, words._aten, words._jax, words._functions]
+    parts: list[Any] = [words.ops, words.kinds, *words._names.values()]
     kept = [dict(part) for part in parts]
     in_jax = sys.modules.get("polymp.backends.jax.autocast.known_functions")
     functions = dict(in_jax.FUNCTIONS.ops) if in_jax is not None else {}

@@ -62,11 +62,6 @@ def test_what_shows_that_a_dtype_is_fast():
             "",
             ["neither torch nor jax is installed: pip install 'polymp[torch]' or 'polymp[jax]'."],
         ),
-        (
-            "of unknown version",
-            "",
-            ["torch of unknown version is not supported: install torch 2.11 to 2.15."],
-        ),
     ],
 )
 def test_versions(torch, jax, problems):
@@ -136,7 +131,8 @@ def test_doctor_where_nothing_is_installed():
 
 
 def test_the_oldest_and_the_newest_versions_are_pinned_for_test_versions():
-    for name, (first, end) in versions.SUPPORTED.items():
+    for name, bounds in versions.SUPPORTED.items():
+        first, end = map(versions.parts, bounds.split(","))
         for which, expected in (("oldest", first), ("newest", (end[0], end[1] - 1))):
             pins = (ROOT / f"constraints-{which}.txt").read_text()
             found = re.search(rf"^{name}==(.*?)( ;|$)", pins, re.MULTILINE)
@@ -184,13 +180,6 @@ def fails():
 
 def leaves():
     raise SystemExit(0)
-
-class Silent(Exception):
-    def __str__(self):
-        raise RuntimeError
-
-def silent():
-    raise Silent
 """
 JAX_MODELS = """\
 import jax
@@ -279,7 +268,7 @@ def test_the_advised_dtype(bfloat16, float16, use):
 
 HOW = (
     "Return (model, inputs): a torch module and the tuple of its inputs, or a JAX function and "
-    "the tuple of its arguments."
+    "the tuple of its arguments. A single input x is the tuple (x,)."
 )
 
 
@@ -293,18 +282,17 @@ HOW = (
         ("mt.py:example", "train.py. Write mt:example."),
         ("a/mt.py", "train.py. Write a.mt:example."),
         ("mt:", "this is not MODULE:FUNCTION"),
-        ("none_such:example", "there is no module 'none_such', neither installed nor in "),
-        ("mt.inner:example", "there is no module 'mt.inner', neither installed nor in "),
-        ("broken:example", "importing broken failed: ModuleNotFoundError: No module named 'noth"),
-        ("mt:exampel", "module 'mt' has no function 'exampel'. It has example, evaluated, model_"),
+        ("none_such:example", "ModuleNotFoundError: No module named 'none_such'"),
+        ("mt.inner:example", "ModuleNotFoundError: No module named 'mt.inner'"),
+        ("broken:example", "ModuleNotFoundError: No module named 'nothing_of_that_name' (broken"),
+        ("mt:exampel", "AttributeError: module 'mt' has no attribute 'exampel'"),
         ("mt:model_alone", f"model_alone() returned Linear. {HOW}"),
-        ("mt:three", f"three() returned a tuple of 3. {HOW}"),
-        ("mt:no_model", f"no_model() returned Tensor for a model. {HOW}"),
-        ("mt:input_alone", f"returned Tensor for the inputs. {HOW} A single input x is the tuple"),
-        ("mt:fails", "fails() failed: ValueError: no data (mt.py:34)"),
-        ("mt:leaves", "leaves() failed: SystemExit: 0"),
-        ("mt:silent", "silent() failed: Silent, whose text cannot be had: RuntimeError"),
-        ("exiting:example", "importing exiting failed: SystemExit: 0"),
+        ("mt:three", f"three() returned (Linear, tuple, int). {HOW}"),
+        ("mt:no_model", f"no_model() returned (Tensor, tuple). {HOW}"),
+        ("mt:input_alone", f"input_alone() returned (Linear, Tensor). {HOW}"),
+        ("mt:fails", "ValueError: no data (mt.py:34)"),
+        ("mt:leaves", "SystemExit: 0"),
+        ("exiting:example", "SystemExit: 0"),
         ("mt:wrong_shape", "calling the model on its inputs failed: RuntimeError: mat1 and mat2"),
     ],
 )

@@ -16,8 +16,6 @@ when it is asked for, so that either works where the other is missing.
     wide        a context in which float64 exists
     ops         name -> function of arrays; the same names and arguments in both
     grad        (function, array) -> value and gradient
-    jit         compiles a function, where that is what the framework does
-    Scaler      a `GradScaler` that steps by gradient descent
 
 A region is a dtype, in which an enabled region runs, or "off"; several are nested, the outermost
 first.

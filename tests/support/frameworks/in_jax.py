@@ -12,7 +12,7 @@ import jax.scipy as jsp
 import numpy as np
 from jax import lax
 
-from polymp.jax import GradScaler, autocast
+from polymp.jax import autocast
 from tests.support.frameworks import alike, named
 
 name, xp = "jax", jnp
@@ -102,26 +102,8 @@ def together(functions: Sequence[Callable[..., Any]], arrays: Sequence[Any]) -> 
     return program(list(arrays))
 
 
-def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.jit(fn)
-
-
 def grad(fn: Callable[..., Any], x: Any) -> tuple[Any, Any]:
     return jax.value_and_grad(fn)(x)
-
-
-class Scaler:
-    """A `GradScaler`; `step` descends by a gradient that came out scaled, and updates the scale."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.it = GradScaler(**arguments)
-
-    def scale(self, loss: Any) -> Any:
-        return self.it.scale(loss)
-
-    def step(self, weights: Any, grad: Any, rate: float) -> Any:
-        weights, self.it, _ = self.it.step(grad, lambda grad, w: w - rate * grad, weights)
-        return weights
 
 
 def _conv(x: Any, w: Any, groups: int = 1) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from polymp.torch import GradScaler, autocast
+from polymp.torch import autocast
 from tests.support.frameworks import alike, named
 
 name, xp = "torch", torch
@@ -80,31 +80,10 @@ def together(functions: Sequence[Callable[..., Any]], arrays: Sequence[Any]) -> 
     return [fn(*arrays) for fn in functions]
 
 
-def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fn
-
-
 def grad(fn: Callable[..., Any], x: torch.Tensor) -> tuple[Any, Any]:
     x = x.detach().requires_grad_()
     value = fn(x)
     return value.detach(), torch.autograd.grad(value, x)[0]
-
-
-class Scaler:
-    """A `GradScaler`; `step` descends by a gradient that came out scaled, and updates the scale."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.it = GradScaler("cpu", **arguments)
-
-    def scale(self, loss: Any) -> Any:
-        return self.it.scale(loss)
-
-    def step(self, weights: Any, grad: Any, rate: float) -> Any:
-        weights = weights.clone().requires_grad_()
-        weights.grad = grad
-        self.it.step(torch.optim.SGD([weights], lr=rate))
-        self.it.update()
-        return weights.detach()
 
 
 ops: dict[str, Callable[..., Any]] = {

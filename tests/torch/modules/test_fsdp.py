@@ -24,13 +24,12 @@ import polymp
 from polymp.backends.torch.diagnostics import perturb
 from polymp.diagnostics import rounding
 from polymp.torch import autocast, explain
-from polymp.torch.fsdp import fully_shard, mixed_precision
+from polymp.torch.fsdp import fully_shard
 from tests.support.torch.each_op import EachOp
 from tests.support.torch.ranks import launch
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LOW = MixedPrecisionPolicy(BF16, FP32, None, cast_forward_inputs=False)
-FULL = MixedPrecisionPolicy(None, FP32, None, cast_forward_inputs=False)
 HEAD_FULL = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}})
 
 
@@ -79,7 +78,7 @@ def shard(model: Model, policy: Any, how: Callable[..., Any] = fully_shard) -> M
 
 
 def by_torch(module: nn.Module, policy: Any, path: str = "") -> Any:
-    return torch_s_fully_shard(module, mp_policy=mixed_precision(policy, BF16, path))
+    return torch_s_fully_shard(module, mp_policy=LOW)
 
 
 def loss_of(call: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
@@ -267,15 +266,6 @@ def test_by_torch_one_rank_gives_the_bits_of_parameters_that_are_all_cast(alone:
     assert all(map(torch.equal, gradients(plain), gradients(sharded)))
 
 
-def test_the_policy_of_fsdp_goes_with_the_policy_of_the_region() -> None:
-    assert mixed_precision() == mixed_precision("amp", "bf16") == LOW
-    assert mixed_precision("lean", torch.float16).param_dtype is torch.float16
-    full = polymp.policy("amp").override(fp32=["linear"])
-    assert mixed_precision(full) == FULL
-    assert mixed_precision(HEAD_FULL) == LOW
-    assert mixed_precision(HEAD_FULL, path="head") == FULL
-
-
 def test_a_block_with_a_parameter_of_its_own_keeps_it_in_float32(alone: Any) -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -315,8 +305,8 @@ def test_arguments_are_refused() -> None:
         with pytest.raises(TypeError) as error:
             fully_shard(**({"module": nn.Linear(2, 2)} | given))
         assert str(error.value) == text
-    with pytest.raises(ValueError, match=r"mixed_precision\(\): dtype 'float32' is not"):
-        mixed_precision(dtype="float32")
+    with pytest.raises(ValueError, match=r"fully_shard\(\): dtype 'float32' is not"):
+        fully_shard(nn.Linear(2, 2), dtype="float32")
 
 
 @pytest.mark.parametrize("frozen", ["", "blocks.0", "blocks.1", "head"])

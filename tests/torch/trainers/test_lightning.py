@@ -57,7 +57,7 @@ def ours(precision: str, policy: Any = None, kind: Any = Precision) -> Any:
     return kind(precision, policy, scaler=scaler)
 
 
-MODES = ("bf16-mixed", "16-mixed", "32-true")
+MODES = ("bf16-mixed", "16-mixed")
 LOOPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped by norm": {"gradient_clip_val": 0.1},
@@ -70,7 +70,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("precision", MODES)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_losses_and_norms_are_lightnings_bit_for_bit(precision: str, loop: str) -> None:
-    policy = "torch-cpu" if loop == "plain" and precision != "32-true" else None
+    policy = "torch-cpu" if loop == "plain" else None
     expected = fit(theirs(precision), **LOOPS[loop])
     model = fit(ours(precision, policy), **LOOPS[loop])
     assert model.losses == expected.losses
@@ -117,12 +117,12 @@ def test_two_optimizers_that_share_a_backward_pass_get_true_gradients() -> None:
     """The scale grows after every step, and is used for both."""
     scaler = GradScaler("cpu", init_scale=0.25, growth_interval=1)
     losses = fit(Precision("16-mixed", scaler=scaler), Two()).losses
-    assert losses == pytest.approx(fit(ours("32-true"), Two()).losses, rel=0.01)
+    assert losses == pytest.approx(fit(theirs("32-true"), Two()).losses, rel=0.01)
     assert scaler.get_scale() == 2.0 ** (len(batches()) - 2)
 
 
 def test_a_fused_optimizer_is_clipped_and_its_hooks_see_true_gradients() -> None:
-    expected = fit(ours("32-true"), Regression("fused"), gradient_clip_val=0.1)
+    expected = fit(theirs("32-true"), Regression("fused"), gradient_clip_val=0.1)
     model = fit(ours("16-mixed"), Regression("fused"), gradient_clip_val=0.1)
     assert model.norms == pytest.approx(expected.norms, rel=0.02)
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
@@ -131,7 +131,7 @@ def test_a_fused_optimizer_is_clipped_and_its_hooks_see_true_gradients() -> None
 
 def test_lbfgs_trains_in_float16() -> None:
     model = fit(ours("16-mixed"), Regression("lbfgs"))
-    exact = fit(ours("32-true"), Regression("lbfgs"))
+    exact = fit(theirs("32-true"), Regression("lbfgs"))
     assert len(model.losses) > 2 * len(batches())  # several evaluations a step
     assert len(model.norms) == len(model.losses)
     assert model.losses[:3] == pytest.approx(exact.losses[:3], rel=0.02)
@@ -253,8 +253,6 @@ def epoch(fabric: Any, model: Any, optimizer: Any, clip: float | None = None) ->
 def test_losses_are_fabrics_bit_for_bit(precision: str, clip: float | None) -> None:
     expected = trained(theirs_in_fabric(precision), clip=clip)
     assert trained(ours_in_fabric(precision), clip=clip) == expected
-    if precision == "32-true":  # which takes no policy
-        return
     assert trained(ours_in_fabric(precision, "torch-cpu"), clip=clip) == expected
     policy = {"name": "mine", "rules": {"linear": "fp32"}}
     assert trained(ours_in_fabric(precision, policy), clip=clip) != expected, "this could not fail"
@@ -271,7 +269,7 @@ def test_outputs_are_float32_and_the_autocast_of_fabric_has_the_policy() -> None
 
 
 def test_fabric_clips_a_fused_optimizer() -> None:
-    expected = trained(ours_in_fabric("32-true"), "fused", clip=0.01)
+    expected = trained(theirs_in_fabric("32-true"), "fused", clip=0.01)
     losses = trained(ours_in_fabric("16-mixed"), "fused", clip=0.01)
     assert losses == pytest.approx(expected, rel=0.02)
     with pytest.raises(NotImplementedError, match="clipping is not implemented"):

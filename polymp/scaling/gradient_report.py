@@ -18,10 +18,10 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState
 SMALLEST_NORMAL = FORMATS["float16"].smallest_normal
 
 # The warning of a scaler that is given a loss from a bfloat16 region.
-NO_EFFECT = (
-    "GradScaler has no effect in a bfloat16 region: bfloat16 has the range of float32, so that "
-    "gradients do not underflow. Leave the scaler out, or write "
-    "GradScaler(..., dtype=<the region's dtype>), which scales only if that is float16."
+NOT_NEEDED = (
+    "GradScaler is not needed in a bfloat16 region: bfloat16 has the range of float32, so that "
+    "gradients do not underflow. It scales and skips steps all the same. Leave the scaler out, or "
+    "write GradScaler(..., dtype=<the region's dtype>), which scales only if that is float16."
 )
 
 _ADVICE = (

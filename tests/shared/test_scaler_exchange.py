@@ -161,7 +161,7 @@ def test_both_say_the_same_of_bfloat16():
 
     import polymp.jax
     import polymp.torch
-    from polymp.scaling.gradient_report import NO_EFFECT
+    from polymp.scaling.gradient_report import NOT_NEEDED
 
     rule = {"growth_interval": 987654}  # the warning comes once for a rule
     with warnings.catch_warnings(record=True) as caught:
@@ -170,7 +170,7 @@ def test_both_say_the_same_of_bfloat16():
             polymp.torch.GradScaler("cpu", **rule).scale(torch.ones(1))
         cost = polymp.jax.autocast(lambda w: (w * w).sum())
         jax.grad(lambda w: polymp.jax.GradScaler(**rule).scale(cost(w)))(jax.numpy.ones(2))
-    assert [str(w.message) for w in caught] == [NO_EFFECT] * 2
+    assert [str(w.message) for w in caught] == [NOT_NEEDED] * 2
 
 
 # --- Arguments and states that a scaler refuses: both frameworks raise the errors of the core -----

@@ -24,7 +24,7 @@ from polymp.backends.jax.scaler.tree_math import shown_dtype
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import NO_EFFECT, GradientReport
+from polymp.scaling.gradient_report import NOT_NEEDED, GradientReport
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict, to_state_dict
 
 T = TypeVar("T")
@@ -406,7 +406,7 @@ def warn_in_bfloat16(rule: ScaleRule) -> None:
     told: set[ScaleRule] = vars(_TOLD).setdefault("rules", set())
     if regions.latest_low() == "bfloat16" and rule not in told:
         told.add(rule)
-        warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=outside())
+        warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=outside())
 
 
 @cache

@@ -81,7 +81,7 @@ class autocast:  # the name is torch's
 
     Raises:
         ValueError: `device_type` is not a string, or `dtype` is no name of a float dtype.
-        TypeError: `dtype` is neither a dtype of torch nor a string.
+        TypeError: `dtype` is neither a dtype of torch nor a string, or `enabled` no bool.
         RuntimeError: torch has no autocast for `device_type`, or the GPU cannot do bfloat16.
         PolicyError: the policy cannot be read, or has a row that torch cannot follow.
 
@@ -217,7 +217,12 @@ def _prepare(
             "paths a region does not see. Give it to polymp.torch.scoped(model, policy), and to "
             "the region, for what runs outside of the model, policy.at('') or none."
         )
-    enabled = _supported(device, dtype, bool(enabled))
+    enabled = _supported(device, dtype, enabled)
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            "set_autocast_enabled(): argument 'enabled' (position 2) must be bool, not "
+            f"{type(enabled).__name__}. Write policy=... to name a policy."
+        )
     return _ready(device, dtype, enabled, bool(cache), loaded), enabled, dtype
 
 
@@ -238,7 +243,7 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
     if device not in torch_table.DEVICES and accelerators.is_private(device):
         dtypes, name = accelerators.private_dtypes(device), device
     if not enabled:
-        return False
+        return enabled
     if device == "cuda":
         if accelerators.cuda_missing():
             warnings.warn(
@@ -256,7 +261,7 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
             stacklevel=4,
         )
         return False
-    return True
+    return enabled
 
 
 # Functions of all kinds that run in a region: plain ones, generators, coroutines.

@@ -25,7 +25,7 @@ from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import scale_rule
 from polymp.scaling.gradient_report import (
-    NO_EFFECT,
+    NOT_NEEDED,
     Gradient,
     GradientReport,
     OnStuck,
@@ -136,7 +136,7 @@ class GradScaler(DeviceState):
 
     Warns:
         UserWarning: CUDA is asked for and absent; the scaler is then disabled, as in torch.amp.
-        ScalerWarning: the region of the loss is bfloat16, where scaling has no effect.
+        ScalerWarning: the region of the loss is bfloat16, which needs no scaling.
 
     Source:
         torch.amp, "Automatic Mixed Precision package", `torch.amp.GradScaler`.
@@ -194,7 +194,7 @@ class GradScaler(DeviceState):
         self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
         first = scale_rule.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.stack.thread.latest.clear()  # regions from before say nothing about this scaler's
-        self._knows_region = False  # whether it is bfloat16, where scaling has no effect
+        self._knows_region = False  # whether it is bfloat16, which needs no scaling
         self._reported_row: int | None = None  # of skips, by the number of skips before it
         self._set_first(ScaleState(first))
         self._begin()
@@ -581,7 +581,7 @@ class GradScaler(DeviceState):
             low = regions.latest_low(loss.device.type)
             if low is torch.bfloat16:
                 level = 4 if torch.compiler.is_compiling() else outside()
-                warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
+                warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=level)
             self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
         if not self._replays() and self._known is None:  # after an update in compiled code

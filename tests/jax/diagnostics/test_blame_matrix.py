@@ -14,7 +14,7 @@ from jax import lax
 
 from polymp.jax import GradScaler, audit, autocast, locate
 
-pytestmark = pytest.mark.filterwarnings("ignore:GradScaler has no effect in a bfloat16 region")
+pytestmark = pytest.mark.filterwarnings("ignore:GradScaler is not needed in a bfloat16 region")
 
 BIG = "big"  # the largest magnitude is one whose square is beyond the dtype
 REGIONS = {"plain": None, "float16": jnp.float16, "bfloat16": jnp.bfloat16}

@@ -70,6 +70,19 @@ def two_dtypes_on_one_weight(amp: Amp) -> str:
             return name(torch.mm(X, w))
 
 
+@program
+def uses_around_a_region_of_another_dtype(amp: Amp) -> float:
+    w = weight()
+    with amp.autocast("cpu", BF16):
+        one = torch.mm(torch.ones(1, 4), w)
+        with amp.autocast("cpu", FP16):
+            pass
+        other = torch.mm(torch.full((1, 4), 2.0**-9), w)
+    (one + other).sum().backward()
+    assert w.grad is not None
+    return float(w.grad[0, 0])
+
+
 WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
     lambda w: w.add_(torch.eye(4)),
     lambda w: w.copy_(2 * torch.eye(4)),

@@ -69,6 +69,18 @@ def test_wrong_arguments_raise_what_torch_raises(call: Any) -> None:
     assert (kind, message) == outcome(torch.autocast, *args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    "enabled", ["amp", {"rules": {}}, 1, 0, None, torch.tensor(True)], ids=repr
+)
+def test_enabled_is_a_bool(enabled: Any) -> None:
+    """torch says so when the region is entered; a policy in its place is never ignored."""
+    with pytest.raises(TypeError) as theirs, torch.autocast("cpu", BF16, enabled):
+        pass
+    with pytest.raises(TypeError, match=r"policy=\.\.\. to name a policy") as ours:
+        autocast("cpu", BF16, enabled)
+    assert str(ours.value).startswith(str(theirs.value))
+
+
 RIGHT: tuple[Any, ...] = (
     *(((device,), {}) for device in ("cpu", "cpu:0", "xpu", "hpu", "xla", "mtia", "maia")),
     (("cpu", FP16), {}),

@@ -93,7 +93,7 @@ SCALED: dict[str, tuple[Any, torch.Tensor, bool]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:GradScaler has no effect")
+@pytest.mark.filterwarnings("ignore:GradScaler is not needed")
 @pytest.mark.parametrize("name", SCALED)
 def test_suggestions_end(name: str) -> None:
     """Each is followed; a scale is not halved again and again: that which fits was measured."""

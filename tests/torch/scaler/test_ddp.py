@@ -103,7 +103,7 @@ def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
     """Return the notes of a rank."""
     from polymp.torch import GradScaler, autocast  # here, for the tests import this file's names
 
-    warnings.filterwarnings("ignore", "GradScaler has no effect in a bfloat16 region")
+    warnings.filterwarnings("ignore", "GradScaler is not needed in a bfloat16 region")
     amps = {"polymp": Amp(autocast, GradScaler), "torch": Amp(torch.autocast, torch.amp.GradScaler)}
     notes = {
         (name, str(dtype), kind): train(amp, rank, dtype, kind)

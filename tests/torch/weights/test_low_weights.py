@@ -28,7 +28,7 @@ from tests.support.torch.low_training import (
 )
 from tests.support.torch.models import seen
 
-# Scaling has no effect in bfloat16, which the region is.
+# bfloat16, which the region is, needs no scaling.
 pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
 
 MODES = ("master", "split", "stochastic")

@@ -201,7 +201,8 @@ class GradScaler:
             grads: a pytree, multiplied by the scale.
             update: called as `update(true_grads, *state)`; returns what replaces the state, with
                 the same structure, shapes and dtypes: one tree for one, a tuple for several.
-                Clipping belongs into it. Traced code calls it in a branch of `lax.cond`.
+                Clipping belongs into it. Traced code calls it in a branch of `lax.cond`; on GPUs,
+                where a condition is read by the host, in every step, and selects.
             state: pytrees, such as parameters and optimizer state. Leaves that are no arrays stay
                 as they are. Flax nnx modules among them get the new state, too, as nnx has it.
             loss: the loss as it was before scaling, for reports: those of a skipped step say

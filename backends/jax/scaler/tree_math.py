@@ -32,7 +32,7 @@ def settled(tree: T) -> T:
     """Return the same floats, as numbers that XLA cannot compute in two ways."""
     # It takes x * 1e30 * (1 / scale) for x * (1e30 / scale) in one place and not in another: the
     # check would call a gradient finite that is Inf where it is used.
-    floats, together = apart(tree, lambda x: isinstance(x, jax.core.Tracer) and is_scalable(x))
+    floats, together = apart(tree, is_traced_float)
     # One each: the results of one for all would vary over every axis of a shard_map that any does.
     return together([lax.optimization_barrier(x) for x in floats])
 
@@ -64,6 +64,11 @@ def is_scalable(x: object) -> bool:
     if isinstance(x, _ARRAYS):
         return bool(jnp.issubdtype(x.dtype, jnp.inexact))
     return isinstance(x, (float, complex))
+
+
+def is_traced_float(x: object) -> bool:
+    """True for such an array whose values are not known yet."""
+    return isinstance(x, jax.core.Tracer) and is_scalable(x)
 
 
 def shown_dtype(x: object) -> str:

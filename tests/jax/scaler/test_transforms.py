@@ -14,9 +14,10 @@ import optax
 import pytest
 from jax import export
 
+from polymp.backends.jax.scaler import optimizer_step
 from polymp.jax import GradScaler, autocast, upper
 from tests.support.jax.hlo import AS_FOR_USERS
-from tests.support.jax.scaler_tools import KINDS, flat, kinds, values, with_shape
+from tests.support.jax.scaler_tools import KINDS, flat, kinds, numbers, values, with_shape
 
 
 def test_a_batch_of_scalers_under_vmap():
@@ -144,13 +145,18 @@ def test_the_quotients_are_made_in_the_branch_and_the_state_is_not_selected(loss
 
     jaxpr = jax.make_jaxpr(run)(GradScaler(), jnp.ones((7, 3)), jnp.ones((7, 3)), loss)
     assert with_shape(jaxpr, (7, 3)) == ["optimization_barrier", "cond", "cond"]
-    check, cond = (eqn for eqn in flat(jaxpr) if eqn.primitive.name == "cond")
+    check, by_platform = (eqn for eqn in flat(jaxpr) if eqn.primitive.name == "cond")
     assert check.params["branches_platforms"] == (("cpu",), None)
     by_sums, one_by_one = (with_shape(b, (7, 3)) for b in check.params["branches"])
     assert by_sums == ["reduce_sum", "cond"]
     assert one_by_one == ["mul", "is_finite", "reduce_and"]
+    assert by_platform.params["branches_platforms"] == (("cuda", "rocm"), None)
+    on_gpus, elsewhere = by_platform.params["branches"]
+    (cond,) = (eqn for eqn in flat(elsewhere) if eqn.primitive.name == "cond")
     branches = [with_shape(branch, (7, 3)) for branch in cond.params["branches"]]
     assert branches == [[], ["mul", "sub"]]
+    assert [e for e in flat(on_gpus) if e.primitive.name == "cond"] == []
+    assert with_shape(on_gpus, (7, 3))[-4:] == ["select_n", "mul", "sub", "select_n"]
 
 
 def for_platform(platform: str) -> tuple[str, str]:
@@ -164,16 +170,49 @@ def for_platform(platform: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("platform", "conditionals"), [("cuda", 1), ("rocm", 1), ("tpu", 1), ("cpu", 2)]
+    ("platform", "conditionals"), [("cuda", 0), ("rocm", 0), ("tpu", 1), ("cpu", 2)]
 )
-def test_one_conditional_for_a_step_and_the_state_is_donated(
+def test_on_gpus_nothing_waits_for_the_host_and_the_state_is_donated(
     platform: str, conditionals: int
 ) -> None:
-    """On CPUs another one for the check; XLA takes one by a constant out."""
+    """XLA reads a conditional's predicate on the host there; one by a constant it takes out."""
     module, compiled = for_platform(platform)
     assert compiled.count(" conditional(") == conditionals
     leaves = jax.tree.leaves((GradScaler(), jnp.ones(1), ADAM.init(jnp.ones(1))))
     assert module.count("tf.aliasing_output") == len(leaves)
+
+
+def test_an_update_with_effects_is_a_conditional_everywhere() -> None:
+    def update(grads: Any, w: Any) -> Any:
+        jax.debug.print("took a step")
+        return w - grads
+
+    w = jnp.ones(3)
+    jaxpr = jax.make_jaxpr(lambda scaler, grads, w: scaler.step(grads, update, w))
+    conds = [e for e in flat(jaxpr(GradScaler(), w, w)) if e.primitive.name == "cond"]
+    assert [e.params.get("branches_platforms") is None for e in conds] == [False, True]  # the check
+
+
+def test_steps_by_selection_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
+    monkeypatch.setattr(optimizer_step, "SELECTING", ("cpu", *optimizer_step.SELECTING))
+
+    def selected(*args: Any) -> Any:  # not traced before
+        return adam_step(*args)
+
+    text, _ = compiled(selected)
+    assert text.count(" conditional(") == 1  # of the check
+    w, x = jnp.ones(SHAPE), jax.random.normal(jax.random.key(0), (5, SHAPE[0]))
+    run, by_hand = jax.jit(selected), jax.jit(by_select)
+    ours = theirs = (w, ADAM.init(w))
+    scaler = other = GradScaler(2.0**126, growth_interval=2)
+    for _ in range(4):
+        ours, scaler, finite = run(scaler, *ours, x)
+        theirs, other, expected = by_hand(other, *theirs, x)
+        assert bool(finite) == bool(expected)
+        assert numbers(scaler.state) == numbers(other.state)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert np.allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
 def gradients(scaler, loss, w):

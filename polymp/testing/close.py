@@ -21,7 +21,7 @@ def assert_close(
     reference: Callable[..., Any],
     *args: object,
     dtype: object = None,
-    policy: Source = "amp",
+    policy: Source | None = None,
     grads: bool = True,
     probes: int = 16,
     framework: str | None = None,
@@ -44,7 +44,8 @@ def assert_close(
             and nestings of them. float64 becomes float32; `reference` gets low arrays in float32.
         dtype: the low dtype of the region that `fn` runs in, bfloat16 or float16, by name, alias
             or as a dtype object; None or float32 for no region.
-        policy: of that region.
+        policy: of that region; None for that of a region without one: torch's own table for the
+            device, and "amp" in JAX.
         grads: False to compare no gradients.
         probes: runs of each function that measure the tolerance; 2 or more.
         framework: "torch" or "jax"; None to find it from the functions and the arguments.
@@ -77,7 +78,10 @@ def assert_close(
             f"assert_close compares two functions of one framework, got one of {backend} and one "
             f"of {other}. assert_parity compares torch and JAX."
         )
-    load(policy)  # a policy that cannot be read fails before anything runs
+    if policy is not None:
+        load(policy)  # one that cannot be read fails before anything runs
+    elif backend == "jax":
+        policy = "amp"
     given, cotangent = parity.arguments(_in_numpy(args)), _cotangent if grads else None
     programs = (
         parity.program(backend, fn, *given, low, policy, cotangent),

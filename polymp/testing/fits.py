@@ -18,7 +18,7 @@ def assert_fits(
     fn: Callable[..., Any],
     *args: object,
     dtype: object = "bfloat16",
-    policy: Source = "amp",
+    policy: Source | None = None,
     framework: str | None = None,
     **kwargs: object,
 ) -> Audit:
@@ -36,7 +36,8 @@ def assert_fits(
         args: positional arguments of the call, with values as in real use.
         dtype: the low dtype of the region, bfloat16 or float16, by name, alias or as a dtype
             object.
-        policy: of the region.
+        policy: of the region; None for that of a region without one: torch's own table for the
+            device, and "amp" in JAX.
         framework: "torch" or "jax"; None to find it from the function and the arguments.
         kwargs: keyword arguments of the call.
 
@@ -53,10 +54,8 @@ def assert_fits(
     low = dtype_name(dtype, LOW, "assert_fits(): dtype")
     if not callable(fn):
         raise TypeError(f"assert_fits needs a function or a module, got {fn!r}.")
-    if framework_of((fn, args, kwargs), framework, "assert_fits") == "torch":
-        audit = _in_torch(fn, args, kwargs, low, policy)
-    else:
-        audit = _in_jax(fn, args, kwargs, low, policy)
+    in_torch = framework_of((fn, args, kwargs), framework, "assert_fits") == "torch"
+    audit, policy = (_in_torch if in_torch else _in_jax)(fn, args, kwargs, low, policy)
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):
         called = getattr(fn, "__name__", type(fn).__name__)
@@ -67,24 +66,33 @@ def assert_fits(
     return audit
 
 
-def _in_torch(fn: Callable[..., Any], args: Any, kwargs: Any, low: str, policy: Source) -> Audit:
+_Audited = tuple[Audit, Source]  # and the policy of the region
+
+
+def _in_torch(
+    fn: Callable[..., Any], args: Any, kwargs: Any, low: str, policy: Source | None
+) -> _Audited:
     import torch
 
-    from polymp.backends.torch.diagnostics.explain import open_region
+    from polymp.backends.torch.autocast import torch_table
+    from polymp.backends.torch.diagnostics.explain import device_of, open_region
     from polymp.torch import audit
 
-    model = fn if isinstance(fn, torch.nn.Module) else None
-    with audit(model) as measured, ExitStack() as region:
-        open_region((fn, args, kwargs), getattr(torch, low), policy, region)
+    call = fn, args, kwargs
+    with audit(fn if isinstance(fn, torch.nn.Module) else None) as measured, ExitStack() as region:
+        open_region(call, getattr(torch, low), policy, region)
         fn(*args, **kwargs)
-    return measured
+    return measured, torch_table.policy(device_of(call)) if policy is None else policy
 
 
-def _in_jax(fn: Callable[..., Any], args: Any, kwargs: Any, low: str, policy: Source) -> Audit:
+def _in_jax(
+    fn: Callable[..., Any], args: Any, kwargs: Any, low: str, policy: Source | None
+) -> _Audited:
     from polymp.backends.jax.modules import nnx
     from polymp.jax import audit, autocast
 
+    policy = "amp" if policy is None else policy
     fn, args = nnx.owned(fn, args)
     audited = audit(autocast(fn, dtype=low, policy=policy))
     audited(*args, **kwargs)
-    return audited.audit
+    return audited.audit, policy

@@ -193,7 +193,7 @@ def test_what_overflows_or_vanishes_does_not_fit_and_the_error_is_that_of_the_au
 ) -> None:
     x = fw.array(X)
     with pytest.raises(AssertionError, match=words) as caught:
-        assert_fits(fn, x, dtype="float16")
+        assert_fits(fn, x, dtype="float16", policy="amp")
     text, audit = str(caught.value), audited(fw.name, region(fw.name, "float16", "amp")(fn), x)
     assert text.startswith(f"{fn.__name__} does not fit float16 under policy amp:\n")
     assert str(audit.suggest()) in text
@@ -201,6 +201,23 @@ def test_what_overflows_or_vanishes_does_not_fit_and_the_error_is_that_of_the_au
     assert assert_fits(fn, x, dtype="bfloat16").steps == 1
     mine = audit.suggest().apply("amp")
     assert assert_fits(fn, x, dtype="float16", policy=mine).fault is None
+
+
+def test_without_a_policy_the_region_has_that_of_a_region_without_one(fw: Any) -> None:
+    """torch's own table for CPUs computes powers in the low dtype; amp, JAX's default, does not."""
+
+    def power(x: Any) -> Any:
+        return (x @ x.T * 0 + 300) ** 2
+
+    x = fw.array(X)
+    for policy in ("amp", None) if fw.name == "jax" else ("amp",):
+        assert_fits(power, x, dtype="float16", policy=policy)
+        assert_close(power, power, x, dtype="float16", policy=policy)
+    if fw.name == "torch":
+        with pytest.raises(AssertionError, match="does not fit float16 under policy torch-cpu"):
+            assert_fits(power, x, dtype="float16")
+        with pytest.raises(ParityError):
+            assert_close(power, power, x, dtype="float16")
 
 
 def test_the_infinities_of_a_mask_fit_and_those_of_the_data_do_not(fw: Any) -> None:
@@ -232,7 +249,7 @@ def test_a_module_is_called_by_its_paths_and_a_policy_may_have_rows_for_them() -
     model = nn.Sequential(nn.Identity(), Large())
     with pytest.raises(AssertionError, match=r"\[scopes\.\"1\"\]") as caught:
         assert_fits(model, tensor(X), dtype="float16")
-    assert str(caught.value).startswith("Sequential does not fit float16 under policy amp:")
+    assert str(caught.value).startswith("Sequential does not fit float16 under policy torch-cpu")
     assert_fits(
         model,
         tensor(X),

@@ -202,7 +202,7 @@ def open_region(
     """Open a region around a call, with the policy's rules by path for its modules."""
     if policy is not None:
         policy = _asked_for(policy, _models(call), stack)
-    stack.enter_context(autocast(device or _device(call), low, policy=policy))
+    stack.enter_context(autocast(device or device_of(call), low, policy=policy))
 
 
 def _asked_for(policy: PolicyLike, models: list[nn.Module], stack: ExitStack) -> Policy:
@@ -230,7 +230,7 @@ _NOT_THERE = (
 )
 
 
-def _device(call: Any) -> str:
+def device_of(call: Any) -> str:
     """Return the device type of the tensors in a call; "cpu" if there are none."""
     return next((kind for t in _tensors(call) if (kind := t.device.type) != "cpu"), "cpu")
 

@@ -117,7 +117,7 @@ class Program:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         dtype: str | None,
-        policy: PolicyLike,
+        policy: PolicyLike | None,
         cotangent: Callable[[str, tuple[int, ...]], Any] | None,
     ) -> None:
         self._fn = fn

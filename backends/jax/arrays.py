@@ -1,5 +1,6 @@
 """Tests of what counts as an array, and as one of floats; the largest number in one; copies."""
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import prod
@@ -41,11 +42,12 @@ def float_dtype(dtype: object, what: str = "dtype") -> np.dtype:
         with suppress(ValueError):
             found = jnp.dtype(dtypes.name(dtype))
     elif dtype is not None:
-        with suppress(TypeError):
+        with suppress(TypeError, ValueError):
             found = jnp.dtype(dtype)  # type: ignore[call-overload]
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(
-            f"{what} must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {dtype!r}"
+            f"{what} must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got "
+            f"{reprlib.repr(dtype)}"
         )
     return found
 

@@ -6,6 +6,7 @@ checks of losses, and what happens at a bad step. Nothing here knows a framework
 
 import functools
 import math
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -211,8 +212,8 @@ def checked_arguments(step: object, every: object, on_bad: object) -> None:
     """Check the arguments of `catch`."""
     if step is not None and not callable(step):
         raise TypeError(
-            f"catch(step) needs the function that does a training step, got {step!r}. Give the "
-            "function, not what it returned."
+            "catch(step) needs the function that does a training step, got "
+            f"{reprlib.repr(step)}. Give the function, not what it returned."
         )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         kind = ValueError if type(every) is int else TypeError

@@ -1,6 +1,7 @@
 """Dynamic loss scaling: the update rule, on Python numbers, torch tensors and jax arrays."""
 
 import math
+import reprlib
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -159,7 +160,7 @@ def number(name: str, value: object, *, whole: bool = False) -> float:
         given = float(value)  # type: ignore[arg-type]
     # A tensor of two numbers raises RuntimeError, a whole number beyond float64 OverflowError.
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{name} must be a number, got {value!r}.") from None
+        raise TypeError(f"{name} must be a number, got {reprlib.repr(value)}.") from None
     if whole and not given.is_integer():
         raise TypeError(f"{name} must be a whole number, got {value!r}.")
     return given

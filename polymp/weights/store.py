@@ -8,6 +8,7 @@
 An optimizer takes its step on what `load` returns, in float32, and `store` keeps the result.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ def mode(name: object) -> Mode:
     found = MODES.get(name) if isinstance(name, str) else None
     if found is None:
         known = ", ".join(repr(each) for each in MODES)
-        raise ValueError(f"low_weights(): mode {name!r} is not one of {known}.")
+        raise ValueError(f"low_weights(): mode {reprlib.repr(name)} is not one of {known}.")
     return found
 
 

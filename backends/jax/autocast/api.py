@@ -7,6 +7,7 @@
 """
 
 import functools
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -176,7 +177,7 @@ def call_in(fn: F, dtype: jax.typing.DTypeLike) -> F:
         TypeError: `fn` is not callable or `dtype` is not a float dtype.
     """
     if not callable(fn):
-        raise TypeError(f"call_in(fn, dtype) needs a function, got {fn!r}")
+        raise TypeError(f"call_in(fn, dtype) needs a function, got {reprlib.repr(fn)}")
     to = float_dtype(dtype)
 
     def cast(leaf: object) -> object:
@@ -204,11 +205,11 @@ def _region(dtype: jax.typing.DTypeLike, policy: PolicyLike, enabled: bool) -> R
         name = float_dtype(dtype).name
     except TypeError:
         raise TypeError(
-            f"autocast(dtype={dtype!r}): this is not a float dtype. Write dtype='bfloat16' or "
-            "dtype='float16'."
+            f"autocast(dtype={reprlib.repr(dtype)}): this is not a float dtype. Write "
+            "dtype='bfloat16' or dtype='float16'."
         ) from None
     if not isinstance(enabled, (bool, np.bool_)):
-        raise TypeError(f"autocast(enabled=...) is True or False, got {enabled!r}")
+        raise TypeError(f"autocast(enabled=...) is True or False, got {reprlib.repr(enabled)}")
     if enabled and name not in LOW_DTYPES:
         raise ValueError(
             f"autocast(dtype={name}): the low dtype of a region is bfloat16 or float16. "

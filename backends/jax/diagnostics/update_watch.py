@@ -7,6 +7,7 @@ The watch runs on the host, after each step. In most steps it only counts; in on
 keeps a sample of each low array, and compares it with the next step's.
 """
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 from warnings import warn
@@ -50,10 +51,17 @@ class UpdateWatch:
             up to 2,048 values of each, spread evenly.
 
     Raises:
+        TypeError: one of them is no whole number.
         ValueError: one of them is too small.
     """
 
     def __init__(self, every: int = 1000, first: int = 10) -> None:
+        for name, count in (("every", every), ("first", first)):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise TypeError(
+                    f"UpdateWatch({name}={reprlib.repr(count)}) is no whole number of steps. Give "
+                    "the parameters to its method: watch.watch(params, opt_state)."
+                )
         if every < 1 or first < 1:
             raise ValueError(
                 f"UpdateWatch(every={every}, first={first}): both have to be 1 or more, since a "

@@ -1,5 +1,6 @@
 """Parameters that keep a dtype when the others are converted."""
 
+import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def pin(params: object, dtype: jax.typing.DTypeLike, paths: Sequence[str] = ("*"
     except TypeError:
         full = ""
     if full not in FORMATS:
-        raise PolicyError(f"pin(): no dtype {dtype!r}; known: {', '.join(FORMATS)}")
+        raise PolicyError(f"pin(): no dtype {reprlib.repr(dtype)}; known: {', '.join(FORMATS)}")
     if isinstance(paths, str):
         raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
     leaves = [path for path, leaf in _leaves(params) if is_float(leaf)]

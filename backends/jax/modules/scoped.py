@@ -7,6 +7,7 @@ called in it, however it got there, for as long as that call lasts.
 """
 
 import functools
+import reprlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -43,8 +44,8 @@ def scoped(model: M) -> M:
     """
     if not isinstance(model, tuple(_kinds())):
         raise TypeError(
-            f"scoped(model) names the modules of a flax nnx or equinox model, got {model!r}. linen "
-            "and haiku modules have name scopes of their own."
+            "scoped(model) names the modules of a flax nnx or equinox model, got "
+            f"{reprlib.repr(model)}. linen and haiku modules have name scopes of their own."
         )
     if _is_equinox(model):
         leaves, tree = jax.tree.flatten(model)

@@ -5,6 +5,7 @@ cotangent, 1, to the gradients. `scale` multiplies in a name scope, which the tr
 multiplication keeps.
 """
 
+import reprlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -55,7 +56,9 @@ def expect_scaler(
         ScalerWarning: `action` is "warn", and there is such a gradient.
     """
     if not callable(train_step):
-        raise TypeError(f"expect_scaler needs the function of a training step, got {train_step!r}.")
+        raise TypeError(
+            f"expect_scaler needs the function of a training step, got {reprlib.repr(train_step)}."
+        )
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
     flow, closed = _Flow(), _traced(train_step, args, kwargs)

@@ -6,6 +6,7 @@ Arrays in, arrays out; nothing is changed in place. The rule is `polymp.scaling.
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import sys
 import threading
 import warnings
@@ -131,8 +132,8 @@ class GradScaler:
         """
         if callable(tree) and jax.tree.leaves(tree) == [tree]:
             raise TypeError(
-                f"scale takes the loss, not the function that computes it, got {tree!r}. Write "
-                "jax.grad(lambda params: scaler.scale(loss(params)))."
+                "scale takes the loss, not the function that computes it, got "
+                f"{reprlib.repr(tree)}. Write jax.grad(lambda params: scaler.scale(loss(params)))."
             )
         if not self.enabled:
             return tree
@@ -366,7 +367,9 @@ def _with_scale(
     """Wrap a loss function so that it returns the scaled loss to differentiate, and its own."""
     # The scaled loss divided by the scale may differ from that in its last bits.
     if not callable(fun):
-        raise TypeError(f"value_and_grad needs the function that computes the loss, got {fun!r}.")
+        raise TypeError(
+            f"value_and_grad needs the function that computes the loss, got {reprlib.repr(fun)}."
+        )
 
     def scaled_fun(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[jax.Array, object]]:
         out: Any

@@ -13,6 +13,7 @@ the results are selected.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -217,7 +218,7 @@ def _one_bool(name: str, value: jax.typing.ArrayLike) -> jax.Array:
         good = array.dtype == jnp.bool_ and array.shape == ()
         shown = tree_math.shown_dtype(array)
     except (TypeError, ValueError):
-        good, shown = False, repr(value)
+        good, shown = False, reprlib.repr(value)
     if not good:
         raise TypeError(f"{name} must be one bool, got {shown}.")
     return array

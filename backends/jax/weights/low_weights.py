@@ -118,8 +118,6 @@ def low_weights(
     """
     import optax
 
-    found = store.mode(mode)
-    leaf = LowLeaf(found, store.low_dtype(found, dtype), seed)
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not (callable(getattr(optimizer, "init", None)) and hasattr(optimizer, "update")):
@@ -129,6 +127,8 @@ def low_weights(
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"low_weights(): seed must be a whole number, got {seed!r}.")
+    found = store.mode(mode)
+    leaf = LowLeaf(found, store.low_dtype(found, dtype), seed)
     inside = optax.with_extra_args_support(optimizer)
     return _transformation()(_LowWeights(inside, leaf, _kept(keep)))
 
@@ -219,6 +219,11 @@ def _kept(keep: Any) -> dict[str, str]:
     """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
     if isinstance(keep, str):
         raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
+    if isinstance(keep, Mapping) and not all(isinstance(why, str) for why in keep.values()):
+        raise TypeError(
+            f"low_weights(): keep={reprlib.repr(keep)} has a path whose reason is no text. To keep "
+            "what a function reads in float32, write keep=(autocast(loss_fn), params, batch)."
+        )
     reasons: dict[str, str] = {}
     one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
     for each in [keep] if one else keep:

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import polymp
@@ -344,3 +345,30 @@ def test_what_is_no_float_dtype_is_refused(given: object) -> None:
     ):
         with pytest.raises(TypeError, match="float dtype"):
             call()
+
+
+TREE = {f"layer{i}": {"w": jnp.ones((64, 64))} for i in range(20)}
+SWAPPED = {
+    "autocast": lambda: autocast(TREE),
+    "autocast(dtype)": lambda: autocast(jnp.sin, dtype=TREE),
+    "call_in": lambda: polymp.jax.call_in(TREE, jnp.float32),
+    "catch": lambda: polymp.jax.catch(TREE),
+    "expect_scaler": lambda: polymp.jax.expect_scaler(TREE),
+    "GradScaler": lambda: polymp.jax.GradScaler(TREE),
+    "update": lambda: polymp.jax.GradScaler().update(TREE),
+    "value_and_grad": lambda: polymp.jax.GradScaler().value_and_grad(TREE),
+    "low_weights": lambda: polymp.jax.low_weights(TREE, optax.sgd(0.1)),
+    "low_weights(mode)": lambda: polymp.jax.low_weights(optax.sgd(0.1), TREE),
+    "low_weights(keep)": lambda: polymp.jax.low_weights(optax.sgd(0.1), keep=TREE),
+    "pin": lambda: polymp.jax.pin(TREE, TREE),
+    "scoped": lambda: polymp.jax.scoped(TREE),
+    "UpdateWatch": lambda: polymp.jax.UpdateWatch(TREE),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_an_error_that_was_given_parameters_is_short(name):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        SWAPPED[name]()
+    assert "layer0" in str(caught.value)
+    assert len(str(caught.value)) < 600

@@ -519,10 +519,12 @@ class GradScaler(DeviceState):
         """Multiply the gradients by `inv_scale`; returns found_inf of each device, float32 []."""
         return unscale.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Look for Inf and NaN, for who unscales by himself."""
+    def _check_inf_per_device(
+        self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Look for Inf and NaN, also in quotients by a `divisor`, for who unscales by himself."""
         self._check_scale_growth_tracker("_check_inf_per_device")
-        entry = self._look(optimizer, None, allow_fp16=True)
+        entry = self._look(optimizer, None, allow_fp16=True, divisor=divisor)
         return cast(dict[str, Any], entry["found_inf_per_device"])
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -600,6 +602,7 @@ class GradScaler(DeviceState):
         inverse: torch.Tensor | None,
         *,
         allow_fp16: bool,
+        divisor: torch.Tensor | None = None,
     ) -> Entry:
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self._tensors()[0]
@@ -611,11 +614,13 @@ class GradScaler(DeviceState):
         loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
-        if inverse is not None and self._may_be_below_one():
+        divided = inverse is not None or divisor is not None
+        if divided and self._may_be_below_one():
             # A quotient can be Inf where the scaled gradient was not.
-            again = torch.ones_like(scale), torch.zeros_like(scale), True
-            for device, finding in self._unscale_grads_(optimizer, *again).items():
-                found[device] = torch.maximum(found[device], finding)
+            by = torch.ones_like(scale) if divisor is None else divisor
+            for device, finding in unscale.overflows(optimizer, by).items():
+                before = found.get(device)
+                found[device] = finding if before is None else torch.maximum(before, finding)
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
@@ -652,12 +657,8 @@ class GradScaler(DeviceState):
         scale = outer
         if entry["stage"] is OptState.READY:
             scale = cast(torch.Tensor, self._get_scale_async()) * (1 if outer is None else outer)
-            if self._may_be_below_one():  # a fused optimizer does not look at its quotients
-                self._look(optimizer, device_state.inverse(scale), allow_fp16=True)
-                scale = None
-            else:
-                self._check_inf_per_device(optimizer)
-                entry["grad_scale"] = scale
+            self._check_inf_per_device(optimizer, scale)
+            entry["grad_scale"] = scale
         if self._has_nothing_to_step(entry):
             return None
         return optimizer_step.step_fused(optimizer, scale, self._found(entry), args, kwargs)

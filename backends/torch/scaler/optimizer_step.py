@@ -77,7 +77,15 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
 # a gradient, and the tensors of their state, get their old values back, for a copy of both and
 # three passes over them. The rest is put back by the host, which waits for the finding: state that
 # the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere.
-# docs/scaling-torch.md says for which optimizers the host waits.
+# torch's optimizers, after the step that made their state:
+#
+#   never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
+#                          RMSprop, Rprop
+#   wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
+#                          a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
+#   always wait            SparseAdam: its count of steps is a number
+#   need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
+#   wait before the step   those with other objects than tensors and numbers in their state
 
 State = dict[str, Any]
 

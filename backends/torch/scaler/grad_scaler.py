@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
@@ -145,6 +144,7 @@ class GradScaler(DeviceState):
     _per_optimizer_states: dict[int, Entry]
     _before: dict[int, Entry]  # the entries of the last iteration
     _scaled_in: object  # the entries of the iteration in which a loss was scaled last
+    _listener: str  # see `device_state.listen`
     _named: weakref.ref[torch.nn.Module] | None
 
     def __init__(
@@ -336,8 +336,10 @@ class GradScaler(DeviceState):
         else:
             found = cast(torch.Tensor, unscale.largest(self._largest(e) for e in looked))
             self._update_on_device(found, losses, given=given)
-            if not self._replays():
-                self._look_for_arrival()
+            if torch.compiler.is_compiling():
+                device_state.tell(self._listener, *self._tensors())
+            else:
+                self._updated(*self._tensors())
 
     def get_scale(self) -> float:
         """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
@@ -551,7 +553,7 @@ class GradScaler(DeviceState):
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
         self._named = None  # the parameters of a copied model are other tensors
         self._may_warn_of_clipping = True
-        _scalers.add(self)
+        self._listener = device_state.listen(self)
         _watch_clipping()
 
     def __getstate__(self) -> dict[str, object]:
@@ -586,8 +588,6 @@ class GradScaler(DeviceState):
                 warnings.warn(NO_EFFECT, ScalerWarning, stacklevel=level)
             self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
-        if not self._replays() and self._known is None:  # after an update in compiled code
-            self._look_for_arrival()
         note(loss, self._noted_loss())
         return self._tensors()[0]
 
@@ -739,9 +739,10 @@ class GradScaler(DeviceState):
         state = self._read()
         return GradientReport(self._rule, state, tuple(rows))
 
-    def _look_for_arrival(self) -> None:
+    def _updated(self, *state: torch.Tensor) -> None:
         """Note an update of the state on the device, and react to one that has arrived since."""
-        if self._arriving.updated(*self._tensors()):
+        replayed = torch.compiler.is_compiling() or self._capturing()  # when no Python runs
+        if not replayed and self._arriving.updated(*state):
             assert self._arriving.seen is not None
             self._react_if_stuck(self._arriving.seen)
 
@@ -771,7 +772,7 @@ class GradScaler(DeviceState):
 # loaded where the device is missing.
 _NOT_KEPT = (
     *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
-    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in"),
+    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_listener"),
     *("_may_warn_of_clipping", "_named"),
 )
 
@@ -842,9 +843,6 @@ TOO_EARLY = (
 )
 
 
-_scalers: WeakSet[GradScaler] = WeakSet()  # of this process
-
-
 @cache
 def _watch_clipping() -> None:
     optimizers.before_clipping(_look_for_scaled)
@@ -854,7 +852,7 @@ def _look_for_scaled(parameters: Sequence[torch.Tensor]) -> None:
     """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
     if torch.compiler.is_compiling():
         return
-    for scaler in list(_scalers):
+    for scaler in filter(None, (ref() for ref in device_state.scalers.valuerefs())):
         watched = scaler._may_warn_of_clipping and scaler._has_scaled()
         if watched and scaler._has_yet_to_unscale(parameters):
             scaler._may_warn_of_clipping = False

@@ -9,9 +9,12 @@ one comes from `scale_rule.step` in two ways:
     on the device    on the tensors, or by the kernel of torch.amp, which does the same
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -69,8 +72,9 @@ class DeviceState:
         if self._growth_tracker is not None:
             raise AssertionError("_growth_tracker initialized before _scale")
         first = self._first()
-        scale = torch.full((), first.scale, dtype=torch.float32, device=dev)
-        tracker = torch.full((), first.tracker, dtype=torch.int32, device=dev)
+        with _versioned():
+            scale = torch.full((), first.scale, dtype=torch.float32, device=dev)
+            tracker = torch.full((), first.tracker, dtype=torch.int32, device=dev)
         self._scale, self._growth_tracker = scale, tracker  # at once: half of it would be no state
         self._tensors()
         if self._capturing():
@@ -82,11 +86,12 @@ class DeviceState:
         assert self._scale is not None
         assert self._growth_tracker is not None
         if self._counts is None:
-            counts = torch.zeros(3, dtype=torch.float32, device=self._scale.device)
-            for at, number in enumerate(counted(self._first())):
-                if number:  # without a copy from the host, which a CUDA graph cannot capture
-                    counts.select(0, at).fill_(number)
-            self._bars, self._loss = new_bars(self._scale.device)
+            with _versioned():
+                counts = torch.zeros(3, dtype=torch.float32, device=self._scale.device)
+                for at, number in enumerate(counted(self._first())):
+                    if number:  # without a copy from the host, which a CUDA graph cannot capture
+                        counts.select(0, at).fill_(number)
+                self._bars, self._loss = new_bars(self._scale.device)
             self._counts = counts
             if not torch.compiler.is_compiling():  # compiled code writes to them where they are
                 for tensor in (self._scale, self._growth_tracker, counts, self._loss):
@@ -242,6 +247,12 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
+def _versioned() -> Any:
+    """Return a context whose tensors have versions and can be trained, in inference mode, too."""
+    inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if inference else contextlib.nullcontext()
+
+
 def _check_new_scale(new_scale: torch.Tensor, device: str) -> None:
     on_device, one = new_scale.device.type == device, new_scale.numel() == 1
     if not (on_device and one and new_scale.requires_grad is False):
@@ -359,3 +370,38 @@ class AsyncRead:
         """Return a lower bound of the scale, which holds as long as only updates write it."""
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
         return 0.0 if self.seen is None else float(self.seen.scale * lowest**self.age)
+
+
+# The scalers of this process, by name, as long as they live.
+scalers: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = count()
+
+
+def listen(scaler: object) -> str:
+    """Return the name by which `tell` calls the scaler's `_updated`."""
+    name = f"scaler {next(_numbers)}"
+    scalers[name] = scaler
+    return name
+
+
+# In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
+def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
+    """Call the scaler of that name whenever the code that is being traced runs."""
+    torch.ops.polymp.updated(counts, scale, tracker, name)
+
+
+def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
+    scaler = scalers.get(name)
+    if scaler is not None:
+        scaler._updated(scale, tracker, counts)
+
+
+_library = torch.library.Library("polymp", "DEF")
+# Its schema has a write, so that no compiler leaves the op out. Its tag keeps it out of CUDA
+# graphs, whose replays would not call it: compilers cut the graph there.
+_library.define(
+    "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
+_library.impl("updated", _updated, "CompositeExplicitAutograd")
+_library.impl("updated", lambda *_: None, "Meta")

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
@@ -145,6 +144,7 @@ class GradScaler(DeviceState):
     _per_optimizer_states: dict[int, Entry]
     _before: dict[int, Entry]  # the entries of the last iteration
     _scaled_in: object  # the entries of the iteration in which a loss was scaled last
+    _listener: str  # see `device_state.listen`
     _named: weakref.ref[torch.nn.Module] | None
 
     def __init__(
@@ -336,8 +336,10 @@ class GradScaler(DeviceState):
         else:
             found = cast(torch.Tensor, unscale.largest(self._largest(e) for e in looked))
             self._update_on_device(found, losses, given=given)
-            if not self._replays():
-                self._look_for_arrival()
+            if torch.compiler.is_compiling():
+                device_state.tell(self._listener, *self._tensors())
+            else:
+                self._updated(*self._tensors())
 
     def get_scale(self) -> float:
         """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
@@ -519,10 +521,12 @@ class GradScaler(DeviceState):
         """Multiply the gradients by `inv_scale`; returns found_inf of each device, float32 []."""
         return unscale.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Look for Inf and NaN, for who unscales by himself."""
+    def _check_inf_per_device(
+        self, optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Look for Inf and NaN, also in quotients by a `divisor`, for who unscales by himself."""
         self._check_scale_growth_tracker("_check_inf_per_device")
-        entry = self._look(optimizer, None, allow_fp16=True)
+        entry = self._look(optimizer, None, allow_fp16=True, divisor=divisor)
         return cast(dict[str, Any], entry["found_inf_per_device"])
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -549,7 +553,7 @@ class GradScaler(DeviceState):
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
         self._named = None  # the parameters of a copied model are other tensors
         self._may_warn_of_clipping = True
-        _scalers.add(self)
+        self._listener = device_state.listen(self)
         _watch_clipping()
 
     def __getstate__(self) -> dict[str, object]:
@@ -584,8 +588,6 @@ class GradScaler(DeviceState):
                 warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=level)
             self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
-        if not self._replays() and self._known is None:  # after an update in compiled code
-            self._look_for_arrival()
         note(loss, self._noted_loss())
         return self._tensors()[0]
 
@@ -600,6 +602,7 @@ class GradScaler(DeviceState):
         inverse: torch.Tensor | None,
         *,
         allow_fp16: bool,
+        divisor: torch.Tensor | None = None,
     ) -> Entry:
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self._tensors()[0]
@@ -611,11 +614,13 @@ class GradScaler(DeviceState):
         loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
-        if inverse is not None and self._may_be_below_one():
+        divided = inverse is not None or divisor is not None
+        if divided and self._may_be_below_one():
             # A quotient can be Inf where the scaled gradient was not.
-            again = torch.ones_like(scale), torch.zeros_like(scale), True
-            for device, finding in self._unscale_grads_(optimizer, *again).items():
-                found[device] = torch.maximum(found[device], finding)
+            by = torch.ones_like(scale) if divisor is None else divisor
+            for device, finding in unscale.overflows(optimizer, by).items():
+                before = found.get(device)
+                found[device] = finding if before is None else torch.maximum(before, finding)
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
@@ -652,12 +657,8 @@ class GradScaler(DeviceState):
         scale = outer
         if entry["stage"] is OptState.READY:
             scale = cast(torch.Tensor, self._get_scale_async()) * (1 if outer is None else outer)
-            if self._may_be_below_one():  # a fused optimizer does not look at its quotients
-                self._look(optimizer, device_state.inverse(scale), allow_fp16=True)
-                scale = None
-            else:
-                self._check_inf_per_device(optimizer)
-                entry["grad_scale"] = scale
+            self._check_inf_per_device(optimizer, scale)
+            entry["grad_scale"] = scale
         if self._has_nothing_to_step(entry):
             return None
         return optimizer_step.step_fused(optimizer, scale, self._found(entry), args, kwargs)
@@ -738,9 +739,10 @@ class GradScaler(DeviceState):
         state = self._read()
         return GradientReport(self._rule, state, tuple(rows))
 
-    def _look_for_arrival(self) -> None:
+    def _updated(self, *state: torch.Tensor) -> None:
         """Note an update of the state on the device, and react to one that has arrived since."""
-        if self._arriving.updated(*self._tensors()):
+        replayed = torch.compiler.is_compiling() or self._capturing()  # when no Python runs
+        if not replayed and self._arriving.updated(*state):
             assert self._arriving.seen is not None
             self._react_if_stuck(self._arriving.seen)
 
@@ -770,7 +772,7 @@ class GradScaler(DeviceState):
 # loaded where the device is missing.
 _NOT_KEPT = (
     *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
-    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in"),
+    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_listener"),
     *("_may_warn_of_clipping", "_named"),
 )
 
@@ -841,9 +843,6 @@ TOO_EARLY = (
 )
 
 
-_scalers: WeakSet[GradScaler] = WeakSet()  # of this process
-
-
 @cache
 def _watch_clipping() -> None:
     optimizers.before_clipping(_look_for_scaled)
@@ -853,7 +852,7 @@ def _look_for_scaled(parameters: Sequence[torch.Tensor]) -> None:
     """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
     if torch.compiler.is_compiling():
         return
-    for scaler in list(_scalers):
+    for scaler in filter(None, (ref() for ref in device_state.scalers.valuerefs())):
         watched = scaler._may_warn_of_clipping and scaler._has_scaled()
         if watched and scaler._has_yet_to_unscale(parameters):
             scaler._may_warn_of_clipping = False

@@ -44,21 +44,31 @@ def step_fused(
     optimizer.grad_scale = scale
     optimizer.found_inf = found
     try:
-        return optimizer.step(*args, **kwargs) if may_step(optimizer, found) else None
+        return optimizer.step(*args, **kwargs) if prepare_to_skip(optimizer, found) else None
     finally:  # left behind, they would scale the next try twice
         del optimizer.grad_scale
         del optimizer.found_inf
 
 
-def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
-    """Return False if a fused step must not be taken that `found` skips; then the host waits."""
+def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
+    """Prepare for a step that `found` may skip; return False if it must not be taken."""
     # The fused step of SGD makes its momentum without a value and lets the first step write it. If
-    # that is skipped, the next step reads whatever the memory held (torch 2.13).
+    # that is skipped, the next step reads whatever the memory held (torch 2.13). So it is made of
+    # zeros here, from which the first step gets the same result unless `dampening` is set: then the
+    # host waits for `found`.
     if not isinstance(optimizer, torch.optim.SGD):
         return True
-    params = (p for group in optimizer.param_groups if group["momentum"] for p in group["params"])
-    made = (optimizer.state.get(p, {}).get("momentum_buffer") for p in params if p.grad is not None)
-    return all(momentum is not None for momentum in made) or not bool(found)
+    wait = False
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["momentum"] else ():
+            made = optimizer.state.get(p, {}).get("momentum_buffer") is not None
+            if p.grad is None or made:
+                continue
+            if group["dampening"]:
+                wait = True
+            else:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+    return not (wait and bool(found))
 
 
 # An optimizer's step that is skipped by a value on the device, for which the host does not wait.
@@ -67,7 +77,15 @@ def may_step(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bool:
 # a gradient, and the tensors of their state, get their old values back, for a copy of both and
 # three passes over them. The rest is put back by the host, which waits for the finding: state that
 # the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere.
-# docs/scaling-torch.md says for which optimizers the host waits.
+# torch's optimizers, after the step that made their state:
+#
+#   never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
+#                          RMSprop, Rprop
+#   wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
+#                          a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
+#   always wait            SparseAdam: its count of steps is a number
+#   need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
+#   wait before the step   those with other objects than tensors and numbers in their state
 
 State = dict[str, Any]
 

@@ -91,6 +91,28 @@ def unscale_gradients(
     return founds.copies
 
 
+def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findings:
+    """Find gradients whose quotient by `divisor` is not finite; none is written."""
+    # The largest magnitude is divided, as torch's fused optimizers divide: in float32, or in
+    # float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
+    # (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
+    divisors = OnDevices(divisor, copy=False)
+    founds: dict[torch.device, torch.Tensor] = {}
+    with torch.no_grad():
+        for grads in _by_kind(optimizer):
+            grads = [g for g in grads if g.numel()]  # there is no largest of none
+            if grads:
+                device = grads[0].device
+                largest = torch.stack(torch._foreach_norm(grads, float("inf"))).amax()
+                wide = largest.dtype
+                if device.type != "cpu":
+                    wide = torch.promote_types(wide, torch.float32)
+                quotient = largest.to(wide) / divisors.get(device).to(wide)
+                bad = quotient.isfinite().logical_not().float()
+                founds[device] = torch.maximum(founds[device], bad) if device in founds else bad
+    return founds
+
+
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients of the optimizer's parameters that have one."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]

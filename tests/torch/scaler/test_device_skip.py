@@ -451,23 +451,23 @@ def test_a_parameter_of_a_fused_sgd_may_have_its_first_gradient_later() -> None:
 
 @garbage
 def test_momentum_of_garbage_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_step, "may_step", lambda optimizer, found: True)
+    monkeypatch.setattr(optimizer_step, "prepare_to_skip", lambda optimizer, found: True)
     log, _ = train(GradScaler, fused=True, momentum=0.5)
     assert str(log[-1]) == "[nan, nan]"
 
 
-def test_a_fused_sgd_waits_only_for_its_first_step_with_momentum() -> None:
+def test_a_fused_sgd_waits_only_with_dampening() -> None:
     """Reading the finding would raise: a tensor on the device meta has no value."""
     p = torch.ones(2, requires_grad=True)
     p.grad = torch.ones(2)
     found = torch.zeros((), device="meta")
-    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.5, fused=True)
+    plain = torch.optim.SGD([p], lr=0.1, momentum=0.5, fused=True)
+    assert optimizer_step.prepare_to_skip(plain, found)
+    assert plain.state[p]["momentum_buffer"].tolist() == [0.0, 0.0]
+    damped = torch.optim.SGD([p], lr=0.1, momentum=0.5, dampening=0.1, fused=True)
     with pytest.raises(RuntimeError, match="meta"):
-        optimizer_step.may_step(optimizer, found)
-    optimizer.step()
-    for other in (torch.optim.SGD([p], fused=True), torch.optim.AdamW([p], fused=True)):
-        assert optimizer_step.may_step(optimizer, found)
-        assert optimizer_step.may_step(other, found)
+        optimizer_step.prepare_to_skip(damped, found)
+    assert optimizer_step.prepare_to_skip(torch.optim.AdamW([p], fused=True), found)
 
 
 KINDS = {
@@ -497,4 +497,4 @@ def test_below_a_scale_of_1_no_quotient_makes_a_weight_inf(kind, dtype, value) -
         assert weight.isfinite().all()
         fits = value / scale < torch.finfo(dtype).max and (dtype, scale) != (torch.float16, 2**-40)
         assert bool(scaler.step_skipped(optimizer)) == (not fits)
-        assert weight.grad[0] == (value / scale if fits else float("inf"))
+        assert weight.grad[0] == (value if not fits else value / scale)

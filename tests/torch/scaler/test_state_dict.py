@@ -217,3 +217,11 @@ def test_a_quotient_that_overflows_by_a_scale_that_others_wrote_is_a_skip(kind, 
     run.scaler.update()
     assert run.w.tolist() == before
     assert run.scaler.get_scale() == 2.0**-11
+
+
+def test_a_scaler_first_used_in_inference_mode_trains() -> None:
+    expected = Run(polymps()).play("+-+")
+    scaler = polymps()
+    with torch.inference_mode():
+        assert scaler.scale(torch.ones(())).item() == 64.0
+    assert Run(scaler).play("+-+") == expected

@@ -241,9 +241,11 @@ class Twin:
         self.ask = ask  # an event whose operands are measured: those of its call
         self._asked: set[Key] = set()  # the equations of that call
         if ask is not None:
-            key = call.events[ask].site.key
-            of = call.of_event.get(key)
-            self._asked = {key, *(at for at, number in call.of_event.items() if number == of)}
+            site = call.events[ask].site
+            scope, of = site.scope, call.of_event.get(site.key)
+            self._asked = {site.key, *(at for at, number in call.of_event.items() if number == of)}
+            if scope.call:  # its constants, too, which may stand before the loop that it is in
+                self._asked |= {at for at, s in call.sites.items() if s.scope[1:] == scope[1:]}
         # What that call made, by id, and the values that it was given for it.
         self._came: dict[int, tuple[jax.Array, dict[int, jax.Array]]] = {}
         # Of what it was given: dtype, shape, and its place among the inputs.

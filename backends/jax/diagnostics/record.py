@@ -201,7 +201,8 @@ class _Summary(NamedTuple):
     """A row, and its numbers on the device."""
 
     row: RecordedArray  # without them
-    numbers: Any  # float64 [runs, VALUES + 2]: values, zeros, bad; one run if all are alike
+    numbers: Any  # float64 [VALUES + 2]: values, zeros, bad
+    changes: Any  # of these values, float32 [probes, VALUES]; None if all runs are alike
     own: Any  # without probes, the root mean square of the call's own movements
 
 
@@ -244,12 +245,12 @@ class _Program:
         found = [[tuple(s[1:]) for s in walk.summaries] for walk in walks]
         arrays = []
         for (row, *_), *runs in zip(walks[0].summaries, *jax.device_get(found), strict=True):
-            (*values, zeros, bad), own = runs[0][0][0].tolist(), float(runs[0][1])
+            (*values, zeros, bad), own = runs[0][0].tolist(), float(runs[0][2])
             own = own / values[RMS] if values[RMS] else 0.0
             spread: tuple[float, ...] = ()
             if self._seeds.size:
-                changes = [x[1:, :VALUES] - x[0, :VALUES] for x, _ in runs if len(x) > 1]
-                squares = [np.mean(np.square(x), 0) for x in changes]
+                changes = [x for _, x, _ in runs if x is not None]
+                squares = [np.mean(np.square(x, dtype=np.float64), 0) for x in changes]
                 spread = tuple(np.sqrt(np.mean(squares or [np.zeros(VALUES)], 0)).tolist())
             arrays.append(
                 row._replace(
@@ -418,12 +419,14 @@ class _Walk(Evaluation):
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
         shape = len(x) if runs else 1, math.prod(x.shape[runs:])
         if not x.size or (self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY):
-            summaries = map(run_record.summary, np.asarray(x).reshape(shape))
-            numbers = np.array([[*values, *counts] for values, *counts in summaries])
+            rows = np.asarray(x).reshape(shape)
+            values, *counts = run_record.summary(rows[0])
+            with np.errstate(all="ignore"):
+                found = np.array([*values, *counts]), _changes(rows, np)
         else:
             with jax.enable_x64(True):  # whatever JAX's own setting is
-                numbers = self.kernels.jitted(_summed, "shape")(x, shape=shape)
-        self.summaries.append(_Summary(row, numbers, own))
+                found = self.kernels.jitted(_summed, "shape")(x, shape=shape)
+        self.summaries.append(_Summary(row, *found, own))
         return frozenset([len(self.summaries) - 1])
 
 
@@ -474,10 +477,10 @@ def _numbers(x: Any) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _summed(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The values of rows of numbers, how many are zero, and how many not finite; in float64."""
-    rows: jax.Array = lax.map(_of_row, x.reshape(shape))  # one by one: less memory is touched
-    return rows
+def _summed(x: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array | None]:
+    """The values of the first row, how many are zero and not finite, in float64; `_changes`."""
+    rows = x.reshape(shape)
+    return _of_row(rows[0]), _changes(rows, jnp)
 
 
 def _of_row(x: jax.Array) -> jax.Array:
@@ -490,8 +493,7 @@ def _of_row(x: jax.Array) -> jax.Array:
     wide = wide / scale  # squares of numbers in other dtypes are in its range
     rms = jnp.sqrt(jnp.mean(wide * wide))
     ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(sizes) / scale])
-    few = wide[np.array(run_record.places(x.size))]  # the elements that are kept
-    values = jnp.concatenate([ends, _projected(wide), few]) * scale
+    values = jnp.concatenate([ends, _projected(wide, jnp), _few(wide)]) * scale
     counts = jnp.stack([jnp.sum(_is_zero(x)), jnp.sum(~finite)])
     return jnp.concatenate([values, counts.astype(np.float64)])
 
@@ -504,15 +506,59 @@ def _is_zero(x: jax.Array) -> jax.Array:
     return (bits << 1) == 0
 
 
-def _projected(x: jax.Array) -> jax.Array:
-    """The projections of a row of numbers."""
-    blocks = -(-x.size // BLOCK)
+def _changes(rows: Any, xp: Any) -> Any:
+    """How far the values of rows are from those of the first; None for one row.
+
+    Differences of the numbers themselves are summed up: differences of sums lose digits, all of
+    them where a mask is the smallest float32.
+    """
+    if len(rows) == 1 or not rows.size:
+        return None
+    kept = xp.all(xp.isfinite(rows), 0)
+    x = xp.where(kept, rows[0].astype(np.float64), 0)
+    size = xp.abs(x)
+    top = xp.max(size)
+    by = 1 / xp.where(top < np.finfo(x.dtype).tiny, 1, top)  # squares may be beyond the range
+    one = x * by
+    square = xp.mean(one * one)
+
+    def change(rows: Any) -> Any:
+        other = xp.where(kept, rows.astype(np.float64), 0)
+        off = (other - x) * by
+        more = xp.mean(off * (one + other * by), -1)
+        rms = xp.sqrt(square) + xp.sqrt(xp.maximum(square + more, 0))
+        sizes = xp.abs(other)
+        ends = [
+            (xp.max(sizes, -1) - top) * by,
+            more / xp.where(rms > 0, rms, 1),
+            xp.mean(off, -1),
+            xp.mean((sizes - size) * by, -1),
+        ]
+        numbers = xp.concatenate([xp.stack(ends, -1), _projected(off, xp), _few(off)], -1)
+        return (numbers / by).astype(np.float32)
+
+    if xp is np:
+        return change(rows[1:])
+    # One after the other: less memory is touched.
+    return lax.map(lambda at: change(rows[at]), jnp.arange(1, len(rows)))
+
+
+def _projected(x: Any, xp: Any) -> Any:
+    """The projections of rows of numbers."""
+    size = x.shape[-1]
+    blocks = -(-size // BLOCK)
     outer, inner = (signs.astype(x.dtype) for signs in run_record.signs(blocks))
     if blocks > 1:
-        x = jnp.pad(x, (0, blocks * BLOCK - x.size))
-    rows = x.reshape(blocks, -1)
-    sums = jnp.matmul(rows, inner[: rows.shape[-1]], precision="highest")
-    return jnp.sum(sums * outer, -2) / math.sqrt(x.size)
+        x = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - size)])
+    rows = x.reshape(*x.shape[:-1], blocks, -1)
+    how = {} if xp is np else {"precision": "highest"}
+    sums = xp.matmul(rows, inner[: rows.shape[-1]], **how)
+    return xp.sum(sums * outer, -2) / math.sqrt(size)
+
+
+def _few(x: Any) -> Any:
+    """The elements of rows of numbers that are kept."""
+    return x[..., np.array(run_record.places(x.shape[-1]))]
 
 
 # Which results are arguments, changed, or gradients of them.

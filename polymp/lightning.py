@@ -63,8 +63,8 @@ class _Region(Plain):
         name = type(self).__name__
         if precision not in _DTYPES:
             raise ValueError(
-                f"{name}({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Lightning's "
-                "other modes work without this plugin."
+                f"{name}({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Write "
+                f"{name}('bf16-mixed', policy=...). Lightning's other modes work without it."
             )
         self.policy = None if policy is None else policy_files.load(policy)
         if self.policy is not None and self.policy.scopes:
@@ -361,5 +361,10 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
         return losses
 
     caught = catch_steps(step, **options)
-    plugin.optimizer_step = lambda *args, **kwargs: caught(*args, **kwargs)[-1]
+
+    def last(*args: Any, **kwargs: Any) -> Any:
+        losses = caught(*args, **kwargs)
+        return losses[-1] if losses else None  # an optimizer need not call its closure
+
+    plugin.optimizer_step = last
     return trainer

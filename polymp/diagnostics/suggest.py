@@ -17,6 +17,8 @@ from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
 from polymp.diagnostics.blame import (
     CAST,
     CONSTANT,
+    DIVIDING,
+    OF_ONE,
     UPDATE,
     lost_constants,
 )
@@ -123,7 +125,8 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         return Suggestion(dtype="bfloat16", reasons=(why,))
     burst = _bursts(audit)
     if found := burst + _losses(audit):
-        return _raised(found, policy, _readers(audit, burst))
+        readers = _readers(audit, burst) if burst else _takers(audit)
+        return _raised(found, policy, readers, _READS if burst else _TAKES)
     if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
         return _raised([fault], policy)
     return _scale(audit, policy)
@@ -174,6 +177,28 @@ def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured
     return found
 
 
+def _takers(audit: AuditRecord) -> list[Measured]:
+    """Ops that would round what kept a value from 0 or 1 again, up to the one that broke."""
+    fault, forward = audit.fault, _forward(audit)
+    if fault is None or fault.kind not in ("underflow", "number", "saturation"):
+        return []
+    inside, found = _around(fault.module, forward), list[Measured]()
+    for m in forward[_place(fault, forward) + 1 :]:
+        lowered = m.row is not None and m.row.rule is Rule.LOWER and m.op in DIVIDING | OF_ONE
+        if lowered and f"{m.module}.".startswith(inside):
+            found.append(m)
+        if m.magnitudes.inf or m.magnitudes.nan:
+            return found
+    return []
+
+
+def _place(fault: Fault, forward: Sequence[Measured]) -> int:
+    """The place of the op that broke, or their number if it is none of them."""
+    broke = fault.op, fault.module, fault.source, fault.direction
+    places = [(m.op, m.module, m.source, m.direction) for m in forward]
+    return places.index(broke) if broke in places else len(places)
+
+
 # Classes of ops after which it does not matter how large a number was.
 _BOUNDED = ("softmax", "normalisation", "loss")
 
@@ -188,9 +213,9 @@ def _around(module: str, forward: Sequence[Measured]) -> str:
 
 def _lost_before(audit: AuditRecord, fault: Fault) -> list[Measured | Fault]:
     """Ops that lost most of their values before the op that broke, in the same module."""
-    broke, forward = (fault.op, fault.module, fault.source, fault.direction), _forward(audit)
-    places = [(m.op, m.module, m.source, m.direction) for m in forward]
-    before = forward[: places.index(broke)] if broke in places else []
+    forward = _forward(audit)
+    at = _place(fault, forward)
+    before = forward[:at] if at < len(forward) else []
     return [m for m in before if m.module == fault.module and _has_lost(m)]
 
 
@@ -240,6 +265,7 @@ def _raised(
     found: Iterable[Measured | Fault],
     policy: Policy,
     readers: Sequence[Measured] = (),
+    reads: str = "",
 ) -> Suggestion:
     """Rows by which ops and the readers of their results run in float32, each in its module."""
     rules: dict[str, str] = {}
@@ -250,7 +276,7 @@ def _raised(
         pattern = _alike(scope)
         alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
         scope = pattern if pattern != scope and len(alike) >= ALIKE else scope
-        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
+        why = f"{_at(one)}: {reads if one in readers else _loss(one)}".removesuffix(".") + "."
         own = inside.setdefault(scope, {}) if scope else rules
         if not of:
             reasons.append(f"{why} No row can be for it: change the program.")
@@ -264,6 +290,7 @@ def _raised(
 
 
 _READS = "it reads the values that overflowed, and would round them to float16 again."
+_TAKES = "it reads the values that were lost, and would round them again."
 
 
 def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:

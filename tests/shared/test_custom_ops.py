@@ -725,3 +725,25 @@ def test_a_python_function_is_one_call_of_a_report_with_its_row(way: str) -> Non
     unused = {row.of for row in policy.unused(report)}
     assert "gelu" in unused
     assert name not in unused
+
+
+def test_tensors_are_found_in_subclasses_of_dicts_and_lists() -> None:
+    need("torch")
+    import torch
+
+    from polymp.torch import autocast
+
+    class Batch(dict[str, Any]):
+        pass
+
+    class Rows(list[Any]):
+        pass
+
+    def first(batch: Any) -> Any:
+        return next(iter(batch.values() if isinstance(batch, dict) else batch)) * 1
+
+    op = polymp.register_op(fresh(), "fp32", torch=first)
+    x = torch.ones(2, dtype=torch.bfloat16)
+    with autocast("cpu", torch.bfloat16):
+        for batch in ({"x": x}, Batch(x=x), [x], Rows([x]), (x,)):
+            assert op(batch).dtype is torch.float32

@@ -219,9 +219,11 @@ def _prepare(
         )
     enabled = _supported(device, dtype, enabled)
     if not isinstance(enabled, bool):
+        kind = type(enabled)
+        name = f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
         raise TypeError(
-            "set_autocast_enabled(): argument 'enabled' (position 2) must be bool, not "
-            f"{type(enabled).__name__}. Write policy=... to name a policy."
+            f"set_autocast_enabled(): argument 'enabled' (position 2) must be bool, not {name}. "
+            "Write enabled=bool(...), or policy=... to name a policy."
         )
     return _ready(device, dtype, enabled, bool(cache), loaded), enabled, dtype
 
@@ -287,8 +289,9 @@ def _wrapped(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
         return await types.coroutine(_steps)(region, func(*args, **kwargs))
 
     if inspect.isasyncgenfunction(func):
+        name = getattr(func, "__qualname__", func)
         raise TypeError(
-            f"autocast()(func) cannot wrap the async generator {func.__qualname__!r}. Write "
+            f"autocast()(func) cannot wrap the async generator {name!r}. Write "
             "`with autocast(...):` in it, around what computes."
         )
     if inspect.iscoroutinefunction(func):

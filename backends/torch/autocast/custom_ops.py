@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names, kernel_registry, regions, torch_table
 from polymp.backends.torch.autocast.api import autocast
@@ -110,7 +109,7 @@ def _decided(
     **kwargs: object,
 ) -> Any:
     """Call `ruled` by the policy in force; `plain` where that has no row for the op."""
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = list(_tensors((args, kwargs)))
     device = next((t.device.type for t in tensors), None)
     if device is None or not torch.is_autocast_enabled(device):
         return plain(*args, **kwargs)
@@ -167,6 +166,15 @@ def _off() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(autocast(device, enabled=False))
         yield
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    # Subclasses of dict and list are containers here, as in `cast_inside`; in pytree they are not.
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)
 
 
 # `custom_fwd` and `custom_bwd`: autograd functions that follow the region they are used in.

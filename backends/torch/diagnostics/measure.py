@@ -300,7 +300,7 @@ class Twins:
         if known is None or known.dtype is not t.dtype:
             return None
         size = known.numbers.shape[-1]
-        if t.untyped_storage().nbytes() != size * t.element_size():  # it was resized
+        if t.untyped_storage().nbytes() // t.element_size() != size:  # it was resized
             return None
         strides = *(size for _ in self._rows), *t.stride()
         return known.numbers.as_strided((*self._rows, *t.shape), strides, t.storage_offset())

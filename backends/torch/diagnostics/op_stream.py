@@ -9,6 +9,7 @@ here changes what runs.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -118,7 +119,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self, compiled)
         self._paused, self._pauses = False, 0
-        self._steps: dict[int, bool] = {}  # by optimizer that steps, whether it has a closure
+        # By optimizer that steps, whether it has a closure, and its thread.
+        self._steps: dict[Any, tuple[bool, int]] = {}
         self.progress: progress.Line = progress.Line()
         self._subscribers = subscribers
         for each in subscribers:
@@ -307,14 +309,19 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
+        thread = threading.get_ident()
+        for other in [o for o, (_, its) in self._steps.items() if its == thread]:
+            if not _in_step(other):  # it has raised an error
+                self._after_step(other)
         if self.is_here():  # else it is another thread's optimizer
-            closure = self._steps[id(optimizer)] = closure_of(args[1:], kwargs) is not None
+            closure = closure_of(args[1:], kwargs) is not None
+            self._steps[optimizer] = closure, thread
             with self.aside():
                 self.tell(self._stepping, optimizer, closure)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        closure = self._steps.pop(id(optimizer), None)
-        if closure is not None:
+        if optimizer in self._steps:
+            closure = self._steps.pop(optimizer)[0]
             with self.aside():
                 self.tell(self._stepped, optimizer, closure)
 
@@ -352,6 +359,18 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         if self._paused:
             self._paused = False
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this is called in a step of the optimizer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount:
+            if frame.f_locals.get(code.co_varnames[0]) is optimizer:
+                return True
+        frame = frame.f_back
+    return False
 
 
 class _Mode(modes.OpMode):

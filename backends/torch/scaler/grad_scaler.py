@@ -643,7 +643,7 @@ class GradScaler(DeviceState):
         self, optimizer: Any, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call `optimizer.step(*args, **kwargs)`, with scale and finding set on the optimizer."""
-        if optimizer_step.takes_scaler(type(optimizer)):
+        if optimizer_step.takes_scaler(optimizer):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument to the passed "
                 "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "

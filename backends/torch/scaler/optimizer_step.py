@@ -8,8 +8,8 @@ a closure    the loss is evaluated, scaled and unscaled within the step, as for 
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,16 +17,21 @@ from polymp.backends.torch.compat import distributed, dynamo, optimizers
 from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.snapshot import Snapshot
 
-
-@dynamo.at_trace_time
-def takes_scaler(kind: type) -> bool:
-    """Return whether a class's step has an argument `grad_scaler`, for the scaler itself."""
-    return "grad_scaler" in _arguments(kind)
+# By the function of an optimizer's step, whether it has an argument `grad_scaler`: to read a
+# signature takes longer than the rest of the step's overhead.
+_take_scaler: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
 
 
-@cache  # to read a signature takes longer than the rest of the step's overhead
-def _arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.step).parameters
+def takes_scaler(optimizer: Any) -> bool:
+    """Return whether the optimizer's step has an argument `grad_scaler`, for the scaler itself."""
+    if torch.compiler.is_compiling():  # dynamo traces signatures, and no such dictionary
+        return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    step = getattr(optimizer.step, "__func__", optimizer.step)
+    known = _take_scaler.get(step)
+    if known is None:
+        known = "grad_scaler" in inspect.signature(optimizer.step).parameters
+        _take_scaler[step] = known
+    return known
 
 
 @dynamo.untraced(
@@ -247,8 +252,7 @@ def closure_of(args: Sequence[object], kwargs: Mapping[str, object]) -> Callable
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer cannot step without a closure, as LBFGS."""
-    kind: type = type(optimizer)
-    closure = _arguments(kind).get("closure")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

@@ -218,12 +218,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape, device, layout and bits."""
     if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
         return False
-    return a.layout == b.layout and torch.equal(_bits(a), _bits(b))
+    if not (_has_bits(a) and _has_bits(b)):
+        return a.layout == b.layout and torch.equal(a.to_dense(), b.to_dense())
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _has_bits(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    t = t.detach() if t.layout is torch.strided else t.detach().to_dense()
-    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
 
 
 # Tensors of a model that are stored in another dtype, and can be given back.

@@ -47,8 +47,9 @@ class Sample:
         for at, group in enumerate(optimizer.param_groups):
             if isinstance(group.get("lr"), float) and group["lr"] == 0:
                 continue
-            places = (f"parameter {number} of group {at}" for number in range(len(group["params"])))
-            for name, p in zip(group.get("param_names", places), group["params"], strict=True):
+            known = group.get("param_names") or ()
+            for number, p in enumerate(group["params"]):
+                name = known[number] if number < len(known) else f"parameter {number} of group {at}"
                 if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
                     self.names.append((called.get(p, name), NAMES[p.dtype]))
                     grad = _some(p.grad)

@@ -347,22 +347,22 @@ def test_what_is_no_float_dtype_is_refused(given: object) -> None:
             call()
 
 
-TREE = {f"layer{i}": {"w": jnp.ones((64, 64))} for i in range(20)}
+LAYERS = {f"layer{i}": {"w": jnp.ones((64, 64))} for i in range(20)}
 SWAPPED = {
-    "autocast": lambda: autocast(TREE),
-    "autocast(dtype)": lambda: autocast(jnp.sin, dtype=TREE),
-    "call_in": lambda: polymp.jax.call_in(TREE, jnp.float32),
-    "catch": lambda: polymp.jax.catch(TREE),
-    "expect_scaler": lambda: polymp.jax.expect_scaler(TREE),
-    "GradScaler": lambda: polymp.jax.GradScaler(TREE),
-    "update": lambda: polymp.jax.GradScaler().update(TREE),
-    "value_and_grad": lambda: polymp.jax.GradScaler().value_and_grad(TREE),
-    "low_weights": lambda: polymp.jax.low_weights(TREE, optax.sgd(0.1)),
-    "low_weights(mode)": lambda: polymp.jax.low_weights(optax.sgd(0.1), TREE),
-    "low_weights(keep)": lambda: polymp.jax.low_weights(optax.sgd(0.1), keep=TREE),
-    "pin": lambda: polymp.jax.pin(TREE, TREE),
-    "scoped": lambda: polymp.jax.scoped(TREE),
-    "UpdateWatch": lambda: polymp.jax.UpdateWatch(TREE),
+    "autocast": lambda: autocast(LAYERS),
+    "autocast(dtype)": lambda: autocast(jnp.sin, dtype=LAYERS),
+    "call_in": lambda: polymp.jax.call_in(LAYERS, jnp.float32),
+    "catch": lambda: polymp.jax.catch(LAYERS),
+    "expect_scaler": lambda: polymp.jax.expect_scaler(LAYERS),
+    "GradScaler": lambda: polymp.jax.GradScaler(LAYERS),
+    "update": lambda: polymp.jax.GradScaler().update(LAYERS),
+    "value_and_grad": lambda: polymp.jax.GradScaler().value_and_grad(LAYERS),
+    "low_weights": lambda: polymp.jax.low_weights(LAYERS, optax.sgd(0.1)),
+    "low_weights(mode)": lambda: polymp.jax.low_weights(optax.sgd(0.1), LAYERS),
+    "low_weights(keep)": lambda: polymp.jax.low_weights(optax.sgd(0.1), keep=LAYERS),
+    "pin": lambda: polymp.jax.pin(LAYERS, LAYERS),
+    "scoped": lambda: polymp.jax.scoped(LAYERS),
+    "UpdateWatch": lambda: polymp.jax.UpdateWatch(LAYERS),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import reprlib
 from functools import partial
 
 import equinox as eqx
@@ -197,8 +198,8 @@ def test_scoped_takes_nnx_and_equinox_models_alone():
     with pytest.raises(TypeError) as error:
         scoped(X)
     assert str(error.value) == (
-        f"scoped(model) names the modules of a flax nnx or equinox model, got {X!r}. linen and "
-        "haiku modules have name scopes of their own."
+        "scoped(model) names the modules of a flax nnx or equinox model, got "
+        f"{reprlib.repr(X)}. linen and haiku modules have name scopes of their own."
     )
 
 

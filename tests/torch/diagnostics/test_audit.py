@@ -500,3 +500,28 @@ def test_gradients_that_are_all_zero_in_bfloat16_have_no_scale_that_fits() -> No
     with polymp.torch.audit(model) as audit:
         (model(torch.ones(4, 8, dtype=torch.bfloat16)).sum() * 1e-44).backward()
     assert not audit.suggest()
+
+
+def test_a_step_that_raises_hides_nothing_that_comes_after_the_next_step() -> None:
+    class Raises(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("no step")
+
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    bad, good = Raises(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)
+    with audit(model) as found:
+        model(x).sum().backward()
+        with pytest.raises(RuntimeError, match="no step"):
+            bad.step()
+        good.step()
+        (x * 2).exp()
+    assert [m.op for m in found.results][-2:] == ["mul", "exp"]
+
+
+def test_a_view_of_a_buffer_with_an_odd_number_of_bytes_is_measured() -> None:
+    x = torch.randn(8, 16)
+    with audit(rounding=True) as found:
+        pool = torch.zeros(8 * 16 * 2 + 1, dtype=torch.uint8)
+        low = pool[:256].view(torch.bfloat16).view(8, 16)
+        low.copy_((x * 1.1).bfloat16()).mul_(low)
+    assert "mul" in [m.op for m in found.results]

@@ -226,3 +226,20 @@ def test_two_losses_of_one_optimizer_have_a_scaler_each() -> None:
         for scaler in scalers:
             scaler.update()
     assert [s.get_scale() for s in scalers] == [32.0, 8.0]
+
+
+def test_a_wrapper_without_a_step_of_its_own_steps_as_in_torch() -> None:
+    class Wrapper:
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    def stepped(scaler: Any) -> list[float]:
+        weight = torch.ones(2, requires_grad=True)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(Wrapper(torch.optim.SGD([weight], 0.5, fused=True)))
+        return weight.tolist()
+
+    assert stepped(GradScaler("cpu", 8.0)) == stepped(torch.amp.GradScaler("cpu", 8.0))

@@ -181,10 +181,8 @@ ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()
 
 TWICE = "Call it once, with the policy and the scaler."
 LATE = "comes too late: a model or an optimizer is prepared already."
-MODES = (
-    "precision must be 'bf16-mixed' or '16-mixed'. Lightning's other modes work without this "
-    "plugin."
-)
+MODES = "precision must be 'bf16-mixed' or '16-mixed'. Write {}('bf16-mixed', policy=...). "
+OTHERS = "Lightning's other modes work without it."
 NO_SCALER = "takes no scaler: loss scaling is for float16. Leave it out, or write"
 CLIPPED = (
     "these gradients were clipped before the last backward pass, which has added scaled ones. Clip "
@@ -203,15 +201,15 @@ REFUSALS = (
     # Lightning and Fabric.
     Refusal(
         "an unknown precision", lambda: Precision("bf16-true"), ValueError,
-        f"Precision('bf16-true'): {MODES}",
+        f"Precision('bf16-true'): {MODES.format('Precision')}{OTHERS}",
     ),
     Refusal(
         "Lightning's number for a precision", lambda: FabricPrecision(16), ValueError,  # type: ignore[arg-type]
-        f"FabricPrecision(16): {MODES}",
+        f"FabricPrecision(16): {MODES.format('FabricPrecision')}{OTHERS}",
     ),
     Refusal(
         "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
-        f"Precision(32): {MODES}",
+        f"Precision(32): {MODES.format('Precision')}{OTHERS}",
     ),
     Refusal(
         "the Trainer's plugin in Fabric", lambda: called(fabric(Precision())), RuntimeError,

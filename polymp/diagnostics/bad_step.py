@@ -8,9 +8,10 @@ import functools
 import math
 import reprlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
@@ -154,6 +155,29 @@ def described(found: Mapping[Any, str], name: Callable[[Any], str], after: str =
     return f"{name(of)} is {what}{after}{more}"
 
 
+class BatchCopies:
+    """Copies of the numpy arrays that calls are given; a buffer may be filled again for the next.
+
+    An array that is given again, with the same numbers at some places, is taken to be as it was: a
+    data set is not read as a whole in each call.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[weakref.ref[Any], bytes, Any]] = {}  # by place
+
+    def of(self, place: int, array: Any) -> Any:
+        """Return a copy of an argument."""
+        import numpy as np
+
+        ends = np.linspace(0, array.size - 1, 256 if array.size else 0).astype(np.int64)
+        some = array.flat[ends].tobytes()
+        it, before, copy = self._last.get(place, (None, b"", None))
+        if it is None or it() is not array or before != some:
+            copy = array.copy()
+            self._last[place] = weakref.ref(array), some, copy
+        return copy
+
+
 class CaughtStep:
     """A training step that `catch` has wrapped.
 
@@ -177,6 +201,16 @@ class CaughtStep:
         self.step: int = 0
         self.reports: list[BadStep] = []
         self._every, self._raises = every, raises
+
+    def __enter__(self) -> NoReturn:
+        """Say how it is used."""
+        raise TypeError(
+            "catch is not a context manager. Write step = catch(step), with the function that does "
+            "a training step, and call it for each batch."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached; `with` asks for it first."""
 
     def _stopped(self, report: BadStep, last_good: Any = None, goes_on: bool = True) -> None:
         """Raise a bad step, or warn of it if training goes on."""

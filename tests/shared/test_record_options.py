@@ -126,3 +126,8 @@ def test_the_other_framework_s_form_is_refused_in_words(backend: Any) -> None:
         said = f"polymp.jax.{name} is not a context manager. Write wrapped = polymp.jax.{name}("
         with pytest.raises(TypeError, match=re.escape(said)), made:
             pass
+
+
+def test_catch_is_no_context_manager(backend: Any) -> None:
+    with pytest.raises(TypeError, match=r"Write step = catch\(step\)"), backend.catch(print):
+        pass

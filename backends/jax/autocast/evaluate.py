@@ -90,6 +90,8 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in drop:
             env.pop(var, None)
+            for form in [form for form in made_in_8_bits if form.atom is var]:
+                del made_in_8_bits[form]
             for dtype in _DTYPES if casts else ():
                 casts.pop((var, dtype), None)
     return list(map(read, plan.results))

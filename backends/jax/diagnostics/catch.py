@@ -23,6 +23,7 @@ from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
     SOMETHING,
     BadStep,
+    BatchCopies,
     CaughtStep,
     LossChecks,
     LossVerbs,
@@ -349,6 +350,7 @@ class RecordedCalls:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self._start: Leaves = []
+        self._arrays = BatchCopies()
         self._results: dict[int, tuple[Made, weakref.ref[Any]]] = {}
         self._places: list[Made] = []
 
@@ -360,11 +362,10 @@ class RecordedCalls:
     def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
         """Record a call that is about to be made, with its arguments as `linked` returns them.
 
-        Of numpy arrays it keeps copies, one for equal ones: a buffer may be filled again for the
-        next batch.
+        Of numpy arrays it keeps copies.
         """
-        before = dict(enumerate(self.calls[-1].leaves)) if self.calls else {}
-        own = [_kept(x, before.get(at)) for at, x in enumerate(linked)]
+        arrays = self._arrays.of
+        own = [arrays(n, x) if isinstance(x, np.ndarray) else x for n, x in enumerate(linked)]
         self.calls.append(Call(tree, own, {}))
 
     def linked(self, leaves: Leaves) -> Leaves:
@@ -403,13 +404,6 @@ class RecordedCalls:
             state = {i: made[x.at] for i, x in enumerate(after or ()) if isinstance(x, Made)}
             leaves = [state.get(i, x) for i, x in enumerate(after or ())]
             yield Run(at, before, result, state)
-
-
-def _kept(leaf: Any, before: Any) -> Any:
-    if not isinstance(leaf, np.ndarray):
-        return leaf
-    is_same = isinstance(before, np.ndarray) and np.array_equal(before, leaf)
-    return before if is_same else leaf.copy()
 
 
 def copied(leaves: Sequence[Any]) -> Leaves:

@@ -128,12 +128,22 @@ def with_sites(
     seen: set[str] = set()
     for sites in groups:
         call = record.calls.get(sites[0].scope.call)
+        if call is not None and call.recipe and _is_batched(sites):
+            call = call._replace(recipe="", fallback="it runs under a vmap around the region")
+            record.calls[sites[0].scope.call] = call  # and so does its gradient
         computes = any(_computes(site.eqn, of) for site in sites)
         if call is None or computes or call.saved or call.fallback:
             if call is not None and sites[0].scope.call in seen:
                 call = call._replace(saved=())
             seen.add(sites[0].scope.call)
             yield _call(sites, call, kept), sites
+
+
+def _is_batched(sites: Sequence[Site]) -> bool:
+    """True for a product of rule fp8 that a batching rule has put into the region's dtype."""
+    ours = [s for s in sites if s.eqn.primitive.name in OURS]
+    forward = [s.eqn for s in ours if s.scope.direction == FORWARD]
+    return bool(forward) and not any("how" in eqn.params for eqn in forward)
 
 
 def _together(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

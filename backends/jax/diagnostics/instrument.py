@@ -522,7 +522,7 @@ class Packed:
     def read(self, packed: jax.Array) -> Any:
         """Return the results of a call of `run` as numpy arrays. Waits for the device."""
         ends = np.cumsum(list(map(math.prod, self._shapes)), dtype=int)
-        rows = np.split(np.asarray(packed), ends[:-1])
+        rows = np.split(np.asarray(packed), ends)[:-1]  # what is left is empty
         leaves = [row.reshape(shape) for row, shape in zip(rows, self._shapes, strict=True)]
         return jax.tree.unflatten(self._structure, leaves)
 

@@ -14,6 +14,7 @@ from warnings import warn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from polymp.backends.jax.arrays import AsyncCopy, is_float
@@ -57,7 +58,7 @@ class UpdateWatch:
 
     def __init__(self, every: int = 1000, first: int = 10) -> None:
         for name, count in (("every", every), ("first", first)):
-            if isinstance(count, bool) or not isinstance(count, int):
+            if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
                 raise TypeError(
                     f"UpdateWatch({name}={reprlib.repr(count)}) is no whole number of steps. Give "
                     "the parameters to its method: watch.watch(params, opt_state)."

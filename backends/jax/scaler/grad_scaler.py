@@ -133,7 +133,7 @@ class GradScaler:
         if callable(tree) and jax.tree.leaves(tree) == [tree]:
             raise TypeError(
                 "scale takes the loss, not the function that computes it, got "
-                f"{reprlib.repr(tree)}. Write jax.grad(lambda params: scaler.scale(loss(params)))."
+                f"{tree!r:.80}. Write jax.grad(lambda params: scaler.scale(loss(params)))."
             )
         if not self.enabled:
             return tree

@@ -38,6 +38,7 @@ from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
     SOMETHING,
     BadStep,
+    BatchCopies,
     CaughtStep,
     LossChecks,
     LossVerbs,
@@ -163,7 +164,7 @@ class StateCopy:
         self._memory = {*map(storage_key, self._named.values())}
         # Of the calls' arguments, by tensor: the version that was copied, and the copy.
         self._copies: Any = WeakTensorKeyDictionary()
-        self._arrays: dict[int, Any] = {}  # the last copies of numpy arrays, by place
+        self._arrays = BatchCopies()
         self._versioned = [t for t in self._named.values() if not t.is_inference()]
         self.left = self.versions()  # when the last call ended
 
@@ -201,16 +202,12 @@ class StateCopy:
     def kept(self, tree: tuple[Any, Any], shared: bool = True) -> tuple[Any, Any]:
         """Return a call's arguments, with copies of the batch, into which others may write.
 
-        If `shared`, a tensor that is given again as it was has one copy; equal numpy arrays have.
+        If `shared`, a tensor or a numpy array that is given again as it was has one copy.
         """
         leaves, structure = tree_flatten(tree)
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, np.ndarray):
-                before = self._arrays.get(at) if shared else None
-                is_same = before is not None and np.array_equal(before, leaf)
-                leaves[at] = before if is_same else leaf.copy()
-                if shared:
-                    self._arrays[at] = leaves[at]
+                leaves[at] = self._arrays.of(at, leaf) if shared else leaf.copy()
             elif isinstance(leaf, torch.Tensor) and leaf.is_leaf:
                 if storage_key(leaf) not in self._memory:
                     leaves[at] = self._copy_of(leaf) if shared else _copied(leaf)

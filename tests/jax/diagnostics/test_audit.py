@@ -454,3 +454,9 @@ def test_a_wrong_peak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles above compare with numpy: half of it would not pass."""
     monkeypatch.setattr(measures, "peak", lambda *arrays: jnp.float32(1.0))
     assert told(lambda x: x * 2, X)["mul"].largest != 6.0
+
+
+def test_a_function_without_floats_has_nothing_to_show() -> None:
+    audited = audit(lambda: 1.0)
+    audited()
+    assert list(audited.audit.results) == []

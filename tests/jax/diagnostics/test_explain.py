@@ -366,3 +366,19 @@ def test_what_cannot_be_explained(fn: Any, kwargs: Any, error: Any, message: str
         explain(fn, X, W, **kwargs)
     whole = message.startswith("^")
     assert str(raised.value) == message.strip("^$") if whole else message in str(raised.value)
+
+
+def test_a_product_in_8_bits_that_a_vmap_around_the_region_batches_is_shown_as_it_runs() -> None:
+    def product(w: Any, x: Any) -> Any:
+        return x @ w
+
+    w, x = jnp.ones((32, 32)), jnp.ones((4, 16, 32))
+    outside = jax.vmap(autocast(product, policy="fp8"), (None, 0))
+    inside = autocast(jax.vmap(product, (None, 0)), policy="fp8")
+    for fn, run in ((outside, "bfloat16"), (inside, "float8_e4m3fn")):
+        (call,) = explain(fn, w, x).calls
+        assert (call.run, bool(call.recipe), bool(call.fallback)) == (
+            run,
+            run != "bfloat16",
+            run == "bfloat16",
+        )

@@ -125,7 +125,7 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
             "Trainer of transformers, polymp.transformers.use(trainer, policy=...)."
         )
     mode, engine = accelerator.mixed_precision, accelerator.distributed_type
-    why = ""
+    why, handler = "", accelerator.scaler_handler
     if isinstance(accelerator, InUse):
         why = " was called before. Call it once, with the policy and the scaler."
     elif mode not in _DTYPES:
@@ -139,7 +139,12 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
         )
     elif accelerator._models or accelerator._optimizers:
         why = f" comes too late: a model or an optimizer is prepared already. {words.order}."
-    elif mode == "fp16" and scaler is not None and accelerator.scaler_handler is not None:
+    elif mode == "fp16" and scaler is None and handler is not None and not handler.enabled:
+        why = (
+            ": GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so that small "
+            "gradients would become zero. Leave enabled=False out."
+        )
+    elif mode == "fp16" and scaler is not None and handler is not None:
         why = (
             ": there are two loss scalers: scaler=... and the Accelerator's GradScalerKwargs. "
             "Leave one of them out."

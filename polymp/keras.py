@@ -82,7 +82,7 @@ def use(
     _check_layers(model)
     region = _Region(model, policy, dtype)
     optimizer = _optimizer(model, region.dtype, scaler)
-    model.polymp = region
+    model._polymp_region = region
     for name in _LOW:
         setattr(model, name, partial(region.call, name))
     model.train_step, model.get_compile_config = region.train_step, region.get_compile_config
@@ -214,7 +214,7 @@ class _Region:
         region = autocast(dtype=dtype, policy=policy)
         self.model = model
         self.dtype: str = region.region.dtype
-        before = getattr(model, "polymp", None)
+        before = getattr(model, "_polymp_region", None)
         self.own = before.own if before else {name: getattr(model, name) for name in _OWN}
         self.low = {name: region(widened(self.own[name])) for name in _LOW}
         self.calls = 0  # into the region, in the train step that is traced

@@ -145,6 +145,8 @@ def of_float(value: float) -> int:
 def joined(many: Iterable[Magnitudes]) -> Magnitudes:
     """Return the counts of several tensors together."""
     found = [*many]
+    if len(found) == 1:
+        return found[0]
     values = sum(m.values for m in found)
     burst, vanished, gone = (
         sum(getattr(m, name) * m.values for m in found) / max(values, 1)

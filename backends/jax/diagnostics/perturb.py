@@ -111,11 +111,17 @@ class Program:
 
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
-        seeds = np.arange(count + 1, dtype=np.uint32)
-        given = [Value(x) for x in self._flat]
-        outs = Evaluation(self._kernels, seeds).program(self.closed, given)
-        xs = [(np.asarray(out.x), out.runs) for out in outs]
-        return [self._run([x[i] if runs else x for x, runs in xs]) for i in seeds[1:]]
+        given, found = [Value(x) for x in self._flat], list[Run]()
+        most = max(1, TOGETHER // max(self._kernels.numbers, 1))
+        for start in range(1, count + 1, most):
+            some = range(start, min(start + most, count + 1))
+            seeds = np.array([0, *some], np.uint32)  # the first run, of seed 0, is not moved
+            outs = Evaluation(self._kernels, seeds).program(self.closed, given)
+            xs = [(np.asarray(out.x), out.runs) for out in outs]
+            found += [
+                self._run([x[i + 1] if runs else x for x, runs in xs]) for i in range(len(some))
+            ]
+        return found
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
         """A record of it, in memory, by `record` of this backend, whose file imports this one."""
@@ -291,6 +297,10 @@ _Options = tuple[tuple[str, bool | int], ...]
 
 # Numbers of a program's inputs, up to which its kernels are not optimised.
 _SMALL = 2**16
+
+
+# Numbers of a program's inputs, times probes, up to which these run at once.
+TOGETHER = 2**28
 
 
 class Kernels:

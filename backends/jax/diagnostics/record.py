@@ -33,6 +33,7 @@ from polymp.backends.jax.diagnostics.call_site import Key, source
 from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
+    TOGETHER,
     Evaluation,
     Kernels,
     Value,
@@ -226,7 +227,7 @@ class _Program:
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels = Kernels([*self.call.traced.arrays, *compat.opened(self.call.closed)[1]])
-        most = max(1, _TOGETHER // max(self.kernels.numbers, 1))
+        most = max(1, TOGETHER // max(self.kernels.numbers, 1))
         at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
         seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
         self._seeds = np.pad(seeds, ((0, 0), (1, 0)))  # the first run, of seed 0, is not moved
@@ -260,9 +261,7 @@ class _Program:
         return RecordedStep(number, _read(arrays, walks[0].ends), {}, dict(walks[0].left_out))
 
 
-# Numbers of a program's inputs, times probes, up to which these run at once; numbers of an array in
-# all runs, up to which a CPU sums it up in numpy, where nothing is compiled.
-_TOGETHER = 2**28
+# Numbers of an array in all runs, up to which a CPU sums it up in numpy, where nothing is compiled.
 _IN_NUMPY = 2**18
 
 

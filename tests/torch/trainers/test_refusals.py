@@ -261,7 +261,8 @@ REFUSALS = (
         "fp16 with GradScalerKwargs that disable the scaler",
         lambda: use(accelerator("fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])),
         ValueError,
-        f"{ACCELERATE} with Accelerator(mixed_precision='fp16') {DISABLED}",
+        f"{ACCELERATE}: GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so "
+        "that small gradients would become zero. Leave enabled=False out.",
     ),
     Refusal(
         "gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,

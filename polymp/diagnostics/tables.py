@@ -146,11 +146,9 @@ class TableKind(NamedTuple, Generic[R]):
     def arranged(
         self, rows: Iterable[R], sort: str = PROGRAM, fold: bool = True
     ) -> list[ModuleRows[R]]:
-        """Rows by section and module, equal layers as one.
-
-        In another order than that of the program, modules are sorted in their section, and rows in
-        their module.
-        """
+        """Rows by section and module, equal layers as one."""
+        # In another order than that of the program, modules are sorted in their section, and rows
+        # in their module.
         orders = (PROGRAM, *self.orders)
         if sort not in orders:
             *others, last = (f'"{order}"' for order in orders)

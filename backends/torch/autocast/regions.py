@@ -95,12 +95,10 @@ def leave(ticket: str) -> None:
 
 
 def _pull(region: Region) -> Frame:
-    """Take the youngest frame of a region out from under others; return the state to restore.
-
-    Tasks of an event loop interleave, and so do generators. Flag and dtype belong to a device and
-    go to its next younger frame. Cache flag and policies belong to the thread: the frames that are
-    left change them, from those before the first.
-    """
+    """Take the youngest frame of a region out from under others; return the state to restore."""
+    # Tasks of an event loop interleave, and so do generators. Flag and dtype belong to a device and
+    # go to its next younger frame. Cache flag and policies belong to the thread: the frames that
+    # are left change them, from those before the first.
     frames, device = stack.thread.frames, region.device
     mine = [at for at, frame in enumerate(frames) if frame[0] is region]
     if not mine:

@@ -72,14 +72,14 @@ def table(policy: Policy, dtype: str, device: str = "") -> Mapping[str, Row]:
 
 @lru_cache(maxsize=2 * POLICIES)
 def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[str, Row]:
-    words = vocabulary()
+    words, asked = vocabulary(), replace(policy)  # what is kept in it for the search goes with it
     lacking = [f"class:{kind}" for kind in words.traits["wide"]]  # rows that lower are refused
     spelled = {overload: op.name for op in words.ops.values() for overload in op.aten}
     own = (row.of.removeprefix("aten:") for row in policy.rows if row.of.startswith("aten:"))
     found: dict[str, Row] = {}
     op_of = dict.fromkeys(own, "") | spelled
     for overload, op in op_of.items():
-        won = find_winner(policy, op, dtype, f"aten:{overload}")
+        won = find_winner(asked, op, dtype, f"aten:{overload}")
         named = won is not None and won.of in (op, f"aten:{overload}", *lacking)
         low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.

@@ -19,7 +19,7 @@ from polymp.rules.region import Region
 ROOT = Path(__file__).parents[3]
 OURS = tuple(str(ROOT / folder) for folder in ("polymp", "backends"))
 # An interrupt while a region is entered or left can leave it open, as one of torch.amp's.
-REGIONS = "torch/autocast/api.py", "torch/autocast/regions.py"
+REGIONS = tuple(f"torch/autocast/{name}.py" for name in ("api", "regions", "region_casts"))
 
 
 def interrupted(program: Callable[[], object], at: int) -> None:

@@ -123,8 +123,9 @@ def put_everywhere(stack: ExitStack) -> None:
         with now.lock:
             now.records.discard(record)
             if not now.records and _is_alone():  # else another thread can be in one of the kernels
-                while now.everywhere:
-                    dispatcher.destroy(now.everywhere.popitem()[1])
+                for device, library in list(now.everywhere.items()):
+                    dispatcher.destroy(library)
+                    del now.everywhere[device]
 
     stack.callback(end)
     stack.callback(end)  # an interrupt may end one of the two

@@ -22,6 +22,13 @@ OURS = tuple(str(ROOT / folder) for folder in ("polymp", "backends"))
 REGIONS = tuple(f"torch/autocast/{name}.py" for name in ("api", "regions", "region_casts"))
 
 
+def files(frame: FrameType | None) -> Iterator[str]:
+    """The file of a frame, and those of its callers."""
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
 def interrupted(program: Callable[[], object], at: int) -> None:
     """Run a program and interrupt it at a line of polymp, counted from 1; in no region's own."""
     lines = 0
@@ -29,7 +36,7 @@ def interrupted(program: Callable[[], object], at: int) -> None:
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal lines
         name = frame.f_code.co_filename
-        if not name.startswith(OURS) or name.endswith(REGIONS):
+        if not name.startswith(OURS) or any(f.endswith(REGIONS) for f in files(frame)):
             return None
         if event == "line":
             lines += 1

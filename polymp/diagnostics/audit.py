@@ -23,7 +23,17 @@ from polymp.rules.policy_files import Source
 
 
 class Audit(AuditRecord):
-    """The measurements of a run, filled when its block ends; `print` shows them as a table."""
+    """The measurements of a run, filled when its block ends; `print` shows them as a table.
+
+    Attributes:
+        results: of ops, in the order in which they were first reached.
+        gradients: of parameters, by name.
+        fault: the op that the first value that is not finite came from; None if all were finite.
+        steps: how many steps were measured.
+        scale: the loss scale that the gradients were multiplied by, 1 if none was known.
+        rounding: True if rounding errors were measured.
+        loss_effect: the sum of the ops' effects on the loss, None if none was measured.
+    """
 
     def suggest(self, base: Source = "amp") -> Suggestion:
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.

@@ -31,14 +31,24 @@ SOMETHING = "a value is not finite"
 
 
 class BadStep(NamedTuple):
-    """A step that made a value that is not finite; `print` shows it."""
+    """A step that made a value that is not finite; `print` shows it.
 
-    step: int  # its number; 0 is the first call of the step
-    found: str  # what broke: "the loss is NaN"
-    fault: Fault | None = None  # the op at which it broke; None if all ops have finite results
-    losses: tuple[float, ...] = ()  # of the steps before it that were replayed, the latest last
-    undone: int = 1  # steps that were taken back, this one included; 0 if none could be repeated
-    note: str = ""  # a sentence on what a replay could not show
+    Attributes:
+        step: its number; 0 is the first call of the step.
+        found: what broke: "the loss is NaN".
+        fault: the op at which it broke; None if every op of the step has finite results.
+        losses: of the steps before it that were replayed; the latest is the last.
+        undone: the number of steps that were taken back, this one included; 0 if none could be
+            repeated.
+        note: a sentence on what a replay could not show; "" if there is nothing to say.
+    """
+
+    step: int
+    found: str
+    fault: Fault | None = None
+    losses: tuple[float, ...] = ()
+    undone: int = 1
+    note: str = ""
 
     @property
     def remedy(self) -> str:

@@ -50,15 +50,26 @@ class Comparison:
     `print` shows: whether it is the same program, or where the two part; the first call that
     rounding cannot explain; how the difference grows from module to module; and what was not
     compared, and why.
+
+    Attributes:
+        names: of the two records.
+        step: the number of the step that is shown: the first that differs, or else the last.
+        rank: its rank; 0 without ranks.
+        rows: all arrays of the step, in program order.
+        parted: the first call that only one run has, or that runs in another dtype; None if there
+            is none.
+        first: the first array that rounding cannot explain; None if it explains all.
+        headers: of the two records; see `RunRecord`.
+        notes: what was not compared, and why, a sentence each.
     """
 
-    names: tuple[str, str]  # of the two records
-    step: int  # the number of the step that is shown: the first that differs, or else the last
-    rank: int  # its rank; 0 without ranks
-    rows: Sequence[Compared]  # all arrays of the step, in program order
-    first: Compared | None  # the first array that rounding cannot explain
-    headers: tuple[Mapping[str, Any], Mapping[str, Any]]  # of the two records; see `RunRecord`
-    notes: list[str]  # what was not compared, and why, a sentence each
+    names: tuple[str, str]
+    step: int
+    rank: int
+    rows: Sequence[Compared]
+    first: Compared | None
+    headers: tuple[Mapping[str, Any], Mapping[str, Any]]
+    notes: list[str]
 
     @property
     def explained(self) -> bool:

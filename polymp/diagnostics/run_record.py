@@ -97,13 +97,20 @@ class RecordedStep(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """A record that was read."""
+    """A record that was read.
 
-    # "framework", "versions", "model", "device", "threads", "probes", "modules", "rank", "ranks".
+    Attributes:
+        header: "framework", "versions", "model", "device", "threads", "probes", "modules", "rank",
+            "ranks".
+        steps: those that were written whole, in order.
+        name: of its file, for messages.
+        cut: True if the file ends in a step that is not whole.
+    """
+
     header: Mapping[str, Any]
-    steps: tuple[RecordedStep, ...]  # those that were written whole, in order
-    name: str = "record"  # of its file, for messages
-    cut: bool = False  # True if the file ends in a step that is not whole
+    steps: tuple[RecordedStep, ...]
+    name: str = "record"
+    cut: bool = False
 
 
 @cache

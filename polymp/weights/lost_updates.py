@@ -33,17 +33,6 @@ def share(records: Iterable[LostUpdates]) -> float:
     return sum(each.lost for each in records) / updates if updates else 0.0
 
 
-def joined(records: Iterable[LostUpdates]) -> list[LostUpdates]:
-    """Return one record for each parameter, its steps added up, in the order of the names."""
-    found: dict[tuple[str, str], LostUpdates] = {}
-    for each in records:
-        before = found.get(each[:2], LostUpdates(each.name, each.dtype, 0, 0))
-        found[each[:2]] = before._replace(
-            updates=before.updates + each.updates, lost=before.lost + each.lost
-        )
-    return list(found.values())
-
-
 def worst(records: Iterable[LostUpdates], count: int) -> list[LostUpdates]:
     """Return the records with the largest share of lost updates, the largest first."""
     lost = [each for each in records if each.updates]

@@ -206,21 +206,24 @@ class StateCopy:
         If `shared`, a tensor or a numpy array that is given again as it was has one copy.
         """
         leaves, structure = tree_flatten(tree)
-        alike = defaultdict[int, list[torch.Tensor]](list)
+        # By memory, the tensors that are not the training's own; those without any are alone.
+        batch = defaultdict[int, dict[int, torch.Tensor]](dict)
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and (key := storage_key(leaf)):
-                alike[key].append(leaf)
-        together = {key: _on_one_memory(many) for key, many in alike.items() if len(many) > 1}
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                if (key := storage_key(leaf)) not in self._memory:
+                    batch[key or -id(leaf)][id(leaf)] = leaf
+        copies: dict[int, torch.Tensor] = {}
+        for alike in batch.values():
+            one, *others = alike.values()
+            if others:
+                copies |= _on_one_memory([one, *others])
+            else:
+                copies[id(one)] = self._copy_of(one) if shared else _copied(one)
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, np.ndarray):
                 leaves[at] = self._arrays.of(at, leaf) if shared else leaf.copy()
-            elif isinstance(leaf, torch.Tensor) and leaf.is_leaf:
-                if (key := storage_key(leaf)) in self._memory:
-                    continue
-                if key in together:
-                    leaves[at] = together[key][id(leaf)]
-                else:
-                    leaves[at] = self._copy_of(leaf) if shared else _copied(leaf)
+            else:
+                leaves[at] = copies.get(id(leaf), leaf)
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs
 

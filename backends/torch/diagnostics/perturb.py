@@ -269,9 +269,8 @@ def _parts(ran: KernelCall, result: object, t: torch.Tensor) -> _Parts:
         terms = max(x.numel() for x in ran.reads) / max(t.numel(), 1)
     dtype = t.dtype.to_real() if t.is_complex() else t.dtype
     own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[dtype], terms)
-    adds = name in op_facts.SUMS and not dispatcher.writes(
-        ran.func
-    )  # what it writes is not squared
+    writes = dispatcher.writes(ran.func)  # what it writes is not squared
+    adds = name in op_facts.SUMS and not writes
     return _Parts(own, summed, terms, adds, kind in sums)
 
 

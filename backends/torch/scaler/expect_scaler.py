@@ -28,9 +28,9 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
             train()
 
     A step is flagged if a float16 region of polymp's was entered, with gradients on, since the last
-    step, the optimizer has gradients on that device, and no scaler takes the step or has unscaled
-    its gradients: neither polymp's `GradScaler` nor torch.amp's. A disabled scaler
-    counts as one. A step by hand is flagged where torch.amp's scaler has unscaled its gradients.
+    step, the optimizer has gradients on that device, no scaler of polymp's or torch.amp's takes the
+    step, and none of polymp's has unscaled the gradients. A disabled scaler counts as one. So a
+    step by hand after `unscale_` of torch.amp's scaler is flagged.
     Nothing is flagged in compiled code, or in another thread than that of the regions. Where a
     model in float16 without a scaler and one in float32 are trained in turns, the step of the
     second may be flagged: the check does not follow gradients through the graph.

@@ -6,8 +6,6 @@ in a later step     the host reads the counts, which have arrived, and may warn
 """
 
 import warnings
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -36,7 +34,6 @@ class Sample:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        called: Mapping[torch.Tensor, str] = MappingProxyType({}),
     ) -> None:
         self.names: list[tuple[str, str]] = []  # of the parameters that are looked at, and dtypes
         self._found = getattr(optimizer, "found_inf", None)
@@ -51,7 +48,7 @@ class Sample:
             for number, p in enumerate(group["params"]):
                 name = known[number] if number < len(known) else f"parameter {number} of group {at}"
                 if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
-                    self.names.append((called.get(p, name), NAMES[p.dtype]))
+                    self.names.append((name, NAMES[p.dtype]))
                     grad = _some(p.grad)
                     updated = (grad != 0) & grad.isfinite()
                     self._before.append((p, _some(p).view(torch.int16).clone(), updated))

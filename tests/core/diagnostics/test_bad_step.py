@@ -1,4 +1,4 @@
-"""What `catch` of both frameworks shares: the copies of numpy batches."""
+"""The copies of numpy batches that `catch` of both frameworks keeps."""
 
 from __future__ import annotations
 

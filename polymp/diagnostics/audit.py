@@ -31,8 +31,6 @@ class Audit(AuditRecord):
         fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
-        rounding: True if rounding errors were measured.
-        loss_effect: the sum of the ops' effects on the loss, None if none was measured.
     """
 
     def suggest(self, base: Source = "amp") -> Suggestion:
@@ -70,15 +68,14 @@ class Audit(AuditRecord):
             width: of a line, in characters; by default the terminal's, and 100 without one.
             sort: "program" for the order in which modules and ops were first reached; "cost" to put
                 those first of which float16 would lose most: by the share of values that become
-                Inf, of these that become zero, of these that become subnormal; "loss" to put those
-                first whose rounding changes the loss most.
+                Inf, of these that become zero, of these that become subnormal.
             fold: False to show equal layers one by one.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: `sort` is none of these three.
+            ValueError: `sort` is neither.
         """
         width = text_table.terminal_width() if width is None else width
         table = _MEASURED.table([*self.results, *self.gradients], sort, fold)
@@ -88,7 +85,7 @@ class Audit(AuditRecord):
             laid = [(" ".join(r[:2]).rstrip(), ("    ", "", *r[2:])) for r in rows]
             pairs = zip(rows, laid, strict=True)
             rows = [x for row, two in pairs for x in ([row] if isinstance(row, str) else two)]
-        lines = [*_summary(self), *(["", *_notes(self, table), ""] if rows else [])]
+        lines = [*_summary(self), *(["", *_notes(table), ""] if rows else [])]
         lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
         lines += text_table.columns(heads, rows, right, width) if rows else []
         return escaped("\n".join(lines))
@@ -104,7 +101,7 @@ class Audit(AuditRecord):
         """
         table = _MEASURED.table([*self.results, *self.gradients])
         first, *others = filter(None, _summary(self))
-        notes, table = [*others, *_notes(self, table)], table.without_empty()
+        notes, table = [*others, *_notes(table)], table.without_empty()
         return page.html(path, title=first, notes=notes, table=table, what="row")
 
     def __str__(self) -> str:
@@ -122,8 +119,6 @@ class Audit(AuditRecord):
         return {
             "steps": self.steps,
             "scale": self.scale,
-            "rounding": self.rounding,
-            "loss_effect": self.loss_effect,
             "fitting_scale": self.fitting_scale(),
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],
@@ -144,7 +139,7 @@ _SECTIONS = {
 
 _FIRST, *_OTHERS = NARROW
 
-_NUMBERS = ("largest |x|", "over", "under", "sub", "rounding", "of the loss")
+_NUMBERS = ("largest |x|", "over", "under", "sub")
 
 _COLUMNS = (
     Column("op"),
@@ -159,16 +154,11 @@ _LEGEND = (
     f"those that {_FIRST} made so in this run"
 )
 
-_ERRORS = (
-    "rounding: percent by which an op is off from the same op in float32 on the same inputs; of "
-    "the loss: percent by which the op's own rounding changes the loss, to first order"
-)
-
 _MOST = 8  # products named of those that sum over nothing
 
 
-def _notes(audit: Audit, table: Table) -> list[str]:
-    return [*filter(None, (_LEGEND, _ERRORS * audit.rounding, table.note))]
+def _notes(table: Table) -> list[str]:
+    return [*filter(None, (_LEGEND, table.note))]
 
 
 def _summary(audit: Audit) -> Iterator[str]:
@@ -181,15 +171,6 @@ def _summary(audit: Audit) -> Iterator[str]:
     if audit.backward:
         yield ""
         yield from _scales(audit)
-    if audit.results:
-        yield from [""] * (not audit.backward)
-        effect = audit.loss_effect
-        if not audit.rounding:
-            yield "rounding errors: not measured, audit(..., rounding=True) does"
-        elif effect is None:
-            yield "of the loss: not measured, for it needs the backward pass of a loss of one value"
-        else:
-            yield f"rounding changes the loss by {_error(effect)} %, to first order"
     yield from _unsummed(audit)
 
 
@@ -228,7 +209,7 @@ def _unsummed(audit: Audit) -> list[str]:
 
 def _cells(measured: Measured) -> list[Cell | str]:
     """The cells of a row; the numbers are what columns are sorted by."""
-    m, errors = measured.magnitudes, (measured.rounding, measured.loss_effect)
+    m = measured.magnitudes
     first, *others = (m.shares(dtype) for dtype in NARROW)
     texts = (tuple(map(_percent, shares)) for shares in others)
     joined = ("/".join(part or "-" for part in parts) if any(parts) else "" for parts in texts)
@@ -237,7 +218,6 @@ def _cells(measured: Measured) -> list[Cell | str]:
         measured.source,
         Cell(power(m.largest), m.largest),
         *(Cell(_percent(share), share) for share in first),
-        *(Cell("" if x is None else _error(x), abs(x or 0.0)) for x in errors),
         *(Cell(words, sum(shares)) for words, shares in zip(joined, others, strict=True)),
         ", ".join(_here(measured)),
     ]
@@ -268,14 +248,6 @@ def _percent(part: float) -> str:
     return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
 
 
-def _error(part: float) -> str:
-    """A relative error in percent: "0.2", "-0.2", "150", ">999"."""
-    percent = 100 * part
-    if abs(percent) > 999:
-        return ">999" if percent > 0 else "<-999"
-    return f"{percent:.0f}" if abs(percent) > 9.95 else f"{percent:.2g}"
-
-
 def power(value: float) -> str:
     """A magnitude as a power of two and as a number: "2**13.3 = 1e+04"; "0" for zero."""
     if value == 0 or not math.isfinite(value):
@@ -303,7 +275,7 @@ def _alike_measured(measured: Measured) -> Hashable:
     m = measured.magnitudes
     broken = m.inf, m.nan, m.burst > 0, m.vanished > MANY
     module = measured.module.rpartition(".")[2] if _is_gradient(measured) else ""
-    same = measured._replace(module=module, magnitudes=_NOTHING, rounding=None, loss_effect=None)
+    same = measured._replace(module=module, magnitudes=_NOTHING)
     return same, *broken
 
 
@@ -318,8 +290,5 @@ _MEASURED: TableKind[Measured] = TableKind(
     _SECTIONS,
     _alike_measured,
     together,
-    {
-        COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
-        "loss": lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),
-    },
+    {COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows)},
 )

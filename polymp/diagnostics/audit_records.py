@@ -35,15 +35,6 @@ class Measured(NamedTuple):
     magnitudes: Magnitudes  # of the results; of scaled gradients, divided by the scale
     # Constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
     numbers: tuple[float, ...] = ()
-    # Its own rounding error: by how much the results differ from those of the same op in float32 on
-    # the same inputs, the root of the sum of squares relative to that of the float32 results; the
-    # largest of all calls. None if it was not measured.
-    rounding: float | None = None
-    # By how much its own rounding changes the loss, to first order: the errors of its results times
-    # the loss's gradient there, added up with their signs over all values and calls, as a fraction
-    # of the loss; the mean of the backward passes. None if it was not measured, as without a
-    # backward pass.
-    loss_effect: float | None = None
     # True of a product that a row lowered, though it has no dimension to sum over, or one of size
     # 1: it is a multiplication, in low precision.
     unsummed: bool = False
@@ -60,28 +51,11 @@ class Measured(NamedTuple):
 
 
 def together(many: Sequence[Measured]) -> Measured:
-    """The first of some results, with what was counted of all of them, and the largest errors."""
+    """The first of some results, with what was counted of all of them."""
     return many[0]._replace(
         magnitudes=joined(m.magnitudes for m in many),
         numbers=tuple(sorted({number for m in many for number in m.numbers})),
-        rounding=max((m.rounding for m in many if m.rounding is not None), default=None),
-        loss_effect=effect_of(m.loss_effect for m in many),
     )
-
-
-def effect_of(effects: Iterable[float | None]) -> float | None:
-    """The sum of effects on the loss that were measured; None if none was."""
-    known = [effect for effect in effects if effect is not None]
-    return math.fsum(known) if known else None
-
-
-def largest_error(pairs: Iterable[Sequence[float]]) -> float | None:
-    """The largest root of a sum of squares relative to another's; None of no pairs."""
-    ratios = (
-        (math.sqrt(off) / math.sqrt(whole) if whole else math.inf) if off > 0 else 0.0
-        for off, whole in pairs
-    )
-    return max(ratios, default=None)
 
 
 class Operand(NamedTuple):
@@ -198,17 +172,11 @@ class AuditRecord:
     fault: Fault | None = None  # the op that the first value that is not finite came from
     steps: int = 0  # how many were measured
     scale: float = 1.0  # the loss scale of the gradients, 1 if none was known
-    rounding: bool = False  # True if rounding errors were measured
 
     @property
     def backward(self) -> list[Measured]:
         """All gradients: those of parameters, and those that backward ops made."""
         return [*self.gradients, *(m for m in self.results if m.direction == "backward")]
-
-    @property
-    def loss_effect(self) -> float | None:
-        """By how much rounding changes the loss: the sum of the ops' effects; None of none."""
-        return effect_of(m.loss_effect for m in self.results)
 
     def fitting_scale(self) -> float | None:
         """Return the largest loss scale at which no gradient would overflow float16.

@@ -4,14 +4,14 @@
     its casts and the ops in it run          -> they are noted on it       (the dispatch mode)
     the engine runs its backward             -> a second `OpCall` for it   (by autograd node)
 
-The subscribers of an `OpStream` hear of each; `explain` adds up casts, `audit` measures. Nothing
-here changes what runs.
+The `Subscriber` of an `OpStream` hears of each; that of `audit` measures. Nothing here changes what
+runs.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -52,13 +52,14 @@ _SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 
 
 class Subscriber:
-    """Hears of the ops of an `OpStream`; methods that it does not have are not called.
+    """Hears of the ops of an `OpStream`.
 
     The ops that it runs are cast by no region, and no stream sees them; in `before` and `viewed` it
     runs them in `Own`, which takes too long to be entered at each op for those that run none.
     """
 
     stream: "OpStream"
+    measures = False  # True to hear of what has run, and of optimizers, too
 
     def begin(self) -> None:
         """Called when the stream begins; the stream is a stack for all that has to be left."""
@@ -96,7 +97,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     def __init__(
         self,
         model: nn.Module | None,
-        *subscribers: Subscriber,
+        subscriber: Subscriber | None = None,
         counts: bool = True,
         floats: Callable[..., list[torch.Tensor]] = float_tensors,
         title: str = "explain",
@@ -106,7 +107,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         ExitStack.__init__(self)
         self.calls: list[OpCall] = []  # in order
         self.region: tuple[str, str] = ("", "")  # low dtype and policy of the first that was met
-        self.looks_away: bool = False  # True while it follows nothing
+        self.looks_away: int = 0  # while it follows nothing, the thread that had it look away
         self.counts = counts  # False if nobody uses dtypes, casts and FLOPs, and `calls`
         self.floats = floats  # from trees to the tensors in them that are followed
         self._title = title
@@ -118,38 +119,13 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self, compiled)
-        self._paused, self._pauses = False, 0
-        # By optimizer that steps, whether it has a closure, and its thread.
-        self._steps: dict[Any, tuple[bool, int]] = {}
         self.progress: progress.Line = progress.Line()
-        self._subscribers = subscribers
-        for each in subscribers:
-            each.stream = self
-        self.before = self._hearing("before")
-        self.after = self._hearing("after")
-        self.cast = self._hearing("cast")
-        self.unwatched = self._hearing("unwatched")
-        self.follows = self._hearing("follows")
-        self._viewed = self._hearing("viewed")
-        self._stepping = self._hearing("stepping")
-        self._stepped = self._hearing("stepped")
+        self.hear: Subscriber = subscriber or Subscriber()
+        self.hear.stream = self
 
     def is_here(self) -> bool:
         """Return whether it follows the ops of this thread."""
         return modes.sees(self._mode)
-
-    def _hearing(self, event: str) -> list[Callable[..., Any]]:
-        """Return the methods of the subscribers that hear of an event."""
-        silent = getattr(Subscriber, event)
-        heard = [each for each in self._subscribers if getattr(type(each), event) is not silent]
-        return [getattr(each, event) for each in heard]
-
-    def tell(self, heard: Sequence[Callable[..., Any]], *event: Any) -> None:
-        """Call what hears of an event."""
-        if heard:
-            with Own():
-                for hear in heard:
-                    hear(*event)
 
     # Called by the kernels on the autocast keys
 
@@ -268,9 +244,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
         """Note a view, before it is made: it is no call itself, but its backward may be one."""
-        node, maker = self._new_node(), None
-        for hear in self._viewed:
-            maker = hear(args, node) or maker
+        node = self._new_node()
+        maker = self.hear.viewed(args, node)
         # Without gradients a view has no node: the latest is that of the function that it is in.
         if node is not None and maker is None and self.counts and torch.is_grad_enabled():
             place, direction, _ = self.where(frame)
@@ -298,79 +273,38 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         kernel_registry.put_everywhere(self)
         decision_log.recorded_by(self, self)
         self.enter_context(self._mode)
-        self.callback(self._end_pauses)
+        self.callback(self.go_on)
         self.progress = self.enter_context(progress.line(self._title, unit="op"))
-        if self._stepping:
+        if self.hear.measures:
             self.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             self.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        for each in self._subscribers:
-            each.begin()
+        self.hear.begin()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
-        thread = threading.get_ident()
-        for other in [o for o, (_, its) in self._steps.items() if its == thread]:
-            if not _in_step(other):  # it has raised an error
-                self._after_step(other)
-        if self.is_here():  # else it is another thread's optimizer
-            closure = closure_of(args[1:], kwargs) is not None
-            self._steps[optimizer] = closure, thread
-            with self.aside():
-                self.tell(self._stepping, optimizer, closure)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer in self._steps:
-            closure = self._steps.pop(optimizer)[0]
-            with self.aside():
-                self.tell(self._stepped, optimizer, closure)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let a subscriber run ops of its own between two of the program."""
-        self.pause()
-        try:
+        if self.is_here():  # else it is another thread's optimizer, or a part of another one
             with Own(), torch.no_grad():
-                yield
-        finally:
-            self.go_on()
+                self.hear.stepping(optimizer, closure_of(args[1:], kwargs) is not None)
 
-    def _end_pauses(self) -> None:
-        self._pauses = 0
-        self.go_on()
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        if self.is_here() or self.looks_away == threading.get_ident():
+            with Own(), torch.no_grad():
+                self.hear.stepped(optimizer, closure_of(args[1:], kwargs) is not None)
 
-    def pause(self) -> None:
-        """Follow nothing until `go_on`; free of cost if no other mode is inside of this one.
-
-        Pauses may be nested.
-        """
-        self._pauses += 1
-        self.looks_away = True
+    def look_away(self) -> None:
+        """Follow nothing until `go_on`; free of cost if no other mode is inside of this one."""
+        self.looks_away = threading.get_ident()
         if modes.innermost_mode() is self._mode:
-            self._paused = True
             self._mode.__exit__(None, None, None)
 
     def go_on(self) -> None:
-        """End a `pause`, in the same thread."""
-        self._pauses = max(self._pauses - 1, 0)
-        if self._pauses:
-            return
-        self.looks_away = False
-        if self._paused:
-            self._paused = False
+        """Follow again what runs, after `look_away` in the same thread."""
+        if self.looks_away and not self.is_here():
             self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-
-def _in_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this is called in a step of the optimizer."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "step" and code.co_argcount:
-            if frame.f_locals.get(code.co_varnames[0]) is optimizer:
-                return True
-        frame = frame.f_back
-    return False
+        self.looks_away = 0
 
 
 class _Mode(modes.OpMode):
@@ -386,7 +320,7 @@ class _Mode(modes.OpMode):
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if modes.unwrapped_first(types):
             return NotImplemented
-        stream = self.stream
+        stream, hear = self.stream, self.stream.hear
         if not isinstance(func, torch._ops.OpOverload) or stream.looks_away or running():
             return func(*args, **kwargs)
         facts = facts_of(func)
@@ -397,9 +331,11 @@ class _Mode(modes.OpMode):
         casts = facts.copies and is_cast(source, kwargs)
         reads = [source] if casts else stream.floats(*args, *kwargs.values())
         makes = facts.kind == "makes" or not reads
-        if makes and not any(follows(func, args, kwargs) for follows in stream.follows):
+        if makes and not hear.follows(func, args, kwargs):
             result = func(*args, **kwargs)
-            stream.tell(stream.unwatched, facts, (args, kwargs), result)
+            if hear.measures:
+                with Own():
+                    hear.unwatched(facts, (args, kwargs), result)
             return result
         stream.progress.step()
         op_call = stream.op_call(func, sys._getframe(1))
@@ -410,12 +346,13 @@ class _Mode(modes.OpMode):
             result = func(*args, **kwargs)
             if stream.counts:
                 op_call.cast(source, result)
-            stream.tell(stream.cast, op_call, source, result)
+            if hear.measures:
+                with Own():
+                    hear.cast(op_call, source, result)
             return result
         ran = Ran(func, args, kwargs, reads, op_call, facts, node)
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
-        for hear in stream.before:
-            hear(ran)
+        hear.before(ran)
         result = func(*args, **kwargs)
         made = stream.floats(result)
         if stream.counts:
@@ -424,5 +361,7 @@ class _Mode(modes.OpMode):
             op_call.sent(reads, float_tensors(*ran.into) or made)
             if not op_call.casts:  # copied into a buffer, or sent
                 stream.calls.pop()
-        stream.tell(stream.after, ran, result, made)
+        if hear.measures:
+            with Own():
+                hear.after(ran, result, made)
         return result

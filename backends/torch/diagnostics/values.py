@@ -50,6 +50,8 @@ from polymp.rules.vocabulary import vocabulary
 class Values(Subscriber):
     """Measures the ranges of results, and follows where inputs come from."""
 
+    measures = True
+
     def __init__(self, model: nn.Module | None = None, given: Sequence[Any] | None = None) -> None:
         self.events: list[Event] = []  # the ops that ran, in order
         self.updates: list[Update] = []  # the steps of optimizers
@@ -174,7 +176,7 @@ class Values(Subscriber):
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         if not closure:  # the ops of an update are not the model's; those of a closure are
-            self.stream.pause()
+            self.stream.look_away()
             place, *_ = self.stream.where(sys._getframe(1))
             at = place, len(self.events), self.ranges, self._provenance
             self.updates.append(Update(optimizer, *at))
@@ -307,7 +309,7 @@ class AuditValues(Values):
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
-        with self.stream.aside():
+        with Own(), torch.no_grad():
             of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
             tally = self._tally((self._scales_at, *of), p.grad)
             tally.add(p.grad, self.ranges.add(p.grad))

@@ -154,8 +154,6 @@ _LEGEND = (
     f"those that {_FIRST} made so in this run"
 )
 
-_MOST = 8  # products named of those that sum over nothing
-
 
 def _notes(table: Table) -> list[str]:
     return [*filter(None, (_LEGEND, table.note))]
@@ -171,7 +169,6 @@ def _summary(audit: Audit) -> Iterator[str]:
     if audit.backward:
         yield ""
         yield from _scales(audit)
-    yield from _unsummed(audit)
 
 
 def _scales(audit: Audit) -> Iterator[str]:
@@ -190,21 +187,6 @@ def _scales(audit: Audit) -> Iterator[str]:
     fits = f"the largest at which no {_FIRST} gradient overflows: {most}{power(fitting)}"
     yield f"loss scale: {used}; {fits}"
     yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
-
-
-def _unsummed(audit: Audit) -> list[str]:
-    """The products that sum over nothing and were lowered, each with the row that mends it."""
-    lines = {}
-    for m in audit.results:
-        if m.unsummed and m.row is not None:
-            where = f'[scopes."{m.module}"]' if m.module else "[rules]"
-            lines[f"{m.op} {m.source}", m.module] = (
-                f"{m.op} {m.source} sums over nothing: a multiplication, in {m.run}. The row "
-                f'`"{m.row.of}" = "fp32"` in {where} keeps it in float32'
-            )
-    rest = len(lines) - _MOST
-    more = [f"and {text_table.plural(rest, 'more product')} that sum over nothing"]
-    return ["", *list(lines.values())[:_MOST], *(more if rest > 0 else [])] if lines else []
 
 
 def _cells(measured: Measured) -> list[Cell | str]:

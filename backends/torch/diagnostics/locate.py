@@ -278,4 +278,4 @@ class LocateValues(Values):
             event.operands = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
 
     def _finite(self, event: Event) -> bool:
-        return all(map(math.isfinite, self.ranges.read((*event.ranges, *event.beside))))
+        return all(map(math.isfinite, self.ranges.read(event.ranges)))

@@ -42,9 +42,7 @@ from polymp.backends.torch.diagnostics.op_call import (
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import DIVIDING, SATURATING, rounded
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
-from polymp.rules.row import LOW, Rule
-from polymp.rules.vocabulary import vocabulary
+from polymp.diagnostics.call_record import BACKWARD
 
 
 class Values(Subscriber):
@@ -91,11 +89,9 @@ class Values(Subscriber):
             return
         origins, inputs = self._read_by
         results = [t for t in made if measurable(t)]
-        beside: list[torch.Tensor] = []
         if op_call.direction != BACKWARD and not isinstance(result, list):
             # Those of other shapes are statistics, such as the mean beside a norm.
-            beside = [t for t in results[1:] if t.shape == results[0].shape]
-            del results[1:]
+            results = [t for t in results if t.shape == results[0].shape]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
         single = bool(results) and results[0].numel() == 1
@@ -109,7 +105,6 @@ class Values(Subscriber):
         event = Event(op_call, origins, run, self._seen(reads), ran.func, single, given)
         if not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
-        event.beside = self.ranges.add_each(beside)
         self._keep(event, results, inputs, lambda: _wide(ran, results))
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
@@ -247,15 +242,8 @@ class AuditValues(Values):
         self._visits[site] += 1
         return self._visits[site] % _EVERY == 1 or op_call.op in _ALWAYS
 
-    def before(self, ran: Ran) -> None:
-        self._pass()
-        super().before(ran)
-
-    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        self._pass()
-        super().cast(op_call, source, result)
-
     def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        self._pass()
         op_call, cast = event.op_call, event.func is None
         back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
         if cast and back and event.run == "float16":  # where gradients vanish
@@ -276,7 +264,6 @@ class AuditValues(Values):
         if event.lost is not None:
             tally.lost.append(event.lost)
         tally.numbers.update(event.numbers)
-        tally.sums_nothing.add(_sums_nothing(event, inputs))
         if back:
             self._made_at[len(self.events)] = tally.number
             tally.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
@@ -322,21 +309,3 @@ class AuditValues(Values):
                     lambda p, name=name: self._gradient(name, p)
                 )
                 self.stream.callback(hook.remove)
-
-
-# Kernels of products, and which of their tensors is summed over its last dimension.
-_SUMMED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "linear": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
-
-
-def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
-    """True of a product that a row lowered, though it only multiplies; None of other kernels."""
-    op_call = event.op_call
-    lowered = op_call.row is not None and op_call.row.rule is Rule.LOWER and event.run in LOW
-    if event.func is None or not lowered or op_call.direction != FORWARD:
-        return None
-    name = event.func.overloadpacket.__name__
-    if name in _SUMMED:
-        return inputs[_SUMMED[name]].size(-1) == 1
-    op = vocabulary().ops.get(op_call.op)
-    product = op is not None and op.kind == "matmul"
-    return True if product and name in ("mul", "addr") else None

@@ -10,7 +10,6 @@ import copy
 import functools
 import math
 import reprlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -206,24 +205,12 @@ class StateCopy:
         If `shared`, a tensor or a numpy array that is given again as it was has one copy.
         """
         leaves, structure = tree_flatten(tree)
-        # By memory, the tensors that are not the training's own; those without any are alone.
-        batch = defaultdict[int, dict[int, torch.Tensor]](dict)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
-                if (key := storage_key(leaf)) not in self._memory:
-                    batch[key or -id(leaf)][id(leaf)] = leaf
-        copies: dict[int, torch.Tensor] = {}
-        for alike in batch.values():
-            one, *others = alike.values()
-            if others:
-                copies |= _on_one_memory([one, *others])
-            else:
-                copies[id(one)] = self._copy_of(one) if shared else _copied(one)
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, np.ndarray):
                 leaves[at] = self._arrays.of(at, leaf) if shared else leaf.copy()
-            else:
-                leaves[at] = copies.get(id(leaf), leaf)
+            elif isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                if storage_key(leaf) not in self._memory:
+                    leaves[at] = self._copy_of(leaf) if shared else _copied(leaf)
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs
 
@@ -446,23 +433,6 @@ def _located(fn: Callable[..., Any], call: Call, objects: TrainingObjects) -> Fa
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
-
-
-def _on_one_memory(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies of tensors that share memory, which share theirs, by identity."""
-    sizes = [t.element_size() for t in tensors]
-    starts = [t.storage_offset() * size for t, size in zip(tensors, sizes, strict=True)]
-    last = (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors)
-    ends = [at + (n + 1) * size for at, n, size in zip(starts, last, sizes, strict=True)]
-    first = min(starts) // 16 * 16  # a whole number of elements of any dtype
-    place = (tensors[0].untyped_storage(), first, (max(ends) - first,), (1,))
-    memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(*place).clone()
-    copies = {}
-    for t, start, size in zip(tensors, starts, sizes, strict=True):
-        own = torch.empty(0, dtype=t.dtype, device=t.device)
-        own.set_(memory.untyped_storage(), (start - first) // size, t.shape, t.stride())
-        copies[id(t)] = own.requires_grad_(t.requires_grad)
-    return copies
 
 
 def _version(t: torch.Tensor) -> int:

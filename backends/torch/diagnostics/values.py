@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
@@ -27,7 +28,6 @@ from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
     Tally,
-    in_float32,
     measurable,
 )
 from polymp.backends.torch.diagnostics.op_call import (
@@ -37,6 +37,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     Own,
     Ran,
     facts_of,
+    float_tensors,
     numbers_in,
 )
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
@@ -196,8 +197,23 @@ def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
 
     None for an op that writes into its arguments, draws random numbers or has no float32 form.
     """
-    wide = [] if ran.facts.writes else list(filter(measurable, in_float32(ran)))
-    return wide[0] if wide and wide[0].shape == results[0].shape else None
+    if ran.facts.writes or torch.Tag.nondeterministic_seeded in ran.func.tags:
+        return None
+
+    def wide(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.float() if leaf.dtype in _LOW else leaf
+        return torch.float32 if isinstance(leaf, torch.dtype) and leaf in _LOW else leaf
+
+    try:
+        args, kwargs = tree_map(wide, (ran.args, ran.kwargs))
+        made = next(filter(measurable, float_tensors(ran.func(*args, **kwargs))), None)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return made if made is not None and made.shape == results[0].shape else None
+
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:

@@ -22,7 +22,6 @@ from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
 
 
@@ -135,7 +134,7 @@ def explain(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"explain(model=...) needs a torch.nn.Module, got {reprlib.repr(model)}.")
     if fn is None:
-        if args or {dtype, policy} != {None} or kwargs:
+        if args or kwargs or (dtype, policy) != (None, None):
             raise TypeError(
                 "explain() without a function is a context manager: open the region inside it. "
                 f"Got args={args!r}, dtype={dtype!r}, policy={policy!r}, {kwargs!r}."
@@ -171,17 +170,12 @@ def open_region(
 ) -> None:
     """Open a region around a call, with the policy's rules by path for its modules."""
     if policy is not None:
-        policy = _asked_for(policy, _models(call), stack)
+        policy = loaded = policy_files.load(policy)
+        models = _models(call)
+        if models or not loaded.scopes:  # else a region refuses it, and names `scoped`
+            stack.enter_context(scoped_anew(models, loaded))
+            policy = loaded.at("") if loaded.scopes else loaded
     stack.enter_context(autocast(device_of(call), low, policy=policy))
-
-
-def _asked_for(policy: PolicyLike, models: list[nn.Module], stack: ExitStack) -> Policy:
-    """Put a policy's scopes on the models of a call; return the policy of the region."""
-    loaded = policy_files.load(policy)
-    if loaded.scopes and not models:
-        return loaded  # a region refuses it, with a message that names `scoped`
-    stack.enter_context(scoped_anew(models, loaded))
-    return loaded.at("") if loaded.scopes else loaded
 
 
 def _models(tree: Any) -> list[nn.Module]:

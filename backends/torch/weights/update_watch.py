@@ -6,6 +6,8 @@ in a later step     the host reads the counts, which have arrived, and may warn
 """
 
 import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -28,48 +30,36 @@ INSTEAD = "optimizer = polymp.torch.low_weights(optimizer)"
 _LOW = (torch.bfloat16, torch.float16)
 
 
-class Sample:
-    """Values of the low parameters of an optimizer before a step."""
+class Sample(NamedTuple):
+    """Some values of a low parameter before a step."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self.names: list[tuple[str, str]] = []  # of the parameters that are looked at, and dtypes
-        self._found = getattr(optimizer, "found_inf", None)
-        # Of each parameter: itself, the bits of its values, and whether these have a gradient.
-        self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        if isinstance(optimizer, LowOptimizer):  # it loses nothing
-            return
-        for at, group in enumerate(optimizer.param_groups):
-            if isinstance(group.get("lr"), float) and group["lr"] == 0:
-                continue
-            known = group.get("param_names") or ()
-            for number, p in enumerate(group["params"]):
-                name = known[number] if number < len(known) else f"parameter {number} of group {at}"
-                if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
-                    self.names.append((name, NAMES[p.dtype]))
-                    grad = _some(p.grad)
-                    updated = (grad != 0) & grad.isfinite()
-                    self._before.append((p, _some(p).view(torch.int16).clone(), updated))
+    name: str
+    parameter: torch.Tensor
+    before: torch.Tensor  # the bits of the values
+    updated: torch.Tensor  # whether they have a gradient
 
-    def counts(self) -> torch.Tensor | None:
-        """Return updates and lost updates of each parameter: int64 [n, 2]; None without any."""
-        rows = []
-        for p, before, updated in self._before:
-            if self._found is not None:  # a fused optimizer that skips
-                updated = updated & (self._found.to(updated.device) == 0)
-            lost = updated & (_some(p).view(torch.int16) == before)
-            rows.append(torch.stack([updated.sum(), lost.sum()]))
-        device = rows[0].device if rows else None
-        return torch.stack([row.to(device) for row in rows]) if rows else None
 
-    def records(self, counts: torch.Tensor) -> list[LostUpdates]:
-        """Return a record for each parameter, of counts as `counts` made them."""
-        return [
-            LostUpdates(*named, *numbers)
-            for named, numbers in zip(self.names, counts.tolist(), strict=True)
-        ]
+def _samples(optimizer: torch.optim.Optimizer) -> Iterator[Sample]:
+    """Yield a sample of each low parameter that an optimizer is about to step."""
+    for at, group in enumerate(optimizer.param_groups):
+        if isinstance(group.get("lr"), float) and group["lr"] == 0:
+            continue
+        known = group.get("param_names") or ()
+        for number, p in enumerate(group["params"]):
+            name = known[number] if number < len(known) else f"parameter {number} of group {at}"
+            if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
+                grad = _some(p.grad)
+                updated = (grad != 0) & grad.isfinite()
+                yield Sample(name, p, _some(p).view(torch.int16).clone(), updated)
+
+
+def _counts(sample: Sample, found_inf: torch.Tensor | None) -> torch.Tensor:
+    """Return the updates of a parameter and how many of them were lost, int64 [2]."""
+    updated = sample.updated
+    if found_inf is not None:  # a fused optimizer that skips
+        updated = updated & (found_inf.to(updated.device) == 0)
+    lost = updated & (_some(sample.parameter).view(torch.int16) == sample.before)
+    return torch.stack([updated.sum(), lost.sum()])
 
 
 def _some(t: torch.Tensor) -> torch.Tensor:
@@ -120,8 +110,8 @@ class UpdateWatch:
         self._every, self._first = every, min(FIRST, every) % every
         self._steps = 0
         self._warned = False
-        self._sample: Sample | None = None
-        self._mailbox: Mailbox[Sample] = Mailbox()  # counts of samples
+        self._samples: list[Sample] = []
+        self._mailbox: Mailbox[list[tuple[str, str]]] = Mailbox()  # names and dtypes of parameters
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -137,23 +127,25 @@ class UpdateWatch:
         if is_dynamo_compiling():
             return
         self._steps += 1
-        if self._steps % self._every == self._first:
+        # Low weights of `low_weights` lose nothing.
+        if self._steps % self._every == self._first and not isinstance(optimizer, LowOptimizer):
             with torch.no_grad():
-                self._sample = Sample(optimizer)
+                self._samples = list(_samples(optimizer))
 
-    def _after(self, *_: object) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if is_dynamo_compiling():
             return
-        for counts, sample in self._mailbox.taken():
-            self.records = sample.records(counts)
+        for counts, named in self._mailbox.taken():
+            each = zip(named, counts.tolist(), strict=True)
+            self.records = [LostUpdates(*names, *numbers) for names, numbers in each]
             if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
                 self._warned = True
                 text = lost_updates.message(self.records, INSTEAD)
                 warnings.warn(text, LowWeightsWarning, stacklevel=2)
-        if self._sample is None:
-            return
-        with torch.no_grad():
-            counts = self._sample.counts()
-        if counts is not None:
-            self._mailbox.post(AsyncCopy(counts), self._sample)
-        self._sample = None
+        samples, self._samples = self._samples, []
+        if samples:
+            found_inf, device = getattr(optimizer, "found_inf", None), samples[0].updated.device
+            with torch.no_grad():
+                counts = torch.stack([_counts(it, found_inf).to(device) for it in samples])
+            named = [(it.name, NAMES[it.parameter.dtype]) for it in samples]
+            self._mailbox.post(AsyncCopy(counts), named)

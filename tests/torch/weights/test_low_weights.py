@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from polymp.backends.torch.weights import low_step, update_watch
+from polymp.backends.torch.weights import low_step
 from polymp.errors import LowWeightsWarning
 from polymp.torch import GradScaler, UpdateWatch, low_weights
+from polymp.weights.lost_updates import LostUpdates
 from tests.support.torch.low_training import (
     batch,
     loss_of,
@@ -510,11 +511,12 @@ def test_a_sample_counts_what_a_step_left() -> None:
     p = nn.Parameter(torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.bfloat16))
     p.grad = torch.tensor([1.0, 2.0**-9, 0.0, 2.0**-9], dtype=torch.bfloat16)
     optimizer = torch.optim.SGD([p], lr=1.0)
-    sample = update_watch.Sample(optimizer)
+    watch = UpdateWatch(optimizer, every=1)
     optimizer.step()
-    counts = sample.counts()
-    assert counts.tolist() == [[3, 1]]
-    assert [r.name for r in sample.records(counts)] == ["parameter 0 of group 0"]
+    p.grad = None
+    with pytest.warns(LowWeightsWarning, match="33% of the updates"):
+        optimizer.step()
+    assert watch.records == [LostUpdates("parameter 0 of group 0", "bfloat16", 3, 1)]
 
 
 def test_what_it_does_not_take() -> None:

@@ -176,7 +176,6 @@ class Ran(KernelCall):
 
     op_call: OpCall  # the call that it is part of
     facts: OpFacts
-    node: int | None = None  # number of the autograd node that was made for it; None if none was
 
     @property
     def into(self) -> list[torch.Tensor]:

@@ -73,8 +73,8 @@ class Subscriber:
     def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         """Called after a cast."""
 
-    def viewed(self, args: Sequence[Any], node: int | None) -> OpCall | None:
-        """Called before a view, with its autograd node; return the call that the node is of."""
+    def viewed(self, args: Sequence[Any]) -> OpCall | None:
+        """Called before a view; return the call that its autograd node is of."""
         return None
 
     def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
@@ -219,11 +219,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         """Return the call that made an autograd node; None if it is not known."""
         return self._of_node.get(node)
 
-    def _new_node(self) -> int | None:
-        """Return the number of the node that was made last; None if its call is known."""
-        number = dispatcher.latest_node()
-        return number if number >= self._first_node and number not in self._of_node else None
-
     def _alone(self, func: torch._ops.OpOverload, place: CallSite, direction: str) -> OpCall:
         entry, name = self._next, func.overloadpacket.__name__
         overload = func.name().removeprefix("aten::")
@@ -234,23 +229,24 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             return OpCall(entry.op, spelling, *at, entry.dtypes)
         return OpCall(name_of(overload, name), spelling, place, direction)
 
-    def made_by(self, op_call: OpCall) -> int | None:
-        """Remember which call the autograd node that was made last belongs to; return the node."""
-        if (node := self._new_node()) is not None:
-            self._of_node[node] = op_call
-        return node
+    def made_by(self, op_call: OpCall) -> None:
+        """Remember which call the autograd node that was made last belongs to."""
+        if (node := dispatcher.latest_node()) >= self._first_node:
+            self._of_node.setdefault(node, op_call)
 
     def view(
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
         """Note a view, before it is made: it is no call itself, but its backward may be one."""
-        node = self._new_node()
-        maker = self.hear.viewed(args, node)
+        node = dispatcher.latest_node()
+        if node < self._first_node or node in self._of_node:
+            return
+        maker = self.hear.viewed(args)
         # Without gradients a view has no node: the latest is that of the function that it is in.
-        if node is not None and maker is None and self.counts and torch.is_grad_enabled():
+        if maker is None and self.counts and torch.is_grad_enabled():
             place, direction, _ = self.where(frame)
             maker = self._alone(func, place, direction)
-        if node is not None and maker is not None:
+        if maker is not None:
             self._of_node[node] = maker
 
     # Entering and leaving
@@ -339,7 +335,8 @@ class _Mode(modes.OpMode):
             return result
         stream.progress.step()
         op_call = stream.op_call(func, sys._getframe(1))
-        node = None if op_call.sends else stream.made_by(op_call)
+        if not op_call.sends:
+            stream.made_by(op_call)
         if reads and op_call.inputs is None and not op_call.region and not op_call.sends:
             op_call.region = regions.low_dtype(reads[0].device.type)
         if casts:
@@ -350,7 +347,7 @@ class _Mode(modes.OpMode):
                 with Own():
                     hear.cast(op_call, source, result)
             return result
-        ran = Ran(func, args, kwargs, reads, op_call, facts, node)
+        ran = Ran(func, args, kwargs, reads, op_call, facts)
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
         hear.before(ran)
         result = func(*args, **kwargs)

@@ -141,10 +141,10 @@ class Values(Subscriber):
         self.noted(event, results if event.reads else [], inputs)
         self.events.append(event)
 
-    def viewed(self, args: Sequence[Any], node: int | None) -> OpCall | None:
+    def viewed(self, args: Sequence[Any]) -> OpCall | None:
         """Give the gradient of a view to the op that made the viewed tensor."""
         of = args[0] if args else None
-        if node is None or not isinstance(of, torch.Tensor):
+        if not isinstance(of, torch.Tensor):
             return None
         made = self._provenance.maker(of)
         return None if made is None else self.events[made].op_call
@@ -178,7 +178,7 @@ class Values(Subscriber):
             self.updates.append(Update(optimizer, *at))
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        if not closure:
+        if not closure and self.updates:
             self.updates[-1].stepped(optimizer)
             self.stream.go_on()
         self._provenance.updated()

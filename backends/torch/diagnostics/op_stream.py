@@ -34,7 +34,6 @@ from polymp.backends.torch.diagnostics.op_call import (
     Own,
     Ran,
     dtypes,
-    exchange,
     facts_of,
     float_tensors,
     is_cast,
@@ -178,15 +177,10 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             dispatcher.backward_node() is None or self._open[-1].direction != FORWARD
         ):
             return self._open[-1]
-        if sent := exchange(frame):
-            place, direction, _ = self.where(frame)
-            spelling = f"aten:{func.name().removeprefix('aten::')}"
-            return self._noted(OpCall(sent, spelling, place, direction, sends=True))
-        node = dispatcher.backward_node()
-        known = None if node is None else self.maker(node)
-        if known is not None and known.backward is not None and not torch.is_grad_enabled():
-            return known.backward  # no recomputation: that has gradients on
         place, direction, origin = self.where(frame)
+        if place.sends:
+            spelling = f"aten:{func.name().removeprefix('aten::')}"
+            return self._noted(OpCall(place.sends, spelling, place, direction, sends=True))
         if origin is None:
             return self._noted(self._alone(func, place, direction))
         if origin.backward is None:
@@ -211,7 +205,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         if origin is None:
             return place, BACKWARD, None
         if not place.source:
-            return origin.place, BACKWARD, origin
+            sends = place.sends
+            return origin.place._replace(sends=sends) if sends else origin.place, BACKWARD, origin
         # The user's own backward, or a hook, in which ops are called as anywhere.
         return place._replace(module=place.module or origin.place.module), BACKWARD, None
 

@@ -86,8 +86,7 @@ class Provenance:
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, int]] = []  # with their ranges
-        self._received: set[int] = set()  # storages that other ranks filled
-        self._gradients: set[int] = set()  # those that a backward pass adds gradients to
+        self._called: dict[int, str] = {}  # of some storages, a word on what they have
         self._constants: dict[int, float] = {}  # those of single numbers that the program has
         # By storage of a parameter, the range of its largest magnitude, after the last update.
         self._parameters: dict[int, int] = {}
@@ -131,11 +130,11 @@ class Provenance:
     def received(self, t: torch.Tensor) -> None:
         """Note that other ranks send a value, which may not have arrived: measured once read."""
         self.forget(t)
-        self._received.add(modes.storage_key(t))
+        self._called[modes.storage_key(t)] = "what other ranks sent"
 
     def accumulated(self, t: torch.Tensor) -> None:
         """Note that a backward pass adds to a tensor: it is the `.grad` of a leaf."""
-        self._gradients.add(modes.storage_key(t))
+        self._called.setdefault(modes.storage_key(t), "the .grad of a leaf")
 
     def constant(self, t: torch.Tensor, floats: list[float]) -> None:
         """Note a single number that the program has as a constant."""
@@ -182,10 +181,8 @@ class Provenance:
             if own.is_leaf and own.grad is not None and modes.storage_key(own.grad) == key:
                 return f"{name}.grad"
         argument = self._arguments is None or key in self._arguments
-        found = "an argument" if argument else "a tensor that no op computed"
-        found = "the .grad of a leaf" if key in self._gradients else found
-        found = "what other ranks sent" if key in self._received else found
-        return f"{found} ({dtype_names.NAMES[t.dtype]} {shape})"
+        other = "an argument" if argument else "a tensor that no op computed"
+        return f"{self._called.get(key, other)} ({dtype_names.NAMES[t.dtype]} {shape})"
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._model is not None:

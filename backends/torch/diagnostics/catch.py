@@ -366,7 +366,7 @@ class Catch(CaughtStep, Generic[P, R]):
                 result, _ = self._run(copy, args, kwargs, check)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
-                return self._unrepeated(None, before_it)
+                return self._unrepeated(before_it)
             differs = differing(call.losses, result)
             if any_rank(bool(differs)):
                 broken.put_back()
@@ -384,14 +384,10 @@ class Catch(CaughtStep, Generic[P, R]):
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
             return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone)
-        repeated = TrainingState(objects)
-        broken.put_back()
-        fault = _located(self._fn, calls[-1], objects)
-        repeated.put_back()
-        return self._unrepeated(fault, before_it)
+        return self._unrepeated(before_it)
 
-    def _unrepeated(self, fault: Fault | None, losses: Sequence[float]) -> BadStep:
-        return BadStep(self.step - 1, SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
+    def _unrepeated(self, losses: Sequence[float]) -> BadStep:
+        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, _UNREPEATED)
 
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
@@ -459,9 +455,9 @@ def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
     ranks = _ranks()
     if not bad and ranks == 1:
         return []
-    device = max((b.device for b in bad), key=lambda d: d.type != "cpu", default=_device())
-    found = torch.stack([b.to(device, non_blocking=True) for b in bad]).any() if bad else None
-    found = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
+    bad = bad or [torch.zeros((), dtype=torch.bool, device=_device())]
+    device = max((b.device for b in bad), key=lambda d: d.type != "cpu")
+    found = torch.stack([b.to(device, non_blocking=True) for b in bad]).any()
     return [AsyncCopy(over_ranks(found) if ranks > 1 else found)]
 
 

@@ -28,7 +28,7 @@ from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
-from polymp.scaling.scale_rule import LARGEST
+from polymp.scaling import LARGEST
 
 # From this many places that overflow, or this share of all that run in float16, bfloat16 is better.
 PLACES, SHARE = 3, 0.25

@@ -17,7 +17,7 @@ from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
-from polymp.fp8.recipes import RECIPES, recipe_of
+from polymp.fp8 import RECIPES, recipe_of
 from polymp.rules import scopes
 from polymp.rules.row import LOW, Apply, Row, Rule, holds_in_scope, holds_instead, member, without
 from polymp.rules.vocabulary import nearest, vocabulary

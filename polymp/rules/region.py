@@ -3,9 +3,8 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
-from polymp import dtypes
+from polymp import dtypes, fp8
 from polymp.errors import PolicyError
-from polymp.fp8 import recipes
 from polymp.rules.policy import Policy
 from polymp.rules.row import Rule
 
@@ -34,9 +33,9 @@ class Region:
 def _check_fp8(policy: Policy, dtype: str) -> None:
     """Refuse an enabled region of another dtype than bfloat16 with products in 8 bits."""
     in_8_bits = any(row.rule is Rule.FP8 and row.dtype in ("", dtype) for row in policy.rows)
-    if in_8_bits and dtype != recipes.REGION_DTYPE:
+    if in_8_bits and dtype != fp8.REGION_DTYPE:
         raise PolicyError(
             f"autocast(): policy {policy.name!r} runs products in 8 bits, which needs a region of "
-            f"dtype bfloat16, not {dtype}: {recipes.NOT_FLOAT16}. Write bfloat16, or a policy "
+            f"dtype bfloat16, not {dtype}: {fp8.NOT_FLOAT16}. Write bfloat16, or a policy "
             "without rule fp8."
         )

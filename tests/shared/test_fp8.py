@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.fp8 import quantise
-from polymp.fp8.recipes import RECIPES
+from polymp import fp8
+from polymp.fp8 import RECIPES
 from polymp.testing import assert_parity
 from tests.conftest import FRAMEWORKS, need
 
@@ -36,8 +36,8 @@ def in_torch(x, recipe, role, axis):
 
     low = x.dtype == ml_dtypes.bfloat16
     t = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16 if low else torch.float32)
-    scale = quantise.scale_of(VERBS, t, recipe, role, axis)
-    made = quantise.quantised(VERBS, t, scale, recipe.format_of(role))
+    scale = fp8.scale_of(VERBS, t, recipe, role, axis)
+    made = fp8.quantised(VERBS, t, scale, recipe.format_of(role))
     return made.view(torch.uint8).numpy(), scale.numpy()
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from polymp import weights
 from polymp.backends.jax.arrays import AsyncCopy, is_float
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.measures import few
@@ -24,8 +25,7 @@ from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.low_weights import LowWeightsState
 from polymp.errors import LowWeightsWarning
 from polymp.mailbox import Mailbox
-from polymp.weights import lost_updates
-from polymp.weights.lost_updates import LostUpdates
+from polymp.weights import LostUpdates
 
 INSTEAD = "polymp.jax.low_weights(optimizer)"
 
@@ -129,9 +129,9 @@ class UpdateWatch:
         for counts, (names, gradients) in self._mailbox.taken(wait=wait):
             rows = zip(names, counts.tolist(), strict=True)
             self.records = tuple(LostUpdates(*name, *row) for name, row in rows)
-            if lost_updates.share(self.records) >= lost_updates.TOO_MANY and not self._told:
+            if weights.share(self.records) >= weights.TOO_MANY and not self._told:
                 self._told = True
-                text = lost_updates.message(self.records, INSTEAD, gradients=gradients)
+                text = weights.message(self.records, INSTEAD, gradients=gradients)
                 warn(text, LowWeightsWarning, stacklevel=3)
 
 

@@ -19,7 +19,7 @@ from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import Walk
-from polymp.backends.jax.scaler.gradient_stats import on_host
+from polymp.backends.jax.scaler.grad_scaler import on_host
 from polymp.errors import ScalerWarning, UnscaledError
 
 

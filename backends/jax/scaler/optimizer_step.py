@@ -25,13 +25,13 @@ import numpy as np
 from jax import lax
 from jax.dtypes import float0
 
+from polymp import scaling
 from polymp.backends.jax.arrays import apart
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import tree_math
 from polymp.backends.jax.scaler.tree_math import shown_dtype
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling import ScaleRule, ScaleState
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ def factor(state: ScaleState) -> jax.Array:
         raise TypeError(
             f"this GradScaler is a batch of shape {scale.shape}; call its methods in jax.vmap."
         )
-    return jnp.clip(scale, scale_rule.SMALLEST, scale_rule.LARGEST)
+    return jnp.clip(scale, scaling.SMALLEST, scaling.LARGEST)
 
 
 def update(
@@ -229,6 +229,6 @@ def _one_bool(name: str, value: jax.typing.ArrayLike) -> jax.Array:
 def _advanced(
     rule: ScaleRule, state: ScaleState, finite: jax.Array, loss_finite: jax.Array
 ) -> ScaleState:
-    """`scale_rule.step` with jax arrays."""
+    """`scaling.step` with jax arrays."""
     rule = rule._replace(growth=_exact(rule.growth), backoff=_exact(rule.backoff))
-    return scale_rule.step(rule, state, finite, jnp.where, loss_finite=loss_finite)
+    return scaling.step(rule, state, finite, jnp.where, loss_finite=loss_finite)

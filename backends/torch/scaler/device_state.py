@@ -1,7 +1,7 @@
 """`DeviceState`: a loss scaler's rule, and its state on a device, often known to the host.
 
 The state is tensors, because other libraries read and write them under torch.amp's names. The next
-one comes from `scale_rule.step` in two ways:
+one comes from `scaling.step` in two ways:
 
     on the host      on Python numbers, where the host knows what was found; it notes the numbers
                      with the versions of the tensors that it writes, and as long as the versions
@@ -18,11 +18,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from polymp.backends.torch.async_copy import AsyncCopy
+from polymp import scaling
 from polymp.backends.torch.compat import dynamo
 from polymp.backends.torch.scaler import unscale
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict
+from polymp.backends.torch.snapshot import AsyncCopy
+from polymp.scaling import ScaleRule, ScaleState, from_state_dict
 
 
 class DeviceState:
@@ -79,7 +79,7 @@ class DeviceState:
         self._tensors()
         if self._capturing():
             self._captured = self._scale  # and every replay fills it anew
-        self._remember(first._replace(scale=scale_rule.as_float32(float(first.scale))))
+        self._remember(first._replace(scale=scaling.as_float32(float(first.scale))))
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return scale, tracker and counts. Other libraries may have made the first two."""
@@ -178,17 +178,17 @@ class DeviceState:
             scale.copy_(torch.where(bounded.isnan(), scale, bounded))
             number = None
         else:
-            number = scale_rule.checked_scale("new_scale", new, self._rule)
+            number = scaling.checked_scale("new_scale", new, self._rule)
             scale.fill_(number)
         self._arriving.age = self._arriving.sent = math.inf  # no copy on its way has this scale
         self._known = None
         if number is not None and before is not None:
-            self._remember(before._replace(scale=scale_rule.as_float32(number)))
+            self._remember(before._replace(scale=scaling.as_float32(number)))
 
     def _update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
         """Apply the rule to Python numbers, and write the ones that have changed."""
         before = self._read()
-        after = scale_rule.step(self._rule, before, not skipped, loss_finite=not loss_lost)
+        after = scaling.step(self._rule, before, not skipped, loss_finite=not loss_lost)
         if given:
             after = ScaleState(*before[:2], *after[2:])
         scale, tracker, counts = self._tensors()
@@ -262,7 +262,7 @@ def _check_new_scale(new_scale: torch.Tensor, device: str) -> None:
         )
 
 
-# `scale_rule.step` on a device: state and findings are tensors, and the host does not wait.
+# `scaling.step` on a device: state and findings are tensors, and the host does not wait.
 #
 # A scale of at most 2**126 that grows by no more than this is finite, or was at its bound already:
 # then torch's kernel, which drops an infinite scale, and a clamp do what the rule says.
@@ -294,7 +294,7 @@ def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def regular(rule: ScaleRule, state: ScaleState) -> bool:
     """Return whether the rule can lead to a state: within the bounds and the growth interval."""
-    inside = rule.min_scale <= scale_rule.as_float32(state.scale) <= rule.max_scale
+    inside = rule.min_scale <= scaling.as_float32(state.scale) <= rule.max_scale
     return bool(inside and state.tracker < rule.interval)
 
 
@@ -318,7 +318,7 @@ def update(
         skips, overflows, skipped = counts.unbind()
         state = ScaleState(wide, tracker, skips, skips - overflows, skipped)
         fine = None if loss is None else loss == 0
-        after = scale_rule.step(rule, state, found == 0, torch.where, loss_finite=fine)
+        after = scaling.step(rule, state, found == 0, torch.where, loss_finite=fine)
         scale.copy_(after.scale)
         tracker.copy_(after.tracker)
         counts.copy_(torch.stack(counted(after)))

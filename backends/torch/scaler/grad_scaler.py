@@ -16,22 +16,24 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
+from polymp import scaling
 from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
-from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import (
+from polymp.scaling import (
     NOT_NEEDED,
     Gradient,
     GradientReport,
     OnStuck,
+    ScaleRule,
+    ScaleState,
     checked_on_stuck,
     tell,
+    to_state_dict,
 )
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 
 Outputs = TypeVar("Outputs")
 
@@ -157,8 +159,8 @@ class GradScaler(DeviceState):
         enabled: bool = True,
         *,
         dtype: torch.dtype | str | None = None,
-        min_scale: float = scale_rule.SMALLEST,
-        max_scale: float = scale_rule.LARGEST,
+        min_scale: float = scaling.SMALLEST,
+        max_scale: float = scaling.LARGEST,
         hysteresis: int = 0,
         on_stuck: OnStuck = "warn",
         stuck_after: int = 50,
@@ -173,11 +175,11 @@ class GradScaler(DeviceState):
         if not self._enabled:
             return
         # The errors are torch.amp's where torch.amp has one.
-        if scale_rule.number("growth_factor", growth_factor) <= 1.0:
+        if scaling.number("growth_factor", growth_factor) <= 1.0:
             raise AssertionError("The growth factor must be > 1.0.")
-        if scale_rule.number("backoff_factor", backoff_factor) >= 1.0:
+        if scaling.number("backoff_factor", backoff_factor) >= 1.0:
             raise AssertionError("The backoff factor must be < 1.0.")
-        self._rule = scale_rule.checked(
+        self._rule = scaling.checked(
             ScaleRule(
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             )
@@ -192,7 +194,7 @@ class GradScaler(DeviceState):
                 "that is made with model.named_parameters()."
             )
         self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
-        first = scale_rule.checked_scale("init_scale", init_scale, self._rule, first=True)
+        first = scaling.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.stack.thread.latest.clear()  # regions from before say nothing about this scaler's
         self._knows_region = False  # whether it is bfloat16, which needs no scaling
         self._reported_row: int | None = None  # of skips, by the number of skips before it
@@ -385,7 +387,7 @@ class GradScaler(DeviceState):
             self._set_constant(interval=new_interval)
 
     def _set_constant(self, **constants: float) -> None:
-        rule = scale_rule.checked(self._rule._replace(**constants))  # type: ignore[arg-type]
+        rule = scaling.checked(self._rule._replace(**constants))  # type: ignore[arg-type]
         self._change(**{name: getattr(rule, name) for name in constants})
 
     def is_enabled(self) -> bool:

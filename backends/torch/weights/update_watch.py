@@ -10,14 +10,14 @@ import warnings
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.async_copy import AsyncCopy
+from polymp import weights
 from polymp.backends.torch.autocast.dtype_names import NAMES
 from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.snapshot import AsyncCopy
 from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.errors import LowWeightsWarning
 from polymp.mailbox import Mailbox
-from polymp.weights import lost_updates
-from polymp.weights.lost_updates import LostUpdates
+from polymp.weights import LostUpdates
 
 # The first step that is looked at, if `every` is no less: a warm-up has begun by then.
 FIRST = 100
@@ -146,9 +146,9 @@ class UpdateWatch:
             return
         for counts, sample in self._mailbox.taken():
             self.records = sample.records(counts)
-            if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
+            if not self._warned and weights.share(self.records) >= weights.TOO_MANY:
                 self._warned = True
-                text = lost_updates.message(self.records, INSTEAD)
+                text = weights.message(self.records, INSTEAD)
                 warnings.warn(text, LowWeightsWarning, stacklevel=2)
         if self._sample is None:
             return

@@ -14,7 +14,7 @@ from polymp.diagnostics.blame import CAST
 from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
 from polymp.errors import PolicyError
 from polymp.rules.row import Row, Rule
-from polymp.scaling.scale_rule import LARGEST
+from polymp.scaling import LARGEST
 from tests.conftest import need
 from tests.support import reports
 from tests.support.reports import magnitudes

@@ -18,7 +18,7 @@ from jax import lax
 from polymp.backends.jax.scaler import expect_scaler as expecting
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
-from polymp.scaling.gradient_report import NOT_NEEDED
+from polymp.scaling import NOT_NEEDED
 from tests.support.processes import in_thread
 
 W, X, S = jnp.ones((4, 4)), jnp.ones((8, 4)), GradScaler()

@@ -20,7 +20,7 @@ from torch import nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from polymp.errors import ScalerWarning, StuckError
-from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling import GradientReport
 from polymp.torch import GradScaler, autocast
 from tests.support.torch.version_changes import VERSION
 

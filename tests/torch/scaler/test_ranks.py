@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
+from polymp import scaling
+from polymp.scaling import ScaleRule, ScaleState, to_state_dict
 from tests.support.sizes import LONG
 from tests.support.torch import run_ranks
 from tests.support.torch.ranks import bits, launch
@@ -64,7 +64,7 @@ def states(steps: Sequence[str], rule: ScaleRule = RULE, start: Any = START) -> 
     saved = []
     for step in steps:
         finite, loss_finite = step == "good", step != "spoiled"
-        start = scale_rule.step(rule, start, finite, loss_finite=loss_finite)
+        start = scaling.step(rule, start, finite, loss_finite=loss_finite)
         saved.append(to_state_dict(rule, start))
     return saved
 

@@ -11,7 +11,7 @@ import torch
 
 from polymp.backends.torch.scaler import grad_scaler
 from polymp.errors import ScalerWarning, StuckError
-from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling import GradientReport
 from polymp.torch import GradScaler, autocast
 from tests.support.torch import each_op
 

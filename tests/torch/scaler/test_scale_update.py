@@ -12,17 +12,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from polymp import scaling
 from polymp.backends.torch.scaler import device_state
 from polymp.backends.torch.scaler.device_state import AsyncRead
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling import ScaleRule, ScaleState
 
 # What was found, and what of it in the loss: the finding of a loss is one of the step.
 FOUND = ((0, None), (1, None), (0, 0), (1, 0), (1, 1))
 
 
 def after(rule: ScaleRule, state: ScaleState, found: tuple[int, int | None]) -> ScaleState:
-    return scale_rule.step(rule, state, not found[0], loss_finite=not found[1])
+    return scaling.step(rule, state, not found[0], loss_finite=not found[1])
 
 
 class Late:
@@ -67,7 +67,7 @@ def tensors(state: ScaleState, kind: type[torch.Tensor]) -> list[torch.Tensor]:
 
 
 # A bound that float32 does not hold; `checked` rounds it, and the scale comes to rest on it.
-THOUSANDTH = scale_rule.checked(ScaleRule(2.0, 0.1, 1, 1e-3))
+THOUSANDTH = scaling.checked(ScaleRule(2.0, 0.1, 1, 1e-3))
 
 
 @given(

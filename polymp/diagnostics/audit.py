@@ -6,23 +6,28 @@
 """
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from polymp import text_table
 from polymp.diagnostics import page
-from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, together
+from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
 from polymp.diagnostics.blame import lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
-from polymp.diagnostics.magnitudes import NARROW, Magnitudes
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.suggest import Suggestion, suggest
 from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind
+from polymp.dtypes import FORMATS
 from polymp.errors import escaped
 from polymp.rules.policy_files import Source
 
+_FIRST, *_OTHERS = NARROW  # the first is the dtype that needs a loss scale
 
-class Audit(AuditRecord):
+
+@dataclass(eq=False, repr=False)
+class Audit:
     """The measurements of a run, filled when its block ends; `print` shows them as a table.
 
     Attributes:
@@ -32,6 +37,12 @@ class Audit(AuditRecord):
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
     """
+
+    results: Sequence[Measured] = ()
+    gradients: Sequence[Measured] = ()
+    fault: Fault | None = None
+    steps: int = 0
+    scale: float = 1.0
 
     def suggest(self, base: Source = "amp") -> Suggestion:
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
@@ -57,6 +68,56 @@ class Audit(AuditRecord):
                 "call the function that polymp.jax.audit returns."
             )
         return suggest(self, base)
+
+    @property
+    def backward(self) -> list[Measured]:
+        """All gradients: those of parameters, and those that backward ops made."""
+        return [*self.gradients, *(m for m in self.results if m.direction == "backward")]
+
+    def fitting_scale(self) -> float | None:
+        """Return the largest loss scale at which no gradient would overflow float16.
+
+        There is a factor 2 to spare. It is for the gradients that ops made in float16; where these
+        are all zero, for those made in bfloat16; where these are, too, for all gradients.
+
+        Returns:
+            A power of two, which was not tried; None if all gradients were zero, or if one was Inf
+            or NaN: how large it and those computed from it would be is not known.
+        """
+        spoiled = any(m.magnitudes.inf or m.magnitudes.nan for m in self.backward)
+        return None if spoiled else self.highest_scale()
+
+    def highest_scale(self) -> float | None:
+        """The scale at which the gradients that were finite would fit; others may need less."""
+        for run in (_FIRST, "bfloat16", ""):  # what float32 holds need not fit, if others are there
+            made = (m.magnitudes for m in self.backward if run in (m.run, ""))
+            if largest := max((max(m.largest, m.wide) for m in made), default=0.0):
+                return float(2.0 ** math.floor(math.log2(FORMATS[_FIRST].max / 2 / largest)))
+        return None
+
+    def lost_gradients(self, scale: float = 1.0) -> float:
+        """Return the share of gradient values other than zero that float16 makes zero.
+
+        Values that float16 made zero in the run, and about as many of those computed from them
+        as are zero for that reason, count as other than zero; at a scale up to the run's, as made
+        zero.
+
+        Args:
+            scale: the loss scale, a power of two.
+
+        Returns:
+            From 0 to 1; 1 if all gradients are zero, at a loss scale of at most 1.
+        """
+        rows = self.backward
+        if not rows:
+            return 0.0
+        every = joined(m.magnitudes for m in rows)
+        gone = max(every.gone, every.vanished)
+        there = (every.counted - every.bins[0]) / max(every.counted, 1) + gone
+        if there == 0:
+            return 1.0 if scale <= 1 else 0.0
+        here = gone if scale <= self.scale else 0.0
+        return (every.shares(_FIRST, scale).underflow + here) / there
 
     def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the audit as the text that `print(audit)` shows.
@@ -132,8 +193,6 @@ _SECTIONS = {
     BACKWARD: "backward: gradients that ops made",
     _PARAMETERS: "backward: gradients of parameters",
 }
-
-_FIRST, *_OTHERS = NARROW
 
 _NUMBERS = ("largest |x|", "over", "under", "sub")
 
@@ -218,15 +277,7 @@ def _here(measured: Measured) -> Iterator[str]:
 
 
 def _percent(part: float) -> str:
-    """A share in percent, in few characters: "0.1", "53", ">99"; "" for 0."""
-    percent = 100 * part
-    if percent == 0 or percent == 100:
-        return "100" if percent else ""
-    if percent < 0.1:
-        return "<.1"
-    if percent > 99:
-        return ">99"
-    return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
+    return text_table.share(part).removesuffix(" %")
 
 
 def power(value: float) -> str:

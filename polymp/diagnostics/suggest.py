@@ -9,11 +9,13 @@ again with the suggestion. Nothing here knows a framework.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from polymp import text_table
-from polymp.diagnostics.audit_records import MANY, AuditRecord, Fault, Measured
+from polymp.diagnostics.audit_records import MANY, Fault, Measured
 from polymp.diagnostics.blame import (
     CAST,
     CONSTANT,
@@ -22,6 +24,7 @@ from polymp.diagnostics.blame import (
     UPDATE,
     lost_constants,
 )
+from polymp.diagnostics.call_record import BACKWARD
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
 from polymp.rules import policy_files, scopes
@@ -30,8 +33,13 @@ from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling import LARGEST
 
-# From this many places that overflow, or this share of all that run in float16, bfloat16 is better.
-PLACES, SHARE = 3, 0.25
+if TYPE_CHECKING:
+    from polymp.diagnostics.audit import Audit
+
+Place = Measured | Fault
+
+# From this many places that overflow, bfloat16 is better.
+PLACES = 3
 
 # Without a loss scale, one is suggested if more than this share of an op's gradients vanishes.
 PART = 0.25
@@ -39,10 +47,15 @@ PART = 0.25
 # From this many modules whose paths differ by a number alone, one pattern stands for all.
 ALIKE = 3
 
-
 # The scale to try where all gradients are zero: `GradScaler`'s own first one.
 FIRST = 2.0**16
 _TOP = FORMATS["float16"].max
+
+# What a dtype makes of values besides Inf, as kinds of faults.
+_LOST = ("underflow", "number", "saturation")
+
+# Classes of ops after which it does not matter how large a number was.
+_BOUNDED = ("softmax", "normalisation", "loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ class Suggestion:
         return "\n".join(lines)
 
 
-def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion:
+def suggest(audit: "Audit", base: policy_files.Source = "amp") -> Suggestion:
     """Suggest a change with which the audited steps train.
 
         a fault of the data or of the mathematics     nothing, and where to look
@@ -123,32 +136,30 @@ def suggest(audit: AuditRecord, base: policy_files.Source = "amp") -> Suggestion
         if fault is not None and fault.region == "bfloat16":
             return Suggestion(reasons=(f"{why} The program casts to float16 itself: change it.",))
         return Suggestion(dtype="bfloat16", reasons=(why,))
-    burst = _bursts(audit)
-    if found := burst + _losses(audit):
-        readers = _readers(audit, burst) if burst else _takers(audit)
-        return _raised(found, policy, readers, _READS if burst else _TAKES)
-    if fault is not None and (fault.direction != "backward" or audit.scale <= 1):
+    if found := _bursts(audit) or _losses(audit):
+        return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
+    if fault is not None and (fault.direction != BACKWARD or audit.scale <= 1):
         return _raised([fault], policy)
     return _scale(audit, policy)
 
 
-def is_broken(audit: AuditRecord) -> bool:
+def is_broken(audit: "Audit") -> bool:
     """True if a step broke, or an op overflowed or lost most of its values, row or no row."""
-    return audit.fault is not None or bool(_bursts(audit) + _losses(audit))
+    return audit.fault is not None or bool(_bursts(audit) or _losses(audit))
 
 
-def _forward(audit: AuditRecord) -> list[Measured]:
-    return [m for m in audit.results if m.direction != "backward"]
+def _forward(audit: "Audit") -> list[Measured]:
+    return [m for m in audit.results if m.direction != BACKWARD]
 
 
-def _bursts(audit: AuditRecord) -> list[Measured | Fault]:
+def _bursts(audit: "Audit") -> list[Place]:
     return [m for m in _forward(audit) if m.magnitudes.burst > 0]
 
 
-def _losses(audit: AuditRecord) -> list[Measured | Fault]:
+def _losses(audit: "Audit") -> list[Place]:
     """Ops that lost most of their values or a constant; if an underflow broke the run, that one."""
     fault = audit.fault
-    if fault is not None and fault.kind in ("underflow", "number", "saturation"):
+    if fault is not None and fault.kind in _LOST:
         return [fault, *_lost_before(audit, fault)]
     return [m for m in _forward(audit) if _has_lost(m)]
 
@@ -157,61 +168,42 @@ def _has_lost(m: Measured) -> bool:
     return bool(m.numbers) or m.magnitudes.vanished > MANY
 
 
-def _readers(audit: AuditRecord, burst: list[Measured | Fault]) -> list[Measured]:
-    """Ops that would round the same values to float16 again, as far as an audit can tell.
+def _readers(audit: "Audit", found: Sequence[Place]) -> list[Measured]:
+    """Low ops that would round the same values again, in the module of an op or beside it.
 
-    Low ops whose results are not finite, after the one that overflowed and in the same module, up
-    to an op whose result is bounded for every input.
+    After an overflow, those whose results are not finite, up to an op whose result is bounded for
+    every input. After a value that was lost, up to the op that broke, those that keep it from 0 or
+    1: of an op alone that a fault names.
     """
-    found: list[Measured] = []
-    forward = _forward(audit)
-    for one in burst:
-        inside = _around(one.module, forward)
-        for m in forward[forward.index(one) + 1 :] if isinstance(one, Measured) else ():
-            if vocabulary().kind_of(m.op) in _BOUNDED:
+    forward, readers = _forward(audit), list[Measured]()
+    for one in found:
+        overflows = isinstance(one, Measured) and one.magnitudes.burst > 0
+        if not overflows and one is not audit.fault:
+            continue
+        inner = f"{one.module}." if one.module else ""
+        if not any(m.module.startswith(inner) for m in forward):
+            inner = one.module[: one.module.rfind(".") + 1]  # of a layer without parts
+        for m in forward[_place(one, forward) + 1 :]:
+            if overflows and vocabulary().kind_of(m.op) in _BOUNDED:
                 break
-            lowered = m.row is not None and m.row.rule is Rule.LOWER
             spoiled = m.magnitudes.inf or m.magnitudes.nan
-            if lowered and spoiled and f"{m.module}.".startswith(inside) and m not in burst:
-                found.append(m)
-    return found
+            lowered = m.row is not None and m.row.rule is Rule.LOWER
+            takes = spoiled if overflows else m.op in DIVIDING | OF_ONE
+            if lowered and takes and f"{m.module}.".startswith(inner) and m not in found:
+                readers.append(m)
+            if spoiled and not overflows:
+                break
+    return readers
 
 
-def _takers(audit: AuditRecord) -> list[Measured]:
-    """Ops that would round what kept a value from 0 or 1 again, up to the one that broke."""
-    fault, forward = audit.fault, _forward(audit)
-    if fault is None or fault.kind not in ("underflow", "number", "saturation"):
-        return []
-    inside, found = _around(fault.module, forward), list[Measured]()
-    for m in forward[_place(fault, forward) + 1 :]:
-        lowered = m.row is not None and m.row.rule is Rule.LOWER and m.op in DIVIDING | OF_ONE
-        if lowered and f"{m.module}.".startswith(inside):
-            found.append(m)
-        if m.magnitudes.inf or m.magnitudes.nan:
-            return found
-    return []
-
-
-def _place(fault: Fault, forward: Sequence[Measured]) -> int:
-    """The place of the op that broke, or their number if it is none of them."""
-    broke = fault.op, fault.module, fault.source, fault.direction
+def _place(one: Place, forward: Sequence[Measured]) -> int:
+    """The place of an op, or their number if it is none of them."""
+    wanted = one.op, one.module, one.source, one.direction
     places = [(m.op, m.module, m.source, m.direction) for m in forward]
-    return places.index(broke) if broke in places else len(places)
+    return places.index(wanted) if wanted in places else len(places)
 
 
-# Classes of ops after which it does not matter how large a number was.
-_BOUNDED = ("softmax", "normalisation", "loss")
-
-
-def _around(module: str, forward: Sequence[Measured]) -> str:
-    """The start of the paths in a module; of a layer without parts, of those beside it."""
-    inner = f"{module}." if module else ""
-    if any(m.module.startswith(inner) for m in forward):
-        return inner
-    return module[: module.rfind(".") + 1]
-
-
-def _lost_before(audit: AuditRecord, fault: Fault) -> list[Measured | Fault]:
+def _lost_before(audit: "Audit", fault: Fault) -> list[Place]:
     """Ops that lost most of their values before the op that broke, in the same module."""
     forward = _forward(audit)
     at = _place(fault, forward)
@@ -235,48 +227,40 @@ def _look(fault: Fault) -> str:
     return f"{at}: its input{name} has {what}: {look}. {fault.why}"
 
 
-def _hopeless(audit: AuditRecord) -> str:
+def _hopeless(audit: "Audit") -> str:
     """The reason why no row helps; "" if one may."""
     fault = audit.fault
-    scaled = fault is not None and fault.direction == "backward" and audit.scale > 1
+    scaled = fault is not None and fault.direction == BACKWARD and audit.scale > 1
     if fault is not None and fault.kind == "overflow" and not scaled:  # else the scale may do
-        for operand in fault.inputs:
-            if operand.largest > _TOP:
-                name = operand.name or "an input"
-                return (
-                    f"{_at(fault)}: {name} holds {operand.largest:.3g}, and float16 ends at "
-                    f"{_TOP:g}: the inputs are beyond float16's range, and bfloat16 holds them."
-                )
-        if fault.why == CAST.format("float16"):
-            return f"{_at(fault)}: its inputs are beyond float16's range, and bfloat16 holds them."
+        beyond = next((operand for operand in fault.inputs if operand.largest > _TOP), None)
+        if beyond is not None or fault.why == CAST.format("float16"):
+            inputs = "its inputs"
+            if beyond is not None:
+                holds = f"{beyond.name or 'an input'} holds {beyond.largest:.3g}"
+                inputs = f"{holds}, and float16 ends at {_TOP:g}: the inputs"
+            return f"{_at(fault)}: {inputs} are beyond float16's range, and bfloat16 holds them."
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
-    places = {(m.op, _alike(m.module)) for m in burst}
-    if len(places) >= PLACES or (len(places) > 1 and len(burst) > max(SHARE * len(low), PLACES)):
-        return (
-            f"{len(burst)} of {len(low)} ops that run in float16 give Inf where float32 does not, "
-            f"{_at(burst[0])} first: float16's range is too small for this model, and bfloat16's "
-            "is not."
-        )
-    return ""
+    if len({(m.op, _alike(m.module)) for m in burst}) < PLACES:
+        return ""
+    return (
+        f"{len(burst)} of {len(low)} ops that run in float16 give Inf where float32 does not, "
+        f"{_at(burst[0])} first: float16's range is too small for this model, and bfloat16's "
+        "is not."
+    )
 
 
-def _raised(
-    found: Iterable[Measured | Fault],
-    policy: Policy,
-    readers: Sequence[Measured] = (),
-    reads: str = "",
-) -> Suggestion:
+def _raised(found: Sequence[Place], policy: Policy, readers: Sequence[Measured] = ()) -> Suggestion:
     """Rows by which ops and the readers of their results run in float32, each in its module."""
     rules: dict[str, str] = {}
     inside: dict[str, dict[str, str]] = {}
     reasons: list[str] = []
-    rows = [(one, _selector(one), scope_of(one.module)) for one in (*found, *readers)]
-    for one, of, scope in rows:
-        pattern = _alike(scope)
-        alike = {s for _, o, s in rows if o == of and _alike(s) == pattern}
-        scope = pattern if pattern != scope and len(alike) >= ALIKE else scope
-        why = f"{_at(one)}: {reads if one in readers else _loss(one)}".removesuffix(".") + "."
+    rows = {one: (_selector(one), scope_of(one.module)) for one in (*found, *readers)}
+    alike = Counter((of, _alike(scope)) for of, scope in {*rows.values()})
+    for one, (of, scope) in rows.items():
+        if alike[of, _alike(scope)] >= ALIKE:
+            scope = _alike(scope)
+        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
         own = inside.setdefault(scope, {}) if scope else rules
         if not of:
             reasons.append(f"{why} No row can be for it: change the program.")
@@ -289,11 +273,10 @@ def _raised(
     return Suggestion(rules, scoped, reasons=tuple(reasons))
 
 
-_READS = "it reads the values that overflowed, and would round them to float16 again."
-_TAKES = "it reads the values that were lost, and would round them again."
+_READS = "it reads the values that were lost, and would round them again."
 
 
-def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
+def _has(policy: Policy, one: Place, of: str) -> bool:
     """True if an op ran by a row of the policy that says float32 already."""
     if one.row is None or one.row.rule is not Rule.FP32:
         return False
@@ -302,7 +285,7 @@ def _has(policy: Policy, one: Measured | Fault, of: str) -> bool:
     return policy.at(one.module).winner(op.name if op else "", "float16", spelling) == one.row
 
 
-def _selector(one: Measured | Fault) -> str:
+def _selector(one: Place) -> str:
     """The selector for a row: the op that a row decided for, or its own; "" if none can be."""
     words, row = vocabulary(), one.row
     if one.spelling.partition(".")[0].endswith("_"):  # in place: the dtype of its result is given
@@ -335,11 +318,11 @@ def _alike(scope: str) -> str:
     return ".".join("*" if name.isdigit() else name for name in scope.split("."))
 
 
-def _scale(audit: AuditRecord, policy: Policy) -> Suggestion:
+def _scale(audit: "Audit", policy: Policy) -> Suggestion:
     """A loss scale, where gradients need another one."""
     fits, scale, fault = audit.highest_scale(), audit.scale, audit.fault
-    burst = [m for m in audit.results if m.direction == "backward" and m.magnitudes.burst > 0]
-    over: Measured | Fault | None = burst[0] if burst else fault
+    burst = [m for m in audit.results if m.direction == BACKWARD and m.magnitudes.burst > 0]
+    over: Place | None = burst[0] if burst else fault
     if over is not None:
         if scale <= 1:
             return _raised([over], policy)
@@ -379,13 +362,13 @@ def _vanished(m: Measured) -> float:
     return max(m.magnitudes.gone, m.magnitudes.vanished)
 
 
-def _at(one: Measured | Fault) -> str:
+def _at(one: Place) -> str:
     place = " ".join(filter(None, (one.module and f"in {one.module}", one.source)))
-    back = ", backward" if one.direction == "backward" else ""
+    back = ", backward" if one.direction == BACKWARD else ""
     return f"{one.op} {place}".rstrip() + back
 
 
-def _loss(one: Measured | Fault) -> str:
+def _loss(one: Place) -> str:
     if isinstance(one, Fault):
         return one.why
     m = one.magnitudes

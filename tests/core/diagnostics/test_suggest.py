@@ -157,14 +157,6 @@ def test_what_overflows_on_the_way_in_is_beyond_rows() -> None:
     assert found.scopes == {"start": {"linear": "fp32"}}
 
 
-def test_a_quarter_of_all_ops_is_too_many_if_they_are_not_alike() -> None:
-    places = [("linear", "start"), *(("matmul", f"blocks.{i}") for i in range(3))]
-    burst = [measured(op, module, burst=0.1) for op, module in places]
-    assert suggest(audit(*burst, *[measured()] * 8)).dtype == "bfloat16"
-    assert suggest(audit(*burst, *[measured()] * 12)).dtype is None
-    assert suggest(audit(*burst[1:])).dtype is None
-
-
 def test_a_parameter_beyond_float16_is_beyond_rows() -> None:
     weight = Operand("float32", (4, 4), 1.0, 7e4, 0.0, 0.0, 0.0, "start.weight")
     found = suggest(audit(fault=fault("overflow", "linear", "start", inputs=(weight,))))

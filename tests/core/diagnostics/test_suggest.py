@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import polymp
-from polymp.diagnostics.audit import Audit
+from polymp.diagnostics.audit import FIRST_SCALE, Audit, Suggestion, suggest
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.blame import CAST
-from polymp.diagnostics.suggest import FIRST, Suggestion, suggest
 from polymp.errors import PolicyError
 from polymp.rules.row import Row, Rule
 from polymp.scaling import LARGEST
@@ -253,7 +252,7 @@ def test_a_scale_is_one_that_a_scaler_takes() -> None:
 
 def test_gradients_that_are_all_zero_get_a_scale_to_start_with() -> None:
     found = suggest(audit(measured(), gradients=[gradient(0.0, 0.0)]))
-    assert found.init_scale == FIRST
+    assert found.init_scale == FIRST_SCALE
     assert not suggest(audit(measured(), gradients=[gradient(0.0, 0.0)], scale=2.0**10))
 
 

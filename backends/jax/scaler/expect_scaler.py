@@ -1,25 +1,22 @@
 """`expect_scaler`: finds gradients that flow through float16 without having been scaled.
 
-The step is traced, and the equations that differentiation made are followed from the loss's own
-cotangent, 1, to the gradients. `scale` multiplies in a name scope, which the transposed
-multiplication keeps.
+The step is traced. Among the equations that differentiation made, `scale` has a name scope of its
+own, which the transposed multiplication keeps.
 """
 
 import reprlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
-from polymp.backends.jax.jaxprs import Walk
-from polymp.backends.jax.scaler.grad_scaler import on_host
+from polymp.backends.jax.jaxprs import inside
 from polymp.errors import ScalerWarning, UnscaledError
 
 
@@ -34,9 +31,9 @@ def expect_scaler(
         expect_scaler(train_step, params, opt_state, scaler, batch)
 
     The step is traced and not run; a jitted one may have run before. Steps without gradients, and
-    gradients in bfloat16 or float32, are fine. A gradient is scaled if it depends on a loss
-    multiplied by an enabled `GradScaler`; the scalers of other libraries are not known. Cotangents
-    that the step is given, such as those of `jax.vjp`, are not followed.
+    gradients in bfloat16 or float32, are fine, and so is a step that differentiates a loss which an
+    enabled `GradScaler` has multiplied: of several losses, one is enough. The scalers of other
+    libraries are not known.
 
     Args:
         train_step: a function, jitted or not.
@@ -61,12 +58,14 @@ def expect_scaler(
         )
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
-    flow, closed = _Flow(), _traced(train_step, args, kwargs)
-    flow.program(closed, [_Value()] * len(compat.binders(closed)[1]), (False, False))
-    if not flow.unscaled:
+    backward = list(_backward(_traced(train_step, args, kwargs)))
+    low = (eqn for eqn, _ in backward if any(v.aval.dtype == np.float16 for v in eqn.outvars))
+    first = next(low, None)
+    if first is None or any(scaled for _, scaled in backward):
         return True
+    where = f"{first.primitive.name} at {compat.where_written(first)}"
     said = (
-        f"gradients flow through float16 without a scaler, first in {flow.unscaled}: those below "
+        f"gradients flow through float16 without a scaler, first in {where}: those below "
         "2**-24 become 0 there. Differentiate scaler.scale(loss) and step with scaler.step, where "
         "scaler is an enabled GradScaler; or compute in bfloat16, which needs none."
     )
@@ -91,69 +90,18 @@ def _traced(
     return jax.make_jaxpr(flat)(*arrays)
 
 
-_UNSCALED, _LOW, _SCALED = 1, 2, 3  # cotangents; of several operands, the largest decides
-# Ops that no transposition makes: a 1 among their operands is no cotangent.
-_NOT_LINEAR = frozenset({"add", "max", "min", "pow", "sub"})
-
-
-class _Value(NamedTuple):
-    """Facts about a value of the step."""
-
-    one: bool = False  # a constant 1, as the loss's own cotangent is, or made of such alone
-    cotangent: int = 0  # `_UNSCALED`, `_LOW` if float16 was on the way, `_SCALED`; 0 for no one
-    where: str = ""  # the first equation on the way with a float16 result
-
-
-class _Flow(Walk[_Value, tuple[bool, bool]]):
-    """Follows values; a place is in the backward pass or not, and in `scale` or not."""
-
-    unscaled = ""  # where the first gradient that is not scaled was in float16
-
-    def program(
-        self, closed: ClosedProgram, values: Sequence[_Value], around: tuple[bool, bool]
-    ) -> list[_Value]:
-        outs = super().program(closed, values, around)
-        return outs if around[0] else list(map(self.left, outs))
-
-    def equation(
-        self, at: int, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
-    ) -> Sequence[_Value]:
+def _backward(
+    closed: ClosedProgram, back: bool = False, scaled: bool = False
+) -> Iterator[tuple[Equation, bool]]:
+    """Yield the equations of backward passes, innermost ones, and whether each is in `scale`."""
+    for eqn in compat.opened(closed)[0].eqns:
         stack = eqn.source_info.name_stack
-        back = around[0] or compat.in_backward(stack)
-        scope = around[1] or regions.SCALED in compat.scope_names(stack)
-        values = values if back else list(map(self.left, values))
-        return super().equation(at, eqn, values, (back, scope))
-
-    def left(self, value: _Value) -> _Value:
-        """A value that leaves the backward pass: a gradient, if it came from there."""
-        if value.cotangent == _LOW:
-            self.unscaled = self.unscaled or value.where
-        return _Value(value.one)
-
-    def leaf(
-        self, eqn: Equation, values: list[_Value], around: tuple[bool, bool]
-    ) -> Sequence[_Value]:
-        name = eqn.primitive.name
-        ones = [v.one for v in values if name not in _NOT_LINEAR]
-        one = bool(ones) and all(ones)
-        if not around[0]:
-            return [_Value(one)] * len(eqn.outvars)
-        cotangent = max(values, key=lambda v: v.cotangent, default=_Value())._replace(one=one)
-        if not cotangent.cotangent and any(ones):
-            cotangent = _Value(one, _UNSCALED)
-        if around[1]:
-            cotangent = _Value(one, _SCALED)
-        low = _Value(one, _LOW, f"{name} at {compat.where_written(eqn)}")
-        unscaled = cotangent.cotangent == _UNSCALED
-        return [
-            low if unscaled and var.aval.dtype == np.float16 else cotangent for var in eqn.outvars
-        ]
-
-    def number(self, value: jax.typing.ArrayLike) -> _Value:
-        """The facts about a number; of larger arrays, and of keys, nothing is followed."""
-        if np.size(value) != 1 or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
-            return _Value()
-        return _Value(on_host(value).reshape(()).item() == 1)
-
-    def join(self, one: _Value, other: _Value) -> _Value:
-        return max(one, other, key=lambda v: v.cotangent)._replace(one=one.one and other.one)
+        here = (
+            back or compat.in_backward(stack),
+            scaled or regions.SCALED in compat.scope_names(stack),
+        )
+        programs = inside(eqn)
+        if here[0] and not programs:
+            yield eqn, here[1]
+        for program in programs:
+            yield from _backward(program.closed, *here)

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from polymp.backends.jax.scaler import expect_scaler as expecting
+from polymp.backends.jax.scaler import optimizer_step as expecting
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
 from polymp.scaling import NOT_NEEDED

@@ -17,7 +17,7 @@ from polymp.diagnostics.blame import lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes
 from polymp.diagnostics.suggest import Suggestion, suggest
-from polymp.diagnostics.tables import COST, Cell, Column, Table, TableKind
+from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind
 from polymp.errors import escaped
 from polymp.rules.policy_files import Source
 
@@ -78,17 +78,14 @@ class Audit(AuditRecord):
             ValueError: `sort` is neither.
         """
         width = text_table.terminal_width() if width is None else width
-        table = _MEASURED.table([*self.results, *self.gradients], sort, fold)
-        heads, rows, right = table.text_parts(width)
-        rows = [row for row in rows if row]  # no empty lines
-        if text_table.needed(heads, rows) > width:  # ops above their numbers
-            laid = [(" ".join(r[:2]).rstrip(), ("    ", "", *r[2:])) for r in rows]
-            pairs = zip(rows, laid, strict=True)
-            rows = [x for row, two in pairs for x in ([row] if isinstance(row, str) else two)]
-        lines = [*_summary(self), *(["", *_notes(table), ""] if rows else [])]
-        lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
-        lines += text_table.columns(heads, rows, right, width) if rows else []
-        return escaped("\n".join(lines))
+        table = self._table(sort, fold)
+        lines = [*_summary(self), *(["", *_notes(table), ""] if table.lines else [])]
+        lines = [part for line in lines for part in text_table.folded(line, width)]
+        return escaped("\n".join([*lines, *table.text(width)]))
+
+    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+        rows = [*self.results, *self.gradients]
+        return _MEASURED.table(rows, _COLUMNS, _cells, sort, fold)
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same rows, to sort and to filter; see `Report.to_html`.
@@ -99,10 +96,9 @@ class Audit(AuditRecord):
         Returns:
             The page as text.
         """
-        table = _MEASURED.table([*self.results, *self.gradients])
+        table = self._table()
         first, *others = filter(None, _summary(self))
-        notes, table = [*others, *_notes(table)], table.without_empty()
-        return page.html(path, title=first, notes=notes, table=table, what="row")
+        return page.html(path, title=first, notes=[*others, *_notes(table)], table=table)
 
     def __str__(self) -> str:
         return self.table()
@@ -143,7 +139,8 @@ _NUMBERS = ("largest |x|", "over", "under", "sub")
 
 _COLUMNS = (
     Column("op"),
-    Column("source"),
+    Column("direction", on_page=True),
+    Column("dtype", on_page=True),
     *(Column(name, True) for name in _NUMBERS),
     *(Column(f"in {text_table.short(name)}", True, on_page=True) for name in _OTHERS),
     Column("here"),
@@ -153,8 +150,6 @@ _LEGEND = (
     f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
     f"those that {_FIRST} made so in this run"
 )
-
-_MOST = 8  # products named of those that sum over nothing
 
 
 def _notes(table: Table) -> list[str]:
@@ -171,7 +166,6 @@ def _summary(audit: Audit) -> Iterator[str]:
     if audit.backward:
         yield ""
         yield from _scales(audit)
-    yield from _unsummed(audit)
 
 
 def _scales(audit: Audit) -> Iterator[str]:
@@ -192,30 +186,17 @@ def _scales(audit: Audit) -> Iterator[str]:
     yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
 
 
-def _unsummed(audit: Audit) -> list[str]:
-    """The products that sum over nothing and were lowered, each with the row that mends it."""
-    lines = {}
-    for m in audit.results:
-        if m.unsummed and m.row is not None:
-            where = f'[scopes."{m.module}"]' if m.module else "[rules]"
-            lines[f"{m.op} {m.source}", m.module] = (
-                f"{m.op} {m.source} sums over nothing: a multiplication, in {m.run}. The row "
-                f'`"{m.row.of}" = "fp32"` in {where} keeps it in float32'
-            )
-    rest = len(lines) - _MOST
-    more = [f"and {text_table.plural(rest, 'more product')} that sum over nothing"]
-    return ["", *list(lines.values())[:_MOST], *(more if rest > 0 else [])] if lines else []
-
-
 def _cells(measured: Measured) -> list[Cell | str]:
     """The cells of a row; the numbers are what columns are sorted by."""
     m = measured.magnitudes
+    op = measured.module.rpartition(".")[2] if _is_gradient(measured) else measured.op
     first, *others = (m.shares(dtype) for dtype in NARROW)
     texts = (tuple(map(_percent, shares)) for shares in others)
     joined = ("/".join(part or "-" for part in parts) if any(parts) else "" for parts in texts)
     return [
-        measured.module.rpartition(".")[2] if _is_gradient(measured) else measured.op,
-        measured.source,
+        f"{op} {measured.source}".rstrip(),
+        measured.direction,
+        text_table.short(measured.run),
         Cell(power(m.largest), m.largest),
         *(Cell(_percent(share), share) for share in first),
         *(Cell(words, sum(shares)) for words, shares in zip(joined, others, strict=True)),
@@ -283,12 +264,8 @@ _NOTHING = Magnitudes(0, 0, (), 0.0)
 
 _MEASURED: TableKind[Measured] = TableKind(
     _place,
-    _COLUMNS,
-    _cells,
-    ("section", "dtype"),
-    lambda m: (_SECTIONS[_place(m)[0]], m.run),
-    _SECTIONS,
     _alike_measured,
     together,
-    {COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows)},
+    _SECTIONS,
+    lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
 )

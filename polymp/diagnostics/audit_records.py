@@ -35,9 +35,6 @@ class Measured(NamedTuple):
     magnitudes: Magnitudes  # of the results; of scaled gradients, divided by the scale
     # Constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
     numbers: tuple[float, ...] = ()
-    # True of a product that a row lowered, though it has no dimension to sum over, or one of size
-    # 1: it is a multiplication, in low precision.
-    unsummed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return its numbers, with the shares in each dtype, as plain data."""

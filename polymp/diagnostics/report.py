@@ -31,7 +31,7 @@ from polymp.diagnostics.call_record import (
     ruled,
     sums,
 )
-from polymp.diagnostics.tables import COST, Cell, Column, TableKind, number
+from polymp.diagnostics.tables import COST, Cell, Column, Table, TableKind, number
 from polymp.errors import escaped
 from polymp.rules.row import Row
 
@@ -154,9 +154,8 @@ class Report:
         self.policy = policy
         self.__dict__.pop("calls", None)
 
-    @property
-    def _kind(self) -> TableKind[Call]:
-        return CALLS._replace(cells=partial(_cells, self.policy))
+    def _table(self, sort: str, fold: bool = True) -> Table:
+        return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), sort, fold)
 
     def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the report as the text that `print(report)` shows.
@@ -178,17 +177,22 @@ class Report:
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        table = self._kind.table(self.calls, sort, fold)
+        table = self._table(sort, fold)
         lines = [_headline(self), "", NOTHING_RAN]
         if len(self):
             totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
-            lines[2:] = [*totals, *text_table.folded(table.note, width), "", *table.text(width)]
+            lines[2:] = [
+                *totals,
+                *filter(None, text_table.folded(table.note, width)),
+                "",
+                *table.text(width),
+            ]
         return escaped("\n".join(lines))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: totals, and a table to sort by any column and to filter.
 
-        The page loads nothing, so it can be mailed or kept with a run. It begins with the rows
+        The page loads nothing, so it can be mailed or kept with a run. It begins with the modules
         whose casts move the most bytes.
 
         Args:
@@ -197,15 +201,13 @@ class Report:
         Returns:
             The page as text.
         """
-        table = self._kind.table(self.calls)
+        table = self._table(COST)
         return page.html(
             path,
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
             notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
             table=table,
-            what="row" if table.note else "call site",
-            largest=("bytes", "FLOPs"),
         )
 
     def diff(self, other: "Report") -> "ReportDiff":
@@ -237,15 +239,16 @@ class Report:
 # What is drawn: sums, then a row for each call site.
 
 _COLUMNS = (
-    Column("op", about="its name in the vocabulary, or the framework's own", breaks="parts"),
+    Column("op", about="its name in the vocabulary, or the framework's own"),
     Column("times", True, "how often it ran; all counts are for all times together"),
     Column("direction", on_page=True),
-    Column("source", breaks="never"),
+    Column("ran in", on_page=True),
+    Column("source"),
     Column("rule", about="the rule, and the op, scope and source of its row"),
     Column("dtypes", about="inputs before casts -> outputs (in the dtype it ran in, if another)"),
     Column("casts", True, "arrays that were cast for it, there and back"),
     Column("bytes", True, "read and written by these casts"),
-    Column("saved", True, "casts that were not made, and why", "spaces"),
+    Column("saved", about="casts that were not made, and why", on_page=True),
     Column("FLOPs", True, "of products, convolutions and attention"),
     Column(
         "kept", True, "bytes of float32 kept for the backward pass, parameters aside", on_page=True
@@ -262,27 +265,20 @@ def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
         Cell(call.op, about=call.spelling),
         Cell(f"{call.times:,}", call.times),
         call.direction,
+        text_table.short(call.run),
         call.source,
         Cell(ruled(call, policy), about=str(call.row or "")),
         Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
         number(call.casts, f"{call.casts:,}"),
         number(call.cast_bytes, text_table.size(call.cast_bytes)),
-        number(sum(count for _, count in call.saved), saved),
+        saved,
         number(call.flops, text_table.amount(call.flops)),
         number(call.kept, text_table.size(call.kept)),
     )
 
 
 CALLS: TableKind[Call] = TableKind(
-    lambda call: (call.direction, call.module),
-    _COLUMNS,
-    partial(_cells, ""),
-    ("direction", "ran in", "rule"),
-    lambda call: (call.direction, call.run or "no float", call.rule or "no region"),
-    SECTIONS,
-    alike,
-    added,
-    {COST: cost},
+    lambda call: (call.direction, call.module), alike, added, SECTIONS, cost
 )
 
 
@@ -417,11 +413,15 @@ class ReportDiff:
         text = [f"{names[0]} and {names[1]}: {count if self else 'no difference'}"]
         if self:
             columns = [Column(name) for name in ("op", *names)]
-            text += ["", *_DIFFERENCES._replace(columns=columns).table(self.rows).text()]
+            text += ["", *_DIFFERENCES.table(self.rows, columns, _sides).text()]
         return escaped("\n".join(text))
 
     def __repr__(self) -> str:
         return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
+
+
+def _sides(row: Difference) -> tuple[str, str, str]:
+    return row.op, _side(row, row.one), _side(row, row.other)
 
 
 def _side(row: Difference, call: Call | None) -> str:
@@ -494,9 +494,5 @@ def _added(rows: Sequence[Difference]) -> Difference:
 
 
 _DIFFERENCES: TableKind[Difference] = TableKind(
-    lambda row: (row.direction, row.module),
-    cells=lambda row: (row.op, _side(row, row.one), _side(row, row.other)),
-    sections=SECTIONS,
-    alike=_alike,
-    added=_added,
+    lambda row: (row.direction, row.module), _alike, _added, SECTIONS
 )

@@ -123,7 +123,7 @@ def _measured(
             counts = counts.scaled(1 / scales[at])
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
-            counts, tuple(sorted(site.numbers)), site.sums_nothing - {None} == {True},
+            counts, tuple(sorted(site.numbers)),
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)
     return list(map(together, found.values()))

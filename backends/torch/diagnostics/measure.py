@@ -206,8 +206,6 @@ class Tally:
         self.lost: list[Lost] = []  # of those that were compared with float32
         self.numbers: set[float] = set()  # in the program, that the dtype made zero
         self.reads: set[int] = set()  # of gradients, the sites whose results they were made of
-        # For each of its kernels, whether it is of a product that only multiplies.
-        self.sums_nothing: set[bool | None] = set()
         self._table, self._row = table, table.new_row()
         self._ranges = ranges
 

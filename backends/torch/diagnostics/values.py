@@ -42,9 +42,7 @@ from polymp.backends.torch.diagnostics.op_call import (
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import DIVIDING, SATURATING, rounded
-from polymp.diagnostics.call_record import BACKWARD, FORWARD
-from polymp.rules.row import LOW, Rule
-from polymp.rules.vocabulary import vocabulary
+from polymp.diagnostics.call_record import BACKWARD
 
 
 class Values(Subscriber):
@@ -274,7 +272,6 @@ class AuditValues(Values):
         if event.lost is not None:
             tally.lost.append(event.lost)
         tally.numbers.update(event.numbers)
-        tally.sums_nothing.add(_sums_nothing(event, inputs))
         if back:
             self._made_at[len(self.events)] = tally.number
             tally.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
@@ -320,21 +317,3 @@ class AuditValues(Values):
                     lambda p, name=name: self._gradient(name, p)
                 )
                 self.stream.callback(hook.remove)
-
-
-# Kernels of products, and which of their tensors is summed over its last dimension.
-_SUMMED = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "linear": 0, "addmm": 1, "addmv": 1, "baddbmm": 1}
-
-
-def _sums_nothing(event: Event, inputs: Sequence[torch.Tensor]) -> bool | None:
-    """True of a product that a row lowered, though it only multiplies; None of other kernels."""
-    op_call = event.op_call
-    lowered = op_call.row is not None and op_call.row.rule is Rule.LOWER and event.run in LOW
-    if event.func is None or not lowered or op_call.direction != FORWARD:
-        return None
-    name = event.func.overloadpacket.__name__
-    if name in _SUMMED:
-        return inputs[_SUMMED[name]].size(-1) == 1
-    op = vocabulary().ops.get(op_call.op)
-    product = op is not None and op.kind == "matmul"
-    return True if product and name in ("mul", "addr") else None

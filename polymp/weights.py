@@ -10,10 +10,13 @@ Pure functions of arrays, given a record of the framework's verbs; nothing here 
 """
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polymp import dtypes
+from polymp.code_origin import outside
+from polymp.errors import LowWeightsWarning
 
 
 class Mode(NamedTuple):
@@ -275,27 +278,50 @@ class LostUpdates(NamedTuple):
         return self.lost / self.updates if self.updates else 0.0
 
 
-def share(records: Iterable[LostUpdates]) -> float:
+class LostUpdatesWatch:
+    """The base of `UpdateWatch`: counts on their way to the host, which never waits; a warning."""
+
+    def __init__(self, instead: str) -> None:
+        self.records: tuple[LostUpdates, ...] = ()
+        self._instead = instead  # what to write in place of the user's optimizer
+        self._warned = False
+        # Names and dtypes of parameters, a copy of their counts, and whether these are of updates
+        # whose gradient is not 0, or of all.
+        self._sent: tuple[Sequence[tuple[str, str]], Any, bool] | None = None
+
+    def _send(self, names: Sequence[tuple[str, str]], copy: Any, *, gradients: bool = True) -> None:
+        """Note counts that are on their way, an `AsyncCopy`, unless others still are."""
+        if self._sent is None:
+            self._sent = names, copy, gradients
+
+    def _arrive(self, *, wait: bool = False) -> None:
+        """Read the counts that have arrived, and warn of them, once."""
+        if self._sent is None or not (wait or self._sent[1].is_ready()):
+            return
+        (names, copy, gradients), self._sent = self._sent, None
+        rows = zip(names, copy.values().tolist(), strict=True)
+        self.records = tuple(LostUpdates(*name, *row) for name, row in rows)
+        if not self._warned and share(self.records) >= TOO_MANY:
+            self._warned = True
+            text = message(self.records, self._instead, gradients=gradients)
+            warnings.warn(text, LowWeightsWarning, stacklevel=outside())
+
+
+def share(records: Sequence[LostUpdates]) -> float:
     """Return the part of all updates that were lost, from 0 to 1."""
-    records = list(records)
     updates = sum(each.updates for each in records)
     return sum(each.lost for each in records) / updates if updates else 0.0
 
 
-def worst(records: Iterable[LostUpdates], count: int) -> list[LostUpdates]:
-    """Return the records with the largest share of lost updates, the largest first."""
-    lost = [each for each in records if each.updates]
-    return sorted(lost, key=lambda each: (-each.share, -each.updates))[:count]
-
-
-def message(records: Iterable[LostUpdates], instead: str, *, gradients: bool = True) -> str:
+def message(records: Sequence[LostUpdates], instead: str, *, gradients: bool = True) -> str:
     """Return the warning about a step that lost updates."""
-    records = list(records)
-    most = (f"{each.name} ({each.dtype}) {each.share:.0%}" for each in worst(records, 3))
+    updated = (each for each in records if each.updates)
+    worst = sorted(updated, key=lambda each: (-each.share, -each.updates))[:3]
+    most = ", ".join(f"{each.name} ({each.dtype}) {each.share:.0%}" for each in worst)
     seen = "the gradient is not 0, and " if gradients else ""
     return (
         f"{share(records):.0%} of the updates of low weights were rounded away in this step: "
         f"{seen}the weight keeps its bits, because the update is below half of its last place. "
-        f"Most in: {', '.join(most)}. Such weights hardly learn. Write {instead}, which keeps the "
-        "rest of each weight beside it."
+        f"Most in: {most}. Such weights hardly learn. Write {instead}, which keeps the rest of "
+        "each weight beside it."
     )

@@ -282,7 +282,7 @@ def stepping(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
 
 
 class AsyncCopy:
-    """A copy of a tensor on its way to the host, for a `polymp.mailbox.Mailbox`."""
+    """A copy of a tensor on its way to the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.Event | None = None

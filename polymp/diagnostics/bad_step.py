@@ -18,7 +18,6 @@ from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import HUGE, UNTRIED
 from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, escaped
-from polymp.mailbox import Copy, Mailbox
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
@@ -107,7 +106,7 @@ class LossVerbs(NamedTuple):
     """A framework's functions of losses on their devices."""
 
     is_bad: Callable[[Any], Any]  # whether a loss is Inf or NaN, bool []
-    sent: Callable[[Sequence[Any]], Sequence[Copy]]  # bools [], to the host
+    sent: Callable[[Sequence[Any]], Sequence[Any]]  # bools [], to the host: an `AsyncCopy` of each
     alone: Callable[[], bool]  # False if other processes learn of a bad loss in `now` alone
 
 
@@ -116,15 +115,15 @@ class LossChecks:
 
     def __init__(self, verbs: LossVerbs) -> None:
         self._verbs = verbs
-        self._mailbox: Mailbox[None] = Mailbox()
+        self._sent: tuple[Any, ...] = ()
 
     def add(self, losses: Mapping[int, Any], bad: Sequence[Any] = ()) -> bool:
         """Check the losses of a call; return whether one so far, or of `bad`, is known to be bad.
 
         Several processes learn of it in `now` alone, so that all of them stop at the same step.
         """
-        for copy in self._verbs.sent([*bad, *map(self._verbs.is_bad, losses.values())]):
-            self._mailbox.post(copy, None)
+        sent = self._verbs.sent([*bad, *map(self._verbs.is_bad, losses.values())])
+        self._sent = (*self._sent, *sent)
         return self._verbs.alone() and self._arrived(wait=False)
 
     def now(self) -> bool:
@@ -132,7 +131,9 @@ class LossChecks:
         return self._arrived(wait=True)
 
     def _arrived(self, *, wait: bool) -> bool:
-        return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
+        here = [copy for copy in self._sent if wait or copy.is_ready()]
+        self._sent = tuple(copy for copy in self._sent if copy not in here)
+        return any([bool(copy.values()) for copy in here])
 
 
 def bad_loss(losses: Mapping[int, Any]) -> str:

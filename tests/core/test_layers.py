@@ -15,7 +15,7 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes code_origin text_table progress mailbox
+errors dtypes code_origin text_table progress
 versions
 fp8
 rules policies

@@ -25,7 +25,7 @@ from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import fixed_point, inside, with_programs
 from polymp.dtypes import widest
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 
 
 class _Rebound(Inside):

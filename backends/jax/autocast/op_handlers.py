@@ -42,8 +42,7 @@ from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.dtypes import FORMATS, widest
 from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, why_float32
-from polymp.rules.region import Region
+from polymp.rules.policy import Decision, Region, why_float32
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 

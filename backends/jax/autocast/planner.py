@@ -40,7 +40,7 @@ from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram
 from polymp.backends.jax.jaxprs import JITTED
 from polymp.rules import decision_log
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.vocabulary import vocabulary
 
 # By the name of a primitive, what plans an equation of it.

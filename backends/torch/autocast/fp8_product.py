@@ -37,7 +37,7 @@ from polymp.fp8 import (
     Recipe,
     Verbs,
 )
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.vocabulary import vocabulary
 
 

@@ -12,9 +12,7 @@ one comes from `scaling.step` in two ways:
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -209,6 +207,9 @@ class DeviceState:
         self, found: torch.Tensor, losses: Sequence[torch.Tensor], *, given: bool
     ) -> None:
         """Apply the rule on the device, where only the device knows what was found."""
+        if not torch.compiler.is_compiling() and self._known is None:
+            # Compiled code has updated the state since it was copied.
+            self._arriving.age = self._arriving.sent = math.inf
         scale, tracker, counts = self._tensors()
         loss = unscale.largest(losses)
         if self._capturing():
@@ -370,38 +371,3 @@ class AsyncRead:
         """Return a lower bound of the scale, which holds as long as only updates write it."""
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
         return 0.0 if self.seen is None else float(self.seen.scale * lowest**self.age)
-
-
-# The scalers of this process, by name, as long as they live.
-scalers: WeakValueDictionary[str, Any] = WeakValueDictionary()
-_numbers = count()
-
-
-def listen(scaler: object) -> str:
-    """Return the name by which `tell` calls the scaler's `_updated`."""
-    name = f"scaler {next(_numbers)}"
-    scalers[name] = scaler
-    return name
-
-
-# In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
-def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
-    """Call the scaler of that name whenever the code that is being traced runs."""
-    torch.ops.polymp.updated(counts, scale, tracker, name)
-
-
-def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
-    scaler = scalers.get(name)
-    if scaler is not None:
-        scaler._updated(scale, tracker, counts)
-
-
-_library = torch.library.Library("polymp", "DEF")
-# Its schema has a write, so that no compiler leaves the op out. Its tag keeps it out of CUDA
-# graphs, whose replays would not call it: compilers cut the graph there.
-_library.define(
-    "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-_library.impl("updated", _updated, "CompositeExplicitAutograd")
-_library.impl("updated", lambda *_: None, "Meta")

@@ -1,7 +1,6 @@
 """Regions: which are equal."""
 
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 from polymp.rules.row import Row, Rule
 
 

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from polymp.backends.jax.scaler import expect_scaler as expecting
+from polymp.backends.jax.scaler import optimizer_step as expecting
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
 from polymp.scaling import NOT_NEEDED
@@ -188,7 +188,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool]] = {
     "scaler that is no argument": (lambda w, x: graded(low, True)(S, w, x), (W, X), True),
     "value_and_grad": (lambda s, w, x: s.value_and_grad(low)(w, x), (S, W, X), True),
     "one of two losses": (
-        lambda s, w, x: graded(low, True)(s, w, x) + graded(low, False)(s, w, x), (S, W, X), False
+        lambda s, w, x: graded(low, True)(s, w, x) + graded(low, False)(s, w, x), (S, W, X), True
     ),
     "factor of the step's own": (weighted, (W, X, jnp.float32(1024)), False),
     "constant factor": (lambda w, x: weighted(w, x, 1024.0), (W, X), False),

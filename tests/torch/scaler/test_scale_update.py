@@ -123,33 +123,3 @@ def test_counts_beyond_float32_s_whole_numbers_come_over_exactly() -> None:
     for _ in range(5):
         watch.updated(torch.tensor(8.0), tracker, torch.tensor([1.0, 1.0, 2.0**24]))
     assert watch.seen == ScaleState(8.0, 2**31 - 1, 1, 0, 2**24)
-
-
-def test_an_op_in_compiled_code_reaches_the_scaler_while_it_lives() -> None:
-    class Hears:
-        def __init__(self) -> None:
-            self.heard: list[list[Any]] = []
-
-        def _updated(self, *state: torch.Tensor) -> None:
-            self.heard.append([t.tolist() for t in state])
-
-    one, two = Hears(), Hears()
-    names = [device_state.listen(it) for it in (one, two)]
-    state = tensors(ScaleState(8.0, 1, 2, 1, 5), torch.Tensor)
-    for name in (names[0], names[1], names[1]):
-        device_state.tell(name, *state)
-    assert (len(one.heard), len(two.heard)) == (1, 2)
-    assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
-    del two
-    device_state.tell(names[1], *state)
-    assert names[1] not in device_state.scalers
-    assert names[0] in device_state.scalers
-
-
-def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:
-    """By what inductor asks of an op, and cuts a graph for that it would replay without Python."""
-    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
-
-    graph = torch.fx.Graph()
-    for op, cut in ((torch.ops.polymp.updated.default, True), (torch.ops.aten.add.Tensor, False)):
-        assert is_cudagraph_unsafe_fx_node(graph.call_function(op)) == cut

@@ -11,14 +11,13 @@ terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from functools import cached_property, partial
 from os import PathLike
 from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics import page
-from polymp.diagnostics.alignment import matched
+from polymp.diagnostics.alignment import aligned, matched
 from polymp.diagnostics.call_record import (
     FORWARD,
     NOTHING_RAN,
@@ -384,9 +383,7 @@ class ReportDiff:
     @property
     def same(self) -> bool:
         """True if both have the same calls, and each the same dtypes: input, run and output."""
-        return not any(
-            row.one is None or row.other is None or {*_DTYPES} & {*row.changed} for row in self.rows
-        )
+        return all(row.changed and {*_DTYPES}.isdisjoint(row.changed) for row in self.rows)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -395,10 +392,8 @@ class ReportDiff:
             (next((call.backend for call in r), ""), r.policy, r.low, r.title)
             for r in (self.one, self.other)
         ]
-        for left, right in zip(*sides, strict=True):
-            if left != right and left and right:
-                return left, right
-        return "one", "other"
+        pairs = zip(*sides, strict=True)
+        return next((p for p in pairs if all(p) and p[0] != p[1]), ("one", "other"))
 
     def __iter__(self) -> Iterator[Difference]:
         return iter(self.rows)
@@ -428,18 +423,15 @@ def _side(row: Difference, call: Call | None) -> str:
     """One of the calls in words: the fields that differ, or all without a counterpart."""
     if call is None:
         return "not called"
-    changed, alone = {*row.changed}, not row.changed
-    parts = []
-    if alone or changed & {*_DTYPES}:
-        parts.append(text_table.dtypes(call.inputs, call.run, call.outputs))
-    if alone or changed & {*_RULES}:
-        parts.append(ruled(call) or "no region")
-    if changed & {*_CASTS} or (alone and call.casts):
-        casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
-        parts.append(casts if call.casts else "no cast")
-    if "times" in changed or (alone and call.times > 1):
-        parts.append(f"ran {text_table.plural(call.times, 'time')}")
-    return "; ".join([*parts, *filter(None, [call.source])])
+    casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
+    words = {
+        _DTYPES: text_table.dtypes(call.inputs, call.run, call.outputs),
+        _RULES: ruled(call) or "no region",
+        _CASTS: casts if call.casts else "no cast",
+        ("times",): f"ran {text_table.plural(call.times, 'time')}",
+    }
+    shown = (x for names, x in words.items() if not row.changed or {*names} & {*row.changed})
+    return "; ".join(filter(None, (*shown, call.source)))
 
 
 def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:
@@ -452,23 +444,14 @@ def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Diffe
         places.setdefault((names[call.module], call.direction), ([], []))[1].append(call)
     order = [*SECTIONS]
     for place in sorted(places, key=lambda place: order.index(place[1])):
-        for one, other in _pairs(*places[place]):
-            op = one.op if one else other.op if other else ""
-            changed = _changed(one, other) if one and other else ()
-            if changed or one is None or other is None:
-                yield Difference(*place, op, one, other, changed)
-
-
-def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
-    """The calls side by side, by op and in order; None where there is none."""
-    ours, theirs = ([call.op for call in calls] for calls in (left, right))
-    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
-    for tag, i, i_end, j, j_end in blocks:
-        if tag == "equal":
-            yield from zip(left[i:i_end], right[j:j_end], strict=True)
-        else:
-            yield from ((call, None) for call in left[i:i_end])
-            yield from ((None, call) for call in right[j:j_end])
+        left, right = places[place]
+        beside = aligned(*([call.op for call in calls] for calls in (left, right)))
+        for at, one in enumerate(left):
+            other = right[beside[at]] if at in beside else None
+            if other is None or (changed := _changed(one, other)):
+                yield Difference(*place, one.op, one, other, changed if other else ())
+        alone = {*range(len(right))} - {*beside.values()}
+        yield from (Difference(*place, right[at].op, None, right[at], ()) for at in sorted(alone))
 
 
 def _changed(one: Call, other: Call) -> tuple[str, ...]:
@@ -486,11 +469,9 @@ def _alike(row: Difference) -> Hashable:
 
 
 def _added(rows: Sequence[Difference]) -> Difference:
-    ones = [row.one for row in rows if row.one]
-    others = [row.other for row in rows if row.other]
-    return rows[0]._replace(
-        one=added(ones) if ones else None, other=added(others) if others else None
-    )
+    ones, others = [r.one for r in rows if r.one], [r.other for r in rows if r.other]
+    one, other = (added(calls) if calls else None for calls in (ones, others))
+    return rows[0]._replace(one=one, other=other)
 
 
 _DIFFERENCES: TableKind[Difference] = TableKind(

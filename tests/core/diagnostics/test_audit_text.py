@@ -141,22 +141,6 @@ def test_powers(value: float, words: str) -> None:
     assert audits.power(value) == words
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (0, ""),
-        (1e-7, "<.1"),
-        (0.0014, "0.1"),
-        (0.0999, "10"),
-        (0.53, "53"),
-        (0.9999, ">99"),
-        (1, "100"),
-    ],
-)
-def test_percents_are_all_or_nothing_only_if_they_are(part: float, words: str) -> None:
-    assert audits._percent(part) == words
-
-
 # --- The orders of a table: by the program, and by what float16 loses -----------------------------
 
 

@@ -102,7 +102,6 @@ def test_records_are_written_and_compared(folder: Path) -> None:
     assert " and this run (" in out
     assert f"{count} failed" in out
     assert sorted(path.name for path in (folder / "after").iterdir()) == names
-    run(folder, "--polymp-against=after")
 
 
 def test_a_test_without_an_earlier_record_is_not_compared_and_the_summary_says_so(

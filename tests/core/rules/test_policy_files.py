@@ -174,7 +174,6 @@ def test_extending_itself(folder):
 @pytest.mark.parametrize(
     ("extends", "message"),
     [
-        (3, "policy 'own': extends = 3 is not the name or path of a policy."),
         (
             {"rules": {}},
             "policy 'own': extends = {'rules': {}} is not the name or path of a policy.",

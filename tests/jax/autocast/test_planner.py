@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -148,22 +147,6 @@ def test_a_parameters_gradient_is_not_rounded_by_a_rule_either():
         assert not np.array_equal(grad, grad.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_a_rule_runs_in_the_region_of_the_call():
-    @jax.custom_vjp
-    def product(x, w):
-        return x @ w
-
-    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, ct: (ct @ r[1].T, r[0].T @ ct))
-
-    def f(x, w):
-        with half():
-            return product(x, w)
-
-    grad = jax.grad(lambda x, w: autocast(f)(x, w).sum(), (0, 1))
-    runs = [op.params["run"] for op in named("polymp_contraction", grad, X, W)]
-    assert runs == ["float16"] * 3
-
-
 def test_a_sum_over_devices_keeps_its_dtype_and_no_cast_moves_through_it():
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AUTO,))
 
@@ -256,21 +239,6 @@ def test_only_arrays_are_traced_and_everything_else_stays_itself():
     out = autocast(f)(X, True, 0.5, "a name", None, jnp.tanh)
     assert out["y"].dtype == jnp.bfloat16
     assert (out["name"], out["nothing"], out["flag"]) == ("a name", None, True)
-
-
-def test_the_state_of_an_nnx_module_survives():
-    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-    model.calls = nnx.Variable(jnp.array(0))
-
-    def loss(model, x):
-        model.calls[...] += 1
-        return model(x @ W).sum()
-
-    _ = nnx.jit(nnx.value_and_grad(autocast(loss)))(model, X)
-    _ = autocast(loss)(model, X)
-    assert model.calls[...] == 2
-    assert model.mean[...].dtype == jnp.float32
-    assert np.abs(model.mean[...]).max() > 0
 
 
 def test_ordered_effects_keep_their_order_and_see_declared_dtypes():

@@ -15,8 +15,6 @@ from polymp import cli, progress
 
 
 class Stream(io.StringIO):
-    """Standard error that is a terminal, or not."""
-
     def __init__(self, terminal: bool) -> None:
         super().__init__()
         self.terminal = terminal
@@ -142,7 +140,6 @@ def standard_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def read(reader: int) -> str:
-    """Return all that was written so far."""
     parts = list[bytes]()
     with contextlib.suppress(BlockingIOError):  # there is no more
         while part := os.read(reader, 4096):

@@ -63,7 +63,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *options: str, code: int = 0) -> str:
-    """Run pytest with the plugin; return what it printed."""
     printed = folder / "printed"
     call = forks.Call(__name__, "pytest_in", (str(folder), *options), str(printed))
     env = {"COLUMNS": "100", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

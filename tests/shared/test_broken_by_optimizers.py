@@ -47,8 +47,6 @@ CASES = (
 
 
 class InTorch:
-    """A step of `torch.optim`."""
-
     op, name = {"adam": "Adam.step", "rms": "RMSprop.step"}, "torch"
     tried = ", with which this step was tried and is finite", ""
 
@@ -99,8 +97,6 @@ class InTorch:
 
 
 class InJax:
-    """A step of optax."""
-
     op, name, tried = {}, "jax", ("", " That was not tried.")
 
     def __init__(self, case: Case) -> None:

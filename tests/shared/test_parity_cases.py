@@ -74,7 +74,7 @@ def both(name: str, low: str) -> Parity:
 
 
 def asked(low: str) -> tuple[str, ...]:
-    """The ops that are compared: in `make test` a quarter in one of the dtypes, else all in both."""
+    """In `make test` a quarter of the ops in one of the dtypes, else all in both."""
     return OPS if LONG else OPS[LOW.index(low) :: 8]
 
 

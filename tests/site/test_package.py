@@ -54,7 +54,6 @@ DOORS = [("torch", "2.16.0a0+git1234567"), ("jax", "0.12.0.1")]
 
 @pytest.mark.parametrize(("name", "beyond"), DOORS)
 def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, beyond, tmp_path):
-    """And runs."""
     need(name)
     main = tmp_path / "main.py"
     main.write_text(

@@ -37,7 +37,6 @@ def module(path: Path) -> ModuleType:
 
 
 def build(pages: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """The site of a folder of pages, by mkdocs.yml."""
     config = pages.parent / "mkdocs.yml"
     ours = {"INHERIT": ROOT / "mkdocs.yml", "docs_dir": pages, "site_dir": out}
     config.write_text("".join(f"{key}: {value}\n" for key, value in ours.items()))

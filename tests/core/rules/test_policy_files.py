@@ -49,13 +49,11 @@ ROWS = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder, the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def refusal(source):
-    """Return the message of the PolicyError that a source has to raise."""
     with pytest.raises(PolicyError) as error:
         load(source)
     return str(error.value)

@@ -241,7 +241,6 @@ def convolution(name, run):
 
 
 def close_convolution(got, plain, args, run):
-    """A value and both gradients."""
     with jax.enable_x64(True):
         true = with_gradients(plain)(*(rounded(x, run) for x in args))
     for one, want, length in zip(got, true, (args[1].size,) * 2 + (got[0].size,), strict=True):

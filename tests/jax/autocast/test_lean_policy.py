@@ -29,7 +29,6 @@ BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
 
 @pytest.fixture(scope="module")
 def block() -> Iterator[Any]:
-    """The example's."""
     with modules("job", "train_jax") as parts:
         yield parts.train_jax.Block(WIDTH, HEADS, nnx.Rngs(0))
 
@@ -41,7 +40,6 @@ def residuals(forward: Any, *args: Any) -> list[Any]:
 
 
 def size_of(saved: list[Any]) -> int:
-    """In bytes."""
     return sum(one.size * one.dtype.itemsize for one in saved)
 
 
@@ -150,8 +148,6 @@ NORMS: dict[str, Callable[..., Any]] = {
 
 
 class Layers(nnx.Module):
-    """A layer, a norm, another layer."""
-
     def __init__(self, norm: Callable[..., Any], dtype: Any = None) -> None:
         width, given = SHAPE[-1], {"dtype": dtype, "rngs": nnx.Rngs(0)}
         self.first, self.norm = nnx.Linear(width, width, **given), norm(width, **given)

@@ -76,8 +76,6 @@ def mean_loss(loss: Loss) -> Loss:
 
 
 def accumulated(loss: Loss) -> Callable[..., Any]:
-    """Gradients of microbatches, added up by a scan."""
-
     def gradient(params: Any, batches: Any) -> Any:
         def turn(sums: Any, batch: Any) -> tuple[Any, None]:
             grads = jax.grad(loss)(params, batch)

@@ -110,7 +110,6 @@ def function(seed: int) -> Callable[[list[Any]], list[Any]]:
 
 
 def ran(seed: int, policy: Policy, low: str, values: Any, wrap: Any = lambda call: call) -> Any:
-    """All values, or the error that ended the run."""
     try:
         return wrap(autocast(function(seed), dtype=low, policy=policy))(values)
     except (PolicyError, ForbiddenOpError) as error:
@@ -123,7 +122,6 @@ def mistakes(*run: Any, verbs: Framework = EAGER, decide: Any = given.decide) ->
 
 
 def traced(call: Any) -> Any:
-    """Dtypes of a jitted function's results."""
     return lambda values: [s.dtype.name for s in jax.jit(call).eval_shape(values)]
 
 

@@ -212,18 +212,6 @@ def test_shapes_stand_for_arrays_and_other_arguments_are_as_they_are():
         assert expect_scaler(fn, w, x, kind="other")
 
 
-def test_nothing_runs():
-    ran = []
-
-    def step(w, x):
-        jax.debug.callback(lambda: ran.append(1))
-        return w
-
-    assert expect_scaler(step, W, X)
-    jax.effects_barrier()
-    assert ran == []
-
-
 def test_the_message_names_the_line():
     here = r"at \S+test_expect_scaler\.py:\d+:\d+ \(cast\)"
     with pytest.raises(UnscaledError) as caught:

@@ -27,7 +27,7 @@ def found() -> dict[str, Any]:
     return eight_devices.run("tests.support.jax.planted_run", "meshes_of_eight", *ONE_PER_DEVICE)
 
 
-@pytest.mark.parametrize("way", [*JITTED, *ONE_PER_DEVICE, "by types"])
+@pytest.mark.parametrize("way", [*JITTED, *ONE_PER_DEVICE])
 def test_the_run_is_that_of_one_device(found, way):
     assert found[way]["history"] == found["alone"]["history"]
     assert found[way]["params"] == found["alone"]["params"]
@@ -55,7 +55,6 @@ def test_a_run_saved_on_two_devices_goes_on_on_more(resumed, devices):
 
 @pytest.fixture(scope="module")
 def found_processes() -> list[dict[str, Any]]:
-    """Return the output of each process."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"

@@ -427,7 +427,6 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def rows(params: Any) -> dict[str, Any]:
-    """The first call of each op."""
     return {call.op: call for call in reversed(list(polymp.explain(loss, params, X)))}
 
 

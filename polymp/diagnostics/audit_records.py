@@ -6,19 +6,15 @@ dtype would make of the numbers. Nothing here knows a framework.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
-from polymp.dtypes import FORMATS
 from polymp.rules.row import Row
 
 # The share of the values of an op, or of all gradients, that is too much to become zero.
 MANY = 0.5
-
-_LOW = "float16"  # the dtype that needs a loss scale
 
 
 class Measured(NamedTuple):
@@ -158,66 +154,3 @@ class Fault(NamedTuple):
             *([f"  {self.remedy}"] if self.remedy else []),
         ]
         return "\n".join(lines)
-
-
-@dataclass(eq=False, repr=False)
-class AuditRecord:
-    """The measurements of a run, see `audit.Audit`."""
-
-    results: Sequence[Measured] = ()  # of ops, in the order in which they were first reached
-    gradients: Sequence[Measured] = ()  # of parameters, by name
-    fault: Fault | None = None  # the op that the first value that is not finite came from
-    steps: int = 0  # how many were measured
-    scale: float = 1.0  # the loss scale of the gradients, 1 if none was known
-
-    @property
-    def backward(self) -> list[Measured]:
-        """All gradients: those of parameters, and those that backward ops made."""
-        return [*self.gradients, *(m for m in self.results if m.direction == "backward")]
-
-    def fitting_scale(self) -> float | None:
-        """Return the largest loss scale at which no gradient would overflow float16.
-
-        There is a factor 2 to spare. It is for the gradients that ops made in float16; where these
-        are all zero, for those made in bfloat16; where these are, too, for all gradients.
-
-        Returns:
-            A power of two, which was not tried; None if all gradients were zero, or if one was Inf
-            or NaN: how large it and those computed from it would be is not known.
-        """
-        spoiled = any(m.magnitudes.inf or m.magnitudes.nan for m in self.backward)
-        return None if spoiled else self.highest_scale()
-
-    def highest_scale(self) -> float | None:
-        """The scale at which the gradients that were finite would fit; others may need less."""
-        largest = 0.0
-        for run in (_LOW, "bfloat16", ""):  # what float32 holds need not fit, if others are there
-            made = (m.magnitudes for m in self.backward if run in (m.run, ""))
-            largest = largest or max((max(m.largest, m.wide) for m in made), default=0.0)
-        if largest == 0 or not math.isfinite(largest):
-            return None
-        return float(2.0 ** math.floor(math.log2(FORMATS[_LOW].max / 2 / largest)))
-
-    def lost_gradients(self, scale: float = 1.0) -> float:
-        """Return the share of gradient values other than zero that float16 makes zero.
-
-        Values that float16 made zero in the run, and about as many of those computed from them
-        as are zero for that reason, count as other than zero; at a scale up to the run's, as made
-        zero.
-
-        Args:
-            scale: the loss scale, a power of two.
-
-        Returns:
-            From 0 to 1; 1 if all gradients are zero, at a loss scale of at most 1.
-        """
-        rows = self.backward
-        if not rows:
-            return 0.0
-        every = joined(m.magnitudes for m in rows)
-        gone = max(every.gone, every.vanished)
-        there = (every.counted - every.bins[0]) / max(every.counted, 1) + gone
-        if there == 0:
-            return 1.0 if scale <= 1 else 0.0
-        here = gone if scale <= self.scale else 0.0
-        return (every.shares(_LOW, scale).underflow + here) / there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,8 +47,6 @@ CASES = (
 
 
 class InTorch:
-    """A step of `torch.optim`."""
-
     op, name = {"adam": "Adam.step", "rms": "RMSprop.step"}, "torch"
 
     def __init__(self, case: Case) -> None:
@@ -80,11 +79,14 @@ class InTorch:
     def located(self) -> Any:
         return self.tools.locate(self.step, model=self.model)
 
-    def audited(self, steps: int) -> Any:
-        with self.tools.audit(self.model) as audit:
-            for _ in range(steps):
-                self.step()
-        return audit
+    def audits(self) -> Iterator[Any]:
+        """Of one step, and of two: the second is given what the first has spoiled."""
+        for steps in (1, 2):
+            fresh = InTorch(self.case)
+            with self.tools.audit(fresh.model) as audit:
+                for _ in range(steps):
+                    fresh.step()
+            yield audit
 
     def caught(self) -> None:
         step = self.tools.catch(self.step, every=1)
@@ -94,8 +96,6 @@ class InTorch:
 
 
 class InJax:
-    """A step of optax."""
-
     op, name = {}, "jax"
 
     def __init__(self, case: Case) -> None:
@@ -129,11 +129,11 @@ class InJax:
     def located(self) -> Any:
         return self.tools.locate(self.step, *self.args)
 
-    def audited(self, steps: int) -> Any:
+    def audits(self) -> Iterator[Any]:
         audited, (w, state, x) = self.tools.audit(self.step), self.args
-        for _ in range(steps):
+        for _ in range(2):
             w, state, _ = audited(w, state, x)
-        return audited.audit
+            yield audited.audit
 
     def caught(self) -> None:
         step, (w, state, x) = self.tools.catch(self.step, every=1), self.args
@@ -161,8 +161,7 @@ def test_locate_audit_and_catch_say_the_same(framework: str, case: Case) -> None
     assert re.match(remedy, fault.remedy), fault.remedy
     assert str(fault).endswith(fault.remedy)
 
-    for steps in (1, 2):  # in the second, the model is given what the first has spoiled
-        audit = kind(case).audited(steps)
+    for audit in kind(case).audits():
         assert audit.fault[:8] == fault[:8]
         assert (audit.fault.why, audit.fault.remedy) == (fault.why, fault.remedy)
         suggestion = audit.suggest()
@@ -191,7 +190,7 @@ def test_with_the_remedy_nothing_is_said(
     assert kind(healthy).is_finite()
     assert kind(healthy).located() is None
     assert "no op made an Inf or NaN of finite numbers" in capsys.readouterr().err
-    audit = kind(healthy).audited(2)
+    _, audit = kind(healthy).audits()
     assert audit.fault is None
     assert "tried" not in str(audit.suggest())
     kind(healthy).caught()

@@ -19,7 +19,6 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.modes import storage_key
@@ -27,6 +26,7 @@ from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.fault import moments, with_gradients
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import (
+    AsyncCopy,
     Settings,
     Snapshot,
     TrainingObjects,

@@ -5,42 +5,48 @@ after it            how many of these values kept their bits, counted on the dev
 in a later step     the host reads the counts, which have arrived, and may warn
 """
 
-import warnings
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.autocast.dtype_names import NAMES
 from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.snapshot import AsyncCopy
 from polymp.backends.torch.weights.low_weights import LowOptimizer
-from polymp.errors import LowWeightsWarning
-from polymp.mailbox import Mailbox
-from polymp.weights import lost_updates
-from polymp.weights.lost_updates import LostUpdates
+from polymp.weights import LostUpdatesWatch
 
 # The first step that is looked at, if `every` is no less: a warm-up has begun by then.
 FIRST = 100
 # Values of each parameter that are looked at, spread evenly.
 VALUES = 2**11
-INSTEAD = "optimizer = polymp.torch.low_weights(optimizer)"
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class Sample(NamedTuple):
-    """Some values of a low parameter before a step."""
+    """Values of a low parameter before a step."""
 
     name: str
-    parameter: torch.Tensor
-    before: torch.Tensor  # the bits of the values
-    updated: torch.Tensor  # whether they have a gradient
+    dtype: str
+    param: torch.Tensor
+    bits: torch.Tensor
+    updated: torch.Tensor  # which of them have a gradient
+
+    def counts(self, found: torch.Tensor | None) -> torch.Tensor:
+        """Count updates and lost updates, int64 [2]; a fused step skips what was `found`."""
+        updated = self.updated
+        if found is not None:
+            updated = updated & (found.to(updated.device) == 0)
+        lost = updated & (_some(self.param).view(torch.int16) == self.bits)
+        return torch.stack([updated.sum(), lost.sum()])
 
 
-def _samples(optimizer: torch.optim.Optimizer) -> Iterator[Sample]:
-    """Yield a sample of each low parameter that an optimizer is about to step."""
+def samples(optimizer: torch.optim.Optimizer) -> list[Sample]:
+    """Return values of the low parameters that an optimizer is about to step."""
+    found: list[Sample] = []
+    if isinstance(optimizer, LowOptimizer):  # it loses nothing
+        return found
     for at, group in enumerate(optimizer.param_groups):
         if isinstance(group.get("lr"), float) and group["lr"] == 0:
             continue
@@ -50,16 +56,9 @@ def _samples(optimizer: torch.optim.Optimizer) -> Iterator[Sample]:
             if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
                 grad = _some(p.grad)
                 updated = (grad != 0) & grad.isfinite()
-                yield Sample(name, p, _some(p).view(torch.int16).clone(), updated)
-
-
-def _counts(sample: Sample, found_inf: torch.Tensor | None) -> torch.Tensor:
-    """Return the updates of a parameter and how many of them were lost, int64 [2]."""
-    updated = sample.updated
-    if found_inf is not None:  # a fused optimizer that skips
-        updated = updated & (found_inf.to(updated.device) == 0)
-    lost = updated & (_some(sample.parameter).view(torch.int16) == sample.before)
-    return torch.stack([updated.sum(), lost.sum()])
+                bits = _some(p).view(torch.int16).clone()
+                found.append(Sample(name, NAMES[p.dtype], p, bits, updated))
+    return found
 
 
 def _some(t: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ def _some(t: torch.Tensor) -> torch.Tensor:
     return row[:: max(1, row.numel() // VALUES)][:VALUES]
 
 
-class UpdateWatch:
+class UpdateWatch(LostUpdatesWatch):
     """Warns of low weights whose updates are rounded away.
 
         watch = polymp.torch.UpdateWatch(optimizer)      # and the loop as it is
@@ -106,12 +105,10 @@ class UpdateWatch:
             raise ValueError(
                 f"UpdateWatch(every=...) must be a whole number above 0, got {every!r}."
             )
-        self.records: list[LostUpdates] = []
+        super().__init__("optimizer = polymp.torch.low_weights(optimizer)")
         self._every, self._first = every, min(FIRST, every) % every
         self._steps = 0
-        self._warned = False
         self._samples: list[Sample] = []
-        self._mailbox: Mailbox[list[tuple[str, str]]] = Mailbox()  # names and dtypes of parameters
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -127,25 +124,17 @@ class UpdateWatch:
         if is_dynamo_compiling():
             return
         self._steps += 1
-        # Low weights of `low_weights` lose nothing.
-        if self._steps % self._every == self._first and not isinstance(optimizer, LowOptimizer):
+        if self._steps % self._every == self._first:
             with torch.no_grad():
-                self._samples = list(_samples(optimizer))
+                self._samples = samples(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if is_dynamo_compiling():
             return
-        for counts, named in self._mailbox.taken():
-            each = zip(named, counts.tolist(), strict=True)
-            self.records = [LostUpdates(*names, *numbers) for names, numbers in each]
-            if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
-                self._warned = True
-                text = lost_updates.message(self.records, INSTEAD)
-                warnings.warn(text, LowWeightsWarning, stacklevel=2)
-        samples, self._samples = self._samples, []
-        if samples:
-            found_inf, device = getattr(optimizer, "found_inf", None), samples[0].updated.device
+        self._arrive()
+        if self._samples:
             with torch.no_grad():
-                counts = torch.stack([_counts(it, found_inf).to(device) for it in samples])
-            named = [(it.name, NAMES[it.parameter.dtype]) for it in samples]
-            self._mailbox.post(AsyncCopy(counts), named)
+                rows = [s.counts(getattr(optimizer, "found_inf", None)) for s in self._samples]
+                counts = torch.stack([row.to(rows[0].device) for row in rows])
+            self._send([(s.name, s.dtype) for s in self._samples], AsyncCopy(counts))
+            self._samples = []

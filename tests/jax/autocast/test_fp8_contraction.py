@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax.autocast.fp8_operands import VERBS, dequantised, quantised, scale_axes
+from polymp import fp8
+from polymp.backends.jax.autocast.fp8_operands import VERBS, quantised
 from polymp.backends.jax.diagnostics.measures import peak
 from polymp.dtypes import FORMATS
-from polymp.fp8 import quantise
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8 import RECIPES
 from polymp.jax import autocast
 from tests.support import fp8_numpy
 from tests.support.jax import eight_devices, forms, hlo
@@ -121,14 +121,6 @@ def test_result_and_gradients_are_those_of_numpy(name, turned):
     rounded = of_w.astype(jnp.bfloat16).astype(jnp.float32)
     assert np.array_equal(of_w, rounded) is (recipe.scaling == "row")
     assert off(of_w, x.astype(np.float64).T @ g.astype(np.float64)) <= 0.1
-
-
-def test_the_comparison_finds_another_format_or_scale():
-    x, w = (np.asarray(a) for a in numbers((48, 64), (64, 32)))
-    roles = ("activation", "weight")
-    want = product(x, w, RECIPES["tensorwise"], "result", roles)
-    assert off(product(x, w, RECIPES["rowwise"], "result", roles), want) > 1e-3
-    assert off(product(x, w, RECIPES["tensorwise"], "result", ("gradient", "weight")), want) > 1e-3
 
 
 @pytest.mark.one_in(3)
@@ -355,14 +347,14 @@ def differ(ours: np.ndarray, theirs: np.ndarray) -> int:
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_the_bits_are_those_of_ml_dtypes(kind, format):
     values = every_bfloat16() if kind == "bfloat16" else float32_values(size(10**5, 10**6))
-    ours = jax.jit(lambda x, scale: quantise.quantised(VERBS, x, scale, format))
+    ours = jax.jit(lambda x, scale: fp8.quantised(VERBS, x, scale, format))
     wrong = 0
     for scale in SCALES:
-        want = quantise.quantised(fp8_numpy.VERBS, values, scale, format)
+        want = fp8.quantised(fp8_numpy.VERBS, values, scale, format)
         wrong += differ(np.asarray(ours(values, scale)), want)
     print(f"{kind} to {format}: {len(values)} values x {len(SCALES)} scales, {wrong} differ")
     assert wrong == 0
-    other = quantise.quantised(fp8_numpy.VERBS, values, np.float32(0.75), format)
+    other = fp8.quantised(fp8_numpy.VERBS, values, np.float32(0.75), format)
     assert differ(np.asarray(ours(values, np.float32(0.7))), other), "the check finds nothing"
 
 
@@ -378,23 +370,11 @@ def test_scales_are_those_of_numpy(name, role):
         array = rows.astype(dtype)
         for axis in (None, 1, (0, 1)):
             args = array, RECIPES[name], role, axis
-            want = quantise.scale_of(fp8_numpy.VERBS, *args)
-            for run in (quantise.scale_of, jax.jit(quantise.scale_of, static_argnums=(0, 2, 3, 4))):
+            want = fp8.scale_of(fp8_numpy.VERBS, *args)
+            for run in (fp8.scale_of, jax.jit(fp8.scale_of, static_argnums=(0, 2, 3, 4))):
                 found = np.asarray(run(VERBS, *args))
                 assert found.shape == want.shape
                 assert differ(found, np.asarray(want)) == 0
-
-
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("name", RECIPES)
-def test_inf_and_nan_spoil_what_shares_their_scale(name, bad):
-    x = jnp.ones((4, 8), jnp.bfloat16).at[2, 5].set(bad)
-    axes = scale_axes(2, RECIPES[name], ("activation", "weight"), (1,))
-    values, scale = quantised(x, RECIPES[name], "activation", axes)
-    back = np.asarray(dequantised(values, scale, "float32"))
-    assert np.isnan(back[2]).all()
-    rows = [np.isnan(back[row]).all() for row in (0, 1, 3)]
-    assert rows == [RECIPES[name].scaling == "tensor"] * 3
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

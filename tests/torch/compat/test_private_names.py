@@ -23,7 +23,6 @@ from polymp.backends.torch.compat import (
     dispatcher,
     distributed,
     dynamo,
-    export,
     inductor,
     modes,
     optimizers,
@@ -540,7 +539,7 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
 
 def test_what_a_recording_mode_asks_first() -> None:
     def record(x: torch.Tensor) -> torch.Tensor:
-        export.decompositions(export.proxy_mode())[torch.ops.aten.tanh.default] = torch.sin
+        dynamo.decompositions(dynamo.proxy_mode())[torch.ops.aten.tanh.default] = torch.sin
         return torch.tanh(x)
 
     called = {node.target for node in make_fx(record)(torch.ones(2)).graph.nodes}

@@ -112,7 +112,7 @@ def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
         amax = verbs.amax(array, axis).nan_to_num(posinf=1e30)
         return dtypes.get(recipe.format_of(role)).max / amax.clamp(1e-12)
 
-    monkeypatch.setattr(fp8_product.quantise, "scale_of", bare)
+    monkeypatch.setattr(fp8_product.fp8, "scale_of", bare)
     model, step = run("weight", -float("inf"), "rowwise")
     before = model.last.weight.detach().clone()
     step()

@@ -390,7 +390,7 @@ class RecordWriter:
 
 def _line(step: RecordedStep) -> str:
     arrays = step.arrays
-    texts = defaultdict[str, int](lambda: len(texts))  # each once
+    texts: defaultdict[str, int] = defaultdict(lambda: len(texts))  # each once
     at = texts.__getitem__
     # As text: Python's garbage collector would go through lists of lists, and through all else.
     rows = [

@@ -83,7 +83,7 @@ def record(
     With probes, the record also has how far rounding moves each of these numbers. A probe is the
     same step with every result moved by a share of its rounding; probes run op by op beside the
     step. Each takes its memory again, and three to five times its time; without probes, a recorded
-    step takes three to four times its time, on CPUs, and ten times with tiny tensors.
+    step takes two to three times its time, on CPUs, and seven times with tiny tensors.
 
     Of code that torch.compile has compiled, the first result of each forward graph is recorded, and
     no ops: to find the block that differs, compile block by block, `block.compile()`. How far
@@ -535,7 +535,7 @@ class _Step(Subscriber):
             spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
-        rule, inputs, run = "", (), ""
+        rule, run, inputs = "", "", tuple[str, ...]()
         if array.op_call is not None:
             call = call_of(array.op_call)
             rule, inputs, run = call.rule, call.inputs, array.narrow or call.run
@@ -563,7 +563,8 @@ class _Step(Subscriber):
 @cache
 def _takes_lists(func: torch._ops.OpOverload) -> bool:
     """Return whether an op takes lists of tensors, as those of optimizers do."""
-    return func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
+    name: str = func.overloadpacket.__name__
+    return name.startswith(("_foreach_", "_fused_", "_amp_"))
 
 
 def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]:

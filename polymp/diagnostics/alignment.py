@@ -14,10 +14,17 @@ from polymp.rules.vocabulary import vocabulary
 _LAYERS = 4  # parts "layers" of one path that are left out in every combination
 
 
+def blocks(
+    ones: Sequence[Hashable], others: Sequence[Hashable]
+) -> Iterable[tuple[str, int, int, int, int]]:
+    """Two lists of keys in parts, as difflib's opcodes: equal ones and what is between these."""
+    return SequenceMatcher(None, ones, others, autojunk=False).get_opcodes()
+
+
 def aligned(ones: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:
     """From places in one list of keys to the places of equal keys in another, both in order."""
-    blocks = SequenceMatcher(None, ones, others, autojunk=False).get_matching_blocks()
-    return {i + at: j + at for i, j, count in blocks for at in range(count)}
+    equal = (part[1:] for part in blocks(ones, others) if part[0] == "equal")
+    return {i: k + i - start for start, end, k, _ in equal for i in range(start, end)}
 
 
 def shared_name(op: str) -> str:

@@ -11,14 +11,13 @@ terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from functools import cached_property, partial
 from os import PathLike
 from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics import page
-from polymp.diagnostics.alignment import matched
+from polymp.diagnostics.alignment import blocks, matched
 from polymp.diagnostics.call_record import (
     FORWARD,
     NOTHING_RAN,
@@ -461,9 +460,7 @@ def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Diffe
 
 def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
     """The calls side by side, by op and in order; None where there is none."""
-    ours, theirs = ([call.op for call in calls] for calls in (left, right))
-    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
-    for tag, i, i_end, j, j_end in blocks:
+    for tag, i, i_end, j, j_end in blocks([c.op for c in left], [c.op for c in right]):
         if tag == "equal":
             yield from zip(left[i:i_end], right[j:j_end], strict=True)
         else:

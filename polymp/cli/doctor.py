@@ -1,7 +1,9 @@
 """`polymp doctor`: the versions, devices and fast dtypes of this machine, and times of a model.
 
-gather() -> Facts -> diagnose(facts) -> plain data -> draw(data)
---model: model, inputs -> rounds that run a step in each dtype -> dtype to use
+    gather() -> frameworks and devices -> examined: plain data -> draw(data)
+    --model: model, inputs -> rounds that run a step in each dtype -> dtype to use
+
+Only `gather` and `timed` import torch and jax.
 """
 
 import argparse
@@ -162,7 +164,7 @@ def _ask_jax(devices: list[Data]) -> str:
 
 FLOAT32, BFLOAT16, FLOAT16 = "float32", "bfloat16", "float16"
 BUDGET = 5.0  # seconds of rounds
-ROUNDS = 3, 200  # at least and at most
+ROUNDS = 3  # at least
 GAIN = 0.95  # a low dtype that takes a larger part of float32's time gains nothing beyond noise
 WORTH_A_SCALER = 0.8  # float16 is advised if it takes a smaller part of bfloat16's time
 
@@ -189,10 +191,7 @@ def timed(text: str) -> Data:
                     raise UsageError(f"--model {text}: {why}") from error
                 lacking[dtype] = _error_line(error)
         end = time.perf_counter() + BUDGET
-        least, most = ROUNDS
-        while (count := len(times[FLOAT32])) < least or (
-            count < most and time.perf_counter() < end
-        ):
+        while (count := len(times[FLOAT32])) < ROUNDS or time.perf_counter() < end:
             for dtype, seconds in times.items():  # in turn: what disturbs one disturbs all
                 start = time.perf_counter()
                 step(dtype)

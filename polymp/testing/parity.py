@@ -9,6 +9,7 @@ The first op that differs is that of `polymp.compare`, of records of both functi
 """
 
 import importlib
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,11 +120,7 @@ def assert_parity(
             not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """
-    low = checked_dtype(dtype)
-    check_probes(probes)
-    for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
-        if not callable(fn):
-            raise TypeError(f"assert_parity needs a {name} function, got {fn!r}.")
+    low = checked("assert_parity", dtype, probes, torch_fn=torch_fn, jax_fn=jax_fn)
     given = arguments(inputs)
     for name in _NAMES:
         backends.get(name)
@@ -276,18 +273,15 @@ def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
 # The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
 
 
-def checked_dtype(dtype: object, of: str = "assert_parity") -> str | None:
-    """Return the full name of a region's low dtype, None for no region."""
-    if dtype is None:
-        return None
-    name = dtype_name(dtype, (*LOW, "float32"), f"{of}(): dtype")
-    return None if name == "float32" else name
-
-
-def check_probes(probes: int, of: str = "assert_parity") -> None:
-    """Raise an error if these are too few."""
+def checked(of: str, dtype: object, probes: int, **functions: object) -> str | None:
+    """Check arguments of an assertion; return the full name of its low dtype, None for none."""
+    name = "float32" if dtype is None else dtype_name(dtype, (*LOW, "float32"), f"{of}(): dtype")
     if probes < 2:
         raise ValueError(f"{of}(): probes={probes!r} is too few. Write 2 or more.")
+    for argument, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{of}: {argument} is no function: {reprlib.repr(function)}.")
+    return None if name == "float32" else name
 
 
 def warn_without_floats(given: object, of: str) -> None:

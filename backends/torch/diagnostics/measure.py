@@ -12,11 +12,8 @@ import torch
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import modes
-from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors
 from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
 from polymp.dtypes import FORMATS
-
-LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.
 SAMPLE = 4096
@@ -230,34 +227,6 @@ class Tally:
         )
         rest = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
         return found if not all(map(math.isfinite, rest)) else found.unmasked()
-
-
-def in_float32(ran: Ran) -> list[torch.Tensor]:
-    """Run an op in float32; [] if it has no such form.
-
-    What it writes into are copies, which are returned if it makes nothing else.
-    """
-    if torch.Tag.nondeterministic_seeded in ran.func.tags:
-        return []
-    into, clones = ran.into, list[torch.Tensor]()
-
-    def wide(tree: object) -> Any:
-        if isinstance(tree, torch.Tensor):
-            found = tree.to(torch.float32) if tree.dtype in LOW_DTYPES else tree
-            if any(t is tree for t in into):
-                found = found.clone()
-                clones.append(found)
-            return found
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(map(wide, tree))
-        if isinstance(tree, dict):
-            return {key: wide(value) for key, value in tree.items()}
-        return torch.float32 if tree in LOW_DTYPES else tree
-
-    try:
-        return float_tensors(ran.func(*wide(ran.args), **wide(ran.kwargs))) or clones
-    except (RuntimeError, TypeError, ValueError):
-        return []
 
 
 class _Memory(NamedTuple):

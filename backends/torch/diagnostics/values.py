@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, modes
@@ -27,7 +28,6 @@ from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
     Tally,
-    in_float32,
     measurable,
 )
 from polymp.backends.torch.diagnostics.op_call import (
@@ -37,6 +37,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     Own,
     Ran,
     facts_of,
+    float_tensors,
     numbers_in,
 )
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
@@ -47,6 +48,8 @@ from polymp.diagnostics.call_record import BACKWARD
 
 class Values(Subscriber):
     """Measures the ranges of results, and follows where inputs come from."""
+
+    measures = True
 
     def __init__(self, model: nn.Module | None = None, given: Sequence[Any] | None = None) -> None:
         self.events: list[Event] = []  # the ops that ran, in order
@@ -87,11 +90,9 @@ class Values(Subscriber):
             return
         origins, inputs = self._read_by
         results = [t for t in made if measurable(t)]
-        beside: list[torch.Tensor] = []
         if op_call.direction != BACKWARD and not isinstance(result, list):
             # Those of other shapes are statistics, such as the mean beside a norm.
-            beside = [t for t in results[1:] if t.shape == results[0].shape]
-            del results[1:]
+            results = [t for t in results if t.shape == results[0].shape]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
         single = bool(results) and results[0].numel() == 1
@@ -105,7 +106,6 @@ class Values(Subscriber):
         event = Event(op_call, origins, run, self._seen(reads), ran.func, single, given)
         if not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
-        event.beside = self.ranges.add_each(beside)
         self._keep(event, results, inputs, lambda: _wide(ran, results))
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
@@ -141,10 +141,10 @@ class Values(Subscriber):
         self.noted(event, results if event.reads else [], inputs)
         self.events.append(event)
 
-    def viewed(self, args: Sequence[Any], node: int | None) -> OpCall | None:
+    def viewed(self, args: Sequence[Any]) -> OpCall | None:
         """Give the gradient of a view to the op that made the viewed tensor."""
         of = args[0] if args else None
-        if node is None or not isinstance(of, torch.Tensor):
+        if not isinstance(of, torch.Tensor):
             return None
         made = self._provenance.maker(of)
         return None if made is None else self.events[made].op_call
@@ -172,13 +172,13 @@ class Values(Subscriber):
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         if not closure:  # the ops of an update are not the model's; those of a closure are
-            self.stream.pause()
+            self.stream.look_away()
             place, *_ = self.stream.where(sys._getframe(1))
             at = place, len(self.events), self.ranges, self._provenance
             self.updates.append(Update(optimizer, *at))
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        if not closure:
+        if not closure and self.updates:
             self.updates[-1].stepped(optimizer)
             self.stream.go_on()
         self._provenance.updated()
@@ -197,8 +197,23 @@ def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
 
     None for an op that writes into its arguments, draws random numbers or has no float32 form.
     """
-    wide = [] if ran.facts.writes else list(filter(measurable, in_float32(ran)))
-    return wide[0] if wide and wide[0].shape == results[0].shape else None
+    if ran.facts.writes or torch.Tag.nondeterministic_seeded in ran.func.tags:
+        return None
+
+    def wide(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.float() if leaf.dtype in _LOW else leaf
+        return torch.float32 if isinstance(leaf, torch.dtype) and leaf in _LOW else leaf
+
+    try:
+        args, kwargs = tree_map(wide, (ran.args, ran.kwargs))
+        made = next(filter(measurable, float_tensors(ran.func(*args, **kwargs))), None)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return made if made is not None and made.shape == results[0].shape else None
+
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
@@ -243,15 +258,8 @@ class AuditValues(Values):
         self._visits[site] += 1
         return self._visits[site] % _EVERY == 1 or op_call.op in _ALWAYS
 
-    def before(self, ran: Ran) -> None:
-        self._pass()
-        super().before(ran)
-
-    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        self._pass()
-        super().cast(op_call, source, result)
-
     def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        self._pass()
         op_call, cast = event.op_call, event.func is None
         back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
         if cast and back and event.run == "float16":  # where gradients vanish
@@ -304,7 +312,7 @@ class AuditValues(Values):
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
-        with self.stream.aside():
+        with Own(), torch.no_grad():
             of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
             tally = self._tally((self._scales_at, *of), p.grad)
             tally.add(p.grad, self.ranges.add(p.grad))

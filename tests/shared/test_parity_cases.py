@@ -247,8 +247,9 @@ def test_a_mask_of_inf_leaves_a_tolerance_to_hold_values_to() -> None:
 
     random = np.random.default_rng(0)
     inputs = [random.standard_normal((2, 6, 8)).astype(np.float32) for _ in range(3)]
-    found = assert_parity(in_torch, in_jax, inputs, dtype="float16", probes=4)
+    how: dict[str, Any] = {"dtype": "float16", "probes": 4, "float32_first": False}
+    found = assert_parity(in_torch, in_jax, inputs, **how)
     assert all(0 < g.tolerance < 0.1 for g in found.gaps)
     assert all(g.error > 0 for g in found.gaps[1:])  # values were compared
     with pytest.raises(ParityError, match="compute other values"):
-        assert_parity(in_torch, partial(in_jax, factor=1.5), inputs, dtype="float16", probes=4)
+        assert_parity(in_torch, partial(in_jax, factor=1.5), inputs, **how)

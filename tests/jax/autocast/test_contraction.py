@@ -389,6 +389,7 @@ UNSUMMED = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", UNSUMMED)
 @pytest.mark.parametrize("policy", ["amp", "lean", "fp8"])
 def test_a_product_that_sums_over_nothing_is_a_multiplication(name: str, policy: str) -> None:

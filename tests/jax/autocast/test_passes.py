@@ -175,6 +175,7 @@ CLIPPED: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_bound_next_to_1_stays_below_1(name, low):

@@ -284,6 +284,7 @@ def nnx_step(scaler: GradScaler, model: Any, optimizer: Any, x: Any) -> Any:
     return scaler, finite
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch statistics"])
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_an_nnx_module_and_its_optimizer(wrap, norm):

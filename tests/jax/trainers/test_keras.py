@@ -130,6 +130,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])
 @pytest.mark.parametrize("policy", ["amp", "lean"])
 @pytest.mark.parametrize(

@@ -17,11 +17,9 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.jax import autocast
 
-AUTO = jax.sharding.AxisType.Auto
 
-
-def mesh_of_one(kind=AUTO):
-    return jax.make_mesh((1,), ("d",), axis_types=(kind,))
+def mesh_of_one():
+    return jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 @pytest.mark.parametrize("check", [True, False])

@@ -416,12 +416,8 @@ WRONG: dict[str, tuple[str, Any, str, Block]] = {
     "a vjp rule is dropped": (
         "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
     ),
-    "a parameter's gradient is rounded": (
-        "contraction.with_products",
-        _rounded_gradients(contraction.with_products),
-        "gradients",
-        LAYER,
-    ),
+    "a parameter's gradient is rounded": ("contraction.with_products",
+        _rounded_gradients(contraction.with_products), "gradients", LAYER),
     "nothing is pulled up": ("planner._CastPuller.run", lambda self: None, "results", LARGE),
     "a bias promotes": ("op_handlers._is_bias", lambda hard: False, "results", LAYER),
     "a number promotes": ("op_handlers._soft", lambda *of: False, "results", NUMBER),

@@ -292,14 +292,11 @@ NEEDS = "the function given to value_and_grad must return a loss that is one flo
         (lambda w: None, False, f"{NEEDS}<class 'NoneType'>. {HINT}"),
         (lambda w: (w.sum(), 1), False, f"{NEEDS}<class 'tuple'>. {HINT}"),
         (lambda w: (w, 1), True, f"{NEEDS}float32[3]. {SCALAR}"),
-        (
-            lambda w: w.sum(),
-            True,
+        (lambda w: w.sum(), True,
             "with has_aux=True, the function given to value_and_grad must return (loss, aux), got "
-            "float32[].",
-        ),
+            "float32[]."),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_function_that_returns_no_loss(fun, has_aux, message, enabled):
     run = GradScaler(enabled=enabled).value_and_grad(fun, has_aux=has_aux)

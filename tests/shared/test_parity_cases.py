@@ -87,9 +87,6 @@ def test_ops_agree_and_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> 
     margins = [gap.margin for gap in gaps if gap.error]
     tolerances = [gap.tolerance for gap in gaps if gap.what.startswith("result")]
     roundings = statistics.median(tolerances) / unit_roundoff(low)
-    print(f"\nparity in {low}: {len(found)} of {len(asked(low))} ops pass; tolerance by error: "
-          f"least {min(margins):.1f}, median {statistics.median(margins):.0f}; in units roundoff: "
-          f"median {roundings:.1f}")  # fmt: skip
     assert len(found) == len(set(asked(low))) >= size(4, 30)
     assert all(parity.gaps[0].tolerance > 0 for parity in found.values())
     assert min(margins) > 1
@@ -201,19 +198,11 @@ def test_no_seed_is_a_false_alarm_and_the_tolerance_is_30_errors(name: str) -> N
     repeated = Repeated(*pair, given(1), probes=8)
     rows = [repeated.gaps(given(seed)) for seed in range(1, seeds_of(name) + 1)]
     assert [str(gap) for row in rows for gap in row if gap.part] == []
-    times = {}
-    for column in zip(*rows, strict=True):
+    for at, column in enumerate(zip(*rows, strict=True)):
         seen = max(gap.error for gap in column)
-        if seen:
-            times[column[0].what] = statistics.median(g.tolerance for g in column) / seen
-    least = min(gap.margin for row in rows for gap in row)
-    by_largest = ", ".join(f"{x:.1f}" for x in times.values())
-    print(f"\n{name}: {len(rows)} seeds, no false alarm; tolerance by error {least:.1f} at the "
-          f"least, by the largest error {by_largest}")  # fmt: skip
-    if LONG:
-        fixed = {column[0].what for at, column in enumerate(zip(*rows, strict=True))
-                 if (name, at - 1) in ONE_ERROR}  # fmt: skip
-        assert {what: x for what, x in times.items() if x > 30 and what not in fixed} == {}
+        if LONG and seen and (name, at - 1) not in ONE_ERROR:
+            times = statistics.median(g.tolerance for g in column) / seen
+            assert times <= 30, column[0].what
 
 
 @pytest.mark.sized
@@ -226,7 +215,6 @@ def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
     assert [str(gap) for row in rows for gap in row if gap.part] == []
     seen = [(column, max(gap.error for gap in column)) for column in zip(*rows, strict=True)]
     times = [statistics.median(g.tolerance for g in c) / most for c, most in seen if most]
-    print(f"\nblock in {low}: tolerance / largest error {min(times):.1f} to {max(times):.1f}")
     assert max(times) <= 30
 
 

@@ -4,8 +4,7 @@
     enabled=False           the program itself, bit for bit
     the trace               nothing low that must not be, nothing left in float32 that should be low
 
-How near is near is in `rounding`: a bound derived from the dtype and the program. Run with `-s`
-to see the counts.
+How near is near is in `rounding`: a bound derived from the dtype and the program.
 """
 
 from __future__ import annotations

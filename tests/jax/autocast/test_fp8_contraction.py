@@ -167,7 +167,6 @@ def test_jit_scan_and_remat_change_no_bit(name):
         "scan": jax.jit(run(name, scanned)),
     }
     wrong = {way: same(fn(params, x), plain) for way, fn in ways.items()}
-    print(name, wrong)
     assert not any(wrong.values())
 
 
@@ -251,7 +250,6 @@ def test_a_custom_rule_with_products_has_its_derivative(name):
 def test_sharded_programs(name):
     """A mesh has the scales of the whole array; a shard_map has those of each device's part."""
     seen = eight_devices.run("tests.jax.autocast.test_fp8_contraction", name)
-    print(name, seen)
     apart = seen.pop("one scale or eight")
     assert max(seen.values()) <= 1e-2, "the loss is rounded to bfloat16 before it is added up"
     assert max(seen[way] for way in seen if way.startswith("mesh")) <= 1e-5
@@ -352,7 +350,6 @@ def test_the_bits_are_those_of_ml_dtypes(kind, format):
     for scale in SCALES:
         want = quantise.quantised(fp8_numpy.VERBS, values, scale, format)
         wrong += differ(np.asarray(ours(values, scale)), want)
-    print(f"{kind} to {format}: {len(values)} values x {len(SCALES)} scales, {wrong} differ")
     assert wrong == 0
     other = quantise.quantised(fp8_numpy.VERBS, values, np.float32(0.75), format)
     assert differ(np.asarray(ours(values, np.float32(0.7))), other), "the check finds nothing"

@@ -255,5 +255,4 @@ def test_no_program_of_the_corpus_is_worse_with_a_pass():
                 less = count(it)
             assert ours[count] <= less, f"{program}, with and without {name}"
             better[name] += ours[count] < less
-    print(f"\nbetter with: {better}")
     assert all(count >= 5 for count in better.values()) if LONG else any(better.values())

@@ -143,7 +143,6 @@ def test_what_runs_under_jit_is_what_the_policies_decide(jitted: Any) -> None:
     wrong = [text for seed, policy, low, found, _ in jitted
              for text in mistakes(seed, policy, low, found, verbs=NAMES)]  # fmt: skip
     kinds = Counter(type(found).__name__ for *_, found, _ in jitted)
-    print(f"\n{dict(kinds)}")
     assert wrong == []
     assert kinds["list"] > POLICIES / 2
     assert kinds["ForbiddenOpError"]

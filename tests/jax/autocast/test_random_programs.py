@@ -259,7 +259,7 @@ FEW = settings(RUN, max_examples=3 if LONG else 1)
 
 
 @pytest.mark.sized
-def test_random_programs(capsys):
+def test_random_programs():
     """For each construct a few programs that have it, of a seed of its own."""
     seen: Counter[str] = Counter()
     found: Counter[str] = Counter()
@@ -274,9 +274,6 @@ def test_random_programs(capsys):
 
     for first in (*CONSTRUCTS, *REGIONS):
         seed(zlib.crc32(first.encode()))(FEW(given(programs(first))(run)))()
-    with capsys.disabled():
-        print("\nprograms with", dict(sorted(seen.items(), key=lambda kv: -kv[1])))
-        print("found", dict(found))
     enough = 1 if LONG else 1 / 3
     assert len(drawn) == seen["programs"] >= 30 * enough
     for kind in (*CONSTRUCTS, *REGIONS):

@@ -15,7 +15,7 @@ import numpy as np
 
 from polymp import dtypes
 from polymp.cli import doctor
-from polymp.processor import processor
+from polymp.dtypes import processor
 
 DTYPES = ("fp32", "bf16", "fp16")
 

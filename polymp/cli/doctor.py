@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import polymp
 from polymp import backends, progress, text_table, versions
+from polymp.dtypes import FAST, processor
 from polymp.errors import UsageError
-from polymp.processor import FAST, processor
 
 Data = dict[str, Any]
 Step = Callable[[str], object]  # runs a step in a dtype and waits until it has finished

@@ -9,8 +9,7 @@ import pytest
 
 from polymp import dtypes
 from polymp.errors import PolicyError
-from polymp.fp8.quantise import inverse, quantised, scale_of
-from polymp.fp8.recipes import RECIPES, Product, recipe_of, why_not
+from polymp.fp8 import RECIPES, Product, inverse, quantised, recipe_of, scale_of, why_not
 from tests.support.fp8_numpy import VERBS
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

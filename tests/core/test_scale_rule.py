@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polymp import scaling
 from polymp.dtypes import FORMATS
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import (
+from polymp.scaling import (
     LARGEST,
     SMALLEST,
     ScaleRule,
@@ -99,7 +99,7 @@ def test_scale_and_inverse_stay_normal_float32_numbers(
     for at, (finite, loss_finite) in enumerate(found, 1):
         state = step(rule, state, finite, loss_finite=loss_finite)
         assert rule.min_scale <= state.scale <= rule.max_scale
-        assert normal <= scale_rule.as_float32(1 / state.scale) <= FORMATS["float32"].max
+        assert normal <= scaling.as_float32(1 / state.scale) <= FORMATS["float32"].max
         bad = [not finite for finite, _ in found[:at]]
         assert state.skipped == sum(bad)
         assert state.skips == (bad[::-1].index(False) if False in bad else at)
@@ -119,7 +119,7 @@ def test_products_are_rounded_as_float32_stores_them() -> None:
 def test_what_is_checked_comes_back_as_floats_and_ints() -> None:
     given = ScaleRule(2, Fraction(1, 2), 5.0, 1, 0.1 + 1, 3.0)
     after = checked(given)
-    assert after == ScaleRule(2.0, 0.5, 5, 1.0, scale_rule.as_float32(1.1), 3)
+    assert after == ScaleRule(2.0, 0.5, 5, 1.0, scaling.as_float32(1.1), 3)
     assert [type(x) for x in after] == [float, float, int, float, float, int]
     assert checked(ScaleRule(interval=10**12)).interval == 2**31 - 1
     assert checked(ScaleRule()) == ScaleRule()
@@ -137,7 +137,7 @@ def test_what_is_no_number_is_named(value: Any, shown: str) -> None:
 def test_a_first_scale_may_lie_beyond_the_widest_bounds(value: float) -> None:
     """The rule brings it between them from where it changes."""
     assert checked_scale("first", value, ScaleRule(), first=True) == value
-    first = ScaleState(scale_rule.as_float32(float(value)))
+    first = ScaleState(scaling.as_float32(float(value)))
     assert step(ScaleRule(interval=2), first, True).scale == first.scale
     assert step(ScaleRule(interval=1), first, True).scale <= LARGEST
     assert step(ScaleRule(), first, False).scale >= SMALLEST

@@ -28,27 +28,26 @@ class Case(NamedTuple):
 
 ZERO = r"\w+'s eps(=1e-08)? is zero in (torch.)?float16, so that it divides by zero. "
 NOTHING = r"\w+'s eps is 0, so that it divides by zero. "
-TRIED, UNTRIED = "{1}", "{2}"  # only torch repeats the step
+UNTRIED = " That was not tried."
 WIDE = "eep the weights in float32 and lower the ops, as polymp.{0}.autocast does."
 CASES = (
     Case("an eps that float16 lacks", "adam", "number",
-         f"{ZERO}Give it eps=0.0001{TRIED}, or k{WIDE}{UNTRIED}$",
+         f"{ZERO}Give it eps=0.0001, or k{WIDE}{UNTRIED}$",
          "float16", healthy=(("eps", 1e-4),)),
-    Case("no eps", "adam", "number", f"{NOTHING}Give it eps=1e-08{TRIED}.{UNTRIED}$",
+    Case("no eps", "adam", "number", f"{NOTHING}Give it eps=1e-08.{UNTRIED}$",
          eps=0.0, healthy=(("eps", 1e-8),)),
-    Case("no eps under a root", "rms", "number", f"{NOTHING}Give it eps=1e-08{TRIED}.{UNTRIED}$",
+    Case("no eps under a root", "rms", "number", f"{NOTHING}Give it eps=1e-08.{UNTRIED}$",
          eps=0.0, healthy=(("eps", 1e-8),)),
     Case("a second moment out of float32", "adam", "operation",
-         r"It was given numbers as large as 1.5e\+25: clip the gradients, .* That was not tried.$",
+         rf"It was given numbers as large as 1.5e\+25: clip the gradients, .*{UNTRIED}$",
          loss=1e25, healthy=(("loss", 1.0),)),
-    Case("a second moment out of float16", "adam", "overflow", f"K{WIDE} That was not tried.$",
+    Case("a second moment out of float16", "adam", "overflow", f"K{WIDE}{UNTRIED}$",
          "float16", 1e-4, 1e4, (("loss", 1.0),)),
 )  # fmt: skip
 
 
 class InTorch:
     op, name = {"adam": "Adam.step", "rms": "RMSprop.step"}, "torch"
-    tried = ", with which this step was tried and is finite", ""
 
     def __init__(self, case: Case) -> None:
         import torch
@@ -97,7 +96,7 @@ class InTorch:
 
 
 class InJax:
-    op, name, tried = {}, "jax", ("", " That was not tried.")
+    op, name = {}, "jax"
 
     def __init__(self, case: Case) -> None:
         import jax
@@ -158,7 +157,7 @@ def test_locate_audit_and_catch_say_the_same(framework: str, case: Case) -> None
     assert (fault.direction, fault.kind, fault.run) == ("update", case.kind, case.dtype)
     assert fault.op in (kind.op.get(case.optimizer), "div", "rsqrt", "pow"), str(fault)
     assert fault.source.startswith("test_broken_by_optimizers.py:")
-    remedy = case.says.format(kind.name, *kind.tried)
+    remedy = case.says.format(kind.name)
     assert re.match(remedy, fault.remedy), fault.remedy
     assert str(fault).endswith(fault.remedy)
 
@@ -212,7 +211,7 @@ def test_an_eps_that_would_not_help_is_no_remedy(torch: Any) -> None:
     fault = polymp.torch.locate(step, model=model)
     assert fault.direction == "update"
     assert fault.kind == "operation"
-    assert "tried and is finite" not in str(fault)
+    assert "eps" not in fault.remedy
     assert torch.equal(weight, before)
     assert not optimizer.state
     assert optimizer.param_groups[0]["eps"] == 1e-8

@@ -21,7 +21,7 @@ import pytest
 import polymp
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8 import RECIPES
 from polymp.testing import assert_parity
 from tests.conftest import FRAMEWORKS, need
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.scaling.scale_rule import (
+from polymp.scaling import (
     SMALLEST,
     ScaleRule,
     ScaleState,
@@ -160,7 +160,7 @@ def test_both_say_the_same_of_bfloat16():
 
     import polymp.jax
     import polymp.torch
-    from polymp.scaling.gradient_report import NOT_NEEDED
+    from polymp.scaling import NOT_NEEDED
 
     rule = {"growth_interval": 987654}  # the warning comes once for a rule
     with warnings.catch_warnings(record=True) as caught:

@@ -16,7 +16,7 @@ import pytest
 import polymp
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import policy_files
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import FRAMEWORKS, need

@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from polymp import backends, integrations, versions
+from polymp import backends, versions
 from polymp.errors import BackendMissingError, VersionWarning
 from tests.conftest import need
 from tests.support import processes
@@ -135,9 +135,9 @@ def test_dir_shows_the_api_and_nothing_else(name):
 # --- What adapters are tested with, and what an adapter says of its library -----------------------
 
 
-@pytest.mark.parametrize("name", integrations.TESTED)
+@pytest.mark.parametrize("name", versions.TESTED)
 def test_an_extra_pins_what_its_adapter_is_tested_with(name):
-    bounds = integrations.TESTED[name]
+    bounds = versions.TESTED[name]
     first, end = map(versions.parts, bounds.split(","))
     assert bounds.startswith(">=")
     assert first < end
@@ -147,7 +147,7 @@ def test_an_extra_pins_what_its_adapter_is_tested_with(name):
 
 def test_an_adapter_asks_for_its_library():
     with pytest.raises(BackendMissingError) as error:
-        integrations.require("nosuchlibrary")
+        versions.require("nosuchlibrary")
     assert str(error.value) == (
         "polymp.nosuchlibrary needs the nosuchlibrary package: pip install 'polymp[nosuchlibrary]'."
     )
@@ -155,10 +155,10 @@ def test_an_adapter_asks_for_its_library():
 
 def test_an_adapter_warns_of_a_version_that_is_not_tested(monkeypatch):
     need("jax")
-    monkeypatch.setitem(integrations.TESTED, "optax", ">=9,<10")
+    monkeypatch.setitem(versions.TESTED, "optax", ">=9,<10")
     version = metadata.version("optax")
     with pytest.warns(VersionWarning) as warned:
-        assert integrations.require("optax").__name__ == "optax"
+        assert versions.require("optax").__name__ == "optax"
     assert str(warned[0].message) == (
         f"polymp.optax is tested with optax>=9,<10, and this is optax {version}. Install a tested "
         "version: pip install 'optax>=9,<10'."

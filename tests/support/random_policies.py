@@ -22,8 +22,7 @@ import polymp
 from polymp import Policy
 from polymp.dtypes import widest
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules.policy import Decision
-from polymp.rules.region import Region
+from polymp.rules.policy import Decision, Region
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 

@@ -12,9 +12,8 @@ from polymp.cli import main
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Decision, Policy, why_float32
+from polymp.rules.policy import Decision, Policy, Region, why_float32
 from polymp.rules.policy_files import load
-from polymp.rules.region import Region
 from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import Op, Vocabulary
 from tests.support.policy_rows import DTYPE, MINE, NAMES, refusal, region

@@ -7,9 +7,8 @@ import pytest
 from polymp import dtypes, text_table
 from polymp.dtypes import FORMATS, Format, widest
 from polymp.errors import PolicyError
-from polymp.rules.policy import Policy
+from polymp.rules.policy import Policy, Region
 from polymp.rules.policy_files import load
-from polymp.rules.region import Region
 from polymp.rules.row import LOW, Row
 from tests.support.dtype_spellings import spellings
 

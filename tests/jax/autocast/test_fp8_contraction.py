@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from polymp import fp8
 from polymp.backends.jax.autocast.fp8_operands import VERBS, quantised
 from polymp.backends.jax.diagnostics.measures import peak
 from polymp.dtypes import FORMATS
-from polymp.fp8 import quantise
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8 import RECIPES
 from polymp.jax import autocast
 from tests.support import fp8_numpy
 from tests.support.jax import eight_devices, forms, hlo
@@ -345,13 +345,13 @@ def differ(ours: np.ndarray, theirs: np.ndarray) -> int:
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_the_bits_are_those_of_ml_dtypes(kind, format):
     values = every_bfloat16() if kind == "bfloat16" else float32_values(size(10**5, 10**6))
-    ours = jax.jit(lambda x, scale: quantise.quantised(VERBS, x, scale, format))
+    ours = jax.jit(lambda x, scale: fp8.quantised(VERBS, x, scale, format))
     wrong = 0
     for scale in SCALES:
-        want = quantise.quantised(fp8_numpy.VERBS, values, scale, format)
+        want = fp8.quantised(fp8_numpy.VERBS, values, scale, format)
         wrong += differ(np.asarray(ours(values, scale)), want)
     assert wrong == 0
-    other = quantise.quantised(fp8_numpy.VERBS, values, np.float32(0.75), format)
+    other = fp8.quantised(fp8_numpy.VERBS, values, np.float32(0.75), format)
     assert differ(np.asarray(ours(values, np.float32(0.7))), other), "the check finds nothing"
 
 
@@ -367,8 +367,8 @@ def test_scales_are_those_of_numpy(name, role):
         array = rows.astype(dtype)
         for axis in (None, 1, (0, 1)):
             args = array, RECIPES[name], role, axis
-            want = quantise.scale_of(fp8_numpy.VERBS, *args)
-            for run in (quantise.scale_of, jax.jit(quantise.scale_of, static_argnums=(0, 2, 3, 4))):
+            want = fp8.scale_of(fp8_numpy.VERBS, *args)
+            for run in (fp8.scale_of, jax.jit(fp8.scale_of, static_argnums=(0, 2, 3, 4))):
                 found = np.asarray(run(VERBS, *args))
                 assert found.shape == want.shape
                 assert differ(found, np.asarray(want)) == 0

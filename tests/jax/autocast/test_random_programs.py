@@ -408,10 +408,10 @@ WRONG: dict[str, tuple[str, Any, str, Block]] = {
         "control_flow._meet", _narrowest, "results", _doing("switch", LAYER, DECAY)
     ),
     "a jvp rule is dropped": (
-        "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_jvp", HALVED)
+        "control_flow.Rules.emit", _without_rule, "gradients", _doing("custom_jvp", HALVED)
     ),
     "a vjp rule is dropped": (
-        "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
+        "control_flow.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
     ),
     "a parameter's gradient is rounded": ("contraction.with_products",
         _rounded_gradients(contraction.with_products), "gradients", LAYER),

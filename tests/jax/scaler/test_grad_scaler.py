@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from polymp.jax import GradScaler
-from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
+from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
 from tests.support.jax.scaler_tools import KINDS, bits, kinds, values
 

@@ -13,9 +13,9 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polymp.backends.jax.scaler import gradient_stats
+from polymp.backends.jax.scaler import grad_scaler
 from polymp.jax import GradScaler
-from polymp.scaling.gradient_report import Gradient
+from polymp.scaling import Gradient
 
 DTYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2fnuz")
 # Near every border: 0 of both signs, float16's least and least normal, float32's subnormals.
@@ -138,26 +138,24 @@ def test_a_batch_of_scalers_is_refused():
 
 def test_one_program_and_one_array_to_the_host(monkeypatch):
     grads = {f"p{i}": jnp.full(i + 1, float(i)) for i in range(9)}
-    gradient_stats._table.clear_cache()
+    grad_scaler._table.clear_cache()
     seen = []
-    on_host = gradient_stats.on_host
-    monkeypatch.setattr(
-        gradient_stats, "on_host", lambda x: (seen.append(np.shape(x)), on_host(x))[1]
-    )
+    on_host = grad_scaler.on_host
+    monkeypatch.setattr(grad_scaler, "on_host", lambda x: (seen.append(np.shape(x)), on_host(x))[1])
     for _ in range(3):
         GradScaler().report(grads)
-    assert gradient_stats._table._cache_size() == 1
+    assert grad_scaler._table._cache_size() == 1
     assert [shape for shape in seen if shape != ()] == [(9, 4)] * 3
 
 
 def test_very_large_leaves_are_counted_in_int64(monkeypatch):
     big = jax.ShapeDtypeStruct((2**31,), jnp.float32)
-    assert jax.eval_shape(gradient_stats._table.__wrapped__, [big], 1).dtype == jnp.int64
+    assert jax.eval_shape(grad_scaler._table.__wrapped__, [big], 1).dtype == jnp.int64
     small = jax.ShapeDtypeStruct((2**31 - 1,), jnp.float32)
-    assert jax.eval_shape(gradient_stats._table.__wrapped__, [small], 1).dtype == jnp.int32
-    monkeypatch.setattr(gradient_stats, "_INT32", 3)
-    gradient_stats._table.clear_cache()
+    assert jax.eval_shape(grad_scaler._table.__wrapped__, [small], 1).dtype == jnp.int32
+    monkeypatch.setattr(grad_scaler, "_INT32", 3)
+    grad_scaler._table.clear_cache()
     x = numbers("float16", SPECIAL)
     (row,) = GradScaler().report(jnp.asarray(x)).gradients
-    gradient_stats._table.clear_cache()
+    grad_scaler._table.clear_cache()
     assert counts(row) == by_numpy(x)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polymp.jax import GradScaler
-from polymp.scaling.scale_rule import SMALLEST
+from polymp.scaling import SMALLEST
 from tests.conftest import need
 from tests.support.jax.scaler_tools import KINDS, bits, kinds, numbers
 

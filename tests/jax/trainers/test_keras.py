@@ -14,8 +14,8 @@ import pytest
 import polymp
 from polymp.errors import PolicyWarning, PolympError
 from polymp.jax import GradScaler, autocast
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
-from polymp.scaling.scale_rule import step as next_state
+from polymp.scaling import ScaleRule, ScaleState
+from polymp.scaling import step as next_state
 from tests.conftest import need
 from tests.support.jax import forms
 from tests.support.processes import run

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
+from polymp import weights
 from polymp.backends.jax.weights.low_weights import VERBS, LowLeaf, flat_index
-from polymp.weights import store
-from polymp.weights.random_bits import key, random16
+from polymp.weights import key, random16
 from tests.support.sizes import size
 
 KINDS = [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")]
@@ -23,7 +23,7 @@ STEP = jnp.int32(3)
 
 
 def leaf_of(kind: tuple[str, str]) -> LowLeaf:
-    return LowLeaf(store.mode(kind[0]), kind[1], 0)
+    return LowLeaf(weights.mode(kind[0]), kind[1], 0)
 
 
 def bits(x: Any) -> np.ndarray:
@@ -70,7 +70,7 @@ def trained_pairs(kind: tuple[str, str]) -> tuple[jax.Array, jax.Array, np.ndarr
 def rounded(leaf: LowLeaf, full: jax.Array) -> jax.Array:
     """The new low weights as the rule of the core has them."""
     random = random16(key(0, STEP, 0), flat_index(full.shape))
-    return store.store(VERBS, leaf.mode, leaf.dtype, full, random)[0]
+    return weights.store(VERBS, leaf.mode, leaf.dtype, full, random)[0]
 
 
 def stepped(leaf: LowLeaf, low: jax.Array, full: jax.Array) -> tuple[Any, Any, Any]:

@@ -22,14 +22,14 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
+from polymp import weights
 from polymp.jax import GradScaler, autocast, low_weights
-from polymp.weights import store
 from tests.support.jax import transformer
 from tests.support.jax.hlo import AS_FOR_USERS
 from tests.support.jax.scaler_tools import bits
 from tests.support.sizes import size
 
-MODES = tuple(store.MODES)
+MODES = tuple(weights.MODES)
 STEPS = size(30, 300)
 USERS = {"xla_backend_optimization_level": 3, **AS_FOR_USERS}
 

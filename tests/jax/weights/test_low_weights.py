@@ -16,12 +16,12 @@ import optax
 import pytest
 
 import polymp
+from polymp import weights
 from polymp.errors import PolicyError
 from polymp.jax import LowWeightsState, autocast, low_weights
-from polymp.weights import store
 from tests.support.jax.scaler_tools import bits
 
-MODES = tuple(store.MODES)
+MODES = tuple(weights.MODES)
 EXACT = ("master", "split")
 STEPS = 9
 PARAMS = {

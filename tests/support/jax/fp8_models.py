@@ -15,8 +15,8 @@ import optax
 from flax import nnx
 
 import polymp
-from polymp.fp8 import quantise
-from polymp.fp8.recipes import RECIPES, Recipe
+from polymp import fp8
+from polymp.fp8 import RECIPES, Recipe
 from polymp.jax import GradScaler, autocast, lower
 from tests.support import fp8_numpy
 
@@ -53,8 +53,8 @@ def product(
     quantised = []
     for x, role, summed in ((a, roles[0], 1), (b, roles[1], 0)):
         axis = recipe.scale_axis(name, role, summed)
-        scale = quantise.scale_of(fp8_numpy.VERBS, x, recipe, role, axis)
-        low = quantise.quantised(fp8_numpy.VERBS, x, scale, recipe.format_of(role))
+        scale = fp8.scale_of(fp8_numpy.VERBS, x, recipe, role, axis)
+        low = fp8.quantised(fp8_numpy.VERBS, x, scale, recipe.format_of(role))
         quantised.append(low.astype(np.float64) / scale.astype(np.float64))
     result: np.ndarray = quantised[0] @ quantised[1]
     return result

@@ -180,6 +180,16 @@ def test_a_function_of_the_vocabulary_is_one_op_whatever_its_call_leaves(dotted:
     assert {*traced(CALLS[dotted], X, policy={"rules": {**rules, own: "fp32"}}).ops} == {own}
 
 
+def test_amps_functions_of_libraries_are_all_called_above() -> None:
+    """`tests/support/cases.py` calls those of jax alone."""
+    amp, words = polymp.policy("amp"), vocabulary()
+    called = {words.functions[dotted] for dotted in CALLS}
+    theirs = {op for dotted, op in words.functions.items() if not dotted.startswith("jax.")}
+    ruled = {op for op in theirs if amp.winner(op, "bfloat16")}
+    # A solver leaves several sections in a trace: `test_solvers.py` has those. Pools are below.
+    assert {words.ops[op].kind for op in ruled - called} == {"iteration", "pooling"}
+
+
 # --- where they are called ------------------------------------------------------------------------
 
 

@@ -186,3 +186,13 @@ def test_lean_makes_no_float32_activation_that_casts_by_hand_do_not(norm: str, l
              for how in ("by hand", "lean", "amp")}  # fmt: skip
     assert found["lean"] <= found["by hand"]
     assert found["amp"] >= found["lean"]
+
+
+@multiplied_low
+def test_the_reader_sees_a_norm_that_is_cast_after() -> None:
+    """A float32 result of the norm is an array that lean has not."""
+    x = jnp.ones(SHAPE, jnp.bfloat16)
+    norm = nnx.LayerNorm(SHAPE[-1], rngs=nnx.Rngs(0))
+    texts = [hlo.as_for_users(autocast(norm, policy=p), x).as_text() for p in ("lean", "amp")]
+    wide = [activations(text, "float32") for text in texts]
+    assert wide[1] == wide[0] + 1

@@ -117,6 +117,24 @@ def test_master_is_float32_under_autocast_bit_for_bit(name):
     assert float(losses[-1]) < float(losses[0])
 
 
+def test_the_plain_loop_is_not_float32_bit_for_bit():
+    """As docs/low-weights.md say: it is differentiated by the low weights themselves."""
+    params, loss, batch = perceptron()
+    optimizer = optax.adamw(1e-3)
+    tx = low_weights(optimizer, "master")
+    low_loss = autocast(loss)
+    want, *_ = trained(optimizer, params, optimizer.init(params), low_loss, batch, 10)
+
+    def losses(view: Any) -> Any:
+        start = tx.weights(params), tx.init(params)
+        return trained(tx, *start, low_loss, batch, 10, view)[0]
+
+    plain = losses(lambda params: params)
+    assert bits(plain[:1]) == bits(want[:1])
+    assert bits(plain) != bits(want) == bits(losses(float32))
+    assert np.allclose(plain, want, rtol=0.01)
+
+
 # --- what learns only with low_weights ------------------------------------------------------------
 
 

@@ -21,13 +21,7 @@ from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, frameworks, parity_pairs
 from tests.support.cases import LOW
 from tests.support.decisions import recording
-from tests.support.parity_pairs import (
-    MISMATCHES,
-    Mismatch,
-    block_inputs,
-    jax_block,
-    torch_block,
-)
+from tests.support.parity_pairs import MISMATCHES, Mismatch, block_inputs, jax_block, torch_block
 from tests.support.sizes import LONG, size
 
 # Of every kind: products, convolutions, attention, cells, powers, softmax, norms, losses, sums,

@@ -395,10 +395,7 @@ def test_linear_algebra_runs_as_written() -> None:
 # --- scopes ---------------------------------------------------------------------------------------
 
 RULED = ("class:matmul", "softmax", "log_softmax")
-HEAD = {
-    "rules": dict.fromkeys(RULED, "lower"),
-    "scopes": {"*.head": dict.fromkeys(RULED, "fp32")},
-}
+HEAD = {"rules": dict.fromkeys(RULED, "lower"), "scopes": {"*.head": dict.fromkeys(RULED, "fp32")}}
 
 
 def product(x: Any) -> Any:

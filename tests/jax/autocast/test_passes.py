@@ -237,10 +237,7 @@ def roundings_forward(it: Any) -> int:
         return roundings(forward(autocast(it.fn), *it.args))
 
 
-FOR = {
-    "sharing": casts_of_gradient,
-    "pull_up": roundings_forward,
-}
+FOR = {"sharing": casts_of_gradient, "pull_up": roundings_forward}
 
 
 @pytest.mark.sized

@@ -53,8 +53,7 @@ def ruled(x):
 
 # What the rule makes of residuals and constants is float16 and scaled by nobody: no gradient.
 ruled.defvjp(
-    lambda x: (jnp.sin(x), x),
-    lambda x, ct: (ct * jnp.cos(x) * jnp.full(x.shape, 2, x.dtype),),
+    lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x) * jnp.full(x.shape, 2, x.dtype),)
 )
 
 MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

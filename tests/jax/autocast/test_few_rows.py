@@ -87,14 +87,12 @@ def test_frozen_parameters_give_the_same_bits(rows):
     serve, served = freeze(fn, params, x)
     assert bits(jax.jit(serve)(served, x)) == bits(jax.jit(fn)(params, x))
     assert served["up"].dtype == (jnp.float32 if rows <= MOST else jnp.bfloat16)
-    if rows <= MOST:
-        assert f"(few_rows = {MOST})" in serve.kept["['up']"]
 
 
 def test_a_parameter_that_was_stored_low_for_many_rows_is_refused_for_few():
     params, x = inputs(9)
     serve, served = freeze(autocast(net, policy=FEW), params, x)
-    with pytest.raises(polymp.PolicyError, match=r"takes longer than 1 row \(few_rows = 4\)"):
+    with pytest.raises(polymp.PolicyError, match="reads it in float32"):
         serve(served, x[:1])
     both, served = freeze(serve, params, x[:1])
     for rows in (1, 9):

@@ -333,7 +333,7 @@ class GradientReport(NamedTuple):
         for g in by_trouble[:_SHOWN]:
             shares = (f"{n / max(1, g.size):.1%}" for n in (g.zero, g.subnormal))
             rows.append((escaped(g.name), str(g.size), str(g.inf), str(g.nan), *shares))
-        lines += text_table.aligned(rows, numeric=range(1, 6))
+        lines += text_table.aligned(rows)
         if many > _SHOWN:
             lines.append(f"... and {many - _SHOWN} more in .gradients")
         return "\n".join(lines)

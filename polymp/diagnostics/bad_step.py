@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
@@ -213,20 +213,12 @@ class CaughtStep:
         self.reports: list[BadStep] = []
         self._every, self._raises = every, raises
 
-    def __enter__(self) -> NoReturn:
-        """Say how it is used."""
-        raise TypeError(
-            "catch is not a context manager. Write step = catch(step), with the function that does "
-            "a training step, and call it for each batch."
-        )
-
-    def __exit__(self, *error: object) -> None:
-        """Never reached; `with` asks for it first."""
-
     def _stopped(self, report: BadStep, last_good: Any = None, goes_on: bool = True) -> None:
         """Raise a bad step, or warn of it if training goes on."""
         self.reports.append(report)
-        if self._raises or not goes_on or in_a_row(self.reports):
+        last = self.reports[-MANY:]
+        in_a_row = all(b.step == a.step + a.undone for a, b in pairwise(last))
+        if self._raises or not goes_on or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
         warn(str(report))
 
@@ -245,12 +237,6 @@ class CaughtStep:
 def warn(message: str) -> None:
     """Give a warning at the line of the user's that called."""
     warnings.warn(message, CatchWarning, stacklevel=code_origin.outside())
-
-
-def in_a_row(reports: Sequence[BadStep]) -> bool:
-    """Return whether the last bad steps followed each other, so that undoing does not help."""
-    last = reports[-MANY:]
-    return len(last) == MANY and all(b.step == a.step + a.undone for a, b in pairwise(last))
 
 
 def checked_arguments(step: object, every: object, on_bad: object) -> None:

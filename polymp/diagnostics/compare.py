@@ -39,7 +39,7 @@ from polymp.diagnostics.run_record import (
     RecordError,
     RunRecord,
 )
-from polymp.diagnostics.tables import OUTSIDE, Cell, Column, TableKind, number
+from polymp.diagnostics.tables import OUTSIDE, Cell, Column, Line, Table, number
 from polymp.errors import escaped
 
 
@@ -217,8 +217,9 @@ class Comparison:
             title=" and ".join(self.names),
             about=self._about(),
             notes=[self._program(), self._verdict(), *self.notes],
-            table=_ARRAYS.plain(self.rows),
-            what="array",
+            table=Table(
+                _COLUMNS, [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
+            ),
             curve=[(f"{m or OUTSIDE}, {d}", off, most) for d, m, off, most in self.growth()],
         )
 
@@ -453,20 +454,14 @@ def _cells(row: Compared) -> Sequence[Cell | str]:
     )
 
 
-_ARRAYS: TableKind[Compared] = TableKind(
-    lambda row: ("", row.array.module),
-    (
-        Column("array", breaks="parts"),
-        Column("direction", on_page=True),
-        Column("verdict", on_page=True),
-        Column("difference", True, "of the root mean square"),
-        Column("rounding explains", True, "of the root mean square"),
-        Column("dtypes"),
-        Column("source"),
-    ),
-    _cells,
-    ("direction", "verdict"),
-    lambda row: (row.array.direction, row.verdict),
+_COLUMNS = (
+    Column("array"),
+    Column("direction"),
+    Column("verdict"),
+    Column("difference", True, "of the root mean square"),
+    Column("rounding explains", True, "of the root mean square"),
+    Column("dtypes"),
+    Column("source"),
 )
 
 

@@ -11,14 +11,13 @@ terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from functools import cached_property, partial
 from os import PathLike
 from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics import page
-from polymp.diagnostics.alignment import matched
+from polymp.diagnostics.alignment import aligned, matched
 from polymp.diagnostics.call_record import (
     FORWARD,
     NOTHING_RAN,
@@ -31,7 +30,7 @@ from polymp.diagnostics.call_record import (
     ruled,
     sums,
 )
-from polymp.diagnostics.tables import COST, Cell, Column, TableKind, number
+from polymp.diagnostics.tables import COST, Cell, Column, Table, TableKind, number
 from polymp.errors import escaped
 from polymp.rules.row import Row
 
@@ -154,9 +153,8 @@ class Report:
         self.policy = policy
         self.__dict__.pop("calls", None)
 
-    @property
-    def _kind(self) -> TableKind[Call]:
-        return CALLS._replace(cells=partial(_cells, self.policy))
+    def _table(self, sort: str, fold: bool = True) -> Table:
+        return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), sort, fold)
 
     def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
         """Return the report as the text that `print(report)` shows.
@@ -178,17 +176,22 @@ class Report:
         Raises:
             ValueError: `sort` is neither "program" nor "cost".
         """
-        table = self._kind.table(self.calls, sort, fold)
+        table = self._table(sort, fold)
         lines = [_headline(self), "", NOTHING_RAN]
         if len(self):
             totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
-            lines[2:] = [*totals, *text_table.folded(table.note, width), "", *table.text(width)]
+            lines[2:] = [
+                *totals,
+                *filter(None, text_table.folded(table.note, width)),
+                "",
+                *table.text(width),
+            ]
         return escaped("\n".join(lines))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: totals, and a table to sort by any column and to filter.
 
-        The page loads nothing, so it can be mailed or kept with a run. It begins with the rows
+        The page loads nothing, so it can be mailed or kept with a run. It begins with the modules
         whose casts move the most bytes.
 
         Args:
@@ -197,15 +200,13 @@ class Report:
         Returns:
             The page as text.
         """
-        table = self._kind.table(self.calls)
+        table = self._table(COST)
         return page.html(
             path,
             title=self.title or "report",
             about=_headline(self).partition(": ")[2],
             notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
             table=table,
-            what="row" if table.note else "call site",
-            largest=("bytes", "FLOPs"),
         )
 
     def diff(self, other: "Report") -> "ReportDiff":
@@ -237,15 +238,16 @@ class Report:
 # What is drawn: sums, then a row for each call site.
 
 _COLUMNS = (
-    Column("op", about="its name in the vocabulary, or the framework's own", breaks="parts"),
+    Column("op", about="its name in the vocabulary, or the framework's own"),
     Column("times", True, "how often it ran; all counts are for all times together"),
     Column("direction", on_page=True),
-    Column("source", breaks="never"),
+    Column("ran in", on_page=True),
+    Column("source"),
     Column("rule", about="the rule, and the op, scope and source of its row"),
     Column("dtypes", about="inputs before casts -> outputs (in the dtype it ran in, if another)"),
     Column("casts", True, "arrays that were cast for it, there and back"),
     Column("bytes", True, "read and written by these casts"),
-    Column("saved", True, "casts that were not made, and why", "spaces"),
+    Column("saved", about="casts that were not made, and why", on_page=True),
     Column("FLOPs", True, "of products, convolutions and attention"),
     Column(
         "kept", True, "bytes of float32 kept for the backward pass, parameters aside", on_page=True
@@ -262,27 +264,20 @@ def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
         Cell(call.op, about=call.spelling),
         Cell(f"{call.times:,}", call.times),
         call.direction,
+        text_table.short(call.run),
         call.source,
         Cell(ruled(call, policy), about=str(call.row or "")),
         Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
         number(call.casts, f"{call.casts:,}"),
         number(call.cast_bytes, text_table.size(call.cast_bytes)),
-        number(sum(count for _, count in call.saved), saved),
+        saved,
         number(call.flops, text_table.amount(call.flops)),
         number(call.kept, text_table.size(call.kept)),
     )
 
 
 CALLS: TableKind[Call] = TableKind(
-    lambda call: (call.direction, call.module),
-    _COLUMNS,
-    partial(_cells, ""),
-    ("direction", "ran in", "rule"),
-    lambda call: (call.direction, call.run or "no float", call.rule or "no region"),
-    SECTIONS,
-    alike,
-    added,
-    {COST: cost},
+    lambda call: (call.direction, call.module), alike, added, SECTIONS, cost
 )
 
 
@@ -388,9 +383,7 @@ class ReportDiff:
     @property
     def same(self) -> bool:
         """True if both have the same calls, and each the same dtypes: input, run and output."""
-        return not any(
-            row.one is None or row.other is None or {*_DTYPES} & {*row.changed} for row in self.rows
-        )
+        return all(row.changed and {*_DTYPES}.isdisjoint(row.changed) for row in self.rows)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -399,10 +392,8 @@ class ReportDiff:
             (next((call.backend for call in r), ""), r.policy, r.low, r.title)
             for r in (self.one, self.other)
         ]
-        for left, right in zip(*sides, strict=True):
-            if left != right and left and right:
-                return left, right
-        return "one", "other"
+        pairs = zip(*sides, strict=True)
+        return next((p for p in pairs if all(p) and p[0] != p[1]), ("one", "other"))
 
     def __iter__(self) -> Iterator[Difference]:
         return iter(self.rows)
@@ -417,29 +408,30 @@ class ReportDiff:
         text = [f"{names[0]} and {names[1]}: {count if self else 'no difference'}"]
         if self:
             columns = [Column(name) for name in ("op", *names)]
-            text += ["", *_DIFFERENCES._replace(columns=columns).table(self.rows).text()]
+            text += ["", *_DIFFERENCES.table(self.rows, columns, _sides).text()]
         return escaped("\n".join(text))
 
     def __repr__(self) -> str:
         return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
 
 
+def _sides(row: Difference) -> tuple[str, str, str]:
+    return row.op, _side(row, row.one), _side(row, row.other)
+
+
 def _side(row: Difference, call: Call | None) -> str:
     """One of the calls in words: the fields that differ, or all without a counterpart."""
     if call is None:
         return "not called"
-    changed, alone = {*row.changed}, not row.changed
-    parts = []
-    if alone or changed & {*_DTYPES}:
-        parts.append(text_table.dtypes(call.inputs, call.run, call.outputs))
-    if alone or changed & {*_RULES}:
-        parts.append(ruled(call) or "no region")
-    if changed & {*_CASTS} or (alone and call.casts):
-        casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
-        parts.append(casts if call.casts else "no cast")
-    if "times" in changed or (alone and call.times > 1):
-        parts.append(f"ran {text_table.plural(call.times, 'time')}")
-    return "; ".join([*parts, *filter(None, [call.source])])
+    casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
+    words = {
+        _DTYPES: text_table.dtypes(call.inputs, call.run, call.outputs),
+        _RULES: ruled(call) or "no region",
+        _CASTS: casts if call.casts else "no cast",
+        ("times",): f"ran {text_table.plural(call.times, 'time')}",
+    }
+    shown = (x for names, x in words.items() if not row.changed or {*names} & {*row.changed})
+    return "; ".join(filter(None, (*shown, call.source)))
 
 
 def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:
@@ -452,23 +444,14 @@ def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Diffe
         places.setdefault((names[call.module], call.direction), ([], []))[1].append(call)
     order = [*SECTIONS]
     for place in sorted(places, key=lambda place: order.index(place[1])):
-        for one, other in _pairs(*places[place]):
-            op = one.op if one else other.op if other else ""
-            changed = _changed(one, other) if one and other else ()
-            if changed or one is None or other is None:
-                yield Difference(*place, op, one, other, changed)
-
-
-def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
-    """The calls side by side, by op and in order; None where there is none."""
-    ours, theirs = ([call.op for call in calls] for calls in (left, right))
-    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
-    for tag, i, i_end, j, j_end in blocks:
-        if tag == "equal":
-            yield from zip(left[i:i_end], right[j:j_end], strict=True)
-        else:
-            yield from ((call, None) for call in left[i:i_end])
-            yield from ((None, call) for call in right[j:j_end])
+        left, right = places[place]
+        beside = aligned(*([call.op for call in calls] for calls in (left, right)))
+        for at, one in enumerate(left):
+            other = right[beside[at]] if at in beside else None
+            if other is None or (changed := _changed(one, other)):
+                yield Difference(*place, one.op, one, other, changed if other else ())
+        alone = {*range(len(right))} - {*beside.values()}
+        yield from (Difference(*place, right[at].op, None, right[at], ()) for at in sorted(alone))
 
 
 def _changed(one: Call, other: Call) -> tuple[str, ...]:
@@ -486,17 +469,11 @@ def _alike(row: Difference) -> Hashable:
 
 
 def _added(rows: Sequence[Difference]) -> Difference:
-    ones = [row.one for row in rows if row.one]
-    others = [row.other for row in rows if row.other]
-    return rows[0]._replace(
-        one=added(ones) if ones else None, other=added(others) if others else None
-    )
+    ones, others = [r.one for r in rows if r.one], [r.other for r in rows if r.other]
+    one, other = (added(calls) if calls else None for calls in (ones, others))
+    return rows[0]._replace(one=one, other=other)
 
 
 _DIFFERENCES: TableKind[Difference] = TableKind(
-    lambda row: (row.direction, row.module),
-    cells=lambda row: (row.op, _side(row, row.one), _side(row, row.other)),
-    sections=SECTIONS,
-    alike=_alike,
-    added=_added,
+    lambda row: (row.direction, row.module), _alike, _added, SECTIONS
 )

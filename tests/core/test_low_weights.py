@@ -171,15 +171,6 @@ def test_the_bias_over_a_million_values_is_under_four_sigma() -> None:
     assert max(map(abs, found)) < 4
 
 
-def test_one_weight_over_a_million_steps_has_no_bias() -> None:
-    value = np.full(1, 1 + 2**-9, np.float32)
-    full = np.broadcast_to(value, 2**14).copy()
-    keys = [weights.key(0, step, 3) for step in range(2**14)]
-    index = np.full(1, 12345, np.int32)
-    drawn = np.concatenate([weights.random16(key, index) for key in keys]).astype(np.int32)
-    assert abs(bias(full, weights.rounded(NUMPY, full, drawn))) < 4
-
-
 # --- The hash that random bits come from: evenly spread, and not related from key to key ----------
 
 

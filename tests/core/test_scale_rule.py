@@ -1,7 +1,6 @@
 """The scaling rule on Python numbers; of every other kind, see test_scaler_histories.py."""
 
 import math
-import re
 from fractions import Fraction
 from typing import Any
 
@@ -129,16 +128,6 @@ def test_what_is_checked_comes_back_as_floats_and_ints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "first"),
-    [(0.5, False), (25, False), (NAN, False), (0.5, True), (25, True), (1e38, True), (1e-40, True)],
-)
-def test_a_scale_out_of_the_bounds(value: float, first: bool) -> None:
-    message = f"first must be from min_scale to max_scale, 1.0 to 24.0; got {value!r}."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        checked_scale("first", value, NARROW, first=first)
-
-
-@pytest.mark.parametrize(
     ("value", "shown"), [("2", "'2'"), (10**400, "1000")], ids=["text", "beyond float64"]
 )
 def test_what_is_no_number_is_named(value: Any, shown: str) -> None:
@@ -155,11 +144,6 @@ def test_a_first_scale_may_lie_beyond_the_widest_bounds(value: float) -> None:
     assert step(ScaleRule(interval=1), first, True).scale <= LARGEST
     assert step(ScaleRule(), first, False).scale >= SMALLEST
     assert step(ScaleRule(backoff=0.1), first, False).scale <= LARGEST
-
-
-@pytest.mark.parametrize("value", [1, 24.0, 3.3])
-def test_a_scale_between_the_bounds(value: float) -> None:
-    assert checked_scale("first", value, NARROW) == value
 
 
 # --- states that are saved and loaded ------------------------------------------------------------

@@ -55,8 +55,6 @@ def own(function: Any, name: str) -> Any:
 
 
 class Made(NamedTuple):
-    """An op of the user's own."""
-
     name: str  # it is registered by
     call: Callable[[Any], Any]  # the op
     seen: list[Any]  # dtypes that forward saw, and those that backward did; of torch's only
@@ -476,7 +474,6 @@ def test_jax_transformations(way: str) -> None:
 
 
 def state() -> Any:
-    """All that registering changes."""
     words = vocabulary()
     found: list[Any] = [dict(words.ops), dict(words.kinds), list(words.registered)]
     found += [dict(index) for index in words._names.values()]

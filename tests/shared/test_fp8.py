@@ -1,18 +1,14 @@
-"""Products in 8 bits in both frameworks: the same bits of operands, the same results."""
+"""Products in 8 bits in both frameworks: the same results. Of operands, numpy has the bits."""
 
 import importlib
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import polymp
-from polymp import fp8
 from polymp.fp8 import RECIPES
 from polymp.testing import assert_parity
 from tests.conftest import FRAMEWORKS, need
-
-ROLES = ("activation", "weight", "gradient")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,44 +23,6 @@ def policy(recipe):
 def numbers(*shapes):
     random = np.random.default_rng(0)
     return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
-
-
-def in_torch(x, recipe, role, axis):
-    import torch
-
-    from polymp.backends.torch.autocast.fp8_product import VERBS
-
-    low = x.dtype == ml_dtypes.bfloat16
-    t = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16 if low else torch.float32)
-    scale = fp8.scale_of(VERBS, t, recipe, role, axis)
-    made = fp8.quantised(VERBS, t, scale, recipe.format_of(role))
-    return made.view(torch.uint8).numpy(), scale.numpy()
-
-
-def in_jax(x, recipe, role, axis):
-    import jax
-
-    from polymp.backends.jax.autocast.fp8_operands import quantised
-
-    axes = (0, 1) if axis is None else (axis,)
-    made = jax.jit(lambda x: quantised(x, recipe, role, axes))(x)
-    return np.asarray(made.values).view(np.uint8), np.asarray(made.scale)
-
-
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("name", RECIPES)
-def test_operands_have_the_same_bits(name, role):
-    recipe, differ = RECIPES[name], 0
-    (x,) = numbers((256, 128))
-    x *= np.exp(np.random.default_rng(1).uniform(-30, 20, (256, 1))).astype(np.float32)
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        for axis in (None, 0, 1):
-            one = in_torch(x.astype(dtype), recipe, role, axis)
-            other = in_jax(x.astype(dtype), recipe, role, axis)
-            differ += np.count_nonzero(one[0] != other[0])
-            assert np.array_equal(one[1].ravel(), other[1].ravel()), "scales"
-    print(f"{name}, {role}: {differ} of {6 * x.size} numbers differ")
-    assert differ == 0
 
 
 @pytest.mark.parametrize("name", RECIPES)

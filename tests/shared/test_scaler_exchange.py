@@ -105,7 +105,6 @@ def _jax_step(scaler: Any, spoil: Any, inf: Any) -> Any:
 
 
 def by_rule(options: dict[str, Any], history: list[str]) -> dict[str, Any]:
-    """Return the state dict that the rule computes with Python numbers."""
     names = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
     rule = ScaleRule(**{names.get(key, key): value for key, value in options.items()})
     state = ScaleState(2.0**16)
@@ -178,7 +177,6 @@ def test_both_say_the_same_of_bfloat16():
 
 @pytest.fixture(params=["torch", "jax"])
 def make(request: pytest.FixtureRequest) -> Any:
-    """Makes a framework's `GradScaler`."""
     need(request.param)
     if request.param == "torch":
         from polymp.torch import GradScaler

@@ -68,7 +68,6 @@ def copy(names: list[str], to: Path) -> Path:
 
 
 def hook(call: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A hook of the build backend, as pip and build call it."""
     code = f"from setuptools import build_meta as backend; backend.{call}"
     command = [sys.executable, "-c", code]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

@@ -25,8 +25,6 @@ ADAM_EPS, OTHER_ADAM_EPS, RATE = 1e-8, 1e-6, 1e-3
 
 
 class Config(NamedTuple):
-    """A decoder and its batch."""
-
     layers: int = 12
     width: int = 48
     heads: int = 4

@@ -254,8 +254,6 @@ SUBJECTS = {
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run."""
-
     finite: bool  # every parameter is finite at the end
     first: float  # the scale before what would kill the run
     scale: float  # the scale after it

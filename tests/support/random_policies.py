@@ -129,8 +129,6 @@ def policy(seed: int) -> Policy:
 
 
 class Framework(NamedTuple):
-    """A framework's verbs."""
-
     ops: Mapping[str, Callable[..., Any]]  # by name, functions of arrays
     dtype: Callable[[Any], str]  # array -> "float32",
     cast: Callable[[Any, str], Any]  # (array, dtype) -> array
@@ -155,13 +153,10 @@ Decide = Callable[[Policy, str, Sequence[str], Region], Decision]
 
 
 def decide(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
-    """Return the library's decision."""
     return policy.decide(op, dtypes, region)
 
 
 class Judged(NamedTuple):
-    """The verdict on a run."""
-
     mistakes: list[str]  # one sentence for each call that did something else
     # op and decision of each call that a row decides for, in order
     decisions: list[tuple[str, Decision]]

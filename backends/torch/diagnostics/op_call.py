@@ -38,6 +38,9 @@ class CallSite(NamedTuple):
     recomputed: bool  # True inside the recomputation of a checkpoint
     updating: bool = False  # True inside an optimizer's step or a loss scaler
     compiled: bool = False  # True inside code that torch.compile has generated
+    # What FSDP2 sends: "all_gather", "reduce_scatter", or "". Casts that it makes for that run in
+    # its own functions, from hooks.
+    sends: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -176,7 +179,6 @@ class Ran(KernelCall):
 
     op_call: OpCall  # the call that it is part of
     facts: OpFacts
-    node: int | None = None  # number of the autograd node that was made for it; None if none was
 
     @property
     def into(self) -> list[torch.Tensor]:
@@ -323,7 +325,7 @@ class CallSites:
         """Return the call site of a frame, from it and the frames that called it."""
         path: str | None = None
         module: nn.Module | None = None
-        source, recomputed, updating, compiled, start = "", False, False, False, frame
+        source, sends, recomputed, updating, compiled, start = "", "", False, False, False, frame
         while frame is not None:
             code = frame.f_code
             if code is optimizers.MODULE_CALL:
@@ -333,6 +335,8 @@ class CallSites:
             elif (kind := _kind(code.co_filename)) != "library":
                 if kind == "user":
                     source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
+                elif kind == "fsdp":
+                    sends = sends or ("" if source else _SENDS.get(code.co_name, ""))
                 elif kind == "checkpoint":
                     recomputed |= code.co_name in _RECOMPUTES
                 elif kind == "compiled":
@@ -345,23 +349,8 @@ class CallSites:
         if path is None and module is not None and not self._settled:
             self._learn(module)  # the outermost one that runs
             return self.here(start)
-        place = CallSite(path or "", source, recomputed, updating, compiled)
+        place = CallSite(path or "", source, recomputed, updating, compiled, sends)
         return self._known.setdefault(place, place)
-
-
-def exchange(frame: FrameType | None) -> str:
-    """Return what FSDP2 sends while a frame runs: "all_gather", "reduce_scatter", or "".
-
-    Casts that FSDP makes to send parameters and gradients run in its own functions, from hooks.
-    """
-    while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
-        if kind == "fsdp" and frame.f_code.co_name in _SENDS:
-            return _SENDS[frame.f_code.co_name]
-        if kind not in ("library", "fsdp"):
-            break
-        frame = frame.f_back
-    return ""
 
 
 # The functions of FSDP2 that gather parameters, and the one that adds up gradients.

@@ -202,6 +202,8 @@ _LARGEST = 2**16
 class _Step(Subscriber):
     """Follows the ops of one step, and sums up their results."""
 
+    measures = True
+
     def __init__(self, number: int, model: nn.Module | None, options: Options) -> None:
         self._number = number
         self._model = model

@@ -37,23 +37,6 @@ def test_a_record_is_what_the_array_library_says(name):
     assert agrees(FORMATS[name])
 
 
-@pytest.mark.parametrize(
-    ("names", "joined"),
-    [
-        (["float16"], "float16"),
-        (["float16", "float16"], "float16"),
-        (["bfloat16", "float32"], "float32"),
-        (["float16", "bfloat16"], "float32"),
-        (["float8_e4m3fn", "float8_e5m2"], "float16"),
-        (["float8_e5m2", "bfloat16"], "bfloat16"),
-        (["float8_e4m3fn", "bfloat16"], "bfloat16"),
-        (["float64", "float16"], "float64"),
-    ],
-)
-def test_widest(names, joined):
-    assert widest(names) == widest(reversed(names)) == joined
-
-
 def test_widest_is_the_join_of_the_order_that_holds_defines():
     for a in FORMATS.values():
         for b in FORMATS.values():

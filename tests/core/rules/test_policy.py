@@ -1,7 +1,6 @@
 """Policies and rows as values: equality, module paths, and rows that never applied."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -60,30 +59,6 @@ def test_at_where_two_patterns_are_equally_exact():
     )
     assert tied.at("a.c").winner("mm", "float16") == one
     assert tied.at("c.b").winner("mm", "float16") == two
-
-
-def test_unused_rows_are_those_that_no_op_used():
-    policy = scoped(
-        Row("mm", Rule.LOWER),
-        Row("exp", Rule.FP32, "float16"),
-        Row("exp", Rule.FP32, "bfloat16"),
-        Row("mm", Rule.FP32, scope="*.haed"),
-        Row("class:fft", Rule.FP32),
-    )
-    report = SimpleNamespace(
-        rows=lambda: [Row("mm", Rule.LOWER), Row("exp", Rule.FP32, "float16", source="elsewhere")]
-    )
-    assert policy.unused(report) == (
-        Row("class:fft", Rule.FP32),
-        Row("exp", Rule.FP32, "bfloat16"),
-        Row("mm", Rule.FP32, scope="*.haed"),
-    )
-    nothing = SimpleNamespace(rows=list)
-    assert policy.unused(nothing) == policy.rows
-    everything = SimpleNamespace(rows=lambda: policy.rows)
-    assert policy.unused(everything) == ()
-    otherwise = SimpleNamespace(rows=lambda: [Row("mm", Rule.KEEP)])
-    assert policy.unused(otherwise) == policy.rows, "the row of another policy"
 
 
 def test_policies_are_values():
@@ -177,6 +152,10 @@ def test_depth_is_what_trying_every_way_finds(parts, path):
     assert scopes.depth("".join(parts), path) == deepest(parts, path)
 
 
+def test_case_counts_and_a_pattern_is_no_regular_expression():
+    assert scopes.depth("Attn", "attn") == scopes.depth("a+b", "aab") == 0
+
+
 @settings(max_examples=size(40, 250))
 @given(st.lists(PARTS, max_size=5, unique_by="".join), ANY_PATH)
 def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_characters(many, path):
@@ -189,34 +168,6 @@ def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_chara
     found = scopes.ranked(by_text, path)
     assert {pattern: rank for rank, pattern in found} == expected
     assert [rank for rank, _ in found] == sorted(expected.values()), "the weakest come first"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "path", "depth"),
-    [
-        ("*", "", 1),
-        ("*", "blocks.0", 1),  # a star at the end holds for what lies in the outermost match
-        ("blocks.*", "blocks.0.attn", 3),
-        ("*.lm_head", "lm_head", 2),
-        ("*.lm_head", "model.lm_head", 3),
-        ("*.lm_head", "model.lm_head.proj", 3),  # what is inside it, too
-        ("*.lm_head", "model.my_lm_head", 0),
-        ("*lm_head", "model.my_lm_head", 3),
-        ("lm_head", "model.lm_head", 0),
-        ("blocks.*.attn", "blocks.0.attn.q", 4),
-        ("blocks.*.attn", "blocks.0.inner.attn", 5),  # a star runs over dots
-        ("blocks.*.attn", "blocks.attn", 0),  # only in front does "*." stand for nothing
-        ("*.attn", "attn.mlp.attn.mlp", 4),  # the innermost one counts
-        ("blocks.?.attn", "blocks.1.attn", 4),
-        ("blocks.?.attn", "blocks.11.attn", 0),
-        ("blocks.[12].attn", "blocks.2.attn", 4),
-        ("blocks.[!12].attn", "blocks.2.attn", 0),
-        ("Attn", "attn", 0),
-        ("a+b", "aab", 0),  # no regular expression
-    ],
-)
-def test_depth(pattern, path, depth):
-    assert scopes.depth(pattern, path) == depth
 
 
 @pytest.mark.parametrize("pattern", ["", "model/lm_head", ".lm_head", "lm_head.", "*.", "."])

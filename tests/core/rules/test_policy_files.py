@@ -49,13 +49,11 @@ ROWS = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder, the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def refusal(source):
-    """Return the message of the PolicyError that a source has to raise."""
     with pytest.raises(PolicyError) as error:
         load(source)
     return str(error.value)
@@ -174,7 +172,6 @@ def test_extending_itself(folder):
 @pytest.mark.parametrize(
     ("extends", "message"),
     [
-        (3, "policy 'own': extends = 3 is not the name or path of a policy."),
         (
             {"rules": {}},
             "policy 'own': extends = {'rules': {}} is not the name or path of a policy.",

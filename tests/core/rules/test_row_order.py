@@ -15,7 +15,6 @@ from tests.support.policy_rows import (
     MINE,
     NAMES,
     QUESTIONS,
-    RULES,
     a_policy,
     answer,
     expected,
@@ -283,8 +282,6 @@ HERE = "override of policy 'amp'"
         ({"fp32": "softmax"}, ": fp32='softmax' is not a list of ops. Write fp32=['softmax']."),
         ({"keep": 3}, ": keep=3 is not a list of ops. Write keep=[3]."),
         ({"keep": [3]}, ": keep has 3; ops are named by strings."),
-        ({"rules": 3}, ": rules must be a table from op to rule, got 3."),
-        ({"rules": {"mm": "lo"}}, f": rule 'lo' for op 'mm' is not one of {RULES}."),
     ],
 )
 def test_override_refuses(words, message):

@@ -137,14 +137,6 @@ def test_an_artifact_gives_the_bits_of_the_jitted_function(case, elsewhere):
     assert bits(elsewhere(case)) == bits(here(case))
 
 
-@pytest.mark.sized
-@pytest.mark.parametrize("case", ASKED[:: 1 if LONG else 2], ids=str)
-def test_the_comparison_sees_another_policy_and_another_dtype(case, elsewhere):
-    others = {Case(policy, dtype, case.way) for policy, dtype in RUN} - {case}
-    assert len(others) == 2
-    assert not any(bits(elsewhere(case)) == bits(here(other)) for other in others)
-
-
 def foreign(text: str) -> list[str]:
     """Lines of a module that are not plain StableHLO, where they are from left out."""
     lines = (re.sub(r"loc\(.*\)", "", line) for line in text.splitlines() if line[:4] != "#loc")

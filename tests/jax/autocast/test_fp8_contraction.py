@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp import fp8
-from polymp.backends.jax.autocast.fp8_operands import VERBS, dequantised, quantised, scale_axes
+from polymp.backends.jax.autocast.fp8_operands import VERBS, quantised
 from polymp.backends.jax.diagnostics.measures import peak
 from polymp.dtypes import FORMATS
 from polymp.fp8 import RECIPES
@@ -121,14 +121,6 @@ def test_result_and_gradients_are_those_of_numpy(name, turned):
     rounded = of_w.astype(jnp.bfloat16).astype(jnp.float32)
     assert np.array_equal(of_w, rounded) is (recipe.scaling == "row")
     assert off(of_w, x.astype(np.float64).T @ g.astype(np.float64)) <= 0.1
-
-
-def test_the_comparison_finds_another_format_or_scale():
-    x, w = (np.asarray(a) for a in numbers((48, 64), (64, 32)))
-    roles = ("activation", "weight")
-    want = product(x, w, RECIPES["tensorwise"], "result", roles)
-    assert off(product(x, w, RECIPES["rowwise"], "result", roles), want) > 1e-3
-    assert off(product(x, w, RECIPES["tensorwise"], "result", ("gradient", "weight")), want) > 1e-3
 
 
 @pytest.mark.one_in(3)
@@ -383,18 +375,6 @@ def test_scales_are_those_of_numpy(name, role):
                 found = np.asarray(run(VERBS, *args))
                 assert found.shape == want.shape
                 assert differ(found, np.asarray(want)) == 0
-
-
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("name", RECIPES)
-def test_inf_and_nan_spoil_what_shares_their_scale(name, bad):
-    x = jnp.ones((4, 8), jnp.bfloat16).at[2, 5].set(bad)
-    axes = scale_axes(2, RECIPES[name], ("activation", "weight"), (1,))
-    values, scale = quantised(x, RECIPES[name], "activation", axes)
-    back = np.asarray(dequantised(values, scale, "float32"))
-    assert np.isnan(back[2]).all()
-    rows = [np.isnan(back[row]).all() for row in (0, 1, 3)]
-    assert rows == [RECIPES[name].scaling == "tensor"] * 3
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

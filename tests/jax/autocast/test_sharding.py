@@ -34,8 +34,6 @@ def loss(params: Any, x: Any, out_sharding: Any = None) -> Any:
 
 
 def looped(params: Any, x: Any) -> Any:
-    """A scan, a branch and a block to compute again."""
-
     def block(x: Any) -> Any:
         return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
 
@@ -246,12 +244,6 @@ def test_nothing_more_is_saved_and_gradients_stay_as_they_are(gathered, name):
 def test_a_weight_that_the_program_gathers_unmarked_is_gathered_in_float32(gathered):
     seen = gathered["shard_map, not marked"]
     assert seen["autocast"]["gathers"] == seen["float32"]["gathers"] == ["float32"] * 3
-
-
-@pytest.mark.sized
-def test_casts_that_are_not_one_are_gathered_twice(gathered):
-    for name in IN_A_ROW:
-        assert len(gathered[name]["off"]["gathers"]) > len(gathered[name]["autocast"]["gathers"])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contract
 from polymp.jax import autocast
 
-AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+AUTO = jax.sharding.AxisType.Auto
 
 
 def mesh_of_one(kind=AUTO):

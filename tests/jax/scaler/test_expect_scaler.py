@@ -15,7 +15,6 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from polymp.backends.jax.scaler import optimizer_step as expecting
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
 from polymp.scaling import NOT_NEEDED
@@ -213,18 +212,6 @@ def test_shapes_stand_for_arrays_and_other_arguments_are_as_they_are():
         assert expect_scaler(fn, w, x, kind="other")
 
 
-def test_nothing_runs():
-    ran = []
-
-    def step(w, x):
-        jax.debug.callback(lambda: ran.append(1))
-        return w
-
-    assert expect_scaler(step, W, X)
-    jax.effects_barrier()
-    assert ran == []
-
-
 def test_the_message_names_the_line():
     here = r"at \S+test_expect_scaler\.py:\d+:\d+ \(cast\)"
     with pytest.raises(UnscaledError) as caught:
@@ -243,17 +230,6 @@ def test_bad_arguments():
         expect_scaler(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be 'warn' or 'raise', got 'ignore'"):
         expect_scaler(low, W, X, action="ignore")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("name", "nothing", "scaled"), [("scope_names", [], True), ("in_backward", False, False)]
-)
-def test_these_tests_notice_marks_and_backward_passes_that_are_not_found(
-    monkeypatch, name, nothing, scaled
-):
-    assert answer(graded(low, scaled), S, W, X) is scaled
-    monkeypatch.setattr(expecting.compat, name, lambda stack: nothing)
-    assert answer(graded(low, scaled), S, W, X) is not scaled
 
 
 # --- a scaler says once that a bfloat16 region needs none, and to no other -----------------------

@@ -194,7 +194,6 @@ def test_an_update_with_effects_is_a_conditional_everywhere() -> None:
 
 
 def test_steps_by_selection_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs."""
     monkeypatch.setattr(optimizer_step, "SELECTING", ("cpu", *optimizer_step.SELECTING))
 
     def selected(*args: Any) -> Any:  # not traced before

@@ -64,7 +64,6 @@ def trained(mode: str, run: Any, steps: range, where: Any = None) -> Any:
 
 
 def seen(run: Any) -> list[str]:
-    """Every bit of a run."""
     return [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(run)]
 
 

@@ -109,13 +109,6 @@ def test_an_optimizer_steps_as_on_float32(name, mode):
         assert not np.array_equal(a, jax.tree.leaves(PARAMS)[0])
 
 
-def test_this_oracle_finds_plain_bfloat16():
-    want, _ = run(OPTIMIZERS["adamw"], PARAMS)
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    got, _ = run(OPTIMIZERS["adamw"], low)
-    assert bits(jax.tree.map(lambda x: x.astype(jnp.float32), got)) != bits(want)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_may_be_low_too(mode):
     """They are cast to float32, so that the moments are those of float32 gradients."""
@@ -434,7 +427,6 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def rows(params: Any) -> dict[str, Any]:
-    """The first call of each op."""
     return {call.op: call for call in reversed(list(polymp.explain(loss, params, X)))}
 
 

@@ -224,8 +224,6 @@ class LinenDecoder(linen.Module):
 
 
 class State(NamedTuple):
-    """The state that a step changes."""
-
     params: Any
     optimizer: Any
 

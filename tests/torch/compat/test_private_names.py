@@ -607,32 +607,6 @@ def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
     assert dispatcher.showing == {}
 
 
-def test_standing_in_for_cuda(monkeypatch) -> None:
-    """In the block alone, and in this thread alone; whatever the machine has."""
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    with accelerators.stand_in("cuda"):
-        assert not accelerators.cuda_missing()
-        assert not accelerators.cuda_lacks_bfloat16()
-        assert in_thread(accelerators.cuda_missing)
-    assert accelerators.cuda_missing()
-    assert accelerators.cuda_lacks_bfloat16()
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
-def test_a_device_that_is_not_there_has_a_guard_in_the_block(device: str) -> None:
-    """Without a guard, autograd on its tensors ends the process; it is taken away again."""
-    guards = accelerators._guards()
-    assert guards is not None, "libc10.so does not show its guards"
-    before = list(guards)
-    with accelerators.stand_in(device) as differentiable, FakeTensorMode():
-        x = torch.empty(4, 4, device=device, requires_grad=True)
-        assert differentiable
-        assert (x[:2] @ x).grad_fn is not None
-    assert list(guards) == before
-    assert (before[accelerators._NUMBERS["cuda"]] is None) != torch.cuda._is_compiled()
-
-
 def test_autocast_keys_of_several_devices_in_one_set() -> None:
     both = dispatcher.autocast_keys(["cpu", "cuda"])
     for device in ("cpu", "cuda"):

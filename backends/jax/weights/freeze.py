@@ -515,7 +515,8 @@ class LowPlan:
         if eqn.primitive.name == "convert_element_type":
             return f"a cast to {eqn.params['new_dtype'].name} reads it ({where})"
         name = eqn.op if isinstance(eqn, FunctionCall) else eqn.primitive.name
-        return f"{name!r} reads it in {dtype} ({where})"
+        does = f"reads it in {dtype}" if step.in_8_bits is None else "quantises it to 8 bits"
+        return f"{name!r} {does} ({where})"
 
 
 def _fills_alike(eqn: Equation, dtype: str) -> bool:

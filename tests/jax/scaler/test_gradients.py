@@ -215,11 +215,7 @@ def hand_written(scaler: GradScaler, w: Any, x: Any) -> Any:
     ("x", "scale", "counts"),
     [
         ([1.0, 1.0, 1.0], 24.0, (0, 0, 0, 0)),  # factors that are not powers of two
-        (
-            [1e18, 1.0, 1.0],
-            2.0**9,
-            (0, 1, 0, 1),
-        ),  # the scaled gradient overflows alone
+        ([1e18, 1.0, 1.0], 2.0**9, (0, 1, 0, 1)),  # the scaled gradient overflows alone
         ([np.nan, 1.0, 1.0], 6.0, (0, 1, 1, 1)),
         ([1e30, 1.0, 1.0], 6.0, (0, 1, 1, 1)),  # the loss is Inf
     ],

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polymp.dtypes import FORMATS, widest
+from polymp.errors import PolicyError
 from polymp.rules.policy import Decision, Policy, Region
 from polymp.rules.policy_files import load
 from polymp.rules.row import Row, Rule

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import ways_jax as ways
 import workloads_jax as workloads
 from pairing import Row, Timed, machine, measure, missed, row, save, show, timed
-from ways_jax import FLAX, FROZEN, FULL, HAND, JAXAMP, JMP, MPX, OURS
+from ways_jax import FEW, FEW_FROZEN, FLAX, FROZEN, FULL, HAND, JAXAMP, JMP, MPX, OURS
 from workloads_jax import DYNAMIC, LARGE, PLAIN, SCALED, SKIPPING, SMALL, Made, Size
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -64,6 +64,7 @@ class Plan:
 
 RIVALS = (JMP, MPX, JAXAMP, FLAX)
 SERVED = ((FROZEN, OURS), (FROZEN, FULL), (FROZEN, HAND), (OURS, FULL), (OURS, HAND))
+FEW_ROWS = ((FEW, FULL), (FEW_FROZEN, FULL))
 SCALERS = ((SCALED, PLAIN), (SCALED, DYNAMIC), (DYNAMIC, PLAIN), (SKIPPING, PLAIN))
 PLANS = {
     "mlp": Plan(
@@ -103,17 +104,17 @@ PLANS = {
     "decode": Plan(
         "Transformer, {serve.layers} layers of width {serve.width}: tokens decoded one by one",
         workloads.decode,
-        (FROZEN, OURS, FULL, HAND),
-        SERVED,
-        bars={OURS: 0.65, (FROZEN, FULL): 1.0},
+        (FROZEN, OURS, FULL, HAND, FEW, FEW_FROZEN),
+        (*SERVED, *FEW_ROWS),
+        bars={OURS: 0.65, (FEW, FULL): 1.1, (FEW_FROZEN, FULL): 1.0},
     ),
     **{
         f"decode {rows}": Plan(
             f"The same transformer: tokens of {rows} sequences decoded one by one",
             partial(workloads.decode, rows=rows),
-            (FROZEN, OURS, FULL, HAND),
-            SERVED,
-            bars={(FROZEN, FULL): 1.0},
+            (FROZEN, OURS, FULL, HAND, FEW, FEW_FROZEN),
+            (*SERVED, *FEW_ROWS),
+            bars={(FROZEN, FULL): 1.0, (FEW, FULL): 1.1, (FEW_FROZEN, FULL): 1.0},
         )
         for rows in (4, 16)
     },
@@ -148,6 +149,7 @@ NOTES = (
     "arithmetic is float32.",
     'Decoding has batch 1 and uses a cache of keys and values. In its rows "by hand", the '
     "parameters are stored in bfloat16.",
+    '"few_rows" is autocast under a policy with few_rows = 32.',
     '"casts" counts the casts between float dtypes in the compiled program. "kept" is the memory '
     "of what the forward pass stores for the backward pass, without the arguments.",
 )

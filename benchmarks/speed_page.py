@@ -53,7 +53,7 @@ The names of the programs:
 | by hand | weights and activations cast by hand; norms and the loss in float32 |
 | polymp, autocast | in a region of polymp; in PyTorch without a policy |
 | frozen | polymp with `freeze` |
-| few_rows | polymp with matrix products of up to 32 rows in float32, in older records |
+| few_rows | polymp under a policy with `few_rows = 32` |
 | compiled | with `torch.compile` |
 
 [The last section](#where-it-was-measured) lists machines and versions.

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 from polymp.jax import autocast
 
 FULL, HAND, OURS, FROZEN = "float32", "by hand", "autocast", "frozen"
+FEW, FEW_FROZEN = "few_rows", "few_rows, frozen"  # autocast with that key in its policy
 FLAX, JMP, MPX, JAXAMP = "flax dtype=", "jmp", "mpx", "jaxamp"
 LOW = jnp.bfloat16
+FEW_ROWS = 32  # as docs/fast.md recommends
 PACKAGES = {
     FLAX: "flax",
     JMP: "jmp",
@@ -43,6 +45,8 @@ def under(way: str, fn: Fn) -> Fn:
         return partial(fn, compute=LOW)
     if way == OURS:
         return autocast(fn)
+    if way == FEW:
+        return autocast(fn, policy={"name": "few", "extends": "amp", "few_rows": FEW_ROWS})
     if way == JMP:
         import jmp
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import optax
 import ways_jax as ways
 from jax import Array, lax
-from ways_jax import FLAX, FROZEN, FULL, HAND, OURS
+from ways_jax import FEW, FEW_FROZEN, FLAX, FROZEN, FULL, HAND, OURS
 
 from polymp.jax import GradScaler, autocast, freeze
 
@@ -311,8 +311,9 @@ def decode(way: str, size: Size, rows: int = 1) -> Made:
     cache = [(jnp.zeros(places, store), jnp.zeros(places, store)) for _ in range(of.layers)]
     token, at = jnp.zeros(of.batch, jnp.int32), jnp.int32(of.length // 2)
     plain = partial(next_logits, heads=of.heads)
-    if way == FROZEN:
-        fn, params = freeze(ways.under(OURS, plain), params, cache, token, at)
+    if way in (FROZEN, FEW_FROZEN):
+        frozen = ways.under(OURS if way == FROZEN else FEW, plain)
+        fn, params = freeze(frozen, params, cache, token, at)
     elif way == HAND:
         fn, params = ways.under(way, plain), jax.tree.map(lambda p: p.astype(ways.LOW), params)
     else:

@@ -45,6 +45,8 @@ def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
     if row is None:
         return {"rule": Rule.PARTS, "detail": ""}
     details = {Rule.FP32: row.apply or "", Rule.WIDEST: policy.halves, Rule.FORBID: row.instead}
+    if policy.few_rows and row.is_of_products:
+        details[Rule.LOWER] = f"few_rows = {policy.few_rows}"
     return {"rule": row.rule, "detail": details.get(row.rule, "")}
 
 

@@ -82,6 +82,8 @@ class Policy:
         inside: True for what `at` returns: the rows that have a scope hold.
         fp8: name of the recipe of the rows with rule fp8, by default "tensorwise"; "" without such
             rows.
+        few_rows: matrix products with rule lower of at most so many rows run in float32 where JAX
+            would have to cast a float32 parameter for them; 0 for none.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Policy:
     halves: str = "widen"
     inside: bool = False
     fp8: str = ""
+    few_rows: int = 0
 
     def __post_init__(self) -> None:
         rows = tuple(sorted(self.rows, key=lambda row: row.key))
@@ -105,6 +108,12 @@ class Policy:
         if self.halves not in ("widen", "raise"):
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
+            )
+        few = self.few_rows
+        if isinstance(few, bool) or not isinstance(few, int) or few < 0:
+            raise PolicyError(
+                f"policy {self.name!r}: few_rows = {few!r} is not a number of rows. Write few_rows "
+                "= 32, or 0 to run products of any size by their rows."
             )
         if self.fp8:
             recipe_of(self.fp8, f"policy {self.name!r}")
@@ -123,7 +132,7 @@ class Policy:
 
     @property
     def _values(self) -> tuple[Any, ...]:
-        return self.name, self.rows, self.halves, self.inside, self.fp8
+        return self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
 
     @cached_property
     def _hash(self) -> int:
@@ -439,6 +448,16 @@ def folded(rows: Sequence[Row], found: Sequence[tuple[object, str]], where: str)
                 f"{other.rule}, and neither pattern is the more exact. Make one of them longer."
             )
     return holding
+
+
+def why_float32(most: int, rows: float) -> str:
+    """Say why a product of rule lower with a float32 parameter runs in float32: `few_rows`."""
+    # A cast of the weight reads it once more and writes half as much, whatever the rows; a row
+    # costs less in a low dtype. benchmarks/jax_speed.py measures how many rows pay for the cast.
+    if rows > most:
+        return ""
+    times = "1 row" if rows == 1 else f"{rows} rows"
+    return f"casting the float32 parameter takes longer than {times} (few_rows = {most})"
 
 
 # Reading the rows of a policy from plain data, which is what a TOML file or a dict holds.

@@ -118,7 +118,7 @@ def _toml(content: str, where: str) -> Mapping[str, object]:
         raise PolicyError(f"{where} is not TOML: {error}.") from None
 
 
-_KEYS = ("name", "summary", "extends", "halves", "fp8", "rules", "scopes")
+_KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")
 
 
 def _policy(
@@ -131,7 +131,8 @@ def _policy(
     base = None if extends is None else _base(extends, where, above)
     rows = policy_module.rows(data, where)
     halves = str(data.get("halves", base.halves if base else "widen"))
-    policy = Policy(name, rows, halves, fp8=base.fp8 if base else "")
+    few_rows = cast(int, data.get("few_rows", base.few_rows if base else 0))
+    policy = Policy(name, rows, halves, fp8=base.fp8 if base else "", few_rows=few_rows)
     policy = policy.over(base) if base else policy
     if "fp8" not in data:
         return policy
@@ -153,6 +154,7 @@ def to_toml(policy: Policy) -> str:
     """The policy as a TOML file that `load` reads back, equal row by row."""
     lines = [f"name = {_quoted(policy.name)}", f"halves = {_quoted(policy.halves)}"]
     lines += [f"fp8 = {_quoted(policy.fp8)}"] if policy.fp8 else []
+    lines += [f"few_rows = {policy.few_rows}"] if policy.few_rows else []
     for scope in sorted({row.scope for row in policy.rows}):
         lines += ["", f"[scopes.{_quoted(scope)}]" if scope else "[rules]"]
         of_scope = [row for row in policy.rows if row.scope == scope]

@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 from polymp import fp8
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import known_functions
+from polymp.backends.jax.autocast.contraction import free_sizes
 from polymp.backends.jax.autocast.fp8_operands import In8Bits, Part
 from polymp.backends.jax.autocast.frame import (
     ELIGIBLE,
@@ -41,7 +42,7 @@ from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.dtypes import FORMATS, widest
 from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, Region
+from polymp.rules.policy import Decision, Region, why_float32
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
@@ -188,10 +189,13 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         return step._replace(fallback=why if low else ""), outs
     run = decision.run or widest(hard)
     plain = asked is None or asked == widest(wide)  # jnp always fills it in
+    in_float32 = _why_float32(eqn, known, region) if decision.rule is Rule.LOWER else ""
+    if in_float32:  # the result has the dtype that it has otherwise
+        decision, run = decision._replace(out=run if plain else asked), "float32"
     out = run if plain else asked
     final = decision.out or out
     low = run in LOW_DTYPES
-    how = how_in_8_bits() if low and decision.rule is Rule.FP8 else ""
+    how = how_in_8_bits() if low and decision.rule is Rule.FP8 else in_float32
     made = out if out == run or not low else "float32"
     returns = (final,) if final != made else None
     if low:
@@ -217,6 +221,17 @@ def _why_as_written(eqn: Equation, asked: str | None) -> str:
         return f"it asks for the precision {getattr(one, 'name', one)}"
     other = (a.aval.dtype for a in eqn.invars[:2] if declared(a) is None)
     return next((f"an operand is {dtype}" for dtype in other), "")
+
+
+def _why_float32(eqn: Equation, known: list[ValueFacts], region: Region) -> str:
+    """Why a product with rule lower runs in float32, though it is eligible; "" if it does not."""
+    assert region.policy is not None, "it has a row"
+    if not region.policy.few_rows or eqn.primitive.name != "dot_general":
+        return ""
+    lhs, rhs = (atom.aval for atom in eqn.invars)
+    rows = free_sizes(lhs, rhs, eqn.params["dimension_numbers"])
+    facing = [n for n, k in zip(reversed(rows), known, strict=True) if k.is_parameter]
+    return why_float32(region.policy.few_rows, min(facing)) if facing else ""
 
 
 def _not_eligible(

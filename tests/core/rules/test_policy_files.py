@@ -189,7 +189,7 @@ def test_extending_what_is_not_there(folder, extends, message):
 # --- faults in a file -----------------------------------------------------------------------------
 
 ALONE = "op 'mm' has rules for dtypes alone; put the rest there."
-KEYS = "name, summary, extends, halves, fp8, rules, scopes"
+KEYS = "name, summary, extends, halves, fp8, few_rows, rules, scopes"
 FAULTS = {
     '[rules]\nmm = "lo"\n': f"rule 'lo' for op 'mm' is not one of {RULES}.",
     '[rules]\nmm = { float16 = "lo" }\n': f"float16 'lo' for op 'mm' is not one of {RULES}.",
@@ -300,7 +300,7 @@ def test_a_byte_order_mark_is_no_part_of_a_policy(folder):
     [
         ('extends = "a\\u0000b.toml"', "'.*a\\\\x00b.toml': embedded null byte"),
         ("x = " + "[" * 2000, "own.toml is not TOML: maximum recursion depth exceeded"),
-        ("halves = " + "9" * 5000, "own.toml is not TOML: Exceeds the limit"),
+        ("few_rows = " + "9" * 5000, "own.toml is not TOML: Exceeds the limit"),
         (f'rules.{"k" * 100_000} = "fp32"', "own.toml: no op 'k+ ... k+'. `polymp show amp`"),
         ('rules."\\u001b[31mexp" = "fp32"', r"own.toml: no op '\\x1b\[31mexp'"),
     ],
@@ -372,11 +372,12 @@ def rows(draw):
 
 
 POLICIES = st.builds(
-    lambda name, rows, halves, fp8: Policy(name, tuple(rows), halves, fp8=fp8),
+    lambda name, rows, halves, fp8, few: Policy(name, tuple(rows), halves, fp8=fp8, few_rows=few),
     NAMES,
     st.lists(rows(), max_size=10, unique_by=lambda row: row.key),
     st.sampled_from(["widen", "raise"]),
     st.sampled_from(["", "tensorwise", "rowwise", "rowwise_gw_hp"]),
+    st.sampled_from([0, 32]),
 )
 
 

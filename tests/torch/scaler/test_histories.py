@@ -374,7 +374,7 @@ class ForgetsToUnscale(GradScaler):
 
 
 MUTANTS = {
-    NeverSkips: ("plain SGD", "clipped SGD", "accumulated", "several", "sparse SGD"),
+    NeverSkips: ("plain SGD", "clipped SGD", "accumulated", "sparse SGD"),
     ForgetsToUnscale: ("plain SGD", "clipped SGD, fused", "mixed parameters"),
 }
 

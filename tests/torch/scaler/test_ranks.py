@@ -19,7 +19,17 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 from tests.support.sizes import LONG
 from tests.support.torch import run_ranks
 from tests.support.torch.ranks import bits, launch
-from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways
+from tests.support.torch.run_ranks import (
+    DTYPES,
+    HISTORY,
+    KINDS,
+    SETTINGS,
+    WAYS,
+    Plant,
+    some,
+    tried,
+    ways,
+)
 from tests.support.torch.sharded_models import Toy, data
 
 pytestmark = pytest.mark.sized
@@ -260,6 +270,25 @@ def test_a_group_that_this_process_is_not_in(worlds: Any, ranks: int) -> None:
             "into one that was made with the group."
         )
         assert copied
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ddp_trains_as_with_torch_s_classes(worlds: Any, dtype: torch.dtype, kind: str) -> None:
+    """In the step whose loss is lost, too; and alike on both ranks."""
+    one, other = ([notes[name, dtype, kind] for name in ("polymp", "torch")] for notes in worlds[2])
+    assert one[0] == other[0] == one[1] == other[1]
+    assert one[0].count(str(dtype)) == 6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_s_sharded_scaler_on_our_base(worlds: Any, fused: bool) -> None:
+    ours, *others = (
+        notes[name, "sharded", fused] for notes in worlds[2] for name in ("polymp", "torch")
+    )
+    assert others == [ours] * 3
+    assert [state["scale"] for state in ours[1::2]] == [8.0, 16.0, 8.0, 8.0, 16.0, 16.0]
+    assert [w[0] for _, w in ours[::2]] == [0.75, 0.5, 0.5, 0.25, 0.0, -0.25]
 
 
 @pytest.mark.parametrize("how", run_ranks.HOW)

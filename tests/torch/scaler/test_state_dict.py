@@ -20,7 +20,6 @@ from tests.support.sizes import size
 
 INF, NAN = float("inf"), float("nan")
 TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-OWN = ("min_scale", "max_scale", "hysteresis", "skips", "spoiled", "skipped")
 KINDS = ("loop", "fused", "undone")
 
 
@@ -91,26 +90,6 @@ def test_out_of_torchs_scaler(kind, history, after) -> None:
     for (theirs, w), (mine, v) in zip(one.play(after), other.play(after), strict=True):
         assert {k: mine[k] for k in TORCHS} == theirs
         assert w == v
-
-
-def test_torchs_state_keeps_our_bounds_and_brings_the_scale_between_them() -> None:
-    scaler = polymps(min_scale=4.0, max_scale=128.0, hysteresis=2)
-    for theirs, wanted in ((2.0**16, 128.0), (0.5, 4.0), (8.0, 8.0)):
-        scaler.load_state_dict(torchs(init_scale=theirs).state_dict())
-        state = scaler.state_dict()
-        assert [state[k] for k in ("scale", "min_scale", "max_scale", "hysteresis")] == [
-            wanted, 4.0, 128.0, 2,
-        ]  # fmt: skip
-
-
-def test_the_entries_are_numbers_of_python() -> None:
-    run = Run(polymps())
-    for history in ("", "+-?"):
-        run.play(history)
-        state = run.scaler.state_dict()
-        assert tuple(state) == TORCHS + OWN
-        kinds = [float] * 3 + [int] * 2 + [float] * 2 + [int] * 4
-        assert [type(v) for v in state.values()] == kinds
 
 
 # --- files and copies -----------------------------------------------------------------------------

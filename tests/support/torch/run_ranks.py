@@ -71,8 +71,6 @@ SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 
 
 class Way(NamedTuple):
-    """How a step is made."""
-
     optimizer: Callable[[Any], torch.optim.Optimizer]
     options: dict[str, Any]
     clip: bool = False
@@ -97,8 +95,8 @@ FEW = ("sgd", "adamw, device", "adamw, fused, clipped")
 
 
 def tried(ranks: int) -> list[str]:
-    """The names of the cuts: on four ranks, in `make test`, those that need four, and one other."""
-    return [cut for cut in cuts(ranks) if LONG or ranks == 2 or cut in ("ddp", *FOR_FOUR)]
+    """The names of the cuts: on four ranks, in `make test`, those that need four."""
+    return [cut for cut in cuts(ranks) if LONG or ranks == 2 or cut in FOR_FOUR]
 
 
 def ways(cut: str, ranks: int) -> list[str]:
@@ -160,8 +158,6 @@ def clip(cut: Cut, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Run:
-    """A model, an optimizer and a scaler, and what they went through on this rank."""
-
     def __init__(self, cut: Cut, way: Way, scaler: GradScaler, *, early: bool = False) -> None:
         self.cut, self.way, self.scaler, self.early = cut, way, scaler, early
         self.optimizer = way.optimizer(groups(cut.model))
@@ -171,7 +167,6 @@ class Run:
         self.notes: list[dict[str, Any]] = []
 
     def part(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's share of the step's data."""
         device = next(self.cut.model.parameters()).device
         x, t = (whole.to(device) for whole in data(at))
         return x[self.cut.share :: self.cut.shares], t[self.cut.share :: self.cut.shares]
@@ -230,7 +225,6 @@ def go(
 
 
 def table(ranks: int) -> dict[Any, Any]:
-    """Every cut in every way."""
     notes: dict[Any, Any] = {}
     for name in tried(ranks):
         for way in ways(name, ranks):
@@ -282,7 +276,6 @@ def save(run: Run, folder: Path) -> None:
 
 
 def load(run: Run, folder: Path, how: str) -> None:
-    """Bring a fresh run to where the saved one was; its scaler from the checkpoint or a file."""
     model, optimizer = get_state_dict(run.cut.model, run.optimizer)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if how == "checkpoint":

@@ -75,8 +75,6 @@ class History(NamedTuple):
 
 
 class Part:
-    """The parts of a training step, over one scaler."""
-
     def __init__(self, make: Make, **options: Any) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(
@@ -194,9 +192,6 @@ def test_eager_and_compiled_steps_in_turns(period: int, odd: int, backend: str) 
     assert all(map(torch.equal, mixed.weights, eager.weights))
 
 
-# --- a quotient that overflows -------------------------------------------------------------------
-
-
 def test_below_a_scale_of_one_a_quotient_that_overflows_is_caught() -> None:
     w = torch.ones(2, requires_grad=True)
     optimizer = optim.SGD([w], lr=0.1)
@@ -212,9 +207,6 @@ def test_below_a_scale_of_one_a_quotient_that_overflows_is_caught() -> None:
     w.grad = torch.full((2,), 3e38)
     update()
     assert (w.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0**-11)
-
-
-# --- everything in one graph ---------------------------------------------------------------------
 
 
 @pytest.mark.one_in(2)
@@ -289,9 +281,6 @@ def test_a_training_function_with_graph_breaks(make: Make) -> None:
     assert len(set(ours.graphs[3:])) == 1
     for w, expected in zip(ours.weights, eager.weights, strict=True):
         torch.testing.assert_close(w, expected)
-
-
-# --- what the host hears -------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(2)
@@ -373,9 +362,6 @@ def test_hooks_see_a_compiled_step_under_a_learning_rate_scheduler() -> None:
         part.forward(part.x).backward()
         update()
     assert calls == ["before", "after"] * 3
-
-
-# --- what stays impossible -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,6 @@ def give(name: str, params: list[torch.Tensor], at: int, *, bad: bool) -> None:
 
 
 def everything(params: list[torch.Tensor], optimizer: optim.Optimizer) -> str:
-    """All bits of parameters and states, and the settings of the groups."""
     states = [sorted(optimizer.state.get(p, {}).items()) for p in params]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return repr(seen([params, states, groups]))
@@ -117,9 +116,6 @@ def test_a_step_is_the_plain_one_or_none(name: str, history: str) -> None:
     assert first_difference(name, history, optimizer_step.step_or_undo) is None
 
 
-# --- steps that are wrong ------------------------------------------------------------------------
-
-
 WRONG: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
     "parameters alone are undone": torch.where,
     "undone by a product, into which NaN runs": lambda bad, was, p: bad * was + ~bad * p,
@@ -139,11 +135,7 @@ def test_a_wrong_step_is_seen(name: str, way: str) -> None:
     assert first_difference(name, HISTORIES[0], step) is not None
 
 
-# --- who waits -----------------------------------------------------------------------------------
-
-
 def reads(step: Callable[[], Any]) -> int:
-    """How many values the host reads."""
     with EachOp(lambda op, *_: op is torch.ops.aten._local_scalar_dense.default) as mode:
         step()
     return sum(mode.seen)

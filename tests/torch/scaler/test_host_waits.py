@@ -50,7 +50,6 @@ FREE: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 def reads() -> EachOp:
-    """A mode that notes the values which the host reads."""
     return EachOp(lambda op, *_: op is torch.ops.aten._local_scalar_dense.default or None)
 
 
@@ -149,7 +148,6 @@ def waits(op: Any, args: Any, kwargs: Any) -> str | None:
 
 
 def on_a_fake_gpu(name: str) -> tuple[optim.Optimizer, GradScaler]:
-    """An optimizer that has its state, and a scaler, of fake tensors."""
     make, options = FREE[name]
     weights = [torch.ones((3, 3), device="cuda", requires_grad=True) for _ in range(3)]
     optimizer = make(weights)
@@ -219,9 +217,6 @@ def test_a_copy_from_the_host_is_seen() -> None:
     with FakeTensorMode(), EachOp(copies) as seen:
         torch.tensor(1.0, device="cuda")
     assert "aten._to_copy.default" in seen.seen
-
-
-# --- replayed ------------------------------------------------------------------------------------
 
 
 class Graph(TorchDispatchMode):
@@ -308,8 +303,6 @@ def test_what_is_replayed_is_what_eager_code_does(captured: str, name: str, clip
     assert (eager[-1][0]["skipped"], eager[21][0]["spoiled"]) == (3, 2)
 
 
-# --- launches ------------------------------------------------------------------------------------
-
 # Ops that start nothing on a device.
 FREE_OF_CHARGE = "view unbind select slice detach empty alias profiler record".split()
 
@@ -351,9 +344,6 @@ def test_launches_of_a_fused_step(count: int) -> None:
     # Every fourth update sends the state to the host, in one piece; the copy is none here.
     assert [row[2] for row in settled] == [5 + (at % 4 == 3) for at in range(8, 24)]
     assert {row[1] for row in launches(GradScaler, count, min_scale=1.0)[1:]} == {theirs[1] - 1}
-
-
-# --- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -19,17 +19,7 @@ from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 from tests.support.sizes import LONG
 from tests.support.torch import run_ranks
 from tests.support.torch.ranks import bits, launch
-from tests.support.torch.run_ranks import (
-    DTYPES,
-    HISTORY,
-    KINDS,
-    SETTINGS,
-    WAYS,
-    Plant,
-    some,
-    tried,
-    ways,
-)
+from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways
 from tests.support.torch.sharded_models import Toy, data
 
 pytestmark = pytest.mark.sized
@@ -58,7 +48,6 @@ def several(names: Sequence[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
-    """Return the notes of each rank, by number of ranks; four ranks continue what two saved."""
     folder = tmp_path_factory.mktemp("ranks")
     return {ranks: launch("tests.support.torch.run_ranks", ranks, folder) for ranks in WORLDS}
 
@@ -70,7 +59,6 @@ def outcomes(history: Sequence[Plant | None], settled: bool) -> list[str]:
 
 
 def states(steps: Sequence[str], rule: ScaleRule = RULE, start: Any = START) -> list[Any]:
-    """Return the expected state dict of the scaler after each step."""
     saved = []
     for step in steps:
         finite, loss_finite = step == "good", step != "spoiled"
@@ -101,7 +89,6 @@ def array(noted: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
 
 
 def of_all(notes: dict[int, list[dict[Any, Any]]], ranks: int, key: Any, what: str) -> list[Any]:
-    """One thing of the notes of every step, rank by rank."""
     return [[step[what] for step in of_rank[key]] for of_rank in notes[ranks]]
 
 
@@ -272,8 +259,8 @@ def test_a_group_that_this_process_is_not_in(worlds: Any, ranks: int) -> None:
         assert copied
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", run_ranks.KINDS)
+@pytest.mark.parametrize("dtype", run_ranks.DTYPES, ids=str)
 def test_ddp_trains_as_with_torch_s_classes(worlds: Any, dtype: torch.dtype, kind: str) -> None:
     """In the step whose loss is lost, too; and alike on both ranks."""
     one, other = ([notes[name, dtype, kind] for name in ("polymp", "torch")] for notes in worlds[2])

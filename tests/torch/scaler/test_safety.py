@@ -48,7 +48,6 @@ class Run:
         self.scaler.update()
 
     def overflow(self) -> None:
-        """One iteration with a finite loss and a gradient that is Inf."""
         self.iterate(1.0, overflow=True)
 
     def skip(self, factor: float) -> None:
@@ -104,9 +103,6 @@ def test_a_value_that_overflows_when_scaled_only_is_no_lost_loss() -> None:
     run = Run(init_scale=2.0**16)
     run.iterate(1e37)  # the loss is finite; its scaled gradient is not
     assert [run.state[k] for k in ("scale", "spoiled", "skips")] == [2.0**15, 0, 1]
-
-
-# --- several optimizers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -199,7 +195,6 @@ def test_a_first_scale_that_is_interrupted_at_any_line_can_be_made_again() -> No
 
 
 def play(run: Run, rows: list[int], good: int = 1) -> None:
-    """Rows of so many overflows, with good steps after each."""
     for row in rows:
         for _ in range(row):
             run.overflow()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pickle
 from typing import Any
@@ -17,6 +16,7 @@ from polymp.scaling import scale_rule
 from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 from polymp.torch import GradScaler
 from tests.support.sizes import size
+from tests.support.torch.models import through_file
 
 INF, NAN = float("inf"), float("nan")
 TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -32,7 +32,6 @@ class Run:
         self.optimizer = torch.optim.Adam([self.w], lr=0.125, fused=kind == "fused")
 
     def take_over(self, other: Run) -> None:
-        """Weight and optimizer as the other's."""
         self.w.data.copy_(other.w.data)
         self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
@@ -73,8 +72,6 @@ ours = st.fixed_dictionaries(
 )
 every = pytest.mark.parametrize("kind", KINDS)
 
-# --- torch.amp ------------------------------------------------------------------------------------
-
 
 @every
 @settings(max_examples=size(5, 20))
@@ -92,16 +89,6 @@ def test_out_of_torchs_scaler(kind, history, after) -> None:
         assert w == v
 
 
-# --- files and copies -----------------------------------------------------------------------------
-
-
-def saved(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def through_state(scaler: GradScaler, how: Any) -> GradScaler:
     twin = polymps(init_scale=1.0, skip_on=scaler._options.skip_on)
     twin.load_state_dict(how(scaler.state_dict()))
@@ -110,7 +97,7 @@ def through_state(scaler: GradScaler, how: Any) -> GradScaler:
 
 WAYS = {
     "state_dict": lambda s: through_state(s, dict),
-    "torch.save": lambda s: through_state(s, saved),
+    "torch.save": lambda s: through_state(s, through_file),
     "json": lambda s: through_state(s, lambda d: json.loads(json.dumps(d))),
     "pickled state": lambda s: through_state(s, lambda d: pickle.loads(pickle.dumps(d))),
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),
@@ -148,9 +135,6 @@ def test_a_copy_keeps_what_was_asked_for() -> None:
     assert copy.copy(polymps(on_stuck=told.append))._options.on_stuck == told.append
 
 
-# --- bad states -----------------------------------------------------------------------------------
-
-
 def test_the_first_scale_is_float32_once_it_is_used() -> None:
     """The scale that gradients are divided by and the one that is saved are the loss's scale."""
     scaler = polymps(init_scale=1.1)
@@ -162,9 +146,6 @@ def test_the_first_scale_is_float32_once_it_is_used() -> None:
     assert last[0] == to_state_dict(
         rule, scale_rule.step(rule, ScaleState(scale_rule.as_float32(1.1)), False)
     )
-
-
-# --- a state that others write --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

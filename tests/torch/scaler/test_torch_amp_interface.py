@@ -35,7 +35,6 @@ def sgd(*weights: torch.Tensor, **options: Any) -> torch.optim.Optimizer:
 
 
 def ready(kind: Any, **arguments: Any) -> Any:
-    """A scaler that has scaled something."""
     scaler = kind("cpu", **{"init_scale": 4.0, **arguments})
     scaler.scale(torch.ones(()))
     return scaler

@@ -31,7 +31,7 @@ from pairing import ROOT, Row, machine, measure, missed, row, save, show, timed
 import polymp
 import polymp.jax
 import polymp.torch
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8 import RECIPES
 
 sys.path.insert(0, str(ROOT / "examples"))
 import job

@@ -13,7 +13,7 @@ from polymp._api import explain, register_op
 from polymp.errors import BackendMissingError, ForbiddenOpError, PolicyError, PolympError
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load as policy
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling import ScaleRule, ScaleState
 from polymp.versions import __version__
 
 if typing.TYPE_CHECKING:

@@ -9,6 +9,7 @@ calling the scaler. The policy is put on the models, and the scaler takes the pl
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,10 @@ from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.modules.scoped import Scoping, open_region, opens_region, scoped
 from polymp.backends.torch.scaler import trainer_steps
-from polymp.integrations import require
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
 from polymp.torch import GradScaler
-from polymp.torch._trainers import check_scaler, extend
+from polymp.versions import require
 
 require("accelerate")
 
@@ -97,7 +97,7 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
         handler = accelerator.scaler_handler
         scaler = GradScaler(device, **({} if handler is None else handler.to_kwargs()))
     asked, write = f"{words.call} with {words.mode.format(mode)}", words.mode.format("fp16")
-    check_scaler(scaler, asked, mode == "fp16", write)
+    trainer_steps.check_scaler(scaler, asked, mode == "fp16", write)
     if scaler is not None:
         accelerator.scaler = scaler
         accelerator.native_amp = True  # accelerate has no fp16 on the CPU, and would do nothing
@@ -259,3 +259,13 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     @property
     def step_was_skipped(self) -> bool:
         return bool(self._skipped)
+
+
+def extend(instance: Any, mixin: type) -> None:
+    """Give an object the methods of a mixin, before those of its own class."""
+    instance.__class__ = _extended(type(instance), mixin)  # type: ignore[arg-type]
+
+
+@cache
+def _extended(base: type, mixin: type) -> type:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__})

@@ -9,8 +9,8 @@ from polymp.backends.jax.diagnostics.record import Recorded, record
 from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
 from polymp.backends.jax.modules.pin import Pins, pin
 from polymp.backends.jax.modules.scoped import scoped
-from polymp.backends.jax.scaler.expect_scaler import expect_scaler
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
+from polymp.backends.jax.scaler.optimizer_step import expect_scaler
 from polymp.backends.jax.weights.freeze import Frozen, freeze
 from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
 

@@ -14,13 +14,13 @@ from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
-from polymp import backends, dtypes, integrations
+from polymp import backends, dtypes, scaling, versions
 from polymp.errors import PolympError
 from polymp.rules.policy_files import Source
 from polymp.rules.row import LOW
 
 backends.require("jax")
-keras = integrations.require("keras")
+keras = versions.require("keras")
 
 import jax  # noqa: E402
 from jax.typing import DTypeLike  # noqa: E402
@@ -338,8 +338,8 @@ def _check_optimizer(optimizer: Any, what: str) -> None:
 
 
 def _check_scaler(scaler: object, asked: str, half: bool) -> None:
-    """Raise if a loss scaler cannot be used; see `polymp.integrations.check_scaler`."""
-    integrations.check_scaler(
+    """Raise if a loss scaler cannot be used; see `polymp.scaling.check_scaler`."""
+    scaling.check_scaler(
         scaler, "polymp.jax.GradScaler(init_scale=...)", GradScaler, attrgetter("enabled"),
         asked=asked, half=half, write="polymp.keras.use(model, dtype='float16', scaler=scaler)",
     )  # fmt: skip

@@ -14,8 +14,8 @@ from typing import Any
 
 from polymp import backends
 from polymp.errors import PolicyError
-from polymp.integrations import require
 from polymp.rules import policy_files
+from polymp.versions import require
 
 backends.require("torch")
 require("lightning")
@@ -32,7 +32,6 @@ from polymp.backends.torch.autocast.api import PolicyLike, autocast  # noqa: E40
 from polymp.backends.torch.scaler import optimizer_step, trainer_steps  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
 from polymp.torch import catch as catch_steps  # noqa: E402
-from polymp.torch._trainers import check_scaler  # noqa: E402
 
 __all__ = ["FabricPrecision", "Precision", "catch"]
 
@@ -74,7 +73,7 @@ class _Region(Plain):
                 f"polymp.torch.scoped(model, policy), and then plugins=[{name}({precision!r})]."
             )
         asked, half = f"{name}({precision!r})", precision == "16-mixed"
-        check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
+        trainer_steps.check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
         self.precision: Any = precision
         self.scaler: Any = scaler
         self.device: str | None = None

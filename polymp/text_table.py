@@ -7,8 +7,9 @@ No package is needed for it, so that a report can be printed wherever it can be 
 
 import re
 import shutil
+import textwrap
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 # The field's own abbreviations.
@@ -19,9 +20,8 @@ WIDTH = 100  # where nothing is known of a terminal: in a pipe, in a log
 _NARROWEST, _WIDEST = 80, 180  # a table is no use below, and its lines are hard to follow beyond
 _GAP = 2
 _LEAST = 6  # of a column
-_NEEDED = 4  # right of an indent
+_WORD = re.compile(r"\S+")
 _PLACE = re.compile(r"[^\s/]+:\d+")  # a file and a line of it
-_PART = re.compile(rf"{_PLACE.pattern}|[^\s/._-]*[/._-]|[^\s/._-]+")  # of a word that is too long
 
 
 def terminal_width() -> int:
@@ -32,37 +32,33 @@ def terminal_width() -> int:
 def columns(
     heads: Sequence[str],
     rows: Iterable[str | Sequence[str]],
-    right: Iterable[str] = (),
+    right: Container[str] = (),
     width: int | None = None,
 ) -> list[str]:
     """Lines of a table: the heads, then the rows; columns that are empty are left out.
 
-    Cells may have several lines. Lines that do not fit are broken: the widest columns first, and
-    those of numbers never. They are broken at spaces, and words that are too long after dots and
-    dashes, or anywhere; but a file and its line, such as "train.py:12", stay in one piece.
+    Cells may have several lines. Where a table has no room, the widest columns become narrower, but
+    for those of numbers, and cells are broken between words. If that is not enough, words are
+    broken, too; but a file and its line, such as "train.py:12", stay in one piece.
     """
-    width = terminal_width() if width is None else width
-    listed = list(rows)
-    cells = [row for row in listed if not isinstance(row, str)]
-    used = [i for i in range(len(heads)) if any(row[i] for row in cells)]
-    numeric = {i for i in used if heads[i] in right}
-    every = {i: Counter(part for row in cells for part in row[i].split("\n")) for i in used}
-    wide = {i: max(len(heads[i]), *map(len, every[i])) for i in used}
-    texts = {i: every[i] for i in used if i not in numeric}
-    wide |= _narrowed(texts, {i: wide[i] for i in texts}, width - _total(wide), heads)
+    rows, width = list(rows), terminal_width() if width is None else width
+    cells = [row for row in rows if not isinstance(row, str)]
+    wide = _widths(heads, cells)
+    texts = {i: " ".join(row[i] for row in cells) for i in wide if heads[i] not in right}
+    for whole in (_WORD, _PLACE):
+        longest = {i: max(map(len, whole.findall(text)), default=0) for i, text in texts.items()}
+        # Lines after the first are indented, and those of the first column are so in any case.
+        least = {i: max(_LEAST, len(heads[i]), _GAP + _GAP * (i == 0) + longest[i]) for i in texts}
+        while _total(wide) > width and (wider := [i for i in texts if wide[i] > least[i]]):
+            wide[max(wider, key=wide.__getitem__)] -= 1
 
     def lines(row: Sequence[str]) -> list[str]:
-        broken = [
-            [part for line in row[i].split("\n") for part in _broken(line, wide[i])] for i in used
-        ]
+        broken = ([x for y in row[i].split("\n") for x in folded(y, wide[i])] for i in wide)
         parts = zip_longest(*broken, fillvalue="")
-        return [_line(dict(zip(used, part, strict=True)), wide, numeric) for part in parts]
+        return [_line(part, wide.values(), [heads[i] in right for i in wide]) for part in parts]
 
-    if not used:
-        return [row for row in listed if isinstance(row, str)]
-    rule = (" " * _GAP).join("-" * wide[i] for i in used)
-    table = [*lines(heads), rule]
-    for row in listed:
+    table = [*lines(heads), (" " * _GAP).join("-" * w for w in wide.values())] if wide else []
+    for row in rows:
         table += [row] if isinstance(row, str) else lines(row)
     return table
 
@@ -76,21 +72,25 @@ def side_by_side(
     return columns(("", *names), [row for row in rows if any(row[1:])], (), width)
 
 
-def needed(heads: Sequence[str], rows: Iterable[str | Sequence[str]]) -> int:
-    """The width of a table in which no cell is broken."""
-    cells = [heads, *(row for row in rows if not isinstance(row, str))]
-    wide = [max(map(len, column)) if any(column[1:]) else 0 for column in zip(*cells, strict=True)]
-    return _total({i: w for i, w in enumerate(wide) if w})
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table as wide as its cells need, numbers in all columns but the first."""
+    wide = _widths(rows[0], rows).values()
+    return [_line(row, wide, [at > 0 for at in range(len(row))]) for row in rows]
 
 
-def aligned(rows: Sequence[Sequence[str]], numeric: Container[int]) -> list[str]:
-    """Lines of a table as wide as its cells need."""
-    wide = {i: max(map(len, column)) for i, column in enumerate(zip(*rows, strict=True))}
-    return [_line(dict(enumerate(row)), wide, numeric) for row in rows]
+def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[int, int]:
+    """By column, the widest line of its cells; without columns that are empty."""
+    used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    return {i: max(len(x) for row in [heads, *rows] for x in row[i].split("\n")) for i in used}
 
 
-def _line(parts: Mapping[int, str], wide: Mapping[int, int], numeric: Container[int]) -> str:
-    placed = (p.rjust(wide[i]) if i in numeric else p.ljust(wide[i]) for i, p in parts.items())
+def _total(wide: Mapping[int, int]) -> int:
+    """The width of a table with these columns."""
+    return sum(wide.values()) + _GAP * (len(wide) - 1)
+
+
+def _line(parts: Iterable[str], wide: Iterable[int], right: Iterable[bool]) -> str:
+    placed = (p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, wide, right, strict=True))
     return (" " * _GAP).join(placed).rstrip()
 
 
@@ -99,86 +99,18 @@ def heading(name: str, width: int | None = None) -> str:
     return f"-- {name} ".ljust(terminal_width() if width is None else width, "-")
 
 
-def _total(wide: Mapping[int, int]) -> int:
-    """The width of a table with these columns."""
-    return sum(wide.values()) + _GAP * (len(wide) - 1)
-
-
-def _narrowed(
-    texts: Mapping[int, Counter[str]], wide: Mapping[int, int], room: int, heads: Sequence[str]
-) -> dict[int, int]:
-    """The widths of columns that share what room there is, or less if there is too little.
-
-    Character by character, the column is narrowed that then has the fewest lines more.
-    """
-    narrowed = dict(wide)
-    least = {
-        i: max(_LEAST, len(heads[i]), *map(_longest_place, texts[i])) for i in texts if texts[i]
-    }
-    price = {i: _price(texts[i], narrowed[i] - 1) - _price(texts[i], narrowed[i]) for i in least}
-    for _ in range(-room):
-        narrower = [i for i in least if narrowed[i] > least[i]]
-        if not narrower:
-            break
-        i = min(narrower, key=lambda i: (price[i], -narrowed[i]))
-        narrowed[i] -= 1
-        price[i] = _price(texts[i], narrowed[i] - 1) - _price(texts[i], narrowed[i])
-    return narrowed
-
-
-def _price(texts: Counter[str], width: int) -> int:
-    """How many lines more cells need at a width; a word in two counts as one more, or as three."""
-    return sum(
-        count * (len(_broken(text, width)) - 1 + _torn(text, width))
-        for text, count in texts.items()
-        if len(text) > width
-    )
-
-
-def _torn(cell: str, width: int) -> int:
-    """0 if every word of a cell fits, 1 if one is broken at a dash or a dot, 3 if elsewhere."""
-    room = width - (len(cell) - len(cell.lstrip())) - _GAP
-    if max(map(len, cell.split()), default=room) <= room:
-        return 0
-    return 1 if max(len(match[0]) for match in _PART.finditer(cell)) <= room else 3
-
-
-def _longest_place(cell: str) -> int:
-    """The width below which a file and its line would not fit."""
-    return max((_GAP + len(place) for place in _PLACE.findall(cell)), default=0)
-
-
-def _broken(cell: str, width: int) -> list[str]:
-    """The lines of a cell."""
-    if len(cell) <= width:
-        return [cell]
-    text = cell.lstrip()
-    lead = " " * min(len(cell) - len(text), max(width - _NEEDED, 0))
-    rest = lead + " " * _GAP if width >= len(lead) + _GAP + _NEEDED else lead
-    parts = [part for word in text.split() for part in _pieces(word, width - len(rest))]
-    lines, line = list[str](), lead
-    for gap, piece in parts:
-        if line.strip() and len(line + gap + piece) > width:
-            lines.append(line)
-            line = rest
-        line += gap + piece if line.strip() else piece
-    return [*lines, line]
-
-
-def _pieces(word: str, most: int) -> Iterator[tuple[str, str]]:
-    """The parts of a word of which each fits into a line, with what is in front of each."""
-    gap = " "
-    for part in [word] if len(word) <= most else [match[0] for match in _PART.finditer(word)]:
-        length = len(part) if _PLACE.fullmatch(part) else max(most, 1)
-        for at in range(0, len(part), length):
-            yield gap, part[at : at + length]
-            gap = ""
-
-
 def folded(text: str, width: int | None = None) -> list[str]:
-    """The lines of a text, those that are too long broken at spaces."""
+    """The lines of a text, those that are too long broken between words."""
     width = terminal_width() if width is None else width
-    return [part for line in text.splitlines() for part in _broken(line, width)]
+    found = list[str]()
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + _GAP)
+        found += (
+            textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+            if len(line) > width
+            else [line]
+        )
+    return found
 
 
 def short(dtype: str) -> str:

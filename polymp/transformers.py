@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.scaler import trainer_steps
-from polymp.integrations import require
 from polymp.torch import GradScaler
 from polymp.torch import catch as catch_steps
-from polymp.torch._trainers import extend
+from polymp.versions import require
 
 require("transformers")
 
@@ -77,7 +76,7 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
             f"torchrun --nproc_per_node {trainer.args.n_gpu} ..."
         )
     accelerate.use_as(_WORDS, trainer.accelerator, policy, scaler)
-    extend(trainer, _Trainer)
+    accelerate.extend(trainer, _Trainer)
     setattr(trainer, "polymp", (policy, scaler))  # noqa: B010
     return trainer
 

@@ -1,11 +1,15 @@
-"""polymp's own version, and those of torch and jax that it is tested with; a warning beyond."""
+"""polymp's own version, and those of other libraries that it is tested with; a warning beyond."""
 
+import importlib
+import importlib.util
 import re
 import warnings
 from functools import cache
+from types import ModuleType
+from typing import Any
 
 from polymp.code_origin import outside
-from polymp.errors import VersionWarning
+from polymp.errors import BackendMissingError, VersionWarning
 
 __version__ = "0.1.0"
 
@@ -43,3 +47,36 @@ def warn_beyond(name: str, version: str) -> None:
         VersionWarning,
         stacklevel=outside(),
     )
+
+
+# The libraries of the adapters, checked before anything is changed.
+
+# By library, as pip installs it: the versions that its adapter is tested with, as pip takes them.
+TESTED = {
+    "lightning": ">=2.5,<2.7",
+    "accelerate": ">=1.6,<1.16",
+    "transformers": ">=5.0,<5.24",
+    "keras": ">=3.15,<3.16",
+}
+
+
+def require(name: str) -> Any:
+    """Import the library of an adapter."""
+    if importlib.util.find_spec(name) is None:
+        raise BackendMissingError(
+            f"polymp.{name} needs the {name} package: pip install 'polymp[{name}]'."
+        )
+    found: ModuleType = importlib.import_module(name)
+    _warn_untested(name, found.__version__)
+    return found
+
+
+@cache
+def _warn_untested(name: str, version: str) -> None:
+    if not within(version, TESTED[name]):
+        warnings.warn(
+            f"polymp.{name} is tested with {name}{TESTED[name]}, and this is {name} {version}. "
+            f"Install a tested version: pip install '{name}{TESTED[name]}'.",
+            VersionWarning,
+            stacklevel=outside(),
+        )

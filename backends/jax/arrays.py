@@ -85,7 +85,7 @@ def apart(
 
 
 class AsyncCopy:
-    """A copy of an array on its way to the host, for a `polymp.mailbox.Mailbox`."""
+    """A copy of an array on its way to the host."""
 
     def __init__(self, x: jax.Array) -> None:
         self._array = x if x.is_fully_addressable else x.addressable_data(0)

@@ -39,15 +39,14 @@ class Snapshot:
         optimizers: Iterable[torch.optim.Optimizer] = (),
         modules: Iterable[nn.Module] = (),  # not their tensors
         random_numbers: bool = False,
-        values: bool = True,  # False to note the tensors of optimizers, and not their values
     ) -> None:
         self._tensors = [_Values(t) for t in tensors]
         self._grads = [(t, None if t.grad is None else _Values(t.grad)) for t in grads]
         self._states = [
-            (it, {p: {k: _kept(v, values) for k, v in s.items()} for p, s in it.state.items()})
+            (it, {p: {k: _kept(v) for k, v in s.items()} for p, s in it.state.items()})
             for it in optimizers
         ]
-        self._settings = Settings((it for it, _ in self._states), values)
+        self._settings = Settings(it for it, _ in self._states)
         self._modules = [(m, dict(vars(m)), _containers(m)) for m in modules]
         self._random = _random_state() if random_numbers else None
 
@@ -92,10 +91,8 @@ def _containers(module: nn.Module) -> dict[str, Any]:
 class Settings:
     """The settings of optimizers, such as the learning rate: all of a group but its parameters."""
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], values: bool = True) -> None:
-        self._groups = [
-            (it, [_settings(group, values) for group in it.param_groups]) for it in optimizers
-        ]
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._groups = [(it, [_settings(group) for group in it.param_groups]) for it in optimizers]
 
     def put_back(self) -> None:
         """Give the optimizers their settings back."""
@@ -105,8 +102,8 @@ class Settings:
                     group.update({k: _restored(v) for k, v in was.items()})
 
 
-def _settings(group: dict[str, Any], values: bool) -> dict[str, Any]:
-    return {name: _kept(value, values) for name, value in group.items() if name != "params"}
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: _kept(value) for name, value in group.items() if name != "params"}
 
 
 class _Values:
@@ -123,16 +120,12 @@ class _Values:
         return self.tensor
 
 
-def _kept(value: Any, values: bool) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _Values(value) if values else value
-    return _copied(value) if values else value
+def _kept(value: Any) -> Any:
+    return _Values(value) if isinstance(value, torch.Tensor) else _copied(value)
 
 
 def _restored(value: Any) -> Any:
-    if isinstance(value, _Values):
-        return value.put_back()
-    return value if isinstance(value, torch.Tensor) else _copied(value)
+    return value.put_back() if isinstance(value, _Values) else _copied(value)
 
 
 def _copied(value: Any) -> Any:
@@ -279,3 +272,24 @@ def stepping(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+class AsyncCopy:
+    """A copy of a tensor on its way to the host."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.Event | None = None
+        self._copy = tensor.to("cpu", non_blocking=True)
+        if tensor.device.type != "cpu":
+            self._event = torch.Event(tensor.device)
+            self._event.record()
+
+    def is_ready(self) -> bool:
+        """Return whether `values` would not wait; on the CPU it never does."""
+        return self._event is None or self._event.query()
+
+    def values(self) -> torch.Tensor:
+        """Return the copy. Waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy

@@ -1,28 +1,38 @@
 """The audit of a run: its measurements as a table, a page and a suggestion.
 
-    Measured ... -> Audit -> table, page, first fault, fitting scale, suggestion
+    Measured ... -> Audit -> table, page, first fault, fitting scale
+                          -> suggest -> Suggestion -> apply(policy) -> a policy to try
 
-`suggest` makes the suggestion; the rows of the table are made here.
+Suggested are rows of a policy, another dtype, or a loss scale. Nothing here knows a framework.
 """
 
 import math
-from collections.abc import Hashable, Iterator
-from os import PathLike
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page
-from polymp.diagnostics.audit_records import MANY, AuditRecord, Measured, together
-from polymp.diagnostics.blame import lost_constants
+from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
+from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, UPDATE, lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
-from polymp.diagnostics.magnitudes import NARROW, Magnitudes
-from polymp.diagnostics.suggest import Suggestion, suggest
-from polymp.diagnostics.tables import COST, Cell, Column, Table, TableKind
-from polymp.errors import escaped
-from polymp.rules.policy_files import Source
+from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
+from polymp.diagnostics.page import Shown
+from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind
+from polymp.dtypes import FORMATS
+from polymp.errors import PolicyError, escaped
+from polymp.rules import policy_files, scopes
+from polymp.rules.policy import Policy
+from polymp.rules.row import Rule
+from polymp.rules.vocabulary import vocabulary
+from polymp.scaling import LARGEST
+
+_FIRST, *_OTHERS = NARROW  # the first is the dtype that needs a loss scale
 
 
-class Audit(AuditRecord):
+@dataclass(eq=False, repr=False)
+class Audit(Shown):
     """The measurements of a run, filled when its block ends; `print` shows them as a table.
 
     Attributes:
@@ -31,14 +41,25 @@ class Audit(AuditRecord):
         fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
-        rounding: True if rounding errors were measured.
-        loss_effect: the sum of the ops' effects on the loss, None if none was measured.
     """
 
-    def suggest(self, base: Source = "amp") -> Suggestion:
+    results: Sequence[Measured] = ()
+    gradients: Sequence[Measured] = ()
+    fault: Fault | None = None
+    steps: int = 0
+    scale: float = 1.0
+
+    def suggest(self, base: policy_files.Source = "amp") -> "Suggestion":
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
 
             mine = audit.suggest("amp").apply("amp")
+
+            a fault of the data or of the mathematics     nothing, and where to look
+            an optimizer broke the step                   nothing, and its remedy
+            many ops overflow, or numbers beyond 65504    bfloat16
+              are given to an op that computes in float16
+            an op overflows, or loses most of its values  that op in float32, in its module
+            gradients overflow, or many of them vanish    a loss scale to try; bfloat16 if none fits
 
         Ops after the first Inf cannot be judged: if a step still breaks, audit it again.
 
@@ -58,72 +79,82 @@ class Audit(AuditRecord):
                 "nothing was measured: first run a step in the block of polymp.torch.audit, or "
                 "call the function that polymp.jax.audit returns."
             )
-        return suggest(self, base)
+        return _suggested(self, policy_files.load(base))
 
-    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
-        """Return the audit as the text that `print(audit)` shows.
+    @property
+    def backward(self) -> list[Measured]:
+        """All gradients: those of parameters, and those that backward ops made."""
+        return [*self.gradients, *(m for m in self.results if m.direction == "backward")]
 
-        "layers.*.attn x24" are 24 modules with the same ops; the row has the largest magnitude of
-        all of them, and the shares of all their values.
+    def fitting_scale(self) -> float | None:
+        """Return the largest loss scale at which no gradient would overflow float16.
 
-        Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and ops were first reached; "cost" to put
-                those first of which float16 would lose most: by the share of values that become
-                Inf, of these that become zero, of these that become subnormal; "loss" to put those
-                first whose rounding changes the loss most.
-            fold: False to show equal layers one by one.
+        There is a factor 2 to spare. It is for the gradients that ops made in float16; where these
+        are all zero, for those made in bfloat16; where these are, too, for all gradients.
 
         Returns:
-            The text.
-
-        Raises:
-            ValueError: `sort` is none of these three.
+            A power of two, which was not tried; None if all gradients were zero, or if one was Inf
+            or NaN: how large it and those computed from it would be is not known.
         """
-        width = text_table.terminal_width() if width is None else width
-        table = _MEASURED.table([*self.results, *self.gradients], sort, fold)
-        heads, rows, right = table.text_parts(width)
-        rows = [row for row in rows if row]  # no empty lines
-        if text_table.needed(heads, rows) > width:  # ops above their numbers
-            laid = [(" ".join(r[:2]).rstrip(), ("    ", "", *r[2:])) for r in rows]
-            pairs = zip(rows, laid, strict=True)
-            rows = [x for row, two in pairs for x in ([row] if isinstance(row, str) else two)]
-        lines = [*_summary(self), *(["", *_notes(self, table), ""] if rows else [])]
-        lines = [part for line in lines for part in text_table.folded(line, width) or [""]]
-        lines += text_table.columns(heads, rows, right, width) if rows else []
-        return escaped("\n".join(lines))
+        spoiled = any(m.magnitudes.inf or m.magnitudes.nan for m in self.backward)
+        return None if spoiled else self.highest_scale()
 
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """Return an HTML page: the same rows, to sort and to filter; see `Report.to_html`.
+    def highest_scale(self) -> float | None:
+        """The scale at which the gradients that were finite would fit; others may need less."""
+        for run in (_FIRST, "bfloat16", ""):  # what float32 holds need not fit, if others are there
+            made = (m.magnitudes for m in self.backward if run in (m.run, ""))
+            if largest := max((max(m.largest, m.wide) for m in made), default=0.0):
+                return float(2.0 ** math.floor(math.log2(FORMATS[_FIRST].max / 2 / largest)))
+        return None
+
+    def lost_gradients(self, scale: float = 1.0) -> float:
+        """Return the share of gradient values other than zero that float16 makes zero.
+
+        Values that float16 made zero in the run, and about as many of those computed from them
+        as are zero for that reason, count as other than zero; at a scale up to the run's, as made
+        zero.
 
         Args:
-            path: file to write it to as well, in UTF-8.
+            scale: the loss scale, a power of two.
 
         Returns:
-            The page as text.
+            From 0 to 1; 1 if all gradients are zero, at a loss scale of at most 1.
         """
-        table = _MEASURED.table([*self.results, *self.gradients])
-        first, *others = filter(None, _summary(self))
-        notes, table = [*others, *_notes(self, table)], table.without_empty()
-        return page.html(path, title=first, notes=notes, table=table, what="row")
+        rows = self.backward
+        if not rows:
+            return 0.0
+        every = joined(m.magnitudes for m in rows)
+        gone = max(every.gone, every.vanished)
+        there = (every.counted - every.bins[0]) / max(every.counted, 1) + gone
+        if there == 0:
+            return 1.0 if scale <= 1 else 0.0
+        here = gone if scale <= self.scale else 0.0
+        return (every.shares(_FIRST, scale).underflow + here) / there
 
-    def __str__(self) -> str:
-        return self.table()
+    def _lines(self) -> list[str]:
+        """The title, then lines on the whole run."""
+        lines = [f"audit of {text_table.plural(self.steps, 'step')}"]
+        if not self.results:
+            lines.append(f"outside of optimizers, {NOTHING_RAN}")
+        if self.fault is not None:
+            lines += ["first value that is not finite:", str(self.fault)]
+        if self.backward:
+            lines += _scales(self)
+        return [*lines, *([_LEGEND] if self.results or self.gradients else [])]
+
+    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+        rows = [*self.results, *self.gradients]
+        return _MEASURED.table(rows, _COLUMNS, _cells, sort, fold)
 
     def __repr__(self) -> str:
         rows = f"{len(self.results)} results, {len(self.gradients)} gradients"
         return f"Audit({text_table.plural(self.steps, 'step')}, {rows})"
-
-    def _repr_html_(self) -> str:
-        return page.framed(self.to_html(), "audit")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
         return {
             "steps": self.steps,
             "scale": self.scale,
-            "rounding": self.rounding,
-            "loss_effect": self.loss_effect,
             "fitting_scale": self.fitting_scale(),
             "fault": None if self.fault is None else str(self.fault),
             "results": [m.to_dict() for m in self.results],
@@ -142,13 +173,12 @@ _SECTIONS = {
     _PARAMETERS: "backward: gradients of parameters",
 }
 
-_FIRST, *_OTHERS = NARROW
-
-_NUMBERS = ("largest |x|", "over", "under", "sub", "rounding", "of the loss")
+_NUMBERS = ("largest |x|", "over", "under", "sub")
 
 _COLUMNS = (
     Column("op"),
-    Column("source"),
+    Column("direction", on_page=True),
+    Column("dtype", on_page=True),
     *(Column(name, True) for name in _NUMBERS),
     *(Column(f"in {text_table.short(name)}", True, on_page=True) for name in _OTHERS),
     Column("here"),
@@ -158,39 +188,6 @@ _LEGEND = (
     f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
     f"those that {_FIRST} made so in this run"
 )
-
-_ERRORS = (
-    "rounding: percent by which an op is off from the same op in float32 on the same inputs; of "
-    "the loss: percent by which the op's own rounding changes the loss, to first order"
-)
-
-_MOST = 8  # products named of those that sum over nothing
-
-
-def _notes(audit: Audit, table: Table) -> list[str]:
-    return [*filter(None, (_LEGEND, _ERRORS * audit.rounding, table.note))]
-
-
-def _summary(audit: Audit) -> Iterator[str]:
-    """Lines on the whole run, above the table."""
-    yield f"audit of {text_table.plural(audit.steps, 'step')}"
-    if not audit.results:
-        yield from ("", f"outside of optimizers, {NOTHING_RAN}")
-    if audit.fault is not None:
-        yield from ("", "first value that is not finite:", str(audit.fault))
-    if audit.backward:
-        yield ""
-        yield from _scales(audit)
-    if audit.results:
-        yield from [""] * (not audit.backward)
-        effect = audit.loss_effect
-        if not audit.rounding:
-            yield "rounding errors: not measured, audit(..., rounding=True) does"
-        elif effect is None:
-            yield "of the loss: not measured, for it needs the backward pass of a loss of one value"
-        else:
-            yield f"rounding changes the loss by {_error(effect)} %, to first order"
-    yield from _unsummed(audit)
 
 
 def _scales(audit: Audit) -> Iterator[str]:
@@ -211,33 +208,19 @@ def _scales(audit: Audit) -> Iterator[str]:
     yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
 
 
-def _unsummed(audit: Audit) -> list[str]:
-    """The products that sum over nothing and were lowered, each with the row that mends it."""
-    lines = {}
-    for m in audit.results:
-        if m.unsummed and m.row is not None:
-            where = f'[scopes."{m.module}"]' if m.module else "[rules]"
-            lines[f"{m.op} {m.source}", m.module] = (
-                f"{m.op} {m.source} sums over nothing: a multiplication, in {m.run}. The row "
-                f'`"{m.row.of}" = "fp32"` in {where} keeps it in float32'
-            )
-    rest = len(lines) - _MOST
-    more = [f"and {text_table.plural(rest, 'more product')} that sum over nothing"]
-    return ["", *list(lines.values())[:_MOST], *(more if rest > 0 else [])] if lines else []
-
-
 def _cells(measured: Measured) -> list[Cell | str]:
     """The cells of a row; the numbers are what columns are sorted by."""
-    m, errors = measured.magnitudes, (measured.rounding, measured.loss_effect)
+    m = measured.magnitudes
+    op = measured.module.rpartition(".")[2] if _is_gradient(measured) else measured.op
     first, *others = (m.shares(dtype) for dtype in NARROW)
     texts = (tuple(map(_percent, shares)) for shares in others)
     joined = ("/".join(part or "-" for part in parts) if any(parts) else "" for parts in texts)
     return [
-        measured.module.rpartition(".")[2] if _is_gradient(measured) else measured.op,
-        measured.source,
+        f"{op} {measured.source}".rstrip(),
+        measured.direction,
+        text_table.short(measured.run),
         Cell(power(m.largest), m.largest),
         *(Cell(_percent(share), share) for share in first),
-        *(Cell("" if x is None else _error(x), abs(x or 0.0)) for x in errors),
         *(Cell(words, sum(shares)) for words, shares in zip(joined, others, strict=True)),
         ", ".join(_here(measured)),
     ]
@@ -257,23 +240,7 @@ def _here(measured: Measured) -> Iterator[str]:
 
 
 def _percent(part: float) -> str:
-    """A share in percent, in few characters: "0.1", "53", ">99"; "" for 0."""
-    percent = 100 * part
-    if percent == 0 or percent == 100:
-        return "100" if percent else ""
-    if percent < 0.1:
-        return "<.1"
-    if percent > 99:
-        return ">99"
-    return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
-
-
-def _error(part: float) -> str:
-    """A relative error in percent: "0.2", "-0.2", "150", ">999"."""
-    percent = 100 * part
-    if abs(percent) > 999:
-        return ">999" if percent > 0 else "<-999"
-    return f"{percent:.0f}" if abs(percent) > 9.95 else f"{percent:.2g}"
+    return text_table.share(part).removesuffix(" %")
 
 
 def power(value: float) -> str:
@@ -292,7 +259,7 @@ def _is_gradient(measured: Measured) -> bool:
     return measured.op == "gradient" and not measured.spelling
 
 
-def _place(measured: Measured) -> tuple[str, str]:
+def _section_of(measured: Measured) -> tuple[str, str]:
     if _is_gradient(measured):
         return _PARAMETERS, measured.module.rpartition(".")[0]
     return measured.direction, measured.module
@@ -303,23 +270,348 @@ def _alike_measured(measured: Measured) -> Hashable:
     m = measured.magnitudes
     broken = m.inf, m.nan, m.burst > 0, m.vanished > MANY
     module = measured.module.rpartition(".")[2] if _is_gradient(measured) else ""
-    same = measured._replace(module=module, magnitudes=_NOTHING, rounding=None, loss_effect=None)
+    same = measured._replace(module=module, magnitudes=_NOTHING)
     return same, *broken
 
 
 _NOTHING = Magnitudes(0, 0, (), 0.0)
 
 _MEASURED: TableKind[Measured] = TableKind(
-    _place,
-    _COLUMNS,
-    _cells,
-    ("section", "dtype"),
-    lambda m: (_SECTIONS[_place(m)[0]], m.run),
-    _SECTIONS,
+    _section_of,
     _alike_measured,
     together,
-    {
-        COST: lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
-        "loss": lambda rows: (-max(abs(m.loss_effect or 0.0) for m in rows),),
-    },
+    _SECTIONS,
+    lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
 )
+
+
+# Suggestions. Ops after the first Inf cannot be judged, so audit again with the suggestion.
+
+Place = Measured | Fault
+
+# From this many places that overflow, bfloat16 is better.
+PLACES = 3
+
+# Without a loss scale, one is suggested if more than this share of an op's gradients vanishes.
+PART = 0.25
+
+# From this many modules whose paths differ by a number alone, one pattern stands for all.
+ALIKE = 3
+
+# The scale to try where all gradients are zero: `GradScaler`'s own first one.
+FIRST_SCALE = 2.0**16
+_TOP = FORMATS[_FIRST].max
+
+# What a dtype makes of values besides Inf, as kinds of faults.
+_LOST = ("underflow", "number", "saturation")
+
+# Classes of ops after which it does not matter how large a number was.
+_BOUNDED = ("softmax", "normalisation", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change to try; true if there is one. `print` shows it as rows for a policy's file."""
+
+    # Rows that hold everywhere, as `Policy.override` takes them.
+    rules: Mapping[str, str] = field(default_factory=dict)
+    # Rows by pattern of module paths, as `Policy.override` takes them.
+    scopes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    dtype: str | None = None  # "bfloat16" where no row makes float16 work, else None
+    init_scale: float | None = None  # the loss scale to start with, None if that in use will do
+    reasons: tuple[str, ...] = ()  # sentences; there may be some where nothing has to change
+    remedy: str = ""  # what else to change, which the reasons tell: an optimizer's eps
+
+    def __bool__(self) -> bool:
+        return bool(self.rules or self.scopes or self.dtype or self.init_scale)
+
+    def apply(self, policy: policy_files.Source) -> Policy:
+        """Return a policy with the suggested rows.
+
+        The suggested dtype and loss scale are for the caller: `autocast(dtype=)`,
+        `GradScaler(init_scale=)`.
+
+        Args:
+            policy: as `polymp.policy` takes it.
+
+        Returns:
+            The policy.
+
+        Raises:
+            PolicyError: no such policy.
+        """
+        loaded, rows = policy_files.load(policy), self.rules or self.scopes
+        return loaded.override(rules=self.rules, scopes=self.scopes) if rows else loaded
+
+    def __str__(self) -> str:
+        """Rows to be pasted into a policy's file; all else is comments there."""
+        lines = [f"# {escaped(' '.join(reason.split()))}" for reason in self.reasons]
+        if not self and not self.remedy:
+            what = "No row, dtype or loss scale" if self.reasons else "Nothing"
+            lines.append(f"# {what} to change.")
+        if self.dtype:
+            lines.append(f"# Compute in {self.dtype}.")
+        if self.init_scale:
+            lines.append(f"# Start with a loss scale of {self.init_scale:g}.")
+        if self:
+            lines.append("# Not tried: change this, and audit again.")
+        if self.rules or self.scopes:
+            rows = policy_files.load({"rules": self.rules, "scopes": self.scopes})
+            text = policy_files.to_toml(rows).splitlines()
+            lines += text[text.index("") :]  # behind its head
+        return "\n".join(lines)
+
+
+def _suggested(audit: Audit, policy: Policy) -> Suggestion:
+    fault = audit.fault
+    if fault is not None and fault.remedy and (fault.direction == UPDATE or fault.kind == "inside"):
+        why = f"{_at(fault)}: {fault.why}. {fault.remedy}"
+        return Suggestion(reasons=(why,), remedy=fault.remedy)
+    if fault is not None and fault.kind in ("input", "index", "operation"):
+        causes = _lost_before(audit, fault) if fault.kind == "operation" else []
+        return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))
+    if why := _hopeless(audit):
+        if fault is not None and fault.region == "bfloat16":
+            return Suggestion(reasons=(f"{why} The program casts to float16 itself: change it.",))
+        return Suggestion(dtype="bfloat16", reasons=(why,))
+    if found := _bursts(audit) or _losses(audit):
+        return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
+    if fault is not None and (fault.direction != BACKWARD or audit.scale <= 1):
+        return _raised([fault], policy)
+    return _scale(audit, policy)
+
+
+def is_broken(audit: Audit) -> bool:
+    """True if a step broke, or an op overflowed or lost most of its values, row or no row."""
+    return audit.fault is not None or bool(_bursts(audit) or _losses(audit))
+
+
+def _forward(audit: Audit) -> list[Measured]:
+    return [m for m in audit.results if m.direction != BACKWARD]
+
+
+def _bursts(audit: Audit) -> list[Place]:
+    return [m for m in _forward(audit) if m.magnitudes.burst > 0]
+
+
+def _losses(audit: Audit) -> list[Place]:
+    """Ops that lost most of their values or a constant; if an underflow broke the run, that one."""
+    fault = audit.fault
+    if fault is not None and fault.kind in _LOST:
+        return [fault, *_lost_before(audit, fault)]
+    return [m for m in _forward(audit) if _has_lost(m)]
+
+
+def _has_lost(m: Measured) -> bool:
+    return bool(m.numbers) or m.magnitudes.vanished > MANY
+
+
+def _readers(audit: Audit, found: Sequence[Place]) -> list[Measured]:
+    """Low ops that would round the same values again, in the module of an op or beside it.
+
+    After an overflow, those whose results are not finite, up to an op whose result is bounded for
+    every input. After a value that was lost, up to the op that broke, those that keep it from 0 or
+    1: of an op alone that a fault names.
+    """
+    forward, readers = _forward(audit), list[Measured]()
+    for one in found:
+        overflows = isinstance(one, Measured) and one.magnitudes.burst > 0
+        if not overflows and one is not audit.fault:
+            continue
+        inner = f"{one.module}." if one.module else ""
+        if not any(m.module.startswith(inner) for m in forward):
+            inner = one.module[: one.module.rfind(".") + 1]  # of a layer without parts
+        for m in forward[_place(one, forward) + 1 :]:
+            if overflows and vocabulary().kind_of(m.op) in _BOUNDED:
+                break
+            spoiled = m.magnitudes.inf or m.magnitudes.nan
+            lowered = m.row is not None and m.row.rule is Rule.LOWER
+            takes = spoiled if overflows else m.op in DIVIDING | OF_ONE
+            if lowered and takes and f"{m.module}.".startswith(inner) and m not in found:
+                readers.append(m)
+            if spoiled and not overflows:
+                break
+    return readers
+
+
+def _place(one: Place, forward: Sequence[Measured]) -> int:
+    """The place of an op, or their number if it is none of them."""
+    wanted = one.op, one.module, one.source, one.direction
+    places = [(m.op, m.module, m.source, m.direction) for m in forward]
+    return places.index(wanted) if wanted in places else len(places)
+
+
+def _lost_before(audit: Audit, fault: Fault) -> list[Place]:
+    """Ops that lost most of their values before the op that broke, in the same module."""
+    forward = _forward(audit)
+    at = _place(fault, forward)
+    before = forward[:at] if at < len(forward) else []
+    return [m for m in before if m.module == fault.module and _has_lost(m)]
+
+
+def _look(fault: Fault) -> str:
+    at = _at(fault)
+    if fault.kind == "index":
+        return f"{at}: {fault.why}: look at the data."
+    if fault.kind == "operation":
+        if fault.why == CONSTANT:
+            return f"{at}: {fault.why}: change the program."
+        too = "" if fault.run == "bfloat16" else " in float32 too"
+        return f"{at}: {fault.found}{too}: look at its inputs. {fault.why}"
+    bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
+    name = next((f" {o.name!r}" for o in bad if o.name), "")
+    what = next(("NaN" if o.nan else "Inf" for o in bad), fault.found)
+    look = "call zero_grad() before it" if ".grad" in name else "look at the data or the parameters"
+    return f"{at}: its input{name} has {what}: {look}. {fault.why}"
+
+
+def _hopeless(audit: Audit) -> str:
+    """The reason why no row helps; "" if one may."""
+    fault = audit.fault
+    scaled = fault is not None and fault.direction == BACKWARD and audit.scale > 1
+    if fault is not None and fault.kind == "overflow" and not scaled:  # else the scale may do
+        beyond = next((operand for operand in fault.inputs if operand.largest > _TOP), None)
+        if beyond is not None or fault.why == CAST.format("float16"):
+            inputs = "its inputs"
+            if beyond is not None:
+                holds = f"{beyond.name or 'an input'} holds {beyond.largest:.3g}"
+                inputs = f"{holds}, and float16 ends at {_TOP:g}: the inputs"
+            return f"{_at(fault)}: {inputs} are beyond float16's range, and bfloat16 holds them."
+    low = [m for m in _forward(audit) if m.run == "float16"]
+    burst = [m for m in low if m.magnitudes.burst > 0]
+    if len({(m.op, _alike(m.module)) for m in burst}) < PLACES:
+        return ""
+    return (
+        f"{len(burst)} of {len(low)} ops that run in float16 give Inf where float32 does not, "
+        f"{_at(burst[0])} first: float16's range is too small for this model, and bfloat16's "
+        "is not."
+    )
+
+
+def _raised(found: Sequence[Place], policy: Policy, readers: Sequence[Measured] = ()) -> Suggestion:
+    """Rows by which ops and the readers of their results run in float32, each in its module."""
+    rules: dict[str, str] = {}
+    inside: dict[str, dict[str, str]] = {}
+    reasons: list[str] = []
+    rows = {one: (_selector(one), scope_of(one.module)) for one in (*found, *readers)}
+    alike = Counter((of, _alike(scope)) for of, scope in {*rows.values()})
+    for one, (of, scope) in rows.items():
+        if alike[of, _alike(scope)] >= ALIKE:
+            scope = _alike(scope)
+        why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
+        own = inside.setdefault(scope, {}) if scope else rules
+        if not of:
+            reasons.append(f"{why} No row can be for it: change the program.")
+        elif _has(policy, one, of):
+            reasons.append(f"{why} The row {one.row} says float32 already: change the program.")
+        elif of not in own:
+            own[of] = Rule.FP32.value
+            reasons.append(why)
+    scoped = {scope: own for scope, own in inside.items() if own}
+    return Suggestion(rules, scoped, reasons=tuple(reasons))
+
+
+_READS = "it reads the values that were lost, and would round them again."
+
+
+def _has(policy: Policy, one: Place, of: str) -> bool:
+    """True if an op ran by a row of the policy that says float32 already."""
+    if one.row is None or one.row.rule is not Rule.FP32:
+        return False
+    op = vocabulary().op_of(of)
+    spelling = one.spelling if op is None or one.op == op.name else ""
+    return policy.at(one.module).winner(op.name if op else "", "float16", spelling) == one.row
+
+
+def _selector(one: Place) -> str:
+    """The selector for a row: the op that a row decided for, or its own; "" if none can be."""
+    words, row = vocabulary(), one.row
+    if one.spelling.partition(".")[0].endswith("_"):  # in place: the dtype of its result is given
+        return ""
+    if row is not None and row.of in words.ops:
+        return row.of
+    if one.op in words.ops:
+        return one.op
+    prefix, colon, name = one.spelling.partition(":")
+    known = prefix in ("aten", "jax") and colon and name.partition(".")[0] not in _CASTS
+    return one.spelling if known else ""
+
+
+# Casts that the program itself makes; a policy leaves them.
+_CASTS = ("_to_copy", "to", "convert_element_type", "copy", "clone")
+
+
+def scope_of(module: str) -> str:
+    """Return a pattern that is a module's path; "" where none can be."""
+    pattern = re.sub(r"([*?[])", r"[\1]", module)
+    try:
+        scopes.check(pattern, "suggest()")
+    except PolicyError:
+        return ""
+    return pattern
+
+
+def _alike(scope: str) -> str:
+    """A path with a star for each name that is a number."""
+    return ".".join("*" if name.isdigit() else name for name in scope.split("."))
+
+
+def _scale(audit: Audit, policy: Policy) -> Suggestion:
+    """A loss scale, where gradients need another one."""
+    fits, scale, fault = audit.highest_scale(), audit.scale, audit.fault
+    burst = [m for m in audit.results if m.direction == BACKWARD and m.magnitudes.burst > 0]
+    over: Place | None = burst[0] if burst else fault
+    if over is not None:
+        if scale <= 1:
+            return _raised([over], policy)
+        cast = max((o.largest for o in fault.inputs), default=0.0) if fault is not None else 0.0
+        if cast > _TOP:
+            fits = min(fits or scale, 2.0 ** math.floor(math.log2(scale * _TOP / 2 / cast)))
+        lower = min(fits or scale, scale / 2)
+        why = f"{_at(over)}: gradients overflow float16; the last loss scale was {scale:g}"
+        return Suggestion(init_scale=lower, reasons=(f"{why}; try {lower:g}.",))
+    lost = audit.lost_gradients(scale)
+    if lost > MANY:
+        part = text_table.share(lost)
+        why = f"gradients: {part} of the values that are not zero are zero in float16"
+    else:
+        worst = max(audit.backward, key=_vanished, default=None)
+        if worst is None or scale > 1 or _vanished(worst) <= PART or fits is None or fits <= scale:
+            return Suggestion()
+        why = f"{_at(worst)}: {_vanished(worst):.0%} of its values are zero in float16"
+    if not any((m.region or m.run) == "float16" for m in audit.results):
+        if fits is None:  # all are zero in this run, too
+            return Suggestion()
+        needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
+        return Suggestion(reasons=(needs,))
+    if fits is None:
+        why = f"gradients: all are zero, at a loss scale of {scale:g}; try {FIRST_SCALE:g}."
+        return Suggestion(init_scale=FIRST_SCALE, reasons=(why,))
+    fits = min(fits, LARGEST)
+    if fits <= scale or audit.lost_gradients(fits) > MANY:
+        why = f"{why} at every loss scale at which none overflows: bfloat16 has the range."
+        return Suggestion(dtype="bfloat16", reasons=(why,))
+    why = f"{why} at a loss scale of {scale:g}; try {fits:g}."
+    return Suggestion(init_scale=fits, reasons=(why,))
+
+
+def _vanished(m: Measured) -> float:
+    """The share of a gradient's values that float16 made zero, here or before."""
+    return max(m.magnitudes.gone, m.magnitudes.vanished)
+
+
+def _at(one: Place) -> str:
+    place = " ".join(filter(None, (one.module and f"in {one.module}", one.source)))
+    back = ", backward" if one.direction == BACKWARD else ""
+    return f"{one.op} {place}".rstrip() + back
+
+
+def _loss(one: Place) -> str:
+    if isinstance(one, Fault):
+        return one.why
+    m = one.magnitudes
+    if m.burst > 0:
+        return f"{m.burst:.0%} of its values are Inf in float16 and are not in float32."
+    if one.numbers:
+        return f"the number {lost_constants(one.numbers, one.run)} and is not in float32."
+    return f"{m.vanished:.0%} of its values are zero in float16 and are not in float32."

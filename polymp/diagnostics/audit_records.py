@@ -6,19 +6,15 @@ dtype would make of the numbers. Nothing here knows a framework.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
-from polymp.dtypes import FORMATS
 from polymp.rules.row import Row
 
 # The share of the values of an op, or of all gradients, that is too much to become zero.
 MANY = 0.5
-
-_LOW = "float16"  # the dtype that needs a loss scale
 
 
 class Measured(NamedTuple):
@@ -35,18 +31,6 @@ class Measured(NamedTuple):
     magnitudes: Magnitudes  # of the results; of scaled gradients, divided by the scale
     # Constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
     numbers: tuple[float, ...] = ()
-    # Its own rounding error: by how much the results differ from those of the same op in float32 on
-    # the same inputs, the root of the sum of squares relative to that of the float32 results; the
-    # largest of all calls. None if it was not measured.
-    rounding: float | None = None
-    # By how much its own rounding changes the loss, to first order: the errors of its results times
-    # the loss's gradient there, added up with their signs over all values and calls, as a fraction
-    # of the loss; the mean of the backward passes. None if it was not measured, as without a
-    # backward pass.
-    loss_effect: float | None = None
-    # True of a product that a row lowered, though it has no dimension to sum over, or one of size
-    # 1: it is a multiplication, in low precision.
-    unsummed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return its numbers, with the shares in each dtype, as plain data."""
@@ -60,28 +44,11 @@ class Measured(NamedTuple):
 
 
 def together(many: Sequence[Measured]) -> Measured:
-    """The first of some results, with what was counted of all of them, and the largest errors."""
+    """The first of some results, with what was counted of all of them."""
     return many[0]._replace(
         magnitudes=joined(m.magnitudes for m in many),
         numbers=tuple(sorted({number for m in many for number in m.numbers})),
-        rounding=max((m.rounding for m in many if m.rounding is not None), default=None),
-        loss_effect=effect_of(m.loss_effect for m in many),
     )
-
-
-def effect_of(effects: Iterable[float | None]) -> float | None:
-    """The sum of effects on the loss that were measured; None if none was."""
-    known = [effect for effect in effects if effect is not None]
-    return math.fsum(known) if known else None
-
-
-def largest_error(pairs: Iterable[Sequence[float]]) -> float | None:
-    """The largest root of a sum of squares relative to another's; None of no pairs."""
-    ratios = (
-        (math.sqrt(off) / math.sqrt(whole) if whole else math.inf) if off > 0 else 0.0
-        for off, whole in pairs
-    )
-    return max(ratios, default=None)
 
 
 class Operand(NamedTuple):
@@ -154,7 +121,7 @@ class Fault(NamedTuple):
     found: str  # "Inf" or "NaN", whichever came first, and the op where it did if it is another
     why: str  # a sentence on the cause
     region: str = ""  # the low dtype of the region it ran in, "" outside
-    remedy: str = ""  # of an update, the change that helps, and whether it was tried, in sentences
+    remedy: str = ""  # of an update, the change that helps, in sentences
 
     @classmethod
     def of(
@@ -187,72 +154,3 @@ class Fault(NamedTuple):
             *([f"  {self.remedy}"] if self.remedy else []),
         ]
         return "\n".join(lines)
-
-
-@dataclass(eq=False, repr=False)
-class AuditRecord:
-    """The measurements of a run, see `audit.Audit`."""
-
-    results: Sequence[Measured] = ()  # of ops, in the order in which they were first reached
-    gradients: Sequence[Measured] = ()  # of parameters, by name
-    fault: Fault | None = None  # the op that the first value that is not finite came from
-    steps: int = 0  # how many were measured
-    scale: float = 1.0  # the loss scale of the gradients, 1 if none was known
-    rounding: bool = False  # True if rounding errors were measured
-
-    @property
-    def backward(self) -> list[Measured]:
-        """All gradients: those of parameters, and those that backward ops made."""
-        return [*self.gradients, *(m for m in self.results if m.direction == "backward")]
-
-    @property
-    def loss_effect(self) -> float | None:
-        """By how much rounding changes the loss: the sum of the ops' effects; None of none."""
-        return effect_of(m.loss_effect for m in self.results)
-
-    def fitting_scale(self) -> float | None:
-        """Return the largest loss scale at which no gradient would overflow float16.
-
-        There is a factor 2 to spare. It is for the gradients that ops made in float16; where these
-        are all zero, for those made in bfloat16; where these are, too, for all gradients.
-
-        Returns:
-            A power of two, which was not tried; None if all gradients were zero, or if one was Inf
-            or NaN: how large it and those computed from it would be is not known.
-        """
-        spoiled = any(m.magnitudes.inf or m.magnitudes.nan for m in self.backward)
-        return None if spoiled else self.highest_scale()
-
-    def highest_scale(self) -> float | None:
-        """The scale at which the gradients that were finite would fit; others may need less."""
-        largest = 0.0
-        for run in (_LOW, "bfloat16", ""):  # what float32 holds need not fit, if others are there
-            made = (m.magnitudes for m in self.backward if run in (m.run, ""))
-            largest = largest or max((max(m.largest, m.wide) for m in made), default=0.0)
-        if largest == 0 or not math.isfinite(largest):
-            return None
-        return float(2.0 ** math.floor(math.log2(FORMATS[_LOW].max / 2 / largest)))
-
-    def lost_gradients(self, scale: float = 1.0) -> float:
-        """Return the share of gradient values other than zero that float16 makes zero.
-
-        Values that float16 made zero in the run, and about as many of those computed from them
-        as are zero for that reason, count as other than zero; at a scale up to the run's, as made
-        zero.
-
-        Args:
-            scale: the loss scale, a power of two.
-
-        Returns:
-            From 0 to 1; 1 if all gradients are zero, at a loss scale of at most 1.
-        """
-        rows = self.backward
-        if not rows:
-            return 0.0
-        every = joined(m.magnitudes for m in rows)
-        gone = max(every.gone, every.vanished)
-        there = (every.counted - every.bins[0]) / max(every.counted, 1) + gone
-        if there == 0:
-            return 1.0 if scale <= 1 else 0.0
-        here = gone if scale <= self.scale else 0.0
-        return (every.shares(_LOW, scale).underflow + here) / there

@@ -11,14 +11,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import HUGE, UNTRIED
 from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, escaped
-from polymp.mailbox import Copy, Mailbox
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
@@ -107,7 +106,7 @@ class LossVerbs(NamedTuple):
     """A framework's functions of losses on their devices."""
 
     is_bad: Callable[[Any], Any]  # whether a loss is Inf or NaN, bool []
-    sent: Callable[[Sequence[Any]], Sequence[Copy]]  # bools [], to the host
+    sent: Callable[[Sequence[Any]], Sequence[Any]]  # bools [], to the host: an `AsyncCopy` of each
     alone: Callable[[], bool]  # False if other processes learn of a bad loss in `now` alone
 
 
@@ -116,15 +115,15 @@ class LossChecks:
 
     def __init__(self, verbs: LossVerbs) -> None:
         self._verbs = verbs
-        self._mailbox: Mailbox[None] = Mailbox()
+        self._sent: tuple[Any, ...] = ()
 
     def add(self, losses: Mapping[int, Any], bad: Sequence[Any] = ()) -> bool:
         """Check the losses of a call; return whether one so far, or of `bad`, is known to be bad.
 
         Several processes learn of it in `now` alone, so that all of them stop at the same step.
         """
-        for copy in self._verbs.sent([*bad, *map(self._verbs.is_bad, losses.values())]):
-            self._mailbox.post(copy, None)
+        sent = self._verbs.sent([*bad, *map(self._verbs.is_bad, losses.values())])
+        self._sent = (*self._sent, *sent)
         return self._verbs.alone() and self._arrived(wait=False)
 
     def now(self) -> bool:
@@ -132,7 +131,9 @@ class LossChecks:
         return self._arrived(wait=True)
 
     def _arrived(self, *, wait: bool) -> bool:
-        return any([bool(bad) for bad, _ in self._mailbox.taken(wait=wait)])  # takes all
+        here = [copy for copy in self._sent if wait or copy.is_ready()]
+        self._sent = tuple(copy for copy in self._sent if copy not in here)
+        return any([bool(copy.values()) for copy in here])
 
 
 def bad_loss(losses: Mapping[int, Any]) -> str:
@@ -212,20 +213,12 @@ class CaughtStep:
         self.reports: list[BadStep] = []
         self._every, self._raises = every, raises
 
-    def __enter__(self) -> NoReturn:
-        """Say how it is used."""
-        raise TypeError(
-            "catch is not a context manager. Write step = catch(step), with the function that does "
-            "a training step, and call it for each batch."
-        )
-
-    def __exit__(self, *error: object) -> None:
-        """Never reached; `with` asks for it first."""
-
     def _stopped(self, report: BadStep, last_good: Any = None, goes_on: bool = True) -> None:
         """Raise a bad step, or warn of it if training goes on."""
         self.reports.append(report)
-        if self._raises or not goes_on or in_a_row(self.reports):
+        last = self.reports[-MANY:]
+        in_a_row = all(b.step == a.step + a.undone for a, b in pairwise(last))
+        if self._raises or not goes_on or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
         warn(str(report))
 
@@ -244,12 +237,6 @@ class CaughtStep:
 def warn(message: str) -> None:
     """Give a warning at the line of the user's that called."""
     warnings.warn(message, CatchWarning, stacklevel=code_origin.outside())
-
-
-def in_a_row(reports: Sequence[BadStep]) -> bool:
-    """Return whether the last bad steps followed each other, so that undoing does not help."""
-    last = reports[-MANY:]
-    return len(last) == MANY and all(b.step == a.step + a.undone for a, b in pairwise(last))
 
 
 def checked_arguments(step: object, every: object, on_bad: object) -> None:

@@ -39,7 +39,7 @@ from polymp.diagnostics.run_record import (
     RecordError,
     RunRecord,
 )
-from polymp.diagnostics.tables import OUTSIDE, Cell, Column, TableKind, number
+from polymp.diagnostics.tables import OUTSIDE, Cell, Column, Line, Table, number
 from polymp.errors import escaped
 
 
@@ -217,8 +217,9 @@ class Comparison:
             title=" and ".join(self.names),
             about=self._about(),
             notes=[self._program(), self._verdict(), *self.notes],
-            table=_ARRAYS.plain(self.rows),
-            what="array",
+            table=Table(
+                _COLUMNS, [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
+            ),
             curve=[(f"{m or OUTSIDE}, {d}", off, most) for d, m, off, most in self.growth()],
         )
 
@@ -406,9 +407,7 @@ def _begins(path: str, start: str) -> bool:
 def _called(a: RecordedArray) -> str:
     """An array in words: "layer_norm in blocks.3.ln1 (model.py:41)"."""
     of = {INPUT: "input ", GRADIENT: "the gradient of ", UPDATE: "the update of "}.get(a.kind, "")
-    module = (
-        f" in {a.module}" if a.module and a.kind in (RESULT, INPUT) and "operand" not in of else ""
-    )
+    module = f" in {a.module}" if a.module and a.kind in (RESULT, INPUT) else ""
     back = {BACKWARD: ", backward", RECOMPUTE: ", recomputed"}.get(a.direction, "")
     back = back if a.kind == RESULT else ""
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
@@ -453,20 +452,14 @@ def _cells(row: Compared) -> Sequence[Cell | str]:
     )
 
 
-_ARRAYS: TableKind[Compared] = TableKind(
-    lambda row: ("", row.array.module),
-    (
-        Column("array", breaks="parts"),
-        Column("direction", on_page=True),
-        Column("verdict", on_page=True),
-        Column("difference", True, "of the root mean square"),
-        Column("rounding explains", True, "of the root mean square"),
-        Column("dtypes"),
-        Column("source"),
-    ),
-    _cells,
-    ("direction", "verdict"),
-    lambda row: (row.array.direction, row.verdict),
+_COLUMNS = (
+    Column("array"),
+    Column("direction"),
+    Column("verdict"),
+    Column("difference", True, "of the root mean square"),
+    Column("rounding explains", True, "of the root mean square"),
+    Column("dtypes"),
+    Column("source"),
 )
 
 

@@ -4,20 +4,12 @@
   const heads = [...table.tHead.rows[0].cells], rows = [...body.rows];
   const names = heads.map((head) => head.textContent.trim());
   const find = document.getElementById("find");
-  const selects = [...document.querySelectorAll("select[data-kind]")];
-  const count = document.getElementById("count"), what = count.dataset.what;
+  const count = document.getElementById("count");
   const words = new Intl.Collator(undefined, { numeric: true });
   const texts = new Map(rows.map((row) => [row, [...row.cells]
     .map((cell) => cell.textContent + " " + cell.title).join(" ").toLowerCase()]));
   const more = document.getElementById("more");
   let ordered = [...rows], wanted = [], most = 400;
-
-  // A long path is broken after its parts.
-  for (const cell of body.querySelectorAll("td.parts")) {
-    const parts = cell.textContent.split(/(?<=[._])/);
-    if (parts.length > 1) cell.replaceChildren(...parts.flatMap((part) =>
-      [part, document.createElement("wbr")]));
-  }
 
   function sort(at, upwards) {
     const numeric = heads[at].classList.contains("n"), sign = upwards ? 1 : -1;
@@ -31,17 +23,14 @@
     body.append(...ordered);
   }
 
-  function fits(row) {
-    return wanted.every((word) => texts.get(row).includes(word)) &&
-      selects.every((s) => !s.value || row.dataset["k" + s.dataset.kind] === s.value);
-  }
+  const fits = (row) => wanted.every((word) => texts.get(row).includes(word));
 
   // A browser takes seconds to lay out thousands of rows: the first ones are shown, the others
   // when they are asked for.
   function show() {
     let found = 0;
     for (const row of ordered) row.hidden = !(fits(row) && ++found <= most);
-    const noun = what + (rows.length === 1 ? "" : "s"), all = rows.length.toLocaleString("en");
+    const noun = rows.length === 1 ? "row" : "rows", all = rows.length.toLocaleString("en");
     count.textContent = found === rows.length ? `${all} ${noun}`
       : `${found.toLocaleString("en")} of ${all} ${noun}`;
     more.hidden = found <= most;
@@ -60,7 +49,6 @@
     sort(at, now ? now === "descending" : first(at));
   }));
   find.addEventListener("input", filter);
-  selects.forEach((select) => select.addEventListener("change", filter));
   more.addEventListener("click", () => { most = Infinity; show(); });
   find.form.addEventListener("submit", (event) => event.preventDefault());
   filter();

@@ -12,10 +12,10 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from errno import ENOENT
-from functools import cache, lru_cache
+from functools import cache
 from html import escape
 from importlib import resources
 from os import PathLike
@@ -23,13 +23,68 @@ from pathlib import Path
 from string import Template
 
 from polymp import text_table
-from polymp.diagnostics.tables import Cell, Column, Line, Table
+from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column, Table
+from polymp.errors import escaped
 
-# The columns in front of those of every table.
-_START = (
-    Column("#", True, "the place in the printed table"),
-    Column("module", breaks="parts"),
-)
+
+class Shown:
+    """A result that is printed as lines and a table, and drawn as a page of the same."""
+
+    def _lines(self) -> list[str]:
+        """The lines above the table; the first is the title."""
+        raise NotImplementedError
+
+    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+        raise NotImplementedError
+
+    def table(self, width: int | None = None, *, sort: str = PROGRAM, fold: bool = True) -> str:
+        """Return the text that `print` shows.
+
+        Rows are grouped by direction and module. "layers.*.attn x24" are 24 modules whose rows are
+        alike: counts are those of all of them, and the largest magnitude is.
+
+        Args:
+            width: of a line, in characters; by default the terminal's, and 100 without one.
+            sort: "program" for the order in which modules and ops were first reached; "cost" to put
+                those first that cost most. In a report: whose casts move the most bytes, and of
+                these, or where nothing is cast, those with the most FLOPs. In an audit: of which
+                float16 would lose most, by the share of values that become Inf, of these that
+                become zero, of these that become subnormal.
+            fold: False to show equal layers one by one.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: `sort` is neither "program" nor "cost".
+        """
+        table = self._table(sort, fold)
+        title, *notes = [*self._lines(), *filter(None, [table.note])]
+        above = (title, "", *notes, *[""] * bool(table.lines))
+        lines = [line for note in above for line in text_table.folded(note, width)]
+        return escaped("\n".join([*lines, *table.text(width)]))
+
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+        """Return an HTML page: the same lines, and a table to sort by any column and to filter.
+
+        The page loads nothing, so it can be mailed or kept with a run. It begins with the rows that
+        cost most; see `table`.
+
+        Args:
+            path: file to write it to as well, in UTF-8.
+
+        Returns:
+            The page as text.
+        """
+        table = self._table(COST)
+        title, *notes = [*self._lines(), *filter(None, [table.note])]
+        return html(path, title=title, notes=notes, table=table)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return str(_part("frame", title=self._lines()[0], page=self.to_html()))
 
 
 class _Markup(str):
@@ -45,20 +100,19 @@ def html(
     about: str = "",
     notes: Sequence[str],
     table: Table,
-    what: str,
-    largest: Sequence[str] = (),
     curve: Sequence[tuple[str, float, float]] = (),
 ) -> str:
     """A page as one text, also in a file; everything that comes from a program is escaped.
 
-    `about` is the line below the title, `what` the name of a line of the table. `largest` are
-    columns whose largest numbers come first; without any, lines are as in the printed table. Above
-    the table a curve is drawn: labels in order, a difference, and what rounding explains of it.
+    `about` is the line below the title. Columns without a text are left out. Above the table a
+    curve is drawn: labels in order, a difference, and what rounding explains of it.
     """
-    columns = (*_START, *table.columns)
-    places = [at for name in largest for at, c in enumerate(table.columns) if c.name == name]
-    lines = [*enumerate(table.lines, 1)]
-    lines.sort(key=lambda line: [-(line[1].cells[at].value or 0) for at in places])
+    columns = [Column("#", True, "the order of these rows"), Column("module"), *table.columns]
+    rows = [
+        [Cell(c) if isinstance(c, str) else c for c in (Cell(str(at), at), x.module, *x.cells)]
+        for at, x in enumerate(table.lines, 1)
+    ]
+    used = [at for at in range(len(columns)) if any(row[at].text for row in rows)]
     text = _filled(
         Template(_file("page.html")),
         title=title,
@@ -66,11 +120,14 @@ def html(
         about=about,
         notes=_joined(_part("note", text=note) for note in notes),
         curve=_curve(curve) if curve else "",
-        selects=_joined(_select(at, table) for at in range(len(table.selects))),
-        what=what,
-        count=text_table.plural(len(lines), what),
-        heads=_joined(_head(column, [*largest, "#"][0]) for column in columns),
-        rows=_joined(_row(at, line, columns) for at, line in lines),
+        count=text_table.plural(len(rows), "row"),
+        heads=_joined(
+            _part("head", kind="n" * c.numeric, about=c.about, text=c.name)
+            for c in (columns[at] for at in used)
+        ),
+        rows=_joined(
+            _part("row", cells=_joined(_cell(row[at], columns[at]) for at in used)) for row in rows
+        ),
         script=_Markup(_file("page.js")),
     )
     if path is not None:
@@ -102,12 +159,6 @@ def _filled(template: Template, /, **values: object) -> _Markup:
 
 def _joined(parts: Iterable[_Markup]) -> _Markup:
     return _Markup("".join(parts))
-
-
-def _attributes(values: Mapping[str, object]) -> _Markup:
-    """The attributes that have a value."""
-    present = ((name, value) for name, value in values.items() if value not in ("", None))
-    return _Markup(" ".join(f'{name}="{escape(str(value))}"' for name, value in present))
 
 
 _TICKS = 6  # on the axis of a curve, at most
@@ -147,34 +198,11 @@ def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
     )  # fmt: skip
 
 
-def _select(at: int, table: Table) -> _Markup:
-    """The values of the lines: those of the first select in order, of others by the alphabet."""
-    values = list(dict.fromkeys(line.selected[at] for line in table.lines))
-    options = _joined(_part("option", text=value) for value in (sorted(values) if at else values))
-    return _part("select", name=table.selects[at], at=at, options=options)
-
-
-def _head(column: Column, first: str) -> _Markup:
-    order = "ascending" if first == "#" else "descending"
-    button = _part("button", text=column.name, attributes=_attributes({"title": column.about}))
-    given = {"class": "n" * column.numeric, "aria-sort": order * (column.name == first)}
-    return _part("head", button=button, attributes=_attributes(given))
-
-
-def _row(at: int, line: Line, columns: Sequence[Column]) -> _Markup:
-    kinds = _attributes({f"data-k{at}": kind for at, kind in enumerate(line.selected)})
-    cells = Cell(str(at), at), Cell(line.module), *line.cells
-    drawn = (_cell(cell, column.breaks) for cell, column in zip(cells, columns, strict=True))
-    return _part("row", attributes=kinds, cells=_joined(drawn))
-
-
-@lru_cache(maxsize=4096)  # most cells of a long table are like others
-def _cell(cell: Cell, breaks: str) -> _Markup:
-    kind: dict[str, object] = {"class": breaks}
-    if cell.value is not None:
-        kind = {"class": f"n {breaks}".rstrip(), "data-v": cell.value}
+def _cell(cell: Cell, column: Column) -> _Markup:
+    if column.numeric:
+        return _part("number", value=cell.value, text=cell.text)
     text = cell.text.replace(" -> ", " \u2192 ")  # a browser breaks lines after dashes
-    return _part("cell", text=text, attributes=_attributes({**kind, "title": cell.about}))
+    return _part("cell", about=cell.about, text=text)
 
 
 @contextmanager
@@ -192,8 +220,3 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
         beside.replace(whole)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def framed(page: str, title: str) -> str:
-    """The page in a frame, which keeps its style and its script apart from a notebook's."""
-    return str(_part("frame", title=title, page=page))

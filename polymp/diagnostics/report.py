@@ -11,14 +11,11 @@ terminal, in a pipe and in a log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from functools import cached_property, partial
-from os import PathLike
 from typing import NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics import page
-from polymp.diagnostics.alignment import matched
+from polymp.diagnostics.alignment import blocks, matched
 from polymp.diagnostics.call_record import (
     FORWARD,
     NOTHING_RAN,
@@ -31,12 +28,13 @@ from polymp.diagnostics.call_record import (
     ruled,
     sums,
 )
-from polymp.diagnostics.tables import COST, Cell, Column, TableKind, number
+from polymp.diagnostics.page import Shown
+from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind, number
 from polymp.errors import escaped
 from polymp.rules.row import Row
 
 
-class Report:
+class Report(Shown):
     """The op calls of a program, with rules, dtypes and casts; `print` shows them as a table.
 
     Iterating gives a `Call` for each call site, in the order in which the sites were first reached.
@@ -154,59 +152,15 @@ class Report:
         self.policy = policy
         self.__dict__.pop("calls", None)
 
-    @property
-    def _kind(self) -> TableKind[Call]:
-        return CALLS._replace(cells=partial(_cells, self.policy))
+    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+        return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), sort, fold)
 
-    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
-        """Return the report as the text that `print(report)` shows.
-
-        Calls are grouped by direction and module. "fp32 x2 -> bf16 (in fp32)" is an op with two
-        float32 inputs and a bfloat16 result that ran in float32. "layers.*.attn x24" are 24 modules
-        whose calls are alike; their counts are added up.
-
-        Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and calls were first reached; "cost" to
-                put those first whose casts move the most bytes, and of these, or where nothing is
-                cast, those with the most FLOPs.
-            fold: False to show equal layers one by one.
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: `sort` is neither "program" nor "cost".
-        """
-        table = self._kind.table(self.calls, sort, fold)
-        lines = [_headline(self), "", NOTHING_RAN]
-        if len(self):
-            totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
-            lines[2:] = [*totals, *text_table.folded(table.note, width), "", *table.text(width)]
-        return escaped("\n".join(lines))
-
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """Return an HTML page: totals, and a table to sort by any column and to filter.
-
-        The page loads nothing, so it can be mailed or kept with a run. It begins with the rows
-        whose casts move the most bytes.
-
-        Args:
-            path: file to write it to as well, in UTF-8.
-
-        Returns:
-            The page as text.
-        """
-        table = self._kind.table(self.calls)
-        return page.html(
-            path,
-            title=self.title or "report",
-            about=_headline(self).partition(": ")[2],
-            notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
-            table=table,
-            what="row" if table.note else "call site",
-            largest=("bytes", "FLOPs"),
-        )
+    def _lines(self) -> list[str]:
+        """The title: name, number of call sites, policy and low dtype; then the sums."""
+        under = f"policy {self.policy} in {self.low}" if self.policy else self.low
+        sites = text_table.plural(len(self), "call site")
+        title = ", ".join(filter(None, (f"{self.title or 'report'}: {sites}", under)))
+        return [title, *(_totals(self) if len(self) else [NOTHING_RAN])]
 
     def diff(self, other: "Report") -> "ReportDiff":
         """Compare with another report: under another policy, or from the other framework.
@@ -224,12 +178,6 @@ class Report:
         """
         return ReportDiff(self, other)
 
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return page.framed(self.to_html(), self.title or "report")
-
     def __repr__(self) -> str:
         return f"Report({self.title!r}, {len(self)} calls, {self.casts} casts)"
 
@@ -237,15 +185,16 @@ class Report:
 # What is drawn: sums, then a row for each call site.
 
 _COLUMNS = (
-    Column("op", about="its name in the vocabulary, or the framework's own", breaks="parts"),
+    Column("op", about="its name in the vocabulary, or the framework's own"),
     Column("times", True, "how often it ran; all counts are for all times together"),
     Column("direction", on_page=True),
-    Column("source", breaks="never"),
+    Column("ran in", on_page=True),
+    Column("source"),
     Column("rule", about="the rule, and the op, scope and source of its row"),
     Column("dtypes", about="inputs before casts -> outputs (in the dtype it ran in, if another)"),
     Column("casts", True, "arrays that were cast for it, there and back"),
     Column("bytes", True, "read and written by these casts"),
-    Column("saved", True, "casts that were not made, and why", "spaces"),
+    Column("saved", about="casts that were not made, and why", on_page=True),
     Column("FLOPs", True, "of products, convolutions and attention"),
     Column(
         "kept", True, "bytes of float32 kept for the backward pass, parameters aside", on_page=True
@@ -262,35 +211,21 @@ def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
         Cell(call.op, about=call.spelling),
         Cell(f"{call.times:,}", call.times),
         call.direction,
+        text_table.short(call.run),
         call.source,
         Cell(ruled(call, policy), about=str(call.row or "")),
         Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
         number(call.casts, f"{call.casts:,}"),
         number(call.cast_bytes, text_table.size(call.cast_bytes)),
-        number(sum(count for _, count in call.saved), saved),
+        saved,
         number(call.flops, text_table.amount(call.flops)),
         number(call.kept, text_table.size(call.kept)),
     )
 
 
 CALLS: TableKind[Call] = TableKind(
-    lambda call: (call.direction, call.module),
-    _COLUMNS,
-    partial(_cells, ""),
-    ("direction", "ran in", "rule"),
-    lambda call: (call.direction, call.run or "no float", call.rule or "no region"),
-    SECTIONS,
-    alike,
-    added,
-    {COST: cost},
+    lambda call: (call.direction, call.module), alike, added, SECTIONS, cost
 )
-
-
-def _headline(report: Report) -> str:
-    """The first line: name, number of call sites, policy and low dtype."""
-    under = f"policy {report.policy} in {report.low}" if report.policy else report.low
-    sites = text_table.plural(len(report), "call site")
-    return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
 
 
 def _in_8_bits(report: Report) -> str:
@@ -309,8 +244,8 @@ def _fallbacks(report: Report, rule: str, ran: str) -> list[str]:
     return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
 
 
-def _totals(report: Report) -> list[tuple[str, str]]:
-    """The names and texts of the report's sums."""
+def _totals(report: Report) -> list[str]:
+    """The sums of a report."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
         f"{text_table.amount(count)} ({text_table.share(count / total)}) "
@@ -319,16 +254,16 @@ def _totals(report: Report) -> list[tuple[str, str]]:
     ]
     saved = [f"{count:,} {reason}" for reason, count in sorted(report.saved.items())]
     moved = f"{report.casts:,}, {text_table.size(report.cast_bytes)} read and written"
-    pairs = [
-        ("FLOPs", ", ".join(parts) or "none"),
-        ("casts", moved if report.casts else "none"),
-        ("saved", ", ".join(saved) or "none"),
-        ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
-        ("fp8", _in_8_bits(report)),
-        ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
-        ("widened", widening(report)),
-    ]
-    return [(name, text) for name, text in pairs if text]
+    totals = {
+        "FLOPs": ", ".join(parts) or "none",
+        "casts": moved if report.casts else "none",
+        "saved": ", ".join(saved) or "none",
+        "kept": f"{text_table.size(report.kept)} of float32 for the backward pass",
+        "fp8": _in_8_bits(report),
+        "lower": "; ".join(_fallbacks(report, "lower", "not lowered")),
+        "widened": widening(report),
+    }
+    return [f"{name}: {text}" for name, text in totals.items() if text]
 
 
 def widening(report: Report) -> str:
@@ -388,9 +323,7 @@ class ReportDiff:
     @property
     def same(self) -> bool:
         """True if both have the same calls, and each the same dtypes: input, run and output."""
-        return not any(
-            row.one is None or row.other is None or {*_DTYPES} & {*row.changed} for row in self.rows
-        )
+        return all(row.changed and {*_DTYPES}.isdisjoint(row.changed) for row in self.rows)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -399,10 +332,8 @@ class ReportDiff:
             (next((call.backend for call in r), ""), r.policy, r.low, r.title)
             for r in (self.one, self.other)
         ]
-        for left, right in zip(*sides, strict=True):
-            if left != right and left and right:
-                return left, right
-        return "one", "other"
+        pairs = zip(*sides, strict=True)
+        return next((p for p in pairs if all(p) and p[0] != p[1]), ("one", "other"))
 
     def __iter__(self) -> Iterator[Difference]:
         return iter(self.rows)
@@ -417,29 +348,30 @@ class ReportDiff:
         text = [f"{names[0]} and {names[1]}: {count if self else 'no difference'}"]
         if self:
             columns = [Column(name) for name in ("op", *names)]
-            text += ["", *_DIFFERENCES._replace(columns=columns).table(self.rows).text()]
+            text += ["", *_DIFFERENCES.table(self.rows, columns, _sides).text()]
         return escaped("\n".join(text))
 
     def __repr__(self) -> str:
         return f"ReportDiff({self.one!r}, {self.other!r}, {len(self)} differences)"
 
 
+def _sides(row: Difference) -> tuple[str, str, str]:
+    return row.op, _side(row, row.one), _side(row, row.other)
+
+
 def _side(row: Difference, call: Call | None) -> str:
     """One of the calls in words: the fields that differ, or all without a counterpart."""
     if call is None:
         return "not called"
-    changed, alone = {*row.changed}, not row.changed
-    parts = []
-    if alone or changed & {*_DTYPES}:
-        parts.append(text_table.dtypes(call.inputs, call.run, call.outputs))
-    if alone or changed & {*_RULES}:
-        parts.append(ruled(call) or "no region")
-    if changed & {*_CASTS} or (alone and call.casts):
-        casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
-        parts.append(casts if call.casts else "no cast")
-    if "times" in changed or (alone and call.times > 1):
-        parts.append(f"ran {text_table.plural(call.times, 'time')}")
-    return "; ".join([*parts, *filter(None, [call.source])])
+    casts = f"{text_table.plural(call.casts, 'cast')} of {text_table.size(call.cast_bytes)}"
+    words = {
+        _DTYPES: text_table.dtypes(call.inputs, call.run, call.outputs),
+        _RULES: ruled(call) or "no region",
+        _CASTS: casts if call.casts else "no cast",
+        ("times",): f"ran {text_table.plural(call.times, 'time')}",
+    }
+    shown = (x for names, x in words.items() if not row.changed or {*names} & {*row.changed})
+    return "; ".join(filter(None, (*shown, call.source)))
 
 
 def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:
@@ -461,9 +393,7 @@ def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Diffe
 
 def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
     """The calls side by side, by op and in order; None where there is none."""
-    ours, theirs = ([call.op for call in calls] for calls in (left, right))
-    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
-    for tag, i, i_end, j, j_end in blocks:
+    for tag, i, i_end, j, j_end in blocks([c.op for c in left], [c.op for c in right]):
         if tag == "equal":
             yield from zip(left[i:i_end], right[j:j_end], strict=True)
         else:
@@ -486,17 +416,11 @@ def _alike(row: Difference) -> Hashable:
 
 
 def _added(rows: Sequence[Difference]) -> Difference:
-    ones = [row.one for row in rows if row.one]
-    others = [row.other for row in rows if row.other]
-    return rows[0]._replace(
-        one=added(ones) if ones else None, other=added(others) if others else None
-    )
+    ones, others = [r.one for r in rows if r.one], [r.other for r in rows if r.other]
+    one, other = (added(calls) if calls else None for calls in (ones, others))
+    return rows[0]._replace(one=one, other=other)
 
 
 _DIFFERENCES: TableKind[Difference] = TableKind(
-    lambda row: (row.direction, row.module),
-    cells=lambda row: (row.op, _side(row, row.one), _side(row, row.other)),
-    sections=SECTIONS,
-    alike=_alike,
-    added=_added,
+    lambda row: (row.direction, row.module), _alike, _added, SECTIONS
 )

@@ -2,8 +2,8 @@
 
     rows -> TableKind.table -> Table -> text, or page.html
 
-A report, a difference of two, an audit and a comparison of records are tables of such kinds.
-Nothing here knows what a row holds.
+A report, a difference of two and an audit are tables of such kinds. Nothing here knows what a row
+holds.
 """
 
 import re
@@ -41,9 +41,6 @@ class Column(NamedTuple):
     name: str
     numeric: bool = False  # its cells are numbers, which sort the largest first
     about: str = ""  # a sentence that explains it on a page
-    # Where a line of its cells may end on a page: "never", after "parts" of a path, or at "spaces";
-    # "" for "never" in cells with a value, and "spaces" in others.
-    breaks: str = ""
     on_page: bool = False  # on pages alone
 
 
@@ -52,45 +49,32 @@ class Line(NamedTuple):
 
     section: str  # heading
     module: str  # with the number of equal ones: "layers.*.attn x24"
-    cells: Sequence[Cell]  # one for each column
-    selected: Sequence[str]  # its value in each select of a page
+    cells: Sequence[Cell | str]  # one for each column
 
 
 class Table(NamedTuple):
-    """Columns, the selects of a page, which filter the lines, and the lines."""
+    """Columns and lines."""
 
     columns: Sequence[Column]
-    selects: Sequence[str]
     lines: Sequence[Line]
     note: str = ""  # says that equal layers are one
 
-    def without_empty(self) -> "Table":
-        """The table without the columns in which no line has a text."""
-        used = [at for at in range(len(self.columns)) if any(x.cells[at].text for x in self.lines)]
-        lines = [line._replace(cells=[line.cells[at] for at in used]) for line in self.lines]
-        return self._replace(columns=[self.columns[at] for at in used], lines=lines)
-
-    def text_parts(
-        self, width: int | None = None
-    ) -> tuple[list[str], list[str | tuple[str, ...]], list[str]]:
-        """Heads and rows of a printed table, and the heads of numbers; sections are lines in it."""
+    def text(self, width: int | None = None) -> list[str]:
+        """The lines of a printed table; sections and modules are lines in it."""
         shown = [at for at, column in enumerate(self.columns) if not column.on_page]
-        rows, above = list[str | tuple[str, ...]](), ("", "")
+        rows, above = list[str | Sequence[str]](), ("", "")
         for line in self.lines:
             if line.section != above[0]:
                 rows += ["", text_table.heading(line.section, width)]
             if line[:2] != above:
                 rows.append(line.module)
             above = line.section, line.module
-            first, *others = (line.cells[at].text for at in shown)
+            cells = (line.cells[at] for at in shown)
+            first, *others = (cell if isinstance(cell, str) else cell.text for cell in cells)
             rows.append((f"  {first}", *others))
         columns = [self.columns[at] for at in shown]
-        right = [column.name for column in columns if column.numeric and column.breaks != "spaces"]
-        return [column.name for column in columns], rows, right
-
-    def text(self, width: int | None = None) -> list[str]:
-        """The lines of a printed table."""
-        return text_table.columns(*self.text_parts(width), width)
+        right = [column.name for column in columns if column.numeric]
+        return text_table.columns([column.name for column in columns], rows, right, width)
 
 
 class ModuleRows(NamedTuple, Generic[R]):
@@ -108,63 +92,61 @@ class ModuleRows(NamedTuple, Generic[R]):
 
 
 class TableKind(NamedTuple, Generic[R]):
-    """How rows of one kind are placed, shown, added up and ordered."""
+    """How rows of one kind are placed, added up, ordered and shown."""
 
     place: Callable[[R], tuple[str, str]]  # the key of its section, and its module
-    columns: Sequence[Column] = ()
-    cells: Callable[[R], Sequence[Cell | str]] = lambda row: ()
-    selects: Sequence[str] = ()  # names of the values by which a page filters rows
-    selected: Callable[[R], Sequence[str]] = lambda row: ()
-    sections: Mapping[str, str] = {"": ""}  # headings, in order, by their keys
-    alike: Callable[[R], Hashable] = id  # in what the rows of equal layers agree
-    # One row in place of several, with the counts of all.
-    added: Callable[[Sequence[R]], R] = lambda rows: rows[0]
-    # By name, the sort key of rows that stand together.
-    orders: Mapping[str, Callable[[Sequence[R]], tuple[float, ...]]] = {}
+    alike: Callable[[R], Hashable]  # in what the rows of equal layers agree
+    added: Callable[[Sequence[R]], R]  # one row in place of several, with the counts of all
+    sections: Mapping[str, str]  # headings, in order, by their keys
+    # The sort key, by cost, of rows that stand together.
+    cost: Callable[[Sequence[R]], tuple[float, ...]] = lambda rows: ()
 
-    def table(self, rows: Iterable[R], sort: str = PROGRAM, fold: bool = True) -> Table:
+    def table(
+        self,
+        rows: Iterable[R],
+        columns: Sequence[Column],
+        cells: Callable[[R], Sequence[Cell | str]],
+        sort: str = PROGRAM,
+        fold: bool = True,
+    ) -> Table:
         """The rows as they are shown."""
         modules = self.arranged(rows, sort, fold)
-        count = sum(len(one.rows) for one in modules)
+        lines = [
+            Line(self.sections[one.section], one.label, cells(row))
+            for one in modules
+            for row in one.rows
+        ]
         sites = sum(len(one.rows) * one.layers for one in modules)
         note = (
-            f"equal layers are one, with the counts of all of them: {sites:,} rows in {count:,}; "
-            "fold=False lists each"
+            f"equal layers are one, with the counts of all of them: {sites:,} rows in "
+            f"{len(lines):,}; fold=False lists each"
         )
-        lines = [self._line(row, one.section, one.label) for one in modules for row in one.rows]
-        return Table(self.columns, self.selects, lines, "" if count == sites else note)
-
-    def plain(self, rows: Iterable[R]) -> Table:
-        """The rows as they come, each with its module."""
-        lines = [self._line(row, self.place(row)[0], self.place(row)[1] or OUTSIDE) for row in rows]
-        return Table(self.columns, self.selects, lines)
-
-    def _line(self, row: R, section: str, module: str) -> Line:
-        cells = [Cell(cell) if isinstance(cell, str) else cell for cell in self.cells(row)]
-        return Line(self.sections[section], module, cells, self.selected(row))
+        return Table(columns, lines, "" if len(lines) == sites else note)
 
     def arranged(
         self, rows: Iterable[R], sort: str = PROGRAM, fold: bool = True
     ) -> list[ModuleRows[R]]:
-        """Rows by section and module, equal layers as one."""
-        # In another order than that of the program, modules are sorted in their section, and rows
-        # in their module.
-        orders = (PROGRAM, *self.orders)
-        if sort not in orders:
-            *others, last = (f'"{order}"' for order in orders)
+        """Rows by section and module, equal layers as one.
+
+        By cost, modules are sorted in their section, and rows in their module.
+        """
+        if sort not in (PROGRAM, COST):
             raise ValueError(
-                f"sort={sort!r} is no order of these rows: write {', '.join(others)} or {last}."
+                f'sort={sort!r} is no order of these rows: write "{PROGRAM}" or "{COST}".'
             )
-        sections = {section: at for at, section in enumerate(self.sections)}
-        modules = sorted(folded(rows, self, fold), key=lambda one: sections[one.section])
-        if sort != PROGRAM:
-            key = self.orders[sort]
+        grouped: dict[tuple[str, str], list[R]] = {}
+        for row in rows:
+            grouped.setdefault(self.place(row), []).append(row)
+        modules = [ModuleRows(*at, 1, tuple(many)) for at, many in grouped.items()]
+        modules = _folded(modules, self) if fold else modules
+        if sort == COST:
             modules = [
-                one._replace(rows=tuple(sorted(one.rows, key=lambda row: key([row]))))
+                one._replace(rows=tuple(sorted(one.rows, key=lambda row: self.cost([row]))))
                 for one in modules
             ]
-            modules.sort(key=lambda one: (sections[one.section], key(one.rows)))
-        return modules
+            modules.sort(key=lambda one: self.cost(one.rows))
+        order = [*self.sections]
+        return sorted(modules, key=lambda one: order.index(one.section))
 
 
 # Equal layers folded into one: 24 blocks of a model become `layers.*`, with the sums of all.
@@ -179,20 +161,15 @@ _NUMBERED = re.compile(r"(|.*_)(\d+)")  # flax's linen writes layers_0
 _FOLDED = re.compile(r"(?<![^._])(\d[\d,-]*|\*)(?=\.|$)")  # a number in a path, or what it became
 
 
-def folded(rows: Iterable[R], kind: TableKind[R], fold: bool = True) -> list[ModuleRows[R]]:
-    """Rows by section and module, equal modules as one."""
-    grouped: dict[tuple[str, str], list[R]] = {}
-    for row in rows:
-        grouped.setdefault(kind.place(row), []).append(row)
-    modules = [ModuleRows(*at, 1, tuple(many)) for at, many in grouped.items()]
+def _folded(modules: list[ModuleRows[R]], kind: TableKind[R]) -> list[ModuleRows[R]]:
+    """Equal modules as one."""
+    paths = [one.module.split(".") for one in modules]
     numbers: dict[str, set[int]] = {}  # of all layers, by the path up to them
-    for _, module in grouped:
-        parts = module.split(".")
+    for parts in paths:
         for at, part in enumerate(parts):
             if number := _NUMBERED.fullmatch(part):
                 numbers.setdefault(_masked(parts[: at + 1]), set()).add(int(number[2]))
-    depth = max((module.count(".") + 1 for _, module in grouped), default=0)
-    for at in range(depth if fold else 0):
+    for at in range(max(map(len, paths), default=0)):
         modules = _folded_at(at, modules, kind, numbers)
     return modules
 

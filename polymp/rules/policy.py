@@ -8,6 +8,7 @@ knows what a tensor is.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -17,7 +18,7 @@ from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
-from polymp.fp8.recipes import RECIPES, recipe_of
+from polymp.fp8 import NOT_FLOAT16, RECIPES, REGION_DTYPE, recipe_of
 from polymp.rules import scopes
 from polymp.rules.row import LOW, Apply, Row, Rule, holds_in_scope, holds_instead, member, without
 from polymp.rules.vocabulary import nearest, vocabulary
@@ -573,4 +574,39 @@ def check_keys(
         place = f" {of_op}" if of_op else ""
         raise PolicyError(
             f"{where}: unknown key {key!r}{place}.{nearest(key, known)} Known: {', '.join(known)}."
+        )
+
+
+# A region: how ops run between entering and leaving it.
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The settings of a region: they hold from entering it to leaving it."""
+
+    backend: str  # "torch" or "jax"
+    device: str  # the device type whose ops run by it, such as "cpu" or "cuda"
+    enabled: bool  # False for a subregion in which ops run in the dtypes of their inputs
+    dtype: str  # the low dtype, by full name; an alias or a dtype object becomes that
+    cache: bool  # True if the casts of parameters may be kept until the region ends
+    # The table that decides; None for the backend's own table of that device.
+    policy: Policy | None = None
+    scope: str = ""  # path of the module that the region is in, names joined by dots
+
+    def __post_init__(self) -> None:
+        # Only a disabled region has another dtype than a float one, by torch's own name.
+        with suppress(ValueError):
+            object.__setattr__(self, "dtype", dtypes.name(self.dtype))
+        if self.enabled and self.policy is not None and self.policy.fp8:
+            _check_fp8(self.policy, self.dtype)
+
+
+def _check_fp8(policy: Policy, dtype: str) -> None:
+    """Refuse an enabled region of another dtype than bfloat16 with products in 8 bits."""
+    in_8_bits = any(row.rule is Rule.FP8 and row.dtype in ("", dtype) for row in policy.rows)
+    if in_8_bits and dtype != REGION_DTYPE:
+        raise PolicyError(
+            f"autocast(): policy {policy.name!r} runs products in 8 bits, which needs a region of "
+            f"dtype bfloat16, not {dtype}: {NOT_FLOAT16}. Write bfloat16, or a policy "
+            "without rule fp8."
         )

@@ -5,8 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from polymp._api import framework_of
-from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.suggest import is_broken
+from polymp.diagnostics.audit import Audit, is_broken
 from polymp.dtypes import name as dtype_name
 from polymp.rules.policy_files import Source, load
 from polymp.rules.row import LOW

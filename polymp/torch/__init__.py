@@ -20,7 +20,7 @@ if typing.TYPE_CHECKING:
     from polymp.backends.torch.diagnostics.explain import explain
     from polymp.backends.torch.diagnostics.locate import locate
     from polymp.backends.torch.diagnostics.record import record
-    from polymp.backends.torch.scaler.expect_scaler import expect_scaler
+    from polymp.backends.torch.scaler.optimizer_step import expect_scaler
     from polymp.backends.torch.weights.bake import bake
     from polymp.backends.torch.weights.freeze import Frozen, freeze
     from polymp.backends.torch.weights.low_weights import low_weights
@@ -44,7 +44,7 @@ _LATE = {
     "audit": "diagnostics.audit",
     "bake": "weights.bake",
     "catch": "diagnostics.catch",
-    "expect_scaler": "scaler.expect_scaler",
+    "expect_scaler": "scaler.optimizer_step",
     "explain": "diagnostics.explain",
     "freeze": "weights.freeze",
     "locate": "diagnostics.locate",

@@ -15,9 +15,8 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes code_origin text_table progress mailbox processor
+errors dtypes code_origin text_table progress
 versions
-integrations
 fp8
 rules policies
 scaling
@@ -26,7 +25,7 @@ diagnostics
 backends
 backends.torch backends.jax
 backends.torch.compat backends.jax.compat
-backends.torch.async_copy backends.torch.snapshot backends.jax.arrays
+backends.torch.snapshot backends.jax.arrays
 backends.jax.jaxprs
 backends.jax.modules
 backends.torch.autocast backends.jax.autocast

@@ -63,7 +63,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *options: str, code: int = 0) -> str:
-    """Run pytest with the plugin; return what it printed."""
     printed = folder / "printed"
     call = forks.Call(__name__, "pytest_in", (str(folder), *options), str(printed))
     env = {"COLUMNS": "100", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -102,7 +101,6 @@ def test_records_are_written_and_compared(folder: Path) -> None:
     assert " and this run (" in out
     assert f"{count} failed" in out
     assert sorted(path.name for path in (folder / "after").iterdir()) == names
-    run(folder, "--polymp-against=after")
 
 
 def test_a_test_without_an_earlier_record_is_not_compared_and_the_summary_says_so(

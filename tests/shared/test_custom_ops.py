@@ -21,7 +21,7 @@ import pytest
 import polymp
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from tests.conftest import need
@@ -55,8 +55,6 @@ def own(function: Any, name: str) -> Any:
 
 
 class Made(NamedTuple):
-    """An op of the user's own."""
-
     name: str  # it is registered by
     call: Callable[[Any], Any]  # the op
     seen: list[Any]  # dtypes that forward saw, and those that backward did; of torch's only
@@ -476,7 +474,6 @@ def test_jax_transformations(way: str) -> None:
 
 
 def state() -> Any:
-    """All that registering changes."""
     words = vocabulary()
     found: list[Any] = [dict(words.ops), dict(words.kinds), list(words.registered)]
     found += [dict(index) for index in words._names.values()]
@@ -633,55 +630,51 @@ def test_one_wrong_side_leaves_nothing_of_the_other() -> None:
 LATE = {
     "torch": (
         """
-import torch, polymp
-from polymp.torch import autocast
-
-@torch.library.custom_op("late::op", mutates_args=())
-def op(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-op.register_fake(torch.empty_like)
-x = torch.ones(3, dtype=torch.bfloat16)
-
-def run(policy, call=op):
-    with autocast("cpu", policy=policy):
+        import torch, polymp
+        from polymp.torch import autocast
+        
+        @torch.library.custom_op("late::op", mutates_args=())
+        def op(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+        
+        op.register_fake(torch.empty_like)
+        x = torch.ones(3, dtype=torch.bfloat16)
+        
+        def run(policy, call=op):
+            with autocast("cpu", policy=policy):
         print(call(x).dtype)
-
-compiled = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
-run(None)
-run("amp")
-run("amp", compiled)
-polymp.register_op("late_op", "fp32", torch=op)
-run(None)
-run("amp")
-run({"rules": {"class:custom": "keep"}})
-torch._dynamo.reset()
-run("amp", compiled)
-""",
-        ["torch.bfloat16"] * 3 + ["torch.float32"] * 2 + ["torch.bfloat16", "torch.float32"],
-    ),
+        
+        compiled = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
+        run(None)
+        run("amp")
+        run("amp", compiled)
+        polymp.register_op("late_op", "fp32", torch=op)
+        run(None)
+        run("amp")
+        run({"rules": {"class:custom": "keep"}})
+        torch._dynamo.reset()
+        run("amp", compiled)
+        """, ["torch.bfloat16"] * 3 + ["torch.float32"] * 2 + ["torch.bfloat16", "torch.float32"]),
     "jax": (
         """
-import jax, jax.numpy as jnp, polymp
-from polymp.jax import autocast
-
-def op(x):
-    return x + 1
-
-def run(x):
-    return op(x @ jnp.eye(3))
-
-x = jnp.ones((3, 3))
-for call in (autocast(run), jax.jit(autocast(run))):
-    print(call(x).dtype)
-polymp.register_op("late_op", "fp32", jax=op)
-for call in (autocast(run), jax.jit(autocast(run))):
-    print(call(x).dtype)
-print(autocast(run, policy={"rules": {"linear": "lower", "class:custom": "keep"}})(x).dtype)
-""",
-        ["bfloat16"] * 2 + ["float32"] * 2 + ["bfloat16"],
-    ),
-}
+        import jax, jax.numpy as jnp, polymp
+        from polymp.jax import autocast
+        
+        def op(x):
+            return x + 1
+        
+        def run(x):
+            return op(x @ jnp.eye(3))
+        
+        x = jnp.ones((3, 3))
+        for call in (autocast(run), jax.jit(autocast(run))):
+            print(call(x).dtype)
+        polymp.register_op("late_op", "fp32", jax=op)
+        for call in (autocast(run), jax.jit(autocast(run))):
+            print(call(x).dtype)
+        print(autocast(run, policy={"rules": {"linear": "lower", "class:custom": "keep"}})(x).dtype)
+        """, ["bfloat16"] * 2 + ["float32"] * 2 + ["bfloat16"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LATE)

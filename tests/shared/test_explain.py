@@ -38,7 +38,6 @@ def function(fw: ModuleType, op: str) -> Callable[..., Any]:
 
 
 def explained(fw: ModuleType, op: str, low: str, policy: str, inputs: str) -> Any:
-    """Return the report's entry for the only call of an op."""
     rng = np.random.default_rng(0)
     arrays = [fw.array(rng.uniform(1, 2, shape), inputs) for shape in OPS[op]]
     report = polymp.explain(function(fw, op), *arrays, dtype=low, policy=policy)

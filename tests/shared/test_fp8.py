@@ -1,18 +1,14 @@
-"""Products in 8 bits in both frameworks: the same bits of operands, the same results."""
+"""Products in 8 bits in both frameworks: the same results. Of operands, numpy has the bits."""
 
 import importlib
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import polymp
-from polymp.fp8 import quantise
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8 import RECIPES
 from polymp.testing import assert_parity
 from tests.conftest import FRAMEWORKS, need
-
-ROLES = ("activation", "weight", "gradient")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,44 +23,6 @@ def policy(recipe):
 def numbers(*shapes):
     random = np.random.default_rng(0)
     return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
-
-
-def in_torch(x, recipe, role, axis):
-    import torch
-
-    from polymp.backends.torch.autocast.fp8_product import VERBS
-
-    low = x.dtype == ml_dtypes.bfloat16
-    t = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16 if low else torch.float32)
-    scale = quantise.scale_of(VERBS, t, recipe, role, axis)
-    made = quantise.quantised(VERBS, t, scale, recipe.format_of(role))
-    return made.view(torch.uint8).numpy(), scale.numpy()
-
-
-def in_jax(x, recipe, role, axis):
-    import jax
-
-    from polymp.backends.jax.autocast.fp8_operands import quantised
-
-    axes = (0, 1) if axis is None else (axis,)
-    made = jax.jit(lambda x: quantised(x, recipe, role, axes))(x)
-    return np.asarray(made.values).view(np.uint8), np.asarray(made.scale)
-
-
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("name", RECIPES)
-def test_operands_have_the_same_bits(name, role):
-    recipe, differ = RECIPES[name], 0
-    (x,) = numbers((256, 128))
-    x *= np.exp(np.random.default_rng(1).uniform(-30, 20, (256, 1))).astype(np.float32)
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        for axis in (None, 0, 1):
-            one = in_torch(x.astype(dtype), recipe, role, axis)
-            other = in_jax(x.astype(dtype), recipe, role, axis)
-            differ += np.count_nonzero(one[0] != other[0])
-            assert np.array_equal(one[1].ravel(), other[1].ravel()), "scales"
-    print(f"{name}, {role}: {differ} of {6 * x.size} numbers differ")
-    assert differ == 0
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -86,9 +44,8 @@ def test_a_product_and_its_gradients_are_the_same(name):
     fn = polymp.jax.autocast(lambda x, w: x @ w.T, policy=policy(name))
     out, pull = jax.vjp(fn, jnp.asarray(x), jnp.asarray(w))
     ours = [np.asarray(a, np.float32) for a in (out, *pull(jnp.asarray(g, jnp.bfloat16)))]
-    for what, one, other in zip(("result", "of x", "of w"), theirs, ours, strict=True):
+    for one, other in zip(theirs, ours, strict=True):
         error = np.abs(one - other).max() / np.abs(one).max()
-        print(f"{name}, {what}: {error:.1e}")
         assert error <= 1e-6
 
 
@@ -111,7 +68,6 @@ def jax_layers(x, w, v):
 @pytest.mark.parametrize("name", RECIPES)
 def test_parity_of_two_layers(name):
     found = assert_parity(torch_layers, jax_layers, numbers(*SIZES), policy=policy(name))
-    print(f"{name}\n{found}")
     assert found.calls[0] == found.calls[1]
 
 
@@ -138,7 +94,6 @@ def test_a_run_goes_on_from_a_checkpoint(framework, recipe, tmp_path):
     second.load(tmp_path / "half")
     assert second.bits() == first.bits()
     rest = [second.step(number) for number in range(CUT, STEPS)]
-    print(f"{framework}, {recipe}: losses {[round(loss, 4) for loss, _ in history]}")
     assert rest == history[CUT:]
     if recipe == "tensorwise":
         for part in ("model", "optimizer", "scaler"):

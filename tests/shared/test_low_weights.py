@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.weights import random_bits, store
+from polymp import weights
 from tests.conftest import need
 from tests.support.low_weights import BF16, NUMPY, edges, spread, ties, upper_halves
 from tests.support.sizes import size
@@ -49,24 +49,24 @@ def numbers(mode: str) -> np.ndarray:
 
 @pytest.mark.sized
 @pytest.mark.parametrize("framework", VERBS)
-@pytest.mark.parametrize("mode", store.MODES)
+@pytest.mark.parametrize("mode", weights.MODES)
 def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode: str) -> None:
     need(framework)
     verbs = importlib.import_module(VERBS[framework]).VERBS
     x = numbers(mode)
     index = np.arange(x.size, dtype=np.int32)
-    key = random_bits.key(3, 5, 7)
-    random = random_bits.random16(key, array(framework, index))
-    expected_random = random_bits.random16(key, index)
+    key = weights.key(3, 5, 7)
+    random = weights.random16(key, array(framework, index))
+    expected_random = weights.random16(key, index)
     assert (bits(random) == expected_random).all()
-    kept = store.MODES[mode]
-    low, beside = store.store(verbs, kept, "bfloat16", array(framework, x), random)
-    expected, expected_beside = store.store(NUMPY, kept, "bfloat16", x, expected_random)
+    kept = weights.MODES[mode]
+    low, beside = weights.store(verbs, kept, "bfloat16", array(framework, x), random)
+    expected, expected_beside = weights.store(NUMPY, kept, "bfloat16", x, expected_random)
     assert (bits(low) == bits(expected)).all()
     if beside is not None:
         assert (bits(beside) == bits(expected_beside)).all()
-    read = store.load(verbs, kept, low, beside)
-    assert (bits(read) == bits(store.load(NUMPY, kept, expected, expected_beside))).all()
+    read = weights.load(verbs, kept, low, beside)
+    assert (bits(read) == bits(weights.load(NUMPY, kept, expected, expected_beside))).all()
 
 
 @pytest.mark.sized
@@ -82,11 +82,10 @@ def test_split_rebuilds_every_number(framework: str) -> None:
     x = np.concatenate([edges(), upper_halves(size(64, 1)), spread(size(2**18, 2**20))])
     given = array(framework, x)
     for way in (lambda f: f, compiled):
-        high, rest = way(lambda x: store.split(verbs, x))(given)
-        back = way(lambda high, rest: store.join(verbs, high, rest))
+        high, rest = way(lambda x: weights.split(verbs, x))(given)
+        back = way(lambda high, rest: weights.join(verbs, high, rest))
         assert (bits(high).itemsize, bits(rest).itemsize) == (2, 2)
         assert (bits(back(high, rest)) == x.view(np.int32)).all()
         differ = bits(high) != bits(way(lambda x: verbs.narrow(x, "bfloat16"))(given))
         assert (ties(x) | np.isnan(x))[differ].all()
         assert (differ & ties(x)).any()
-    print(f"{framework}: all of {x.size} numbers rebuilt, of which {np.isnan(x).sum()} are NaN")

@@ -117,8 +117,6 @@ ENOUGH = 0.7
 
 
 class Planted(NamedTuple):
-    """A fault."""
-
     framework: str  # whose training it is planted in
     training: str  # its name
     ops: tuple[str, ...]  # what the op may be called; the gradient's, if the fault is in no op
@@ -162,7 +160,6 @@ each = pytest.mark.parametrize("case", PLANTED, ids=str)
 
 
 def made(case: Planted) -> Any:
-    """The training as it was before."""
     need(case.framework)
     return importlib.import_module(f"tests.support.faults.in_{case.framework}").made(case.training)
 
@@ -176,7 +173,6 @@ def spoiled(case: Planted) -> Any:
 
 @cache
 def healthy(case: Planted) -> tuple[float, ...]:
-    """The losses of the training as it was before."""
     return tuple(made(case).train())
 
 
@@ -186,7 +182,6 @@ def fall(losses: Sequence[float], unit: float = 1.0) -> float:
 
 
 def changed(training: Any, suggestion: Any) -> Any:
-    """A training with what was suggested."""
     training.use(suggestion.apply(polymp.policy(training.policy)))
     if suggestion.dtype:
         training.compute_in(suggestion.dtype)
@@ -204,7 +199,6 @@ def test_the_fault_alone_keeps_it_from_training(case: Planted) -> None:
 
 
 def audited(case: Planted, training: Any) -> Any:
-    """The audit of two steps."""
     if case.framework == "torch":
         import polymp.torch
 
@@ -335,7 +329,7 @@ SINGLE = (
 
 
 SINGLE_IN_JAX = [case for case in SINGLE if "complex" in case.name or case.name == "transform"] + [
-    Single("complex loop", "mul", "operation", says="input 0: complex64[3], |x| from 1e+30"),
+    Single("complex loop", "mul", "operation", says="input 0: complex64[3], |x| from 1e+30")
 ]
 
 

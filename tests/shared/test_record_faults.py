@@ -98,7 +98,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def training(kind: str, config: Config, seed: int = 0, **how: Any) -> Any:
-    """A training in one of the kinds."""
     if kind == "torch":
         from tests.support.torch import decoder as in_torch
 
@@ -109,7 +108,6 @@ def training(kind: str, config: Config, seed: int = 0, **how: Any) -> Any:
 
 
 def recorded(kind: str, *seeds: int, config: Config, **how: Any) -> RunRecord:
-    """The record of a step for each seed."""
     first = training(kind, config, seeds[0], **how)
     if kind == "torch":
         import polymp.torch
@@ -136,7 +134,6 @@ def kept(kind: str, *seeds: int, config: Config, **how: Any) -> RunRecord:
 
 
 def good(kind: str, low: str = "") -> RunRecord:
-    """The record of the program without a fault."""
     return kept(kind, 0, config=CONFIG._replace(low=low))
 
 
@@ -202,7 +199,6 @@ def shares(comparison: Comparison) -> list[float]:
 
 
 def in_dtype(kind: str, name: str) -> Any:
-    """A dtype of a framework."""
     need(kind if kind == "torch" else "jax")
     module = "torch" if kind == "torch" else "jax.numpy"
     return getattr(importlib.import_module(module), name)
@@ -217,7 +213,6 @@ class Pair(NamedTuple):
     dtype: str = ""  # of the weights of the other
 
     def records(self, *seeds: int) -> Iterator[tuple[RunRecord, RunRecord]]:
-        """The records of some seeds."""
         how = {"dtype": in_dtype(self.other, self.dtype)} if self.dtype else {}
         ways: tuple[dict[str, Any], ...] = ({}, how)
         runs = [
@@ -265,7 +260,7 @@ def test_no_false_alarm(name: str) -> None:
 def test_no_false_alarm_with_other_weights_and_data(name: str) -> None:
     """The largest share of what is allowed tells how much the tolerance has to spare."""
     worst = []
-    for one, other in PAIRS[name].records(*range(1, 201 if FULL else size(4, 21))):
+    for one, other in PAIRS[name].records(*range(1, 201 if FULL else size(3, 21))):
         comparison = polymp.compare(one, other)
         assert comparison.explained, str(comparison)
         worst.append(max(shares(comparison)))
@@ -388,22 +383,3 @@ def test_a_record_makes_no_step_wait_for_the_gpu_before_it_ends() -> None:
             torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(plain.model.parameters(), followed.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-# --- the models -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_the_models_are_one(kind: str, tied: bool) -> None:
-    """Without a fault, gradients agree to 1e-5 of the largest; that of a key's bias is zero."""
-    from tests.support.jax import decoder as in_jax
-
-    config = CONFIG._replace(tied=tied)
-    ours = training("torch", config)
-    ours.step()
-    theirs = in_jax.gradients(training(kind, config))
-    assert theirs.keys() == ours.gradients().keys()
-    for path, gradient in ours.gradients().items():
-        top = 1e-3 if path.endswith("key.bias") else np.abs(gradient).max()
-        np.testing.assert_allclose(theirs[path], gradient, rtol=0, atol=1e-5 * top, err_msg=path)

@@ -11,13 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.scaling.scale_rule import (
-    SMALLEST,
-    ScaleRule,
-    ScaleState,
-    step,
-    to_state_dict,
-)
+from polymp.scaling import SMALLEST, ScaleRule, ScaleState, step, to_state_dict
 from tests.conftest import need
 from tests.support.scaler_arguments import CONSTANTS, FIRSTS, SAVED, STATES, spoiled
 from tests.support.sizes import size
@@ -105,7 +99,6 @@ def _jax_step(scaler: Any, spoil: Any, inf: Any) -> Any:
 
 
 def by_rule(options: dict[str, Any], history: list[str]) -> dict[str, Any]:
-    """Return the state dict that the rule computes with Python numbers."""
     names = {"growth_factor": "growth", "backoff_factor": "backoff", "growth_interval": "interval"}
     rule = ScaleRule(**{names.get(key, key): value for key, value in options.items()})
     state = ScaleState(2.0**16)
@@ -161,7 +154,7 @@ def test_both_say_the_same_of_bfloat16():
 
     import polymp.jax
     import polymp.torch
-    from polymp.scaling.gradient_report import NOT_NEEDED
+    from polymp.scaling import NOT_NEEDED
 
     rule = {"growth_interval": 987654}  # the warning comes once for a rule
     with warnings.catch_warnings(record=True) as caught:
@@ -178,7 +171,6 @@ def test_both_say_the_same_of_bfloat16():
 
 @pytest.fixture(params=["torch", "jax"])
 def make(request: pytest.FixtureRequest) -> Any:
-    """Makes a framework's `GradScaler`."""
     need(request.param)
     if request.param == "torch":
         from polymp.torch import GradScaler

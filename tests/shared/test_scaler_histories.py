@@ -17,8 +17,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import LARGEST, SMALLEST, ScaleRule, ScaleState
+from polymp import scaling
+from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
 from tests.support.sizes import LONG
 
@@ -41,7 +41,7 @@ INTERVALS = (2, 1, 3, 5)
 SCALES = (2.0**16, 1.0, 3.0, 0.7, SMALLEST, LARGEST, 1e-30, 1e30, 40.0, 1 / 3)
 RULES = tuple(
     map(
-        scale_rule.checked,
+        scaling.checked,
         (
             ScaleRule(),
             ScaleRule(1.1, 0.7),
@@ -74,7 +74,7 @@ def history(rule: ScaleRule, drawn: bytes) -> History:
 
     def scale(at: int) -> float:
         bounded = min(max(SCALES[at % len(SCALES)], rule.min_scale), rule.max_scale)
-        return float(scale_rule.as_float32(bounded))
+        return float(scaling.as_float32(bounded))
 
     interval = INTERVALS[start // 16 % len(INTERVALS)]
     first, events = scale(start), []
@@ -106,7 +106,7 @@ def by_numbers(all_: list[History]) -> list[States]:
             if event.kind in FOUND:
                 finite, loss = FOUND[event.kind]
                 rule = it.rule._replace(interval=event.interval)
-                state = scale_rule.step(rule, state, finite, loss_finite=loss)
+                state = scaling.step(rule, state, finite, loss_finite=loss)
             elif event.kind == SCALE:
                 state = state._replace(scale=event.scale)
             yield state

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from polymp.scaling.scale_rule import SMALLEST
+from polymp.scaling import SMALLEST
 from tests.conftest import need
 from tests.support import kills, processes
 from tests.support.blocks import ROOT

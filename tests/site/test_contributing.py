@@ -13,7 +13,7 @@ import pytest
 
 import polymp
 from polymp import versions
-from polymp.integrations import TESTED
+from polymp.versions import TESTED
 from tests.conftest import need
 from tests.core.test_layers import LEVELS
 from tests.support.blocks import ROOT, URLS, table
@@ -35,14 +35,15 @@ def loaded(path: Path) -> Any:
 # --- the map --------------------------------------------------------------------------------------
 
 
-DOORS = {"jax", "keras", "lightning", "accelerate", "transformers"}  # modules, not folders
+CORE = {"fp8", "scaling", "weights"}  # modules, not folders
+DOORS = {"jax", "keras", "lightning", "accelerate", "transformers"}  # likewise
 
 
 def rooms() -> set[str]:
     """The folders and doors of the package, by the names that `LEVELS` has of them."""
     tops = {path.parent.name for path in (ROOT / "polymp").glob("*/__init__.py")}
     backends = {f"backends.{path.parent.name}" for path in ROOT.glob("backends/*/__init__.py")}
-    return (tops - {"backends"}) | backends | {"policies", *DOORS}
+    return (tops - {"backends"}) | backends | {"policies", *CORE, *DOORS}
 
 
 def named(row: list[str]) -> set[str]:

@@ -37,7 +37,6 @@ def module(path: Path) -> ModuleType:
 
 
 def build(pages: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    """The site of a folder of pages, by mkdocs.yml."""
     config = pages.parent / "mkdocs.yml"
     ours = {"INHERIT": ROOT / "mkdocs.yml", "docs_dir": pages, "site_dir": out}
     config.write_text("".join(f"{key}: {value}\n" for key, value in ours.items()))
@@ -152,20 +151,6 @@ def test_a_picture_has_a_form_for_each_palette(site: Path, written: Path) -> Non
 # --- links ----------------------------------------------------------------------------------------
 
 
-def test_links_lead_to_pages_and_copies(pages: ModuleType) -> None:
-    text = (
-        "[a](../policies/amp.toml) [b](../polymp/jax.py) [c](../benchmarks/policy_costs.py#L3)\n\n"
-    )
-    text += "```text\n[d](../benchmarks/none.py)\n```\n[e](jax.md#freeze) [f](../CHANGELOG.md)"
-    files: set[str] = set()
-    assert pages.linked("docs/index.md", text, files) == (
-        "[a](tables/amp.md) [b](api/jax.md) [c](files/benchmarks/policy_costs.py#L3)\n\n"
-        "```text\n[d](../benchmarks/none.py)\n```\n[e](jax.md#freeze) [f](changelog.md)"
-    )
-    assert files == {"benchmarks/policy_costs.py"}
-    assert pages.linked("CHANGELOG.md", "[a](docs/jax.md)", files) == "[a](jax.md)"
-
-
 def test_a_dead_link_out_of_the_folder_is_refused(pages: ModuleType) -> None:
     with pytest.raises(FileNotFoundError, match=r"^docs/index\.md: no file \.\./none\.py$"):
         pages.linked("docs/index.md", "[a](../none.py)", set())
@@ -203,20 +188,6 @@ def test_the_page_of_a_policy_has_the_rule_of_every_op(name: str, pages: ModuleT
     assert listed(page) == wanted
     assert policy_files.text(name).rstrip() in page
     assert policy_files.summary(name) in page
-
-
-def test_a_rule_for_one_dtype_stands_apart(pages: ModuleType) -> None:
-    rows = {"softmax": {"float16": "fp32", "bfloat16": "keep"}, "exp": "fp32"}
-    found = {
-        (op, dtypes, str(row.rule))
-        for op, dtypes, row in pages.rows(policy_files.load({"rules": rows}))
-        if not vocabulary().ops[op].rule  # registered, by other tests of this process
-    }
-    assert found == {
-        ("softmax", ("float16",), "fp32"),
-        ("softmax", ("bfloat16",), "keep"),
-        ("exp", (), "fp32"),
-    }
 
 
 def test_the_vocabulary_has_every_op(pages: ModuleType) -> None:

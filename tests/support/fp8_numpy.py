@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from polymp.fp8.quantise import Verbs
+from polymp.fp8 import Verbs
 
 DTYPES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
 

@@ -254,8 +254,6 @@ SUBJECTS = {
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run."""
-
     finite: bool  # every parameter is finite at the end
     first: float  # the scale before what would kill the run
     scale: float  # the scale after it
@@ -344,10 +342,7 @@ def ranks_page(found: OnRanks) -> str:
     """The table of Inf on one of two ranks, in Markdown."""
     names = dict.fromkeys(name for scalers in found.values() for name in scalers)
     heads = " | ".join(f"scales of the ranks: {way}" for way in WAYS)
-    lines = [
-        f"| scaler | {heads} | parameters at the end |",
-        "|---|---|---|---|",
-    ]
+    lines = [f"| scaler | {heads} | parameters at the end |", "|---|---|---|---|"]
     for name in names:
         ranks = [found[way][name] for way in WAYS]
         scales = [", ".join(shown(scale) for scale, _ in each) for each in ranks]

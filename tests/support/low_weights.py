@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from polymp.weights.store import Verbs
+from polymp.weights import Verbs
 
 BF16 = ml_dtypes.bfloat16
 LOW = {"bfloat16": BF16, "float16": np.float16}

@@ -27,7 +27,6 @@ class Mismatch(NamedTuple):
     within: bool = False  # True if rounding to the low dtype hides it
 
     def inputs(self) -> list[Any]:
-        """Normal numbers, the same ones each time."""
         rng = np.random.default_rng(7)
         return [rng.standard_normal(shape) for shape in self.shapes]
 

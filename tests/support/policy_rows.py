@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 from polymp.rules.row import LOW, Row, Rule
 
 DTYPE = st.sampled_from(LOW)

@@ -22,8 +22,7 @@ import polymp
 from polymp import Policy
 from polymp.dtypes import widest
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.rules.policy import Decision
-from polymp.rules.region import Region
+from polymp.rules.policy import Decision, Region
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 
@@ -130,8 +129,6 @@ def policy(seed: int) -> Policy:
 
 
 class Framework(NamedTuple):
-    """A framework's verbs."""
-
     ops: Mapping[str, Callable[..., Any]]  # by name, functions of arrays
     dtype: Callable[[Any], str]  # array -> "float32",
     cast: Callable[[Any, str], Any]  # (array, dtype) -> array
@@ -156,13 +153,10 @@ Decide = Callable[[Policy, str, Sequence[str], Region], Decision]
 
 
 def decide(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> Decision:
-    """Return the library's decision."""
     return policy.decide(op, dtypes, region)
 
 
 class Judged(NamedTuple):
-    """The verdict on a run."""
-
     mistakes: list[str]  # one sentence for each call that did something else
     # op and decision of each call that a row decides for, in order
     decisions: list[tuple[str, Decision]]

@@ -62,7 +62,6 @@ def normed(x: Any, epsilon: float) -> Any:
 
 
 def ran(program: Sequence[Call], seed: int, roundoff: float) -> list[Any]:
-    """The arrays of one run, each result rounded by chance."""
     rng = np.random.default_rng(seed)
     arrays: list[Any] = []
     for _, _, fn, reads in program:
@@ -76,7 +75,6 @@ def ran(program: Sequence[Call], seed: int, roundoff: float) -> list[Any]:
 def arrays(
     program: Sequence[Call], seed: int = 0, dtype: str = "float32", probes: int = 8
 ) -> list[RecordedArray]:
-    """The arrays of one run, recorded."""
     roundoff = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
     base = ran(program, seed, roundoff)
     moved = [ran(program, 1000 + 100 * seed + k, roundoff) for k in range(probes)]

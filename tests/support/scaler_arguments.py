@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from polymp.scaling.scale_rule import LARGEST, SMALLEST
+from polymp.scaling import LARGEST, SMALLEST
 
 INF, NAN = math.inf, math.nan
 Refused = tuple[dict[str, Any], type[Exception], str]

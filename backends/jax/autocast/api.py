@@ -24,8 +24,7 @@ from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
 from polymp.backends.jax.autocast.transform import transformed
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import Op, nearest, vocabulary
 

@@ -30,7 +30,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import interpreted
-from polymp.processor import processor
+from polymp.dtypes import processor
 
 contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 

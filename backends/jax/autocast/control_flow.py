@@ -10,16 +10,22 @@ is then bound again with the rewritten body and everything else as it was. Consi
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.arrays import is_inexact
+from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
 from polymp.backends.jax.autocast.frame import Frame, Inside, Plan, Planned, Step, ValueFacts, fits
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import fixed_point, inside, with_programs
 from polymp.dtypes import widest
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 
 
 class _Rebound(Inside):
@@ -163,3 +169,270 @@ def _as_written(frame: Frame, eqn: Equation) -> Planned:
         "tokens, whose types no cast can follow.",
     )
     return frame.as_written(eqn)
+
+
+# Functions with derivative rules of their own: rewritten, and given rewritten rules.
+#
+# The rule is never read off the equation. The equation is wrapped as a function again, `jax.jvp` or
+# `jax.vjp` of it is traced at the declared dtypes, and that program is planned like any other. A
+# rule is planned when a derivative is first asked for, in the region of the call. Forward and
+# reverse rules have a part each.
+
+T = TypeVar("T")
+
+
+def planned(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -> Planned:
+    """Plan a call of such a function, with the rules of its kind."""
+    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
+    plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
+    outs = [ValueFacts(k.dtype, product=k.product) for k in plan.outs]
+    reads, writes = [None] * len(known), [k.dtype for k in outs]
+    return frame.step(eqn, reads, writes, inside=rules(frame, eqn, plan)), outs
+
+
+class Rules(Inside):
+    """The derivative rules of one equation, in the dtypes of the plan of what it calls."""
+
+    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
+        super().__init__((plan,))
+        self.planner = frame.planner
+        self.eqn = eqn
+        self.floats: list[bool] = [is_inexact(var.aval) for var in eqn.invars]
+        self.float_outs: list[bool] = [is_inexact(var.aval) for var in eqn.outvars]
+        self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
+        self.num_consts: int = eqn.params.get("num_consts", 0)
+        self.name: str = compat.function_name(plan.jaxpr)
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
+
+    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
+        if self.plan.as_written and not self.plan.region.enabled:
+            return bind(step, values)
+        return self.call(values)
+
+    def original(self, *args: jax.Array) -> Sequence[jax.Array]:
+        """The equation as a function, at its declared dtypes."""
+        primitive = self.eqn.primitive
+        outs: Sequence[jax.Array] = primitive.bind(
+            *args, **primitive.get_bind_params(self.eqn.params)
+        )
+        return outs
+
+    def trace(self, function: Callable[..., object], *args: object) -> ClosedProgram:
+        """The closed jaxpr of a rule, traced where the call was."""
+        with regions.AMBIENT(self.plan.region):
+            return jax.make_jaxpr(function)(*args)
+
+    def primal(self, *args: object) -> tuple[object, ...]:
+        return tuple(run(self.plan, args))
+
+    def call(self, values: Sequence[object]) -> Sequence[object]:
+        raise NotImplementedError
+
+
+class Half(NamedTuple):
+    """A planned rule, or half of one, for one choice of what is differentiated."""
+
+    plan: Plan  # of what is computed
+    # Which float results have a tangent, or which differentiated arguments a gradient; the others
+    # have symbolic zeros.
+    moves: tuple[bool, ...] = ()
+    # Of the forward half, the structure of what is saved.
+    tree: jax.tree_util.PyTreeDef | None = None
+
+
+FUNCTIONS.border(Rules.trace)
+
+
+def moving_of(tangents: Sequence[object], floats: Sequence[bool]) -> tuple[bool, ...]:
+    """Which tangents, or cotangents, of floats are no symbolic zeros."""
+    zero = jax.custom_derivatives.SymbolicZero
+    return tuple(
+        is_float and not isinstance(tangent, zero)
+        for tangent, is_float in zip(tangents, floats, strict=True)
+    )
+
+
+def where(values: Sequence[T], keep: Sequence[bool]) -> list[T]:
+    """The values at the places that are kept."""
+    return [value for value, kept in zip(values, keep, strict=True) if kept]
+
+
+def filled(values: Sequence[T], places: Sequence[bool]) -> list[T | None]:
+    """The values in their places, and None in the others."""
+    left = iter(values)
+    return [next(left) if place else None for place in places]
+
+
+def named(function: Callable[..., T], name: str, of: ClosedProgram) -> Callable[..., T]:
+    """The function under a name, and traced as one that was written where a jaxpr's was."""
+
+    def call(*args: object) -> T:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return compat.traced_as(call, of)
+
+
+class Forward(Rules):
+    """The rule of a `jax.custom_jvp` function, for its tangents.
+
+    One that asked for symbolic zeros is told which arguments move, and gets a plan for each such
+    choice.
+    """
+
+    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
+        super().__init__(frame, eqn, plan)
+        self.halves: Callable[..., Half] = cache(self.planned)
+        # One object, so that JAX's caches know it again.
+        self.function = jax.custom_jvp(named(self.primal, self.name, plan.jaxpr))
+        self.function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
+
+    def call(self, values: Sequence[object]) -> Sequence[object]:
+        outs: Sequence[object] = self.function(*values)
+        return outs
+
+    def rule(
+        self, primals: Sequence[object], tangents: Sequence[object]
+    ) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        moving = moving_of(tangents, self.floats)
+        half = self.halves(moving)
+        flat = run(half.plan, [*primals, *where(tangents, moving)])
+        count = len(self.plan.outs)
+        left, moves = iter(flat[count:]), iter(half.moves)
+        tangents = [
+            next(left) if is_float and next(moves) else compat.symbolic_zero(out)
+            for out, is_float in zip(flat[:count], self.float_outs, strict=True)
+        ]
+        return tuple(flat[:count]), tuple(tangents)
+
+    def planned(self, moving: tuple[bool, ...]) -> Half:
+        """The rule, when these arguments move."""
+        avals = [var.aval for var in self.eqn.invars]
+        moves: list[bool] = []
+
+        def pair(
+            primals: list[jax.Array], given: list[jax.Array]
+        ) -> tuple[Sequence[jax.Array], list[jax.Array | None]]:
+            outs, tangents = compat.jvp(self.original, primals, filled(given, moving))
+            tangents = where(tangents, self.float_outs)
+            moves.extend(tangent is not None for tangent in tangents)
+            return outs, where(tangents, moves)
+
+        jaxpr = self.trace(pair, avals, where(avals, moving))
+        known = list(self.plan.known)
+        # A parameter's tangent counts as one, so that its cotangent is not rounded either.
+        given = [k._replace(product=False) for k in where(known, moving)]
+        outs = [k.dtype for k in self.plan.outs]
+        results = [*outs, *where(where(outs, self.float_outs), moves)]
+        plan = self.planner.plan(jaxpr, [*known, *given], self.plan.region, results)
+        return Half(plan, tuple(moves))
+
+
+class Reverse(Rules):
+    """The rule of a `jax.custom_vjp` function, for its gradients, in two halves.
+
+    Its leading constants are closed over, here as there: they are not differentiated. A rule that
+    asked for symbolic zeros is told which arguments are differentiated and which results have a
+    cotangent, and gets a plan for each such choice.
+    """
+
+    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
+        super().__init__(frame, eqn, plan)
+        self.forward: Callable[..., Half] = cache(self.planned_forward)
+        self.backward: Callable[..., Half] = cache(self.planned_backward)
+        self.whole = None if self.num_consts else self.function(())
+
+    def call(self, values: Sequence[object]) -> Sequence[object]:
+        consts, args = values[: self.num_consts], values[self.num_consts :]
+        outs: Sequence[object] = (self.whole or self.function(consts))(*args)
+        return outs
+
+    def function(self, consts: Sequence[object]) -> Callable[..., Sequence[object]]:
+        count = len(self.plan.outs)
+        floats = tuple(self.floats[self.num_consts :])
+
+        def primal(*args: object) -> tuple[object, ...]:
+            return self.primal(*consts, *args)
+
+        def forward(*args: Any) -> tuple[tuple[object, ...], _Residuals]:
+            moving = floats
+            if self.symbolic_zeros:
+                moving = tuple(a.perturbed and f for a, f in zip(args, floats, strict=True))
+                args = tuple(a.value for a in args)
+            flat = run(self.forward(moving).plan, [*consts, *args])
+            return tuple(flat[:count]), _Residuals(moving, flat[count:])
+
+        def backward(saved: _Residuals, cotangents: Sequence[object]) -> tuple[object, ...]:
+            coming = moving_of(cotangents, self.float_outs)
+            half = self.backward(saved.moving, coming)
+            grads = iter(run(half.plan, [*saved.values, *where(cotangents, coming)]))
+            moves = iter(half.moves)
+            return tuple(next(grads) if moving and next(moves) else None for moving in saved.moving)
+
+        function = jax.custom_vjp(named(primal, self.name, self.plan.jaxpr))
+        function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
+        return function
+
+    def planned_forward(self, moving: tuple[bool, ...]) -> Half:
+        """The forward half, when these arguments are differentiated."""
+        count = len(self.plan.outs)
+        skip = self.num_consts
+        trees: list[jax.tree_util.PyTreeDef] = []
+
+        def forward(*args: jax.Array) -> tuple[Sequence[jax.Array], list[jax.Array]]:
+            consts, args = args[:skip], args[skip:]
+
+            def of_moving(*values: jax.Array) -> Sequence[jax.Array]:
+                left = iter(values)
+                pairs = zip(args, moving, strict=True)
+                return self.original(*consts, *(next(left) if moves else a for a, moves in pairs))
+
+            outs, pull = jax.vjp(of_moving, *where(args, moving))
+            residuals, tree = jax.tree.flatten(pull)
+            trees.append(tree)
+            return outs, residuals
+
+        jaxpr = self.trace(forward, *(var.aval for var in self.eqn.invars))
+        dtypes = [k.dtype for k in self.plan.outs]
+        saved_count = len(compat.opened(jaxpr)[0].outvars) - count
+        results = [*dtypes, *[None] * saved_count]
+        plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, results)
+        return Half(plan, tree=trees[0])
+
+    def planned_backward(self, moving: tuple[bool, ...], coming: tuple[bool, ...]) -> Half:
+        """The backward half, when these arguments are differentiated and these cotangents come."""
+        first = self.forward(moving)
+        count = len(self.plan.outs)
+        saved = [var.aval for var in compat.opened(first.plan.jaxpr)[0].outvars[count:]]
+        avals = where([var.aval for var in self.eqn.invars[self.num_consts :]], moving)
+        results = [var.aval for var in self.eqn.outvars]
+        moves: list[bool] = []
+
+        def backward(
+            residuals: list[jax.Array], cotangents: list[jax.Array]
+        ) -> list[jax.Array | None]:
+            pull = jax.tree.unflatten(first.tree, residuals)
+            grads = compat.pulled(pull, avals, results, filled(cotangents, coming))
+            moves.extend(grad is not None for grad in grads)
+            return where(grads, moves)
+
+        jaxpr = self.trace(backward, saved, where(results, coming))
+        known = [k._replace(numbers=()) for k in first.plan.outs[count:]]
+        known += [ValueFacts(k.dtype) for k in where(self.plan.outs, coming)]
+        dtypes = [k.dtype for k in where(self.plan.known[self.num_consts :], moving)]
+        plan = self.planner.plan(
+            jaxpr, known, self.plan.region, where(dtypes, moves), gradients=True
+        )
+        return Half(plan, tuple(moves))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class _Residuals:
+    """The residuals that the forward half saves, and the arguments that they are for."""
+
+    moving: tuple[bool, ...] = field(metadata={"static": True})
+    values: Sequence[object]

@@ -24,7 +24,7 @@ from polymp.backends.jax.autocast.contraction import contract
 from polymp.backends.jax.autocast.fp8_operands import Quantised, Shared, quantised_once
 from polymp.backends.jax.autocast.frame import Cast, Kind, Operand, Plan, Step, declared
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
-from polymp.fp8.recipes import WEIGHT
+from polymp.fp8 import WEIGHT
 from polymp.rules import decision_log
 
 

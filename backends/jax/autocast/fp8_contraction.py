@@ -36,8 +36,7 @@ from polymp.backends.jax.autocast.fp8_operands import (
     quantised,
     quantised_once,
 )
-from polymp.fp8.quantise import inverse
-from polymp.fp8.recipes import GRADIENT, ROW, WEIGHT
+from polymp.fp8 import GRADIENT, ROW, WEIGHT, inverse
 
 fp8_contraction_p: core.Primitive = core.Primitive("polymp_fp8_contraction")
 

@@ -11,12 +11,11 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
+from polymp import fp8
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import largest_magnitude
 from polymp.dtypes import FORMATS
-from polymp.fp8 import quantise
-from polymp.fp8.quantise import Verbs
-from polymp.fp8.recipes import (
+from polymp.fp8 import (
     ACTIVATION,
     E4M3,
     E5M2,
@@ -28,6 +27,7 @@ from polymp.fp8.recipes import (
     WEIGHT_GRADIENT,
     Axis,
     Recipe,
+    Verbs,
 )
 
 
@@ -168,13 +168,13 @@ def scale_axes(
 
 def quantised(x: jax.Array, recipe: Recipe, role: str, axes: Sequence[int]) -> Quantised:
     """An operand in 8 bits."""
-    scale = quantise.scale_of(VERBS, x, recipe, role, tuple(axes))
-    return Quantised(quantise.quantised(VERBS, x, scale, recipe.format_of(role)), scale)
+    scale = fp8.scale_of(VERBS, x, recipe, role, tuple(axes))
+    return Quantised(fp8.quantised(VERBS, x, scale, recipe.format_of(role)), scale)
 
 
 def dequantised(values: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
     """An operand as it was, but for its rounding to 8 bits, in a dtype."""
-    wide = lax.convert_element_type(values, "float32") * quantise.inverse(scale)
+    wide = lax.convert_element_type(values, "float32") * fp8.inverse(scale)
     return lax.convert_element_type(wide, dtype)
 
 

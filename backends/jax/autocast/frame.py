@@ -28,8 +28,7 @@ from polymp.backends.jax.compat.programs import (
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Decision, Policy, Region
 from polymp.rules.row import Rule
 
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
+from polymp import fp8
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import known_functions
 from polymp.backends.jax.autocast.contraction import free_sizes
@@ -39,11 +40,9 @@ from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.dtypes import FORMATS, widest
-from polymp.fp8 import recipes
-from polymp.fp8.recipes import ACTIVATION, RECIPES, WEIGHT
+from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, why_float32
-from polymp.rules.region import Region
+from polymp.rules.policy import Decision, Region, why_float32
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
@@ -425,7 +424,7 @@ def in_8_bits(
     ]
     recipe = RECIPES[region.policy.fp8]
     device, capability = compat.device_type()
-    product = recipes.Product(
+    product = fp8.Product(
         op,
         free[1 - weight],
         prod(shapes[0][d] for d in contracted[0]),
@@ -436,7 +435,7 @@ def in_8_bits(
         prod(shapes[0][d] for d in batch[0]),
         capability=capability,
     )
-    if why := recipes.why_not(product, recipe):
+    if why := fp8.why_not(product, recipe):
         return why
     # Its inputs and constants are in memory as they are.
     own = {var for binders in compat.binders(frame.closed) for var in binders}

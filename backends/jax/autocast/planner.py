@@ -16,7 +16,6 @@ import jax.extend.core as core
 from polymp.backends.jax import compat, jaxprs
 from polymp.backends.jax.autocast import (
     control_flow,
-    custom_derivatives,
     function_calls,
     known_functions,
     op_handlers,
@@ -41,7 +40,7 @@ from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram
 from polymp.backends.jax.jaxprs import JITTED
 from polymp.rules import decision_log
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.vocabulary import vocabulary
 
 # By the name of a primitive, what plans an equation of it.
@@ -57,8 +56,8 @@ TABLE: Mapping[str, Handler] = {
     "while": control_flow.plan_loop,
     "cond": control_flow.plan_cond,
     "shard_map": control_flow.plan_shard_map,
-    "custom_jvp_call": partial(custom_derivatives.planned, rules=custom_derivatives.Forward),
-    "custom_vjp_call": partial(custom_derivatives.planned, rules=custom_derivatives.Reverse),
+    "custom_jvp_call": partial(control_flow.planned, rules=control_flow.Forward),
+    "custom_vjp_call": partial(control_flow.planned, rules=control_flow.Reverse),
     function_calls.FUNCTION_CALL: function_calls.plan_function_call,
 }
 

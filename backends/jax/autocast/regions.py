@@ -16,8 +16,7 @@ import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.compat.programs import NameStack
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 from polymp.rules.row import Row, Rule
 
 AMBIENT: compat.Context[Region | None] = jax.make_user_context(None)

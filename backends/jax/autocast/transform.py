@@ -34,7 +34,7 @@ from polymp.backends.jax.modules.scoped import called_paths, naming
 from polymp.code_origin import outside
 from polymp.errors import PolicyWarning
 from polymp.rules import decision_log, scopes
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.vocabulary import vocabulary
 
 

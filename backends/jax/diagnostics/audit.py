@@ -33,7 +33,7 @@ from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Fault, Measured, largest_error, together
+from polymp.diagnostics.audit_records import Fault, Measured, together
 from polymp.diagnostics.blame import blame, meant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
@@ -47,14 +47,12 @@ class Audited(Wrapped):
 
     Args:
         fn: the function.
-        rounding: True to measure rounding errors.
     """
 
     _form = "audit(jax.jit(step))"
 
-    def __init__(self, fn: Callable[..., object], rounding: bool = False) -> None:
+    def __init__(self, fn: Callable[..., object]) -> None:
         super().__init__(fn)
-        self._rounding = rounding
         self._programs: dict[Hashable, MeasuredCall] = {}
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
@@ -78,7 +76,7 @@ class Audited(Wrapped):
             program = self._programs[key]
             facts = program.packed.run(arrays)
         else:
-            program = measured(self.fn, args, kwargs, rounding=self._rounding)
+            program = measured(self.fn, args, kwargs)
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
                 facts = program.packed.run(arrays)
@@ -98,16 +96,14 @@ class Audited(Wrapped):
     def audit(self) -> Audit:
         """The audit of all calls so far. Waits for the device."""
         if self._read is None or self._read[0] != len(self._measured):
-            found = read(self._measured)
-            found.rounding = self._rounding
-            self._read = len(self._measured), found
+            self._read = len(self._measured), read(self._measured)
         return self._read[1]
 
     def __repr__(self) -> str:
         return f"audit({self.fn!r}), {len(self._measured)} calls measured"
 
 
-def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> Audited:
+def audit(fn: Callable[..., object], *args: object) -> Audited:
     """Wrap a function so that its numbers are measured at every call.
 
         audited = polymp.jax.audit(train_step)          # jitted or not; with its jax.grad inside
@@ -127,15 +123,10 @@ def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> A
     rest of it. A `GradScaler` among the arguments says by which scale to divide them, if
     its `scale` or `value_and_grad` scales the loss.
 
-    With `rounding=True`, the twin also measures rounding errors: of each op in a low dtype, against
-    its last equation in float32 on the same inputs; and what these errors change the loss by, by
-    the gradient of a second twin.
-
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
             jax.grad may be inside of, and not around.
         args: none; the function that is returned takes them.
-        rounding: True to measure rounding errors.
 
     Returns:
         The function, with the audit as its attribute `audit`.
@@ -149,7 +140,7 @@ def audit(fn: Callable[..., object], *args: object, rounding: bool = False) -> A
         raise TypeError(
             "audit(fn) takes no arguments of fn. Write audited = audit(fn), audited(x)."
         )
-    return Audited(fn, rounding)
+    return Audited(fn)
 
 
 def _scales(program: MeasuredCall) -> bool:
@@ -190,14 +181,13 @@ def read(runs: Sequence[Run]) -> Audit:
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
     for program, packed, scale, broke in runs:
-        facts, peaks, *effects = program.packed.read(packed)
+        facts, peaks = program.packed.read(packed)
         audit.scale = float(np.asarray(scale))
         forward = {call.module for call in program.calls if call.direction == FORWARD}
         handed = short_names(_handed(program), forward)
         nodes = nodes_of(program, facts, peaks)
         masks = meant(nodes)
-        shares = effects[0] / len(runs) if effects else np.empty(0)  # their sum is the mean
-        for m, number in _results(program, facts, audit.scale, shares):
+        for m, number in _results(program, facts, audit.scale):
             if number in masks:
                 m = m._replace(magnitudes=m.magnitudes.unmasked())
             results.setdefault(m[:8], []).append(m)
@@ -217,10 +207,8 @@ def _results(
     program: MeasuredCall,
     facts: Sequence[Facts],
     scale: float,
-    effects: "np.ndarray[Any, Any]",
 ) -> Iterator[tuple[Measured, int]]:
     """The measured results of a program's calls, each with the number of its event."""
-    effect = {at: float(x) for at, x in enumerate(effects) if np.isfinite(x)}
     events, made = program.events, list[Magnitudes | float]()
     for event, fact in zip(events, facts, strict=True):
         lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
@@ -228,8 +216,8 @@ def _results(
         made.append((_magnitudes(event, fact) if ends else None) or lost)
     back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
-    rows = zip(events, facts, made, gone, strict=True)
-    for number, (event, fact, m, share) in enumerate(rows):
+    rows = zip(events, made, gone, strict=True)
+    for number, (event, m, share) in enumerate(rows):
         if event.group is None or number in program.late or isinstance(m, float):
             continue
         call, magnitudes = program.calls[event.group], m._replace(gone=share)
@@ -237,9 +225,7 @@ def _results(
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
-            call.row, event.dtype, magnitudes, (),
-            largest_error(fact.rounding.reshape(-1, 2).tolist()),
-            loss_effect=effect.pop(event.group, None),
+            call.row, event.dtype, magnitudes,
         ), number  # fmt: skip
 
 

@@ -21,20 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.interpreters import ad
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
-from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OPAQUE, OURS
+from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
 from polymp.backends.jax.diagnostics.call_site import (
     Key,
-    Scope,
     Site,
     equations,
     is_update,
-    scope_in,
 )
 from polymp.backends.jax.diagnostics.explain import with_sites
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
@@ -73,7 +70,7 @@ class Event(NamedTuple):
 class MeasuredCall(Walk[Origin, tuple[int, ...]]):
     """A call as it was traced: its events, and where the values that they read come from."""
 
-    packed: "Packed"  # compiled: `Twin.run`, and with rounding errors `MovedTwin.effects`
+    packed: "Packed"  # `Twin.run`, compiled
 
     def __init__(self, traced: Traced, once: bool) -> None:
         self.traced, self.closed = traced, traced.closed
@@ -235,7 +232,6 @@ class Twin:
         call: MeasuredCall,
         ask: int | None = None,
         samples: bool = True,
-        rounding: bool = False,
     ) -> None:
         self.call = call
         self.ask = ask  # an event whose operands are measured: those of its call
@@ -251,7 +247,6 @@ class Twin:
         # Of what it was given: dtype, shape, and its place among the inputs.
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
         self.samples = samples  # which take as long to compile as the rest
-        self.rounding = rounding  # True to measure rounding errors
         self._outside: Sequence[jax.Array] = ()
 
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
@@ -290,16 +285,13 @@ class Twin:
         if programs and name != "shard_map":
             return self._program(programs[0].closed, read, (*place, 0))
         key = parent, id(eqn)
-        outs = self._results(eqn, read, key)
+        outs = list(compat.put(eqn.primitive, read, eqn.params))
         if key not in self.call.leaves:  # of the condition of a `while`
             return outs, []
         if key in self._asked:
             self._follow(eqn, read, outs)
         number = self.call.numbers.get(key)
         return outs, [] if number is None else [self._fact(number, eqn, read, outs)]
-
-    def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
-        return list(compat.put(eqn.primitive, args, eqn.params))
 
     def _fact(
         self, number: int, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]
@@ -312,8 +304,6 @@ class Twin:
             facts = facts._replace(lost=measures.lost(eqn, args, outs, event.numbers))
         if ends and self.samples:
             facts = facts._replace(sample=measures.sample(made[0]))
-        if ends and self.rounding:
-            facts = facts._replace(rounding=measures.rounding(eqn, args, outs))
         if number == self.ask:
             places = {id(x): at for at, x in enumerate(self._outside)}
             values = list(self._came[id(outs[0])][1].values())
@@ -395,106 +385,6 @@ class Twin:
         return outs, facts
 
 
-# Effects on the loss: the gradient of the loss by a share of each call's rounding errors.
-
-
-class MovedTwin(Twin):
-    """A twin whose low results are moved by shares of their errors; it hands out lone numbers."""
-
-    def __init__(self, call: MeasuredCall) -> None:
-        super().__init__(call)
-        # The calls of which a result was moved, each with the number of events before that.
-        self.moved: dict[int, int] = {}
-        self.led_to: set[int] = set()  # the events that a differentiated move leads to
-
-    def effects(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """By call, what its rounding changes the loss by, as a fraction of it, to first order.
-
-        Of several losses it is the mean. NaN where it is not known; float32 [calls].
-        """
-
-        def change(shares: jax.Array) -> jax.Array:
-            self._shares = shares
-            facts, _ = self.run(arrays)
-            made = [self._loss(at, facts) for at in self._losses()]
-            losses = jnp.concatenate([jnp.zeros(1), *made])
-            size = lax.stop_gradient(jnp.abs(losses))
-            counts = (size > 0) & jnp.isfinite(size)
-            parts = jnp.where(counts, losses / jnp.where(counts, size, 1), 0)
-            return _AMPLIFIED * jnp.sum(parts) / jnp.maximum(jnp.sum(counts), 1)
-
-        count = len(self.call.calls)
-        try:
-            found = jax.grad(change)(jnp.zeros(count)) / _AMPLIFIED
-        except NotImplementedError:  # an op that cannot be differentiated
-            return jnp.full(count, jnp.nan)
-        last = max(self._losses(), default=-1)
-        known = [self.moved.get(at, last) < last for at in range(count)]
-        return jnp.where(np.array(known, bool), found, jnp.nan)
-
-    def _losses(self) -> list[int]:
-        """The events that make losses: before each backward pass, the last that a move leads to."""
-        back = np.cumsum([event.direction == BACKWARD for event in self.call.events])
-        last = {back[at]: at for at in sorted(self.led_to) if back[at] < back[-1]}
-        return list(last.values())
-
-    def _loss(self, at: int, facts: Sequence[Facts]) -> jax.Array:
-        """The numbers that an event made; of a loop with no backward pass in it, the last one."""
-        made, loops = jnp.ravel(facts[at].value), self.call.events[at].site.loops
-        back = (event for event in self.call.events if event.direction == BACKWARD)
-        return made if any(event.site.loops == loops for event in back) else made[-1:]
-
-    def _equation(
-        self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
-    ) -> _Made:
-        scope = scope_in(Scope(), eqn.source_info.name_stack)
-        name, has_rule = eqn.primitive.name, eqn.primitive in ad.primitive_jvps or inside(eqn)
-        if name == "while" or name in OPAQUE or scope.direction != FORWARD or not has_rule:
-            read = list(map(lax.stop_gradient, read))
-        return super()._equation(eqn, read, parent, at)
-
-    def _results(self, eqn: Equation, args: list[jax.Array], key: Key) -> list[jax.Array]:
-        outs = super()._results(eqn, args, key)
-        before, of = self.call.leaves.get(key), self.call.of_event.get(key)
-        if before is None or of is None:
-            return outs
-        site = self.call.sites[key]
-        moves = site.scope.direction == FORWARD and not any(counts for _, counts in site.loops)
-        wide = measures.exact(eqn, args, outs) if moves else None
-        if wide is None:
-            return outs
-        self.moved.setdefault(of, before)
-        off = outs[0].astype(jnp.float32) - wide
-        off = lax.stop_gradient(jnp.where(jnp.isfinite(off), off, 0))
-        return [outs[0] + (self._shares[of] * off).astype(outs[0].dtype), *outs[1:]]
-
-    def _fact(
-        self, number: int, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]
-    ) -> Facts:
-        event, made = self.call.events[number], [x for x in outs if is_measured(x)]
-        is_forward = event.direction == FORWARD
-        if event.group is None or not is_forward or made[0].size != 1:
-            return Facts()
-
-        @jax.custom_jvp
-        def value(x: jax.Array) -> jax.Array:
-            return measures.values(x)
-
-        def rule(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-            (x,), (tangent,) = primals, tangents
-            if isinstance(tangent, jax.custom_derivatives.SymbolicZero):
-                return value(x), compat.symbolic_zero(value(x))
-            self.led_to.add(number)
-            return jax.jvp(measures.values, (x,), (tangent,))
-
-        value.defjvp(rule, symbolic_zeros=True)
-        return Facts(value=value(made[0]))
-
-
-# So that gradients in float16 do not vanish.
-_AMPLIFIED = 1024.0
-
-
 # A program that measures has hundreds of results of a few numbers each. To make an array of its
 # own of each takes the host longer than the device needs to compute it.
 
@@ -532,21 +422,11 @@ def measured(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     once: bool = False,
-    rounding: bool = False,
 ) -> MeasuredCall:
     """A call, traced, with a twin that is not run yet."""
     call = MeasuredCall(traced(fn, args, kwargs), once)
-    twin = Twin(call, samples=not once, rounding=rounding)
-    moved = MovedTwin(call)
-    backward = any(event.direction == BACKWARD for event in call.events)
-
-    def with_effects(arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array], jax.Array]:
-        return *twin.run(arrays), moved.effects(arrays) if backward else jnp.zeros(0)
-
     options = quick_options(call.traced.arrays) if once else None
-    if rounding:  # else XLA leaves out roundings that the program has
-        options = {"xla_allow_excess_precision": False}
-    call.packed = Packed(with_effects if rounding else twin.run, options)
+    call.packed = Packed(Twin(call, samples=not once).run, options)
     return call
 
 

@@ -48,10 +48,6 @@ class Facts(NamedTuple):
     operands: Any = np.empty((0, 6), np.float32)
     # int32 [w], the round of each `while` around it in which its result was first not finite.
     when: Any = _NO_BINS
-    # float32 [2], the sums of squares of what differs from float32, and of float32's values, by the
-    # same equation on the same operands; empty where it is not measured.
-    rounding: Any = _NOTHING
-    value: Any = _NOTHING  # float32 [1], its only one where it may be a loss; else empty
 
 
 def is_measured(x: Any) -> bool:
@@ -118,27 +114,6 @@ def lost(
     burst = jnp.mean((jnp.isinf(low) & jnp.isfinite(some)).astype(jnp.float32))
     vanished = jnp.mean(((low == 0) & (some != 0)).astype(jnp.float32))
     return jnp.stack([peak(wide), burst, vanished])
-
-
-def rounding(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array:
-    """The error of an equation's result in a low dtype, as `Facts` has it, of finite values."""
-    wide = exact(eqn, args, outs)
-    if wide is None:
-        return jnp.zeros(0, jnp.float32)
-    both = jnp.stack([values(outs[0]) - values(wide), values(wide)])
-    finite = jnp.all(jnp.isfinite(both), 0)
-    most = jnp.maximum(jnp.max(jnp.where(finite, jnp.abs(both), 0)), 1e-30)
-    return jnp.sum(jnp.where(finite, both / most, 0) ** 2, -1)  # squares may leave the range
-
-
-def exact(eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> jax.Array | None:
-    """The result in float32 of an equation whose result is in a low dtype; None of others."""
-    return in_float32(eqn, args) if outs and outs[0].dtype in _LOW else None
-
-
-def values(x: jax.Array) -> jax.Array:
-    """A sample of an array's values, float32."""
-    return few(x).astype(jnp.float32)
 
 
 def operand(x: jax.Array) -> jax.Array:
@@ -212,8 +187,6 @@ def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
         now.sample,
         jnp.where(good[..., None], now.operands, before.operands),
         jnp.where(good, now.when.at[..., 0].set(number), before.when),
-        now.rounding,
-        now.value,
     )
 
 
@@ -224,4 +197,4 @@ def absent(shape: Facts) -> Facts:
     return Facts(*(np.full(x.shape, value, x.dtype) for x, value in pairs))
 
 
-_ABSENT = (-1, 0, ABSENT, 0, 0, 0, 0)
+_ABSENT = (-1, 0, ABSENT, 0, 0)

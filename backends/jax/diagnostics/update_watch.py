@@ -10,7 +10,6 @@ keeps a sample of each low array, and compares it with the next step's.
 import reprlib
 from collections.abc import Sequence
 from typing import Any
-from warnings import warn
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,10 @@ from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.measures import few
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.low_weights import LowWeightsState
-from polymp.errors import LowWeightsWarning
-from polymp.mailbox import Mailbox
-from polymp.weights import lost_updates
-from polymp.weights.lost_updates import LostUpdates
-
-INSTEAD = "polymp.jax.low_weights(optimizer)"
+from polymp.weights import LostUpdates, LostUpdatesWatch
 
 
-class UpdateWatch:
+class UpdateWatch(LostUpdatesWatch):
     """Warns when steps leave most low weights as they are.
 
         watch = UpdateWatch()
@@ -68,14 +62,10 @@ class UpdateWatch:
                 f"UpdateWatch(every={every}, first={first}): both have to be 1 or more, since a "
                 "step is compared with the one before."
             )
-        self.records: tuple[LostUpdates, ...] = ()
+        super().__init__("polymp.jax.low_weights(optimizer)")
         self._every, self._first = every, first
         self._step = 0
         self._before: list[jax.Array] | None = None
-        # Counts of `_counted`, with the names and dtypes of the arrays, and whether they are of
-        # updates whose gradient is not 0, or of all.
-        self._mailbox: Mailbox[tuple[list[tuple[str, str]], bool]] = Mailbox()
-        self._told = False
 
     def watch(self, params: object, opt_state: object = None, grads: object = None) -> None:
         """Look at the parameters that a step returned.
@@ -93,7 +83,7 @@ class UpdateWatch:
             LowWeightsWarning: a tenth of the updates or more were lost; once.
         """
         step, self._step = self._step, self._step + 1
-        self._arrive(wait=False)
+        self._arrive()
         since = (step - self._first) % self._every
         if since not in (0, self._every - 1) or _is_kept(opt_state):
             return
@@ -110,7 +100,7 @@ class UpdateWatch:
             tree: Any = jax.tree.structure(params)
             given = [] if grads is None else [tree.flatten_up_to(grads)[i] for i in at]
             counts = AsyncCopy(_counted(self._before, low, given))
-            self._mailbox.post(counts, (names, bool(given)))
+            self._send(names, counts, gradients=bool(given))
         self._before = _sampled(low) if (step + 1 - self._first) % self._every == 0 else None
 
     def finish(self) -> tuple[LostUpdates, ...]:
@@ -124,15 +114,6 @@ class UpdateWatch:
         """
         self._arrive(wait=True)
         return self.records
-
-    def _arrive(self, *, wait: bool) -> None:
-        for counts, (names, gradients) in self._mailbox.taken(wait=wait):
-            rows = zip(names, counts.tolist(), strict=True)
-            self.records = tuple(LostUpdates(*name, *row) for name, row in rows)
-            if lost_updates.share(self.records) >= lost_updates.TOO_MANY and not self._told:
-                self._told = True
-                text = lost_updates.message(self.records, INSTEAD, gradients=gradients)
-                warn(text, LowWeightsWarning, stacklevel=3)
 
 
 def _is_kept(opt_state: object) -> bool:

@@ -45,8 +45,7 @@ from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.jaxprs import RULED, Inner, inside
 from polymp.backends.jax.modules import nnx
 from polymp.errors import PolicyError
-from polymp.rules.policy import Why
-from polymp.rules.region import Region
+from polymp.rules.policy import Region, Why
 from polymp.rules.row import Rule
 
 T = TypeVar("T")

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from polymp import weights
 from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.modules import nnx
@@ -31,9 +32,7 @@ from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.freeze import freeze
 from polymp.errors import PolicyError
 from polymp.rules import scopes
-from polymp.weights import store
-from polymp.weights.random_bits import key, random16
-from polymp.weights.store import Mode, Verbs, summary
+from polymp.weights import Mode, Verbs, key, random16, summary
 
 if typing.TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
@@ -127,8 +126,8 @@ def low_weights(
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"low_weights(): seed must be a whole number, got {seed!r}.")
-    found = store.mode(mode)
-    leaf = LowLeaf(found, store.low_dtype(found, dtype), seed)
+    found = weights.mode(mode)
+    leaf = LowLeaf(found, weights.low_dtype(found, dtype), seed)
     inside = optax.with_extra_args_support(optimizer)
     return _transformation()(_LowWeights(inside, leaf, _kept(keep)))
 
@@ -167,16 +166,16 @@ class LowLeaf:
     def wide(self, x: jax.Array) -> jax.Array:
         """Return float32 or low weights as float32."""
         x = jnp.asarray(x)
-        return x if x.dtype == jnp.float32 else store.as_float32(VERBS, x, self.dtype)
+        return x if x.dtype == jnp.float32 else weights.as_float32(VERBS, x, self.dtype)
 
     def first(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return float32 or low weights as they are kept before any step, and what is beside."""
-        return store.store(VERBS, self.mode, self.dtype, self.wide(x))
+        return weights.store(VERBS, self.mode, self.dtype, self.wide(x))
 
     def loaded(self, low: jax.Array, beside: jax.Array | None) -> jax.Array:
         """Return the float32 weights that the optimizer steps on."""
-        beside = store.beside_written(VERBS, self.mode, self.dtype, low, beside)
-        return store.load(VERBS, self.mode, low, beside)  # type: ignore[no-any-return]
+        beside = weights.beside_written(VERBS, self.mode, self.dtype, low, beside)
+        return weights.load(VERBS, self.mode, low, beside)  # type: ignore[no-any-return]
 
     def stepped(
         self, low: jax.Array, full: jax.Array, step: jax.Array, number: int
@@ -189,12 +188,12 @@ class LowLeaf:
             random = random16(key(self.seed, step, number), flat_index(low.shape))
         if self.mode.name == "split":
             full = _computed_once(full)
-        new, beside = store.store(VERBS, self.mode, self.dtype, full, random)
+        new, beside = weights.store(VERBS, self.mode, self.dtype, full, random)
         return self.between(low, new), beside
 
     def settled(self, low: jax.Array, full: jax.Array) -> jax.Array:
         """Return new values such that an update leads to the low weights that they give."""
-        new = store.store(VERBS, self.mode, self.dtype, full)[0]
+        new = weights.store(VERBS, self.mode, self.dtype, full)[0]
         summed = VERBS.narrow(self.wide(low) + self.between(low, new), self.dtype)
         to, small = VERBS.bits16(new), _is_small(self.wide(new))
         reached = (to == VERBS.bits16(summed)) | (to == VERBS.bits16(low))
@@ -375,7 +374,7 @@ class _LowWeights:
         return [x for _, x in paths], beside, low, tree
 
 
-# `LowLeaf` computes element by element. Its rule is `polymp.weights.store`, given JAX's verbs.
+# `LowLeaf` computes element by element. Its rule is `polymp.weights`, given JAX's verbs.
 #
 # The update has to be a number that is added: `optax.apply_updates` rounds float32(p) + u, of
 # the old low weight p, to the low dtype. With u = float32(q) - float32(p), in float32, the

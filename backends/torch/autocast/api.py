@@ -30,8 +30,7 @@ from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 from polymp.rules.row import LOW
 
 PolicyLike = policy_files.Source

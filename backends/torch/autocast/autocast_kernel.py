@@ -26,10 +26,9 @@ from polymp.backends.torch.autocast import (
 from polymp.backends.torch.autocast.torch_table import APPENDED, dtype_at
 from polymp.backends.torch.compat import dispatcher, dynamo, modes, optimizers
 from polymp.errors import ForbiddenOpError
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8 import RECIPES
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Decision, Policy, Region
 from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 

@@ -25,7 +25,7 @@ from torch import (
 
 from polymp.backends.torch.autocast import region_casts, regions
 from polymp.backends.torch.autocast.regions import NONE, Code
-from polymp.backends.torch.compat import dispatcher, dynamo, export
+from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
 
 
@@ -131,9 +131,9 @@ def _set(
 
 def tell_export(ticket: str | None) -> None:
     """Write entering the ticket's region, or leaving one (None), into a program being exported."""
-    for mode in export.export_modes():
+    for mode in dynamo.export_modes():
         if ticket is None:
-            mode.__torch_function__(export.LEAVE, (), ())
+            mode.__torch_function__(dynamo.LEAVE, (), ())
             continue
         region, device, enabled, dtype, cache = regions.prepared.by_ticket[ticket]
         if region.policy is not None:
@@ -143,7 +143,7 @@ def tell_export(ticket: str | None) -> None:
                 "policy=None, or with polymp.torch.bake(model, inputs), which writes the casts out."
             )
         state = device, dtype, enabled, cache
-        mode.__torch_function__(export.ENTER, (), state)
+        mode.__torch_function__(dynamo.ENTER, (), state)
 
 
 @dynamo.at_trace_time

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from polymp import fp8
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.compat import dispatcher, modes
-from polymp.fp8 import quantise, recipes
-from polymp.fp8.quantise import Verbs
-from polymp.fp8.recipes import (
+from polymp.fp8 import (
     ACTIVATION,
     GRADIENT,
     INPUT_GRADIENT,
@@ -36,8 +35,9 @@ from polymp.fp8.recipes import (
     WEIGHT_GRADIENT,
     Axis,
     Recipe,
+    Verbs,
 )
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 from polymp.rules.vocabulary import vocabulary
 
 
@@ -87,7 +87,7 @@ def why_not(
     m, k = (a.shape[:-1].numel(), a.shape[-1]) if a.dim() else (1, 1)
     batch = 1 if b.dim() <= 2 else b.shape[:-2].numel()
     n = 1 if b.dim() < 2 else b.shape[-2 if name == "linear" else -1]
-    asked = recipes.Product(
+    asked = fp8.Product(
         op,
         m // batch if batch > 1 else m,
         k,
@@ -99,7 +99,7 @@ def why_not(
         a.layout is not torch.strided or b.layout is not torch.strided,
         _capability(a.device),
     )
-    return recipes.why_not(asked, recipe)
+    return fp8.why_not(asked, recipe)
 
 
 @cache
@@ -150,9 +150,9 @@ class Quantisation:
 
     def __call__(self, array: torch.Tensor) -> InBits:
         """Quantise a tensor of two dimensions."""
-        scale = quantise.scale_of(VERBS, array, self.recipe, self.role, self.axis)
+        scale = fp8.scale_of(VERBS, array, self.recipe, self.role, self.axis)
         format = self.recipe.format_of(self.role)
-        return InBits(quantise.quantised(VERBS, array, scale, format).contiguous(), scale)
+        return InBits(fp8.quantised(VERBS, array, scale, format).contiguous(), scale)
 
 
 def _how(recipe: Recipe, product: str, role: str, summed: int) -> Quantisation:
@@ -246,7 +246,7 @@ def _scaled(a: InBits, b: InBits, dtype: torch.dtype, *, fast: bool = False) -> 
     """
     first = a.array.contiguous()
     second = b.array.t().contiguous().t()
-    undo_a, undo_b = quantise.inverse(a.scale), quantise.inverse(b.scale)
+    undo_a, undo_b = fp8.inverse(a.scale), fp8.inverse(b.scale)
     rows = undo_a.dim() == 2 or undo_b.dim() == 2
     behind = None
     if rows and not fast:

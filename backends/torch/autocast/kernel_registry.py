@@ -23,8 +23,7 @@ from polymp.backends.torch.autocast import (
 from polymp.backends.torch.autocast.torch_table import check
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.errors import PolicyError
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polymp.backends.torch.autocast import op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
-from polymp.rules.region import Region
+from polymp.rules.policy import Region
 
 _library = torch.library.Library("aten", "IMPL")
 

@@ -31,8 +31,7 @@ from polymp.backends.torch.autocast.region_casts import Frame, dtypes, end, keep
 from polymp.backends.torch.autocast.region_casts import stack as stack
 from polymp.backends.torch.compat import dynamo
 from polymp.errors import PolicyError
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 from polymp.versions import __version__
 
 

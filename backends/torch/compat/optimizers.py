@@ -1,8 +1,7 @@
 """torch.optim and torch.nn: steps, state and hooks; torch.amp's scaler; modules."""
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -147,28 +146,3 @@ def running_modules() -> Iterator[nn.Module]:
         if frame.f_code is MODULE_CALL:
             yield frame.f_locals["self"]
         frame = frame.f_back
-
-
-def before_clipping(see: Callable[[Sequence[torch.Tensor]], None]) -> None:
-    """Call `see` with the parameters whose gradients torch.nn.utils is about to clip.
-
-    Both of its public functions for norms call `_clip_grads_with_norm_`, which they look up in
-    their module, so that functions that were imported before are changed, too. `clip_grad_value_`
-    is replaced in its module and in `torch.nn.utils`.
-    """
-    from torch.nn import utils
-    from torch.nn.utils import clip_grad
-
-    def seen(clip: F) -> F:
-        @functools.wraps(clip)
-        def clipping(parameters: Any, *args: object, **kwargs: object) -> Any:
-            one = isinstance(parameters, torch.Tensor)
-            parameters = [parameters] if one else list(parameters)  # it may be an iterator
-            see(parameters)
-            return clip(parameters, *args, **kwargs)
-
-        return clipping  # type: ignore[return-value]
-
-    clip_grad._clip_grads_with_norm_ = seen(clip_grad._clip_grads_with_norm_)
-    utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
-    clip_grad.clip_grad_value_ = utils.clip_grad_value_ = seen(clip_grad.clip_grad_value_)

@@ -11,7 +11,6 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.nn as nn
 
 from polymp import progress
@@ -20,15 +19,13 @@ from polymp.backends.torch.diagnostics.op_call import Own, numbers_in
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import AuditValues
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Measured, largest_error, together
+from polymp.diagnostics.audit_records import Measured, together
 from polymp.diagnostics.magnitudes import followed
 
 
 def audit(
     model: nn.Module | None = None,
     scaler: object = None,
-    *,
-    rounding: bool = False,
 ) -> "AuditBlock":
     """Measure the values of a few real steps: of every op's result, and of every gradient.
 
@@ -46,19 +43,12 @@ def audit(
     To tell values that float16 makes zero from zeros, a float16 op runs once more, in float32, on
     the same inputs, at one of sixteen calls at its site.
 
-    With `rounding=True`, the audit also measures rounding errors: of each op in a low dtype,
-    against the same op in float32 on the same inputs before casts. An op runs once more for it.
-    Where a loss of one value is followed by its backward pass, the audit estimates by how much each
-    op's own rounding changes the loss: the errors of low results are kept, in bfloat16, until their
-    gradients are there, which takes as many bytes as these results.
-
     Args:
         model: its modules and parameters are called by their names; without it modules are called
             by their paths in the outermost one that runs, and parameters have no gradients in the
             audit.
         scaler: the loss scaler in use, polymp's or torch.amp's: gradients are reported without its
             scale.
-        rounding: True to measure rounding errors.
 
     Returns:
         A context manager; it yields the audit, which is filled when the block ends, with an error,
@@ -77,18 +67,17 @@ def audit(
             "audit(model, scaler) is a context manager around steps, and needs the loss scaler in "
             f"use, a GradScaler, got {reprlib.repr(scaler)}."
         )
-    return AuditBlock(model, scaler, rounding)
+    return AuditBlock(model, scaler)
 
 
 class AuditBlock(Audit):
     """An audit of its own block, filled when the block ends."""
 
-    def __init__(self, model: nn.Module | None, scaler: object, rounding: bool) -> None:
+    def __init__(self, model: nn.Module | None, scaler: object) -> None:
         super().__init__()
         self._entered = False
-        self.rounding, self._seen = rounding, AuditValues(model, scaler, rounding)
-        hear = [each for each in (self._seen, self._seen.rounding) if each is not None]
-        self._stream = OpStream(model, *hear, counts=False, floats=numbers_in, title="audit")
+        self._seen = AuditValues(model, scaler)
+        self._stream = OpStream(model, self._seen, counts=False, floats=numbers_in, title="audit")
 
     def __enter__(self) -> Audit:
         if self._entered:
@@ -113,8 +102,7 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     audit.fault = seen.fault()  # first: it tells the infinities of masks from others
     audit.steps = max(len(seen.passes), bool(seen.events))
     with progress.line("audit, reading", len(seen.sites), "tensor") as line:
-        passes = seen.rounding.effects.passes if seen.rounding is not None else 0
-        rows = _measured(seen.sites, scales, passes, line)
+        rows = _measured(seen.sites, scales, line)
     audit.results = [m for m in rows if m.spelling]
     audit.gradients = [m for m in rows if not m.spelling]
 
@@ -122,7 +110,6 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
 def _measured(
     sites: Mapping[tuple[Any, ...], Tally],
     scales: Sequence[float],
-    passes: int,
     line: progress.Line,
 ) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
@@ -136,13 +123,7 @@ def _measured(
             counts = counts.scaled(1 / scales[at])
         measured = Measured(
             op, spelling, place.module, place.source, direction, region, row, run,
-            counts, tuple(sorted(site.numbers)), _largest(site.rounding),
-            sum(map(float, site.effects)) / passes if site.effects else None,
-            site.sums_nothing - {None} == {True},
+            counts, tuple(sorted(site.numbers)),
         )  # fmt: skip
         found.setdefault(key[1:], []).append(measured)
     return list(map(together, found.values()))
-
-
-def _largest(pairs: Sequence[torch.Tensor]) -> float | None:
-    return largest_error(torch.stack([pair.cpu() for pair in pairs]).tolist() if pairs else ())

@@ -10,7 +10,6 @@ import copy
 import functools
 import math
 import reprlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
@@ -20,7 +19,6 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.modes import storage_key
@@ -28,6 +26,7 @@ from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.fault import moments, with_gradients
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import (
+    AsyncCopy,
     Settings,
     Snapshot,
     TrainingObjects,
@@ -206,24 +205,12 @@ class StateCopy:
         If `shared`, a tensor or a numpy array that is given again as it was has one copy.
         """
         leaves, structure = tree_flatten(tree)
-        # By memory, the tensors that are not the training's own; those without any are alone.
-        batch = defaultdict[int, dict[int, torch.Tensor]](dict)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf:
-                if (key := storage_key(leaf)) not in self._memory:
-                    batch[key or -id(leaf)][id(leaf)] = leaf
-        copies: dict[int, torch.Tensor] = {}
-        for alike in batch.values():
-            one, *others = alike.values()
-            if others:
-                copies |= _on_one_memory([one, *others])
-            else:
-                copies[id(one)] = self._copy_of(one) if shared else _copied(one)
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, np.ndarray):
                 leaves[at] = self._arrays.of(at, leaf) if shared else leaf.copy()
-            else:
-                leaves[at] = copies.get(id(leaf), leaf)
+            elif isinstance(leaf, torch.Tensor) and leaf.is_leaf:
+                if storage_key(leaf) not in self._memory:
+                    leaves[at] = self._copy_of(leaf) if shared else _copied(leaf)
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs
 
@@ -379,7 +366,7 @@ class Catch(CaughtStep, Generic[P, R]):
                 result, _ = self._run(copy, args, kwargs, check)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
-                return self._unrepeated(None, before_it)
+                return self._unrepeated(before_it)
             differs = differing(call.losses, result)
             if any_rank(bool(differs)):
                 broken.put_back()
@@ -397,14 +384,10 @@ class Catch(CaughtStep, Generic[P, R]):
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
             return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone)
-        repeated = TrainingState(objects)
-        broken.put_back()
-        fault = _located(self._fn, calls[-1], objects)
-        repeated.put_back()
-        return self._unrepeated(fault, before_it)
+        return self._unrepeated(before_it)
 
-    def _unrepeated(self, fault: Fault | None, losses: Sequence[float]) -> BadStep:
-        return BadStep(self.step - 1, SOMETHING, fault, tuple(losses), 0, _UNREPEATED)
+    def _unrepeated(self, losses: Sequence[float]) -> BadStep:
+        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, _UNREPEATED)
 
     def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
         """Name the bad step by the losses that it had: the replay is of another training."""
@@ -448,23 +431,6 @@ def _copied(t: torch.Tensor) -> torch.Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def _on_one_memory(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies of tensors that share memory, which share theirs, by identity."""
-    sizes = [t.element_size() for t in tensors]
-    starts = [t.storage_offset() * size for t, size in zip(tensors, sizes, strict=True)]
-    last = (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors)
-    ends = [at + (n + 1) * size for at, n, size in zip(starts, last, sizes, strict=True)]
-    first = min(starts) // 16 * 16  # a whole number of elements of any dtype
-    place = (tensors[0].untyped_storage(), first, (max(ends) - first,), (1,))
-    memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(*place).clone()
-    copies = {}
-    for t, start, size in zip(tensors, starts, sizes, strict=True):
-        own = torch.empty(0, dtype=t.dtype, device=t.device)
-        own.set_(memory.untyped_storage(), (start - first) // size, t.shape, t.stride())
-        copies[id(t)] = own.requires_grad_(t.requires_grad)
-    return copies
-
-
 def _version(t: torch.Tensor) -> int:
     """Return a number that a write to a tensor changes; -1 if it has none."""
     return -1 if t.is_inference() else t._version
@@ -489,9 +455,9 @@ def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
     ranks = _ranks()
     if not bad and ranks == 1:
         return []
-    device = max((b.device for b in bad), key=lambda d: d.type != "cpu", default=_device())
-    found = torch.stack([b.to(device, non_blocking=True) for b in bad]).any() if bad else None
-    found = torch.zeros((), dtype=torch.bool, device=device) if found is None else found
+    bad = bad or [torch.zeros((), dtype=torch.bool, device=_device())]
+    device = max((b.device for b in bad), key=lambda d: d.type != "cpu")
+    found = torch.stack([b.to(device, non_blocking=True) for b in bad]).any()
     return [AsyncCopy(over_ranks(found) if ranks > 1 else found)]
 
 

@@ -4,7 +4,6 @@ report = polymp.torch.explain(model, x, dtype=torch.bfloat16)
 with polymp.torch.explain() as report: ...      # forward, backward, any code
 """
 
-import copy
 import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,19 +11,17 @@ from typing import Any, overload
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import accelerators, dispatcher, modes
+from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import Ran, call_of
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
 
 
@@ -92,7 +89,6 @@ def explain(
     *args: object,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
-    device: str | None = None,
     model: nn.Module | None = None,
     **kwargs: object,
 ) -> Report: ...
@@ -103,7 +99,6 @@ def explain(
     *args: object,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
-    device: str | None = None,
     model: nn.Module | None = None,
     **kwargs: Any,
 ) -> Report | AbstractContextManager[Report]:
@@ -112,7 +107,6 @@ def explain(
         report = explain(model, x, dtype=torch.bfloat16)
         with explain() as report:                 # any code: forward, backward, a step
             loss_fn(model(x), y).backward()
-        report = explain(model, x, dtype="float16", device="cuda")     # on a machine without
 
     The program runs once, and its results are the same as without a report. Ops are seen below
     autograd: the report has what ran, casts and backward included. Functions that torch.compile
@@ -126,9 +120,6 @@ def explain(
         policy: of that region, and of the modules in the call, in place of the policy that `scoped`
             gave them; it may have rules by module path. None for torch's own table of the device,
             and for the scopes that the modules have.
-        device: a device type such as "cuda": the call runs on fake tensors of that device, which
-            have no values. `fn`, or a module among the arguments, is copied onto them. Where torch
-            is built without that device, no backward pass can run.
         model: its modules are called by their paths; by default `fn` itself if it is a module.
         kwargs: of the call.
 
@@ -137,19 +128,16 @@ def explain(
 
     Raises:
         TypeError: `fn` is not callable, `model` no module, or `dtype` no dtype.
-        ValueError: `dtype` is another dtype; or `device` is given for code that holds tensors where
-            they cannot be found.
-        AssertionError: raised by the call, as any other error.
-        RuntimeError: likewise.
+        ValueError: `dtype` is another dtype.
+        Exception: any that the call raises.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"explain(model=...) needs a torch.nn.Module, got {reprlib.repr(model)}.")
     if fn is None:
-        if args or {dtype, policy, device} != {None} or kwargs:
+        if args or kwargs or (dtype, policy) != (None, None):
             raise TypeError(
                 "explain() without a function is a context manager: open the region inside it. "
-                f"Got args={args!r}, dtype={dtype!r}, policy={policy!r}, device={device!r}, "
-                f"{kwargs!r}."
+                f"Got args={args!r}, dtype={dtype!r}, policy={policy!r}, {kwargs!r}."
             )
         return explaining(model)
     if not callable(fn):
@@ -163,32 +151,14 @@ def explain(
             "block, write `with explain(model=...) as report:`."
         )
     title = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", str(fn))
-    try:
-        with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
-            if device is not None:
-                fn, args, kwargs, model = _on_fakes(device, (fn, args, kwargs, model), stack)
-            if model is None and isinstance(fn, nn.Module):
-                model = fn
-            if dtype is not None or policy is not None:
-                low = None if dtype is None else dtype_names.of(dtype, "explain(): dtype", LOW)
-                open_region((fn, args, kwargs), low, policy, stack, device)
-            report: Report = stack.enter_context(explaining(model, title))
-            fn(*args, **kwargs)
-    except (AssertionError, RuntimeError) as error:
-        if device is not None and any(words in str(error) for words in _NOT_THERE):
-            raise ValueError(
-                f"explain({title}, device={device!r}): this torch is built without the device, "
-                "and something in the call needs more of it than fake tensors, such as a "
-                f"backward pass. policy='torch-{device}' applies the device's table to tensors "
-                "on the CPU, backward included."
-            ) from error
-        if device is None or "convert all Tensors to FakeTensors" not in str(error):
-            raise
-        raise ValueError(
-            f"explain({title}, device={device!r}): the call reads tensors that are not among "
-            "its arguments, and they are not on fake tensors. Give the module, or a function "
-            "with its modules and tensors as arguments."
-        ) from error
+    with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
+        if model is None and isinstance(fn, nn.Module):
+            model = fn
+        if dtype is not None or policy is not None:
+            low = None if dtype is None else dtype_names.of(dtype, "explain(): dtype", LOW)
+            open_region((fn, args, kwargs), low, policy, stack)
+        report: Report = stack.enter_context(explaining(model, title))
+        fn(*args, **kwargs)
     return report
 
 
@@ -197,21 +167,15 @@ def open_region(
     low: torch.dtype | None,
     policy: PolicyLike | None,
     stack: ExitStack,
-    device: str | None = None,
 ) -> None:
     """Open a region around a call, with the policy's rules by path for its modules."""
     if policy is not None:
-        policy = _asked_for(policy, _models(call), stack)
-    stack.enter_context(autocast(device or device_of(call), low, policy=policy))
-
-
-def _asked_for(policy: PolicyLike, models: list[nn.Module], stack: ExitStack) -> Policy:
-    """Put a policy's scopes on the models of a call; return the policy of the region."""
-    loaded = policy_files.load(policy)
-    if loaded.scopes and not models:
-        return loaded  # a region refuses it, with a message that names `scoped`
-    stack.enter_context(scoped_anew(models, loaded))
-    return loaded.at("") if loaded.scopes else loaded
+        policy = loaded = policy_files.load(policy)
+        models = _models(call)
+        if models or not loaded.scopes:  # else a region refuses it, and names `scoped`
+            stack.enter_context(scoped_anew(models, loaded))
+            policy = loaded.at("") if loaded.scopes else loaded
+    stack.enter_context(autocast(device_of(call), low, policy=policy))
 
 
 def _models(tree: Any) -> list[nn.Module]:
@@ -220,14 +184,6 @@ def _models(tree: Any) -> list[nn.Module]:
     found = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
     inside = {id(m) for one in found for m in one.modules() if m is not one}
     return [one for one in found if id(one) not in inside]
-
-
-# Parts of torch's messages about a device that it is built without.
-_NOT_THERE = (
-    "Cannot access accelerator device",
-    "not compiled with CUDA enabled",
-    "not linked with support for",
-)
 
 
 def device_of(call: Any) -> str:
@@ -241,32 +197,3 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield leaf
         elif isinstance(leaf, nn.Module):
             yield from leaf.parameters()
-
-
-def _on_fakes(device: str, call: Any, stack: ExitStack) -> Any:
-    """Put a call on fake tensors of a device: its tensors, and copies of its modules."""
-    mode = FakeTensorMode()
-    known: dict[int, torch.Tensor] = {}
-    copies: dict[int, Any] = {}
-    differentiable = stack.enter_context(accelerators.stand_in(device))
-
-    def fake(t: torch.Tensor) -> torch.Tensor:
-        if id(t) not in known:
-            with mode:
-                made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-            wants = t.requires_grad and differentiable
-            made.requires_grad_(wants)
-            known[id(t)] = nn.Parameter(made, wants) if isinstance(t, nn.Parameter) else made
-        return known[id(t)]
-
-    def moved(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return fake(leaf)
-        if isinstance(leaf, nn.Module):
-            copies.update((id(t), fake(t)) for t in (*leaf.parameters(), *leaf.buffers()))
-            return copy.deepcopy(leaf, copies)
-        return leaf
-
-    made = tree_map(moved, call)
-    stack.enter_context(mode)
-    return made

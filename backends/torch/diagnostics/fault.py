@@ -6,13 +6,13 @@ Ops are followed one by one; the step of an optimizer is one for itself: an `Upd
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import distributed, modes, optimizers
+from polymp.backends.torch.compat import distributed, modes
 from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
@@ -20,7 +20,6 @@ from polymp.backends.torch.diagnostics.measure import (
     real,
 )
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, call_of, tensors
-from polymp.backends.torch.snapshot import Snapshot
 from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import (
@@ -30,7 +29,6 @@ from polymp.diagnostics.blame import (
     UPDATE,
     Node,
     blame,
-    larger_eps,
     meant,
     of_optimizer,
     rounded,
@@ -56,8 +54,6 @@ class Event:
     single: bool  # True if its result is one number
     given: bool = False  # True if a number among its arguments is not finite
     ranges: range = range(0)  # of its results, by their numbers in a `RangeTable`
-    # Of what it makes beside its first result, such as the maxima of aminmax.
-    beside: range = range(0)
     lost: Lost | None = None  # the values that float16 made Inf or zero; None if that is not known
     numbers: tuple[float, ...] = ()  # numbers in the program that its dtype made zero
     operands: tuple[torch.Tensor, ...] = ()  # measurements of `reads`, if they were made
@@ -90,12 +86,10 @@ class Provenance:
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, int]] = []  # with their ranges
-        self._received: set[int] = set()  # storages that other ranks filled
-        self._gradients: set[int] = set()  # those that a backward pass adds gradients to
+        self._called: dict[int, str] = {}  # of some storages, a word on what they have
         self._constants: dict[int, float] = {}  # those of single numbers that the program has
         # By storage of a parameter, the range of its largest magnitude, after the last update.
         self._parameters: dict[int, int] = {}
-        self.parts: dict[Part, Part] = {}  # of updates: many are alike, and one is kept of these
 
     def origin(self, t: torch.Tensor) -> int | None:
         """Return the origin of a tensor; see `fault.Event.origins`."""
@@ -136,11 +130,11 @@ class Provenance:
     def received(self, t: torch.Tensor) -> None:
         """Note that other ranks send a value, which may not have arrived: measured once read."""
         self.forget(t)
-        self._received.add(modes.storage_key(t))
+        self._called[modes.storage_key(t)] = "what other ranks sent"
 
     def accumulated(self, t: torch.Tensor) -> None:
         """Note that a backward pass adds to a tensor: it is the `.grad` of a leaf."""
-        self._gradients.add(modes.storage_key(t))
+        self._called.setdefault(modes.storage_key(t), "the .grad of a leaf")
 
     def constant(self, t: torch.Tensor, floats: list[float]) -> None:
         """Note a single number that the program has as a constant."""
@@ -187,10 +181,8 @@ class Provenance:
             if own.is_leaf and own.grad is not None and modes.storage_key(own.grad) == key:
                 return f"{name}.grad"
         argument = self._arguments is None or key in self._arguments
-        found = "an argument" if argument else "a tensor that no op computed"
-        found = "the .grad of a leaf" if key in self._gradients else found
-        found = "what other ranks sent" if key in self._received else found
-        return f"{found} ({dtype_names.NAMES[t.dtype]} {shape})"
+        other = "an argument" if argument else "a tensor that no op computed"
+        return f"{self._called.get(key, other)} ({dtype_names.NAMES[t.dtype]} {shape})"
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._model is not None:
@@ -205,7 +197,7 @@ class Provenance:
 
 def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance) -> Fault | None:
     """Return the fault of a run: where the first value that is not finite came from."""
-    bad = [_bad(ranges.read((*event.ranges, *event.beside))) for event in events]
+    bad = [_bad(ranges.read(event.ranges)) for event in events]
     if not any(bad):
         return None
     spoiled = provenance.spoiled()
@@ -298,14 +290,6 @@ NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])  # of a tensor that 
 # The step of an optimizer, which reads gradients and weights, and writes weights and its state.
 
 
-class Part(NamedTuple):
-    """A tensor that an optimizer reads or writes."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    of: str  # the parameter's name
-
-
 # By name, "0.weight", "0.weight.grad" or "exp_avg of 0.weight", a number in the `RangeTable`.
 Ranges = Mapping[str, int]
 
@@ -324,49 +308,30 @@ class Update:
         self.at = at  # how many events there were before
         self._place, self._ranges = place, ranges
         self._kind = type(optimizer)
-        self._params = with_gradients(optimizer)
-        self._names = provenance.names_of(self._params)
-        self._known, self._part = provenance.parts, dict[str, Part]()
-        self._read = {**self._parts(optimizer), **self._parts(optimizer, grads=True)}
+        params = with_gradients(optimizer)
+        self._params = dict(zip(provenance.names_of(params), params, strict=True))
+        self._dtypes: dict[str, torch.dtype] = {}
+        grads = {f"{name}.grad": p.grad for name, p in self._params.items() if p.grad is not None}
+        self._read = self._measured(self._state(optimizer) | grads)
         self._wrote: Ranges = {}
         self._lost = lost_eps(optimizer)
-        self._tried = self._try(optimizer) if self._lost else None
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step has written."""
-        self._wrote = self._parts(optimizer)
+        self._wrote = self._measured(self._state(optimizer))
 
-    def _try(self, optimizer: torch.optim.Optimizer) -> Ranges | None:
-        """Take the step with a larger eps, and undo it; None if it cannot be taken."""
-        before = Snapshot(
-            self._params, grads=self._params, optimizers=[optimizer], random_numbers=True
-        )
-        try:
-            for group in optimizer.param_groups:
-                if lost := {p.dtype for p in group["params"]} & self._lost.keys():
-                    group["eps"] = max(larger_eps(dtype_names.NAMES[dtype]) for dtype in lost)
-            optimizers.step_without_hooks(type(optimizer))(optimizer)
-            return self._parts(optimizer)
-        except Exception:  # of a user's optimizer, which the step itself will raise
-            return None
-        finally:
-            before.put_back()
+    def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Return the parameters and their moments, by name."""
+        found = dict(self._params)
+        for name, p in self._params.items():
+            found |= moments(optimizer, name, p)
+        return found
 
-    def _parts(self, optimizer: torch.optim.Optimizer, grads: bool = False) -> Ranges:
-        names, tensors = list[str](), list[torch.Tensor]()
-        for of, p in zip(self._names, self._params, strict=True):
-            if grads:
-                own = {} if p.grad is None else {f"{of}.grad": p.grad}
-            else:
-                own = {of: p} | moments(optimizer, of, p)
-            for name, t in own.items():
-                t = distributed.local(t)
-                if measurable(t):
-                    part = Part(t.dtype, t.shape, of)
-                    self._part[name] = self._known.setdefault(part, part)
-                    names.append(name)
-                    tensors.append(t)
-        return dict(zip(names, self._ranges.add_all(tensors), strict=True))
+    def _measured(self, named: Mapping[str, torch.Tensor]) -> Ranges:
+        local = {name: distributed.local(t) for name, t in named.items()}
+        found = {name: t for name, t in local.items() if measurable(t)}
+        self._dtypes |= {name: t.dtype for name, t in found.items()}
+        return dict(zip(found, self._ranges.add_all(found.values()), strict=True))
 
     def _bad(self, ranges: Ranges) -> list[str]:
         return [name for name, at in ranges.items() if _bad(self._ranges.read([at]))]
@@ -379,10 +344,10 @@ class Update:
             return self._fault("input", given[0], self._read, why)
         if given or not made:
             return None
-        name, dtype = made[0], self._part[made[0]].dtype
+        name, dtype = made[0], self._dtypes[made[0]]
         run, lost = dtype_names.NAMES[dtype], self._lost.get(dtype, "")
         kind, why = "operation", f"its inputs are finite and {name} is not, in {run} or wider"
-        if lost and (self._tried is None or not self._bad(self._tried)):
+        if lost and self._params.keys() >= {*made}:  # an eps is in no moment
             kind, why = "number", f"{NO_EPS} in {run}"
         elif run == "float16" and _bad(self._ranges.read([self._wrote[name]])) == "Inf":
             kind = "overflow"
@@ -390,15 +355,16 @@ class Update:
         return self._fault(kind, name, self._wrote, why, lost)
 
     def _fault(self, kind: str, name: str, ranges: Ranges, why: str, lost: str = "") -> Fault:
-        run, of = dtype_names.NAMES[self._part[name].dtype], f"{self._part[name].of}.grad"
+        run, of = dtype_names.NAMES[self._dtypes[name]], name.removesuffix(".grad")
+        of = of.rpartition(" of ")[2]
         inputs = tuple[Operand, ...]()
-        if of in self._read:
-            grad, ends = self._part[of], self._ranges.read([self._read[of]])
-            inputs = (Operand.of_ends(dtype_names.NAMES[grad.dtype], grad.shape, ends, of),)
+        if (grad := f"{of}.grad") in self._read:
+            kind_of, ends = self._dtypes[grad], self._ranges.read([self._read[grad]])
+            shape = distributed.local(self._params[of]).shape
+            inputs = (Operand.of_ends(dtype_names.NAMES[kind_of], shape, ends, grad),)
         remedy, largest = "", max((operand.largest for operand in inputs), default=0.0)
         if kind != "input":
-            tried = self._tried is not None
-            remedy = of_optimizer("torch", kind, run, largest, lost, tried)
+            remedy = of_optimizer("torch", kind, run, largest, lost)
         return Fault(
             f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
             self._place.module, self._place.source, UPDATE, kind, run, None, inputs,

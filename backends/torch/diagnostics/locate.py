@@ -29,7 +29,7 @@ from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Values
 from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.snapshot import Snapshot, stepping
+from polymp.backends.torch.snapshot import stepping
 from polymp.diagnostics.audit_records import Fault
 
 
@@ -211,7 +211,7 @@ _SCALERS = (torch.amp.GradScaler, GradScaler, AsyncRead)
 
 
 def _copied(value: Any) -> Any:
-    """Copy a dict of a scaler with the dicts in it; return other values as they are."""
+    """Copy a dict with the dicts in it; return other values as they are."""
     if not isinstance(value, dict):
         return value
     copy = value.copy()
@@ -222,29 +222,25 @@ def _copied(value: Any) -> Any:
 @contextmanager
 def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
     """Let code run in the mode that is yielded, and put back what it wrote."""
-    optimizers: dict[int, Snapshot] = {}
+    dicts: list[tuple[Any, Any]] = []  # with copies of them; `undo` has the values of tensors
 
-    def keep(optimizer: torch.optim.Optimizer) -> None:
-        before = Snapshot(optimizers=[optimizer], values=False)  # `undo` has those of the tensors
-        optimizers.setdefault(id(optimizer), before)
+    def keep(*own: Any) -> None:
+        dicts.extend((it, _copied(it)) for it in own)
 
-    scalers = [vars(it) for it in gc.get_objects() if issubclass(type(it), _SCALERS)]
-    attributes = list(map(_copied, scalers))
+    keep(*(vars(it) for it in gc.get_objects() if issubclass(type(it), _SCALERS)))
     meeting = _Meeting()
     before_modules = register_module_forward_pre_hook(meeting.module)
     undo, devices = _Undo(meeting), range(torch.cuda.device_count())
     undo.keep_grads(model.parameters() if model is not None else ())  # one may go before any op
     try:
-        with torch.random.fork_rng(devices), stepping(keep):
+        with torch.random.fork_rng(devices), stepping(lambda it: keep(it.state, *it.param_groups)):
             yield undo
     finally:
         before_modules.remove()
         undo.put_back()
-        for own, was in zip(scalers, attributes, strict=True):
+        for own, was in reversed(dicts):
             own.clear()
             own.update(was)
-        for before in optimizers.values():
-            before.put_back()
 
 
 # `locate` measures the inputs of the ops that may be at fault.
@@ -278,4 +274,4 @@ class LocateValues(Values):
             event.operands = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
 
     def _finite(self, event: Event) -> bool:
-        return all(map(math.isfinite, self.ranges.read((*event.ranges, *event.beside))))
+        return all(map(math.isfinite, self.ranges.read(event.ranges)))

@@ -5,18 +5,15 @@ A measurement is a few small tensors; the host reads all of them at once when a 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import modes
-from polymp.backends.torch.diagnostics.op_call import Ran, float_tensors
 from polymp.diagnostics.magnitudes import BINS, SHIFT, Magnitudes
 from polymp.dtypes import FORMATS
-
-LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.
 SAMPLE = 4096
@@ -206,10 +203,6 @@ class Tally:
         self.lost: list[Lost] = []  # of those that were compared with float32
         self.numbers: set[float] = set()  # in the program, that the dtype made zero
         self.reads: set[int] = set()  # of gradients, the sites whose results they were made of
-        # For each of its kernels, whether it is of a product that only multiplies.
-        self.sums_nothing: set[bool | None] = set()
-        self.rounding: list[torch.Tensor] = []  # errors of the ops that made them
-        self.effects: list[torch.Tensor] = []  # of each call's own rounding on the loss
         self._table, self._row = table, table.new_row()
         self._ranges = ranges
 
@@ -236,45 +229,12 @@ class Tally:
         return found if not all(map(math.isfinite, rest)) else found.unmasked()
 
 
-def in_float32(
-    ran: Ran, twin: Callable[[torch.Tensor], torch.Tensor | None] = lambda t: None
-) -> list[torch.Tensor]:
-    """Run an op in float32, on the twins that tensors have; [] if it has no such form.
-
-    What it writes into are copies, which are returned if it makes nothing else.
-    """
-    if torch.Tag.nondeterministic_seeded in ran.func.tags:
-        return []
-    into, clones = ran.into, list[torch.Tensor]()
-
-    def wide(tree: object) -> Any:
-        if isinstance(tree, torch.Tensor):
-            known = twin(tree) if measurable(tree) else None
-            low = tree.to(torch.float32) if tree.dtype in LOW_DTYPES else tree
-            found = low if known is None else known
-            if any(t is tree for t in into):
-                found = found.clone()
-                clones.append(found)
-            return found
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(map(wide, tree))
-        if isinstance(tree, dict):
-            return {key: wide(value) for key, value in tree.items()}
-        return torch.float32 if tree in LOW_DTYPES else tree
-
-    try:
-        return float_tensors(ran.func(*wide(ran.args), **wide(ran.kwargs))) or clones
-    except (RuntimeError, TypeError, ValueError):
-        return []
-
-
 class _Memory(NamedTuple):
     """The memory of a tensor, as twins have it."""
 
     of: Any  # a reference to it
     dtype: torch.dtype  # of the tensor
     numbers: torch.Tensor  # [*rows, values in it]
-    maker: Any  # of the tensor, as `put` had it
 
 
 _SWEEP = 64  # tensors after which twins of freed ones are let go
@@ -287,11 +247,10 @@ class Twins:
 
     Args:
         rows: shape of the numbers for one of the tensor's: [8] for eight of them.
-        dtype: of the numbers; None for the tensor's.
     """
 
-    def __init__(self, *rows: int, dtype: torch.dtype | None = None) -> None:
-        self._rows, self._dtype = rows, dtype
+    def __init__(self, *rows: int) -> None:
+        self._rows = rows
         self._memory: dict[int, _Memory] = {}  # by key
 
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -310,35 +269,24 @@ class Twins:
         if (found := self.of(t)) is not None:
             return found
         size = t.untyped_storage().nbytes() // t.element_size()
-        flat = t.detach().as_strided((size,), (1,), 0).to(self._dtype or t.dtype)
-        self._keep(t, flat.expand(*self._rows, size).clone(), None)
+        flat = t.detach().as_strided((size,), (1,), 0)
+        self._keep(t, flat.expand(*self._rows, size).clone())
         return self.begun(t)
 
-    def put(self, t: torch.Tensor, numbers: torch.Tensor, maker: Any = None) -> None:
+    def put(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         """Give a tensor other numbers, whose memory may be written from now on."""
         if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
-            self._keep(t, numbers.reshape(*self._rows, -1).contiguous(), maker)
+            self._keep(t, numbers.reshape(*self._rows, -1).contiguous())
         else:
             self.begun(t).copy_(numbers)
-            key = modes.storage_key(t)
-            self._memory[key] = self._memory[key]._replace(maker=maker)
 
-    def _keep(self, t: torch.Tensor, numbers: torch.Tensor, maker: Any) -> None:
+    def _keep(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         if len(self._memory) % _SWEEP == 0:
             self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
-        memory = _Memory(modes.storage_reference(t), t.dtype, numbers, maker)
+        memory = _Memory(modes.storage_reference(t), t.dtype, numbers)
         self._memory[modes.storage_key(t)] = memory
-
-    def maker(self, t: torch.Tensor) -> Any:
-        """Return what made a tensor; None if that is not known."""
-        known = self._memory.get(modes.storage_key(t))
-        return None if known is None else known.maker
 
     def forget(self, found: Iterable[torch.Tensor]) -> None:
         """Note that tensors have no other numbers."""
         for t in found:
             self._memory.pop(modes.storage_key(t), None)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._memory.clear()

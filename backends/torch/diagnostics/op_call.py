@@ -38,6 +38,9 @@ class CallSite(NamedTuple):
     recomputed: bool  # True inside the recomputation of a checkpoint
     updating: bool = False  # True inside an optimizer's step or a loss scaler
     compiled: bool = False  # True inside code that torch.compile has generated
+    # What FSDP2 sends: "all_gather", "reduce_scatter", or "". Casts that it makes for that run in
+    # its own functions, from hooks.
+    sends: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +127,6 @@ class OpCall:
 
 def call_of(op_call: OpCall) -> Call:
     """Make the record of a call that a report has."""
-    known = [f for f in op_call.run if f in FORMATS]
     return Call(
         "torch",
         op_call.op,
@@ -135,7 +137,7 @@ def call_of(op_call: OpCall) -> Call:
         op_call.region,
         op_call.row,
         op_call.inputs or (),
-        widest(known) if known else "",
+        _widest(op_call.run),
         op_call.outputs,
         op_call.casts,
         op_call.cast_bytes,
@@ -146,6 +148,13 @@ def call_of(op_call: OpCall) -> Call:
         fallback=op_call.fallback,
         kept_fp8=op_call.kept_fp8,
     )
+
+
+@cache
+def _widest(names: tuple[str, ...]) -> str:
+    """Return the dtype that holds all of some float dtypes; "" without one."""
+    known = [name for name in names if name in FORMATS]
+    return widest(known) if known else ""
 
 
 class OpFacts(NamedTuple):
@@ -176,7 +185,6 @@ class Ran(KernelCall):
 
     op_call: OpCall  # the call that it is part of
     facts: OpFacts
-    node: int | None = None  # number of the autograd node that was made for it; None if none was
 
     @property
     def into(self) -> list[torch.Tensor]:
@@ -323,7 +331,7 @@ class CallSites:
         """Return the call site of a frame, from it and the frames that called it."""
         path: str | None = None
         module: nn.Module | None = None
-        source, recomputed, updating, compiled, start = "", False, False, False, frame
+        source, sends, recomputed, updating, compiled, start = "", "", False, False, False, frame
         while frame is not None:
             code = frame.f_code
             if code is optimizers.MODULE_CALL:
@@ -333,6 +341,8 @@ class CallSites:
             elif (kind := _kind(code.co_filename)) != "library":
                 if kind == "user":
                     source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
+                elif kind == "fsdp":
+                    sends = sends or ("" if source else _SENDS.get(code.co_name, ""))
                 elif kind == "checkpoint":
                     recomputed |= code.co_name in _RECOMPUTES
                 elif kind == "compiled":
@@ -345,23 +355,8 @@ class CallSites:
         if path is None and module is not None and not self._settled:
             self._learn(module)  # the outermost one that runs
             return self.here(start)
-        place = CallSite(path or "", source, recomputed, updating, compiled)
+        place = CallSite(path or "", source, recomputed, updating, compiled, sends)
         return self._known.setdefault(place, place)
-
-
-def exchange(frame: FrameType | None) -> str:
-    """Return what FSDP2 sends while a frame runs: "all_gather", "reduce_scatter", or "".
-
-    Casts that FSDP makes to send parameters and gradients run in its own functions, from hooks.
-    """
-    while frame is not None:
-        kind = _kind(frame.f_code.co_filename)
-        if kind == "fsdp" and frame.f_code.co_name in _SENDS:
-            return _SENDS[frame.f_code.co_name]
-        if kind not in ("library", "fsdp"):
-            break
-        frame = frame.f_back
-    return ""
 
 
 # The functions of FSDP2 that gather parameters, and the one that adds up gradients.

@@ -4,14 +4,14 @@
     its casts and the ops in it run          -> they are noted on it       (the dispatch mode)
     the engine runs its backward             -> a second `OpCall` for it   (by autograd node)
 
-The subscribers of an `OpStream` hear of each; `explain` adds up casts, `audit` measures. Nothing
-here changes what runs.
+The `Subscriber` of an `OpStream` hears of each; that of `audit` measures. Nothing here changes what
+runs.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import Any, Self
@@ -34,7 +34,6 @@ from polymp.backends.torch.diagnostics.op_call import (
     Own,
     Ran,
     dtypes,
-    exchange,
     facts_of,
     float_tensors,
     is_cast,
@@ -52,13 +51,14 @@ _SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 
 
 class Subscriber:
-    """Hears of the ops of an `OpStream`; methods that it does not have are not called.
+    """Hears of the ops of an `OpStream`.
 
     The ops that it runs are cast by no region, and no stream sees them; in `before` and `viewed` it
     runs them in `Own`, which takes too long to be entered at each op for those that run none.
     """
 
     stream: "OpStream"
+    measures = False  # True to hear of what has run, and of optimizers, too
 
     def begin(self) -> None:
         """Called when the stream begins; the stream is a stack for all that has to be left."""
@@ -72,8 +72,8 @@ class Subscriber:
     def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
         """Called after a cast."""
 
-    def viewed(self, args: Sequence[Any], node: int | None) -> OpCall | None:
-        """Called before a view, with its autograd node; return the call that the node is of."""
+    def viewed(self, args: Sequence[Any]) -> OpCall | None:
+        """Called before a view; return the call that its autograd node is of."""
         return None
 
     def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
@@ -96,7 +96,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     def __init__(
         self,
         model: nn.Module | None,
-        *subscribers: Subscriber,
+        subscriber: Subscriber | None = None,
         counts: bool = True,
         floats: Callable[..., list[torch.Tensor]] = float_tensors,
         title: str = "explain",
@@ -106,7 +106,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         ExitStack.__init__(self)
         self.calls: list[OpCall] = []  # in order
         self.region: tuple[str, str] = ("", "")  # low dtype and policy of the first that was met
-        self.looks_away: bool = False  # True while it follows nothing
+        self.looks_away: int = 0  # while it follows nothing, the thread that had it look away
         self.counts = counts  # False if nobody uses dtypes, casts and FLOPs, and `calls`
         self.floats = floats  # from trees to the tensors in them that are followed
         self._title = title
@@ -118,38 +118,13 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self, compiled)
-        self._paused, self._pauses = False, 0
-        # By optimizer that steps, whether it has a closure, and its thread.
-        self._steps: dict[Any, tuple[bool, int]] = {}
         self.progress: progress.Line = progress.Line()
-        self._subscribers = subscribers
-        for each in subscribers:
-            each.stream = self
-        self.before = self._hearing("before")
-        self.after = self._hearing("after")
-        self.cast = self._hearing("cast")
-        self.unwatched = self._hearing("unwatched")
-        self.follows = self._hearing("follows")
-        self._viewed = self._hearing("viewed")
-        self._stepping = self._hearing("stepping")
-        self._stepped = self._hearing("stepped")
+        self.hear: Subscriber = subscriber or Subscriber()
+        self.hear.stream = self
 
     def is_here(self) -> bool:
         """Return whether it follows the ops of this thread."""
         return modes.sees(self._mode)
-
-    def _hearing(self, event: str) -> list[Callable[..., Any]]:
-        """Return the methods of the subscribers that hear of an event."""
-        silent = getattr(Subscriber, event)
-        heard = [each for each in self._subscribers if getattr(type(each), event) is not silent]
-        return [getattr(each, event) for each in heard]
-
-    def tell(self, heard: Sequence[Callable[..., Any]], *event: Any) -> None:
-        """Call what hears of an event."""
-        if heard:
-            with Own():
-                for hear in heard:
-                    hear(*event)
 
     # Called by the kernels on the autocast keys
 
@@ -202,15 +177,10 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             dispatcher.backward_node() is None or self._open[-1].direction != FORWARD
         ):
             return self._open[-1]
-        if sent := exchange(frame):
-            place, direction, _ = self.where(frame)
-            spelling = f"aten:{func.name().removeprefix('aten::')}"
-            return self._noted(OpCall(sent, spelling, place, direction, sends=True))
-        node = dispatcher.backward_node()
-        known = None if node is None else self.maker(node)
-        if known is not None and known.backward is not None and not torch.is_grad_enabled():
-            return known.backward  # no recomputation: that has gradients on
         place, direction, origin = self.where(frame)
+        if place.sends:
+            spelling = f"aten:{func.name().removeprefix('aten::')}"
+            return self._noted(OpCall(place.sends, spelling, place, direction, sends=True))
         if origin is None:
             return self._noted(self._alone(func, place, direction))
         if origin.backward is None:
@@ -235,18 +205,14 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         if origin is None:
             return place, BACKWARD, None
         if not place.source:
-            return origin.place, BACKWARD, origin
+            sends = place.sends
+            return origin.place._replace(sends=sends) if sends else origin.place, BACKWARD, origin
         # The user's own backward, or a hook, in which ops are called as anywhere.
         return place._replace(module=place.module or origin.place.module), BACKWARD, None
 
     def maker(self, node: int) -> OpCall | None:
         """Return the call that made an autograd node; None if it is not known."""
         return self._of_node.get(node)
-
-    def _new_node(self) -> int | None:
-        """Return the number of the node that was made last; None if its call is known."""
-        number = dispatcher.latest_node()
-        return number if number >= self._first_node and number not in self._of_node else None
 
     def _alone(self, func: torch._ops.OpOverload, place: CallSite, direction: str) -> OpCall:
         entry, name = self._next, func.overloadpacket.__name__
@@ -258,24 +224,24 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             return OpCall(entry.op, spelling, *at, entry.dtypes)
         return OpCall(name_of(overload, name), spelling, place, direction)
 
-    def made_by(self, op_call: OpCall) -> int | None:
-        """Remember which call the autograd node that was made last belongs to; return the node."""
-        if (node := self._new_node()) is not None:
-            self._of_node[node] = op_call
-        return node
+    def made_by(self, op_call: OpCall) -> None:
+        """Remember which call the autograd node that was made last belongs to."""
+        if (node := dispatcher.latest_node()) >= self._first_node:
+            self._of_node.setdefault(node, op_call)
 
     def view(
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
         """Note a view, before it is made: it is no call itself, but its backward may be one."""
-        node, maker = self._new_node(), None
-        for hear in self._viewed:
-            maker = hear(args, node) or maker
+        node = dispatcher.latest_node()
+        if node < self._first_node or node in self._of_node:
+            return
+        maker = self.hear.viewed(args)
         # Without gradients a view has no node: the latest is that of the function that it is in.
-        if node is not None and maker is None and self.counts and torch.is_grad_enabled():
+        if maker is None and self.counts and torch.is_grad_enabled():
             place, direction, _ = self.where(frame)
             maker = self._alone(func, place, direction)
-        if node is not None and maker is not None:
+        if maker is not None:
             self._of_node[node] = maker
 
     # Entering and leaving
@@ -298,79 +264,38 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         kernel_registry.put_everywhere(self)
         decision_log.recorded_by(self, self)
         self.enter_context(self._mode)
-        self.callback(self._end_pauses)
+        self.callback(self.go_on)
         self.progress = self.enter_context(progress.line(self._title, unit="op"))
-        if self._stepping:
+        if self.hear.measures:
             self.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             self.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        for each in self._subscribers:
-            each.begin()
+        self.hear.begin()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
-        thread = threading.get_ident()
-        for other in [o for o, (_, its) in self._steps.items() if its == thread]:
-            if not _in_step(other):  # it has raised an error
-                self._after_step(other)
-        if self.is_here():  # else it is another thread's optimizer
-            closure = closure_of(args[1:], kwargs) is not None
-            self._steps[optimizer] = closure, thread
-            with self.aside():
-                self.tell(self._stepping, optimizer, closure)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer in self._steps:
-            closure = self._steps.pop(optimizer)[0]
-            with self.aside():
-                self.tell(self._stepped, optimizer, closure)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let a subscriber run ops of its own between two of the program."""
-        self.pause()
-        try:
+        if self.is_here():  # else it is another thread's optimizer, or a part of another one
             with Own(), torch.no_grad():
-                yield
-        finally:
-            self.go_on()
+                self.hear.stepping(optimizer, closure_of(args[1:], kwargs) is not None)
 
-    def _end_pauses(self) -> None:
-        self._pauses = 0
-        self.go_on()
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        if self.is_here() or self.looks_away == threading.get_ident():
+            with Own(), torch.no_grad():
+                self.hear.stepped(optimizer, closure_of(args[1:], kwargs) is not None)
 
-    def pause(self) -> None:
-        """Follow nothing until `go_on`; free of cost if no other mode is inside of this one.
-
-        Pauses may be nested.
-        """
-        self._pauses += 1
-        self.looks_away = True
+    def look_away(self) -> None:
+        """Follow nothing until `go_on`; free of cost if no other mode is inside of this one."""
+        self.looks_away = threading.get_ident()
         if modes.innermost_mode() is self._mode:
-            self._paused = True
             self._mode.__exit__(None, None, None)
 
     def go_on(self) -> None:
-        """End a `pause`, in the same thread."""
-        self._pauses = max(self._pauses - 1, 0)
-        if self._pauses:
-            return
-        self.looks_away = False
-        if self._paused:
-            self._paused = False
+        """Follow again what runs, after `look_away` in the same thread."""
+        if self.looks_away and not self.is_here():
             self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-
-def _in_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this is called in a step of the optimizer."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "step" and code.co_argcount:
-            if frame.f_locals.get(code.co_varnames[0]) is optimizer:
-                return True
-        frame = frame.f_back
-    return False
+        self.looks_away = 0
 
 
 class _Mode(modes.OpMode):
@@ -386,7 +311,7 @@ class _Mode(modes.OpMode):
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if modes.unwrapped_first(types):
             return NotImplemented
-        stream = self.stream
+        stream, hear = self.stream, self.stream.hear
         if not isinstance(func, torch._ops.OpOverload) or stream.looks_away or running():
             return func(*args, **kwargs)
         facts = facts_of(func)
@@ -397,25 +322,29 @@ class _Mode(modes.OpMode):
         casts = facts.copies and is_cast(source, kwargs)
         reads = [source] if casts else stream.floats(*args, *kwargs.values())
         makes = facts.kind == "makes" or not reads
-        if makes and not any(follows(func, args, kwargs) for follows in stream.follows):
+        if makes and not hear.follows(func, args, kwargs):
             result = func(*args, **kwargs)
-            stream.tell(stream.unwatched, facts, (args, kwargs), result)
+            if hear.measures:
+                with Own():
+                    hear.unwatched(facts, (args, kwargs), result)
             return result
         stream.progress.step()
         op_call = stream.op_call(func, sys._getframe(1))
-        node = None if op_call.sends else stream.made_by(op_call)
+        if not op_call.sends:
+            stream.made_by(op_call)
         if reads and op_call.inputs is None and not op_call.region and not op_call.sends:
             op_call.region = regions.low_dtype(reads[0].device.type)
         if casts:
             result = func(*args, **kwargs)
             if stream.counts:
                 op_call.cast(source, result)
-            stream.tell(stream.cast, op_call, source, result)
+            if hear.measures:
+                with Own():
+                    hear.cast(op_call, source, result)
             return result
-        ran = Ran(func, args, kwargs, reads, op_call, facts, node)
+        ran = Ran(func, args, kwargs, reads, op_call, facts)
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
-        for hear in stream.before:
-            hear(ran)
+        hear.before(ran)
         result = func(*args, **kwargs)
         made = stream.floats(result)
         if stream.counts:
@@ -424,5 +353,7 @@ class _Mode(modes.OpMode):
             op_call.sent(reads, float_tensors(*ran.into) or made)
             if not op_call.casts:  # copied into a buffer, or sent
                 stream.calls.pop()
-        stream.tell(stream.after, ran, result, made)
+        if hear.measures:
+            with Own():
+                hear.after(ran, result, made)
         return result

@@ -25,7 +25,7 @@ from polymp.backends.torch.autocast import (
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.compiled_region import OpenInGraphs
 from polymp.backends.torch.autocast.regions import NONE, SCOPE, Code, codes
-from polymp.backends.torch.compat import dynamo, export, modes
+from polymp.backends.torch.compat import dynamo, modes
 from polymp.backends.torch.modules import subclass
 from polymp.code_origin import outside
 from polymp.errors import PolicyError, PolicyWarning
@@ -283,7 +283,7 @@ def _put(entering: bool, *code: torch.dtype) -> None:
 
 
 def _refuse_export(code: Code) -> None:
-    if export.export_modes():
+    if dynamo.export_modes():
         name = codes.policies[code][SCOPE].name
         raise PolicyError(
             f"torch.export cannot record the scopes of policy {name!r}. Export with "

@@ -1,7 +1,7 @@
 """`DeviceState`: a loss scaler's rule, and its state on a device, often known to the host.
 
 The state is tensors, because other libraries read and write them under torch.amp's names. The next
-one comes from `scale_rule.step` in two ways:
+one comes from `scaling.step` in two ways:
 
     on the host      on Python numbers, where the host knows what was found; it notes the numbers
                      with the versions of the tensors that it writes, and as long as the versions
@@ -12,17 +12,15 @@ one comes from `scale_rule.step` in two ways:
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 
-from polymp.backends.torch.async_copy import AsyncCopy
+from polymp import scaling
 from polymp.backends.torch.compat import dynamo
 from polymp.backends.torch.scaler import unscale
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, from_state_dict
+from polymp.backends.torch.snapshot import AsyncCopy
+from polymp.scaling import ScaleRule, ScaleState, from_state_dict
 
 
 class DeviceState:
@@ -79,7 +77,7 @@ class DeviceState:
         self._tensors()
         if self._capturing():
             self._captured = self._scale  # and every replay fills it anew
-        self._remember(first._replace(scale=scale_rule.as_float32(float(first.scale))))
+        self._remember(first._replace(scale=scaling.as_float32(float(first.scale))))
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return scale, tracker and counts. Other libraries may have made the first two."""
@@ -178,17 +176,17 @@ class DeviceState:
             scale.copy_(torch.where(bounded.isnan(), scale, bounded))
             number = None
         else:
-            number = scale_rule.checked_scale("new_scale", new, self._rule)
+            number = scaling.checked_scale("new_scale", new, self._rule)
             scale.fill_(number)
         self._arriving.age = self._arriving.sent = math.inf  # no copy on its way has this scale
         self._known = None
         if number is not None and before is not None:
-            self._remember(before._replace(scale=scale_rule.as_float32(number)))
+            self._remember(before._replace(scale=scaling.as_float32(number)))
 
     def _update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
         """Apply the rule to Python numbers, and write the ones that have changed."""
         before = self._read()
-        after = scale_rule.step(self._rule, before, not skipped, loss_finite=not loss_lost)
+        after = scaling.step(self._rule, before, not skipped, loss_finite=not loss_lost)
         if given:
             after = ScaleState(*before[:2], *after[2:])
         scale, tracker, counts = self._tensors()
@@ -209,6 +207,9 @@ class DeviceState:
         self, found: torch.Tensor, losses: Sequence[torch.Tensor], *, given: bool
     ) -> None:
         """Apply the rule on the device, where only the device knows what was found."""
+        if not torch.compiler.is_compiling() and self._known is None:
+            # Compiled code has updated the state since it was copied.
+            self._arriving.age = self._arriving.sent = math.inf
         scale, tracker, counts = self._tensors()
         loss = unscale.largest(losses)
         if self._capturing():
@@ -262,7 +263,7 @@ def _check_new_scale(new_scale: torch.Tensor, device: str) -> None:
         )
 
 
-# `scale_rule.step` on a device: state and findings are tensors, and the host does not wait.
+# `scaling.step` on a device: state and findings are tensors, and the host does not wait.
 #
 # A scale of at most 2**126 that grows by no more than this is finite, or was at its bound already:
 # then torch's kernel, which drops an infinite scale, and a clamp do what the rule says.
@@ -294,7 +295,7 @@ def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def regular(rule: ScaleRule, state: ScaleState) -> bool:
     """Return whether the rule can lead to a state: within the bounds and the growth interval."""
-    inside = rule.min_scale <= scale_rule.as_float32(state.scale) <= rule.max_scale
+    inside = rule.min_scale <= scaling.as_float32(state.scale) <= rule.max_scale
     return bool(inside and state.tracker < rule.interval)
 
 
@@ -318,7 +319,7 @@ def update(
         skips, overflows, skipped = counts.unbind()
         state = ScaleState(wide, tracker, skips, skips - overflows, skipped)
         fine = None if loss is None else loss == 0
-        after = scale_rule.step(rule, state, found == 0, torch.where, loss_finite=fine)
+        after = scaling.step(rule, state, found == 0, torch.where, loss_finite=fine)
         scale.copy_(after.scale)
         tracker.copy_(after.tracker)
         counts.copy_(torch.stack(counted(after)))
@@ -370,38 +371,3 @@ class AsyncRead:
         """Return a lower bound of the scale, which holds as long as only updates write it."""
         lowest = backoff * (1 - 2.0**-23)  # each time the scale is rounded to float32
         return 0.0 if self.seen is None else float(self.seen.scale * lowest**self.age)
-
-
-# The scalers of this process, by name, as long as they live.
-scalers: WeakValueDictionary[str, Any] = WeakValueDictionary()
-_numbers = count()
-
-
-def listen(scaler: object) -> str:
-    """Return the name by which `tell` calls the scaler's `_updated`."""
-    name = f"scaler {next(_numbers)}"
-    scalers[name] = scaler
-    return name
-
-
-# In compiled code no Python runs but that of ops, so there an op brings the state to its scaler.
-def tell(name: str, scale: torch.Tensor, tracker: torch.Tensor, counts: torch.Tensor) -> None:
-    """Call the scaler of that name whenever the code that is being traced runs."""
-    torch.ops.polymp.updated(counts, scale, tracker, name)
-
-
-def _updated(counts: torch.Tensor, scale: torch.Tensor, tracker: torch.Tensor, name: str) -> None:
-    scaler = scalers.get(name)
-    if scaler is not None:
-        scaler._updated(scale, tracker, counts)
-
-
-_library = torch.library.Library("polymp", "DEF")
-# Its schema has a write, so that no compiler leaves the op out. Its tag keeps it out of CUDA
-# graphs, whose replays would not call it: compilers cut the graph there.
-_library.define(
-    "updated(Tensor(a!) counts, Tensor scale, Tensor tracker, str name) -> ()",
-    tags=(torch.Tag.cudagraph_unsafe,),
-)
-_library.impl("updated", _updated, "CompositeExplicitAutograd")
-_library.impl("updated", lambda *_: None, "Meta")

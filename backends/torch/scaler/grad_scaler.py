@@ -9,29 +9,30 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
+from polymp import scaling
 from polymp.backends.torch.autocast import dtype_names, regions
-from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
+from polymp.backends.torch.compat import accelerators, distributed, modes
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
-from polymp.scaling import scale_rule
-from polymp.scaling.gradient_report import (
+from polymp.scaling import (
     NOT_NEEDED,
     Gradient,
     GradientReport,
     OnStuck,
+    ScaleRule,
+    ScaleState,
     checked_on_stuck,
     tell,
+    to_state_dict,
 )
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
 
 Outputs = TypeVar("Outputs")
 
@@ -64,17 +65,6 @@ class Options(NamedTuple):
     allow_fp16: bool
     skip_on: SkipOn
     process_group: Any
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Options":
-        return self  # a process group cannot be copied
-
-    def __reduce__(self) -> Any:
-        if self.process_group is not None:
-            raise TypeError(
-                "a scaler with a process_group cannot be pickled. Save its state_dict() and load "
-                "it into one that was made with the group."
-            )
-        return Options, tuple(self)
 
 
 def _constant(name: str) -> Any:
@@ -115,7 +105,7 @@ class GradScaler(DeviceState):
         on_stuck: the reaction to `stuck_after` skips in a row, once: "warn", "raise", or a
             function that is called with a `GradientReport`.
         stuck_after: see `on_stuck`. Where the host does not wait for the device, it reacts a few
-            steps later.
+            steps later; in compiled code it does not.
         named: a module, whose names of parameters reports use.
         strict: True raises, as torch.amp does, if an optimizer has no gradient; otherwise its step
             does nothing.
@@ -144,7 +134,6 @@ class GradScaler(DeviceState):
     _per_optimizer_states: dict[int, Entry]
     _before: dict[int, Entry]  # the entries of the last iteration
     _scaled_in: object  # the entries of the iteration in which a loss was scaled last
-    _listener: str  # see `device_state.listen`
     _named: weakref.ref[torch.nn.Module] | None
 
     def __init__(
@@ -157,8 +146,8 @@ class GradScaler(DeviceState):
         enabled: bool = True,
         *,
         dtype: torch.dtype | str | None = None,
-        min_scale: float = scale_rule.SMALLEST,
-        max_scale: float = scale_rule.LARGEST,
+        min_scale: float = scaling.SMALLEST,
+        max_scale: float = scaling.LARGEST,
         hysteresis: int = 0,
         on_stuck: OnStuck = "warn",
         stuck_after: int = 50,
@@ -173,11 +162,11 @@ class GradScaler(DeviceState):
         if not self._enabled:
             return
         # The errors are torch.amp's where torch.amp has one.
-        if scale_rule.number("growth_factor", growth_factor) <= 1.0:
+        if scaling.number("growth_factor", growth_factor) <= 1.0:
             raise AssertionError("The growth factor must be > 1.0.")
-        if scale_rule.number("backoff_factor", backoff_factor) >= 1.0:
+        if scaling.number("backoff_factor", backoff_factor) >= 1.0:
             raise AssertionError("The backoff factor must be < 1.0.")
-        self._rule = scale_rule.checked(
+        self._rule = scaling.checked(
             ScaleRule(
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             )
@@ -192,7 +181,7 @@ class GradScaler(DeviceState):
                 "that is made with model.named_parameters()."
             )
         self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
-        first = scale_rule.checked_scale("init_scale", init_scale, self._rule, first=True)
+        first = scaling.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.stack.thread.latest.clear()  # regions from before say nothing about this scaler's
         self._knows_region = False  # whether it is bfloat16, which needs no scaling
         self._reported_row: int | None = None  # of skips, by the number of skips before it
@@ -336,10 +325,11 @@ class GradScaler(DeviceState):
         else:
             found = cast(torch.Tensor, unscale.largest(self._largest(e) for e in looked))
             self._update_on_device(found, losses, given=given)
-            if torch.compiler.is_compiling():
-                device_state.tell(self._listener, *self._tensors())
-            else:
-                self._updated(*self._tensors())
+            # No Python runs with the updates of a graph.
+            replayed = torch.compiler.is_compiling() or self._capturing()
+            if not replayed and self._arriving.updated(*self._tensors()):
+                assert self._arriving.seen is not None
+                self._react_if_stuck(self._arriving.seen)
 
     def get_scale(self) -> float:
         """Return the scale, 1.0 if disabled. Waits for the device if the host does not know it."""
@@ -385,7 +375,7 @@ class GradScaler(DeviceState):
             self._set_constant(interval=new_interval)
 
     def _set_constant(self, **constants: float) -> None:
-        rule = scale_rule.checked(self._rule._replace(**constants))  # type: ignore[arg-type]
+        rule = scaling.checked(self._rule._replace(**constants))  # type: ignore[arg-type]
         self._change(**{name: getattr(rule, name) for name in constants})
 
     def is_enabled(self) -> bool:
@@ -552,9 +542,6 @@ class GradScaler(DeviceState):
         super()._begin()
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
         self._named = None  # the parameters of a copied model are other tensors
-        self._may_warn_of_clipping = True
-        self._listener = device_state.listen(self)
-        _watch_clipping()
 
     def __getstate__(self) -> dict[str, object]:
         kept = self.__dict__.copy()
@@ -739,13 +726,6 @@ class GradScaler(DeviceState):
         state = self._read()
         return GradientReport(self._rule, state, tuple(rows))
 
-    def _updated(self, *state: torch.Tensor) -> None:
-        """Note an update of the state on the device, and react to one that has arrived since."""
-        replayed = torch.compiler.is_compiling() or self._capturing()  # when no Python runs
-        if not replayed and self._arriving.updated(*state):
-            assert self._arriving.seen is not None
-            self._react_if_stuck(self._arriving.seen)
-
     def _react_if_stuck(self, state: ScaleState) -> None:
         """React to `stuck_after` skips in a row, once in each row."""
         stuck = state.skips >= self._options.stuck_after
@@ -756,24 +736,12 @@ class GradScaler(DeviceState):
             tell(self._options.on_stuck, report)
         self._reported_row = row
 
-    def _has_yet_to_unscale(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Return whether gradients of parameters are still to be unscaled in this iteration."""
-        for key, before in self._before.items():
-            now = self._per_optimizer_states.get(key)
-            optimizer = before["optimizer"]() if "optimizer" in before else None
-            if optimizer is not None and (now is None or now["stage"] is OptState.READY):
-                given = {id(p) for p in parameters}
-                if any(id(p) in given for p in unscale.parameters(optimizer)):
-                    return True
-        return False
-
 
 # The attributes that `_begin` makes. A copy makes its own: it has no tensors, so that it can be
 # loaded where the device is missing.
 _NOT_KEPT = (
     *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
-    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_listener"),
-    *("_may_warn_of_clipping", "_named"),
+    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_named"),
 )
 
 
@@ -826,34 +794,3 @@ def note(loss: torch.Tensor, noted: torch.Tensor) -> None:
     elif not modes.in_transform(values):  # torch.func's transforms cannot write to tensors outside
         values = (values * 0).sum() if values.dim() else values
         noted.add_(unscale.moved(values, noted.device), alpha=0)
-
-
-# A warning for gradients that are clipped while they are still multiplied by a loss scale.
-#
-# The gradients that remain are then too small by the loss scale. torch.amp does not notice it,
-# and accelerate does it where `accelerator.scaler` is set under `mixed_precision="no"`. A scaler
-# knows its optimizers from the iteration before, so that nothing is noticed in the first one.
-
-
-TOO_EARLY = (
-    "gradients were clipped while they were still multiplied by the loss scale, so what is left of "
-    "them is too small by that factor. Call scaler.unscale_(optimizer) before clipping. With "
-    'accelerate, whose clipping does so only under mixed_precision="fp16", write '
-    "accelerator.scaler.unscale_(optimizer.optimizer) before accelerator.clip_grad_norm_(...)."
-)
-
-
-@cache
-def _watch_clipping() -> None:
-    optimizers.before_clipping(_look_for_scaled)
-
-
-def _look_for_scaled(parameters: Sequence[torch.Tensor]) -> None:
-    """Warn once for each scaler that has not unscaled gradients that are about to be clipped."""
-    if torch.compiler.is_compiling():
-        return
-    for scaler in filter(None, (ref() for ref in device_state.scalers.valuerefs())):
-        watched = scaler._may_warn_of_clipping and scaler._has_scaled()
-        if watched and scaler._has_yet_to_unscale(parameters):
-            scaler._may_warn_of_clipping = False
-            warnings.warn(TOO_EARLY, ScalerWarning, stacklevel=outside())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from polymp import scaling
 from polymp.backends.torch.scaler.grad_scaler import Entry, GradScaler, _refresh_per_optimizer_state
 
 
@@ -85,3 +86,11 @@ def known_metrics(scaler: GradScaler) -> tuple[float, int] | None:
 def _entry(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Entry:
     """The optimizer's entry of this iteration, or what it begins with."""
     return scaler._per_optimizer_states.get(id(optimizer)) or _refresh_per_optimizer_state()
+
+
+def check_scaler(scaler: object, asked: str, half: bool, write: str) -> None:
+    """Raise if a loss scaler cannot be used; see `polymp.scaling.check_scaler`."""
+    made = "polymp.torch.GradScaler(device), with the device that is used"
+    scaling.check_scaler(
+        scaler, made, GradScaler, GradScaler.is_enabled, asked=asked, half=half, write=write
+    )

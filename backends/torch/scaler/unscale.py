@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from polymp.backends.torch.compat import distributed
-from polymp.scaling.gradient_report import SMALLEST_NORMAL, Gradient
+from polymp.scaling import SMALLEST_NORMAL, Gradient
 
 Findings = dict[torch.device, torch.Tensor]
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from polymp.backends.torch.autocast import regions, torch_table
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.autocast_kernel import op_on
-from polymp.backends.torch.compat import dispatcher, export, modes
+from polymp.backends.torch.compat import dispatcher, dynamo, modes
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.weights.freeze_usage import tensors
 from polymp.errors import PolicyError
@@ -89,7 +89,7 @@ def bake(
             "nothing to write out. Write: with autocast(device_type, dtype): bake(model, inputs)."
         )
     if any(
-        node.target in (export.ENTER, export.LEAVE) or str(node.target) == export.WITHIN
+        node.target in (dynamo.ENTER, dynamo.LEAVE) or str(node.target) == dynamo.WITHIN
         for node in _nodes(program)
     ):
         raise PolicyError(
@@ -120,12 +120,12 @@ class _Baked(subclass.Extension):
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         trace = self.__dict__.get(self.KEY)
-        mode = export.proxy_mode()
+        mode = dynamo.proxy_mode()
         # Called by others, or by itself.
         if trace is None or mode is None or trace.mode is not None:
             return super().__call__(*args, **kwargs)
         trace.watch(mode)
-        with export.without_recorder() as recorder, _Entering(recorder):
+        with dynamo.without_recorder() as recorder, _Entering(recorder):
             return super().__call__(*args, **kwargs)
 
 
@@ -137,7 +137,7 @@ class _Entering(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is export.ENTER or func is export.LEAVE:
+        if func is dynamo.ENTER or func is dynamo.LEAVE:
             return func(*args, **(kwargs or {}))  # type: ignore[no-untyped-call]
         return self.recorder.__torch_function__(func, types, args, kwargs or {})
 
@@ -163,7 +163,7 @@ class Trace:
     def watch(self, mode: Any) -> None:
         """Give every op that `mode` is about to record to this trace first."""
         self.mode = mode
-        export.decompositions(mode).update(
+        dynamo.decompositions(mode).update(
             (op, partial(self._shown, op)) for op in dispatcher.all_ops()
         )
 
@@ -172,7 +172,7 @@ class Trace:
         if self._casting and op is torch.ops.aten.to.dtype:
             return self._cast(op, args, kwargs)
         if self._apart and all(str(result.type) == "bool" for result in op._schema.returns):
-            with export.unrecorded():  # the compiled kernel asks, say, if cuDNN can be used
+            with dynamo.unrecorded():  # the compiled kernel asks, say, if cuDNN can be used
                 return op(*args, **kwargs)
         devices = _enabled(tensors((args, kwargs)))
         if not devices:
@@ -197,7 +197,7 @@ class Trace:
         t, dtype, *rest = args
         if not (self._keep and isinstance(t, nn.Parameter) and t.dtype is torch.float32):
             return NotImplemented
-        tracer = export.proxy_mode().tracer  # a branch has a graph of its own
+        tracer = dynamo.proxy_mode().tracer  # a branch has a graph of its own
         version = 0 if t.is_inference() else t._version
         key = id(tracer), id(t), version, dtype, torch.is_grad_enabled()
         if key not in self._casts:
@@ -212,7 +212,7 @@ class Trace:
         """Run the parts of an op, if autocast acts on ops in them; else return NotImplemented."""
         if parts is None:
             return NotImplemented
-        with export.unrecorded():
+        with dynamo.unrecorded():
             acts = self._acts_in(parts, devices)
         if not acts:
             return NotImplemented

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polymp import weights
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights.freeze_usage import Original, sharing
-from polymp.weights import random_bits, store
-from polymp.weights.store import Mode, Verbs
+from polymp.weights import Mode, Verbs
 
 BESIDE, STEPS, GROUP = "beside", "low_steps", "low_weights"
 OURS = (BESIDE, STEPS)
@@ -174,7 +174,7 @@ class LowWeights:
             for p in params:
                 until, steps = at + distributed.local(p).numel(), state[p][STEPS]
                 taken = steps if steps.device.type != "cpu" else int(steps)
-                random = random_of(p, random_bits.key(self.seed, taken, self.places[p]))
+                random = random_of(p, weights.key(self.seed, taken, self.places[p]))
                 keep(self.mode, self.dtype, full[at:until], low[at:until], None, random)
                 at = until
         else:
@@ -271,11 +271,11 @@ def load(mode: Mode, dtype: str, low: torch.Tensor, beside: torch.Tensor | None)
     full: Any = beside if mode.name == "master" else torch.empty_like(low, dtype=torch.float32)
     for at in _pieces(low):
         part = None if beside is None else beside[at]
-        rest = store.beside_written(VERBS, mode, dtype, low[at], part)
+        rest = weights.beside_written(VERBS, mode, dtype, low[at], part)
         if part is not None and rest is not part:
             part.copy_(rest)
         if full is not beside:
-            full[at] = store.load(VERBS, mode, low[at], rest)
+            full[at] = weights.load(VERBS, mode, low[at], rest)
     return full  # type: ignore[no-any-return]
 
 
@@ -290,7 +290,7 @@ def keep(
     """Store float32 weights in low ones and in what stands beside them."""
     for at in _pieces(low):
         bits = None if random is None else random(at.start, at.stop)
-        made, rest = store.store(VERBS, mode, dtype, full[at], bits)
+        made, rest = weights.store(VERBS, mode, dtype, full[at], bits)
         low[at] = made
         if beside is not None and beside is not full:
             beside[at] = rest
@@ -308,7 +308,7 @@ def random_of(p: Param, key: tuple[Any, Any]) -> Random:
             row = torch.arange(first + start, first + stop, device=device)
             return row.to(torch.int32)  # which wraps around
 
-        return lambda start, stop: random_bits.random16(key, places(start, stop))
+        return lambda start, stop: weights.random16(key, places(start, stop))
     index = torch.zeros((), dtype=torch.int64, device=device)
     step = 1
     for at in range(len(whole) - 1, -1, -1):
@@ -316,7 +316,7 @@ def random_of(p: Param, key: tuple[Any, Any]) -> Random:
         index = index + along.view(-1, *([1] * (len(whole) - 1 - at)))
         step *= whole[at]
     row = flat(torch.empty_like(part, dtype=torch.int32).copy_(index))
-    return lambda start, stop: random_bits.random16(key, row[start:stop])
+    return lambda start, stop: weights.random16(key, row[start:stop])
 
 
 def _row(tensors: list[Any]) -> torch.Tensor:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polymp import weights
 from polymp.backends.torch.compat import distributed, dynamo, inductor, optimizers
 from polymp.backends.torch.weights import low_parameters
 from polymp.backends.torch.weights.low_parameters import OURS, STEPS, LowWeights, Param
-from polymp.weights import random_bits, store
-from polymp.weights.store import Mode, Verbs
+from polymp.weights import Mode, Verbs, key, random16
 
 # Bytes of float32 parameters that are lent at a time, unless one parameter alone has more.
 LENT = 2**27
@@ -285,7 +285,7 @@ def _step_of(weights: LowWeights) -> Callable[..., None]:
             p, random = each.param, None
             if each.steps is not None:
                 index = torch.arange(p.numel(), dtype=torch.int32, device=p.device).view(p.shape)
-                random = random_bits.random16(random_bits.key(seed, each.steps, place), index)
+                random = random16(key(seed, each.steps, place), index)
             new, rest = keep(mode, full, random)
             p.copy_(new)
             if each.beside is not None:
@@ -329,14 +329,14 @@ def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any
     # Where the low weight is the usual cast, the compiler makes it, of NaN too.
     if mode.name == "master":
         return full, full
-    return store.store(VERBS, mode, "bfloat16", full, random)
+    return weights.store(VERBS, mode, "bfloat16", full, random)
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:
     """Return low weights as float32; those written by hand as they are."""
-    # As `store.beside_written` and `store.load` in fewer operations: what does not fit to a weight
-    # is known by its size. A weight that was written through `data`, and is nearer than a last
-    # place to the one before, counts as the one before.
+    # As `weights.beside_written` and `weights.load` in fewer operations: what does not fit to a
+    # weight is known by its size. A weight that was written through `data`, and is nearer than a
+    # last place to the one before, counts as the one before.
     if mode.name == "split":
         full = (low.view(torch.int32) + rest).view(torch.float32)  # NaN with any payload
         return torch.where(full == full, full, low)

@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from polymp import weights
 from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
 from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, as_saved
-from polymp.weights import store
-from polymp.weights.store import summary
+from polymp.weights import summary
 
 Forward = Callable[[], object]
 Keep = torch.Tensor | nn.Module | Forward
@@ -104,20 +104,20 @@ def low_weights(
             f"low_weights(): the step of this {kind.__name__} was replaced, as a learning-rate "
             "scheduler does. Call low_weights() first, and make the scheduler with what it returns."
         )
-    chosen = store.mode(mode)
-    name = store.low_dtype(chosen, dtype)
-    weights = LowWeights(chosen, name, seed, _kept(optimizer, keep, name), kind)
+    chosen = weights.mode(mode)
+    name = weights.low_dtype(chosen, dtype)
+    kept_low = LowWeights(chosen, name, seed, _kept(optimizer, keep, name), kind)
     every = [p for group in optimizer.param_groups for p in group["params"]]
-    reasons = [weights.kept.get(p) or low_parameters.why_kept(p) for p in every]
+    reasons = [kept_low.kept.get(p) or low_parameters.why_kept(p) for p in every]
     if all(reasons):
         raise ValueError(
             f"low_weights(): no parameter of this {kind.__name__} can be stored low: "
             f"{'; '.join(sorted(set(reasons)))}."
         )
-    weights.take(optimizer)
+    kept_low.take(optimizer)
     made: Any = optimizer
     made.__class__ = low_class(kind)
-    made._low = weights
+    made._low = kept_low
     return made
 
 

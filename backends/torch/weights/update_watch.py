@@ -5,71 +5,60 @@ after it            how many of these values kept their bits, counted on the dev
 in a later step     the host reads the counts, which have arrived, and may warn
 """
 
-import warnings
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.async_copy import AsyncCopy
 from polymp.backends.torch.autocast.dtype_names import NAMES
 from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.snapshot import AsyncCopy
 from polymp.backends.torch.weights.low_weights import LowOptimizer
-from polymp.errors import LowWeightsWarning
-from polymp.mailbox import Mailbox
-from polymp.weights import lost_updates
-from polymp.weights.lost_updates import LostUpdates
+from polymp.weights import LostUpdatesWatch
 
 # The first step that is looked at, if `every` is no less: a warm-up has begun by then.
 FIRST = 100
 # Values of each parameter that are looked at, spread evenly.
 VALUES = 2**11
-INSTEAD = "optimizer = polymp.torch.low_weights(optimizer)"
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
-class Sample:
-    """Values of the low parameters of an optimizer before a step."""
+class Sample(NamedTuple):
+    """Values of a low parameter before a step."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self.names: list[tuple[str, str]] = []  # of the parameters that are looked at, and dtypes
-        self._found = getattr(optimizer, "found_inf", None)
-        # Of each parameter: itself, the bits of its values, and whether these have a gradient.
-        self._before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        if isinstance(optimizer, LowOptimizer):  # it loses nothing
-            return
-        for at, group in enumerate(optimizer.param_groups):
-            if isinstance(group.get("lr"), float) and group["lr"] == 0:
-                continue
-            known = group.get("param_names") or ()
-            for number, p in enumerate(group["params"]):
-                name = known[number] if number < len(known) else f"parameter {number} of group {at}"
-                if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
-                    self.names.append((name, NAMES[p.dtype]))
-                    grad = _some(p.grad)
-                    updated = (grad != 0) & grad.isfinite()
-                    self._before.append((p, _some(p).view(torch.int16).clone(), updated))
+    name: str
+    dtype: str
+    param: torch.Tensor
+    bits: torch.Tensor
+    updated: torch.Tensor  # which of them have a gradient
 
-    def counts(self) -> torch.Tensor | None:
-        """Return updates and lost updates of each parameter: int64 [n, 2]; None without any."""
-        rows = []
-        for p, before, updated in self._before:
-            if self._found is not None:  # a fused optimizer that skips
-                updated = updated & (self._found.to(updated.device) == 0)
-            lost = updated & (_some(p).view(torch.int16) == before)
-            rows.append(torch.stack([updated.sum(), lost.sum()]))
-        device = rows[0].device if rows else None
-        return torch.stack([row.to(device) for row in rows]) if rows else None
+    def counts(self, found: torch.Tensor | None) -> torch.Tensor:
+        """Count updates and lost updates, int64 [2]; a fused step skips what was `found`."""
+        updated = self.updated
+        if found is not None:
+            updated = updated & (found.to(updated.device) == 0)
+        lost = updated & (_some(self.param).view(torch.int16) == self.bits)
+        return torch.stack([updated.sum(), lost.sum()])
 
-    def records(self, counts: torch.Tensor) -> list[LostUpdates]:
-        """Return a record for each parameter, of counts as `counts` made them."""
-        return [
-            LostUpdates(*named, *numbers)
-            for named, numbers in zip(self.names, counts.tolist(), strict=True)
-        ]
+
+def samples(optimizer: torch.optim.Optimizer) -> list[Sample]:
+    """Return values of the low parameters that an optimizer is about to step."""
+    found: list[Sample] = []
+    if isinstance(optimizer, LowOptimizer):  # it loses nothing
+        return found
+    for at, group in enumerate(optimizer.param_groups):
+        if isinstance(group.get("lr"), float) and group["lr"] == 0:
+            continue
+        known = group.get("param_names") or ()
+        for number, p in enumerate(group["params"]):
+            name = known[number] if number < len(known) else f"parameter {number} of group {at}"
+            if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
+                grad = _some(p.grad)
+                updated = (grad != 0) & grad.isfinite()
+                bits = _some(p).view(torch.int16).clone()
+                found.append(Sample(name, NAMES[p.dtype], p, bits, updated))
+    return found
 
 
 def _some(t: torch.Tensor) -> torch.Tensor:
@@ -78,7 +67,7 @@ def _some(t: torch.Tensor) -> torch.Tensor:
     return row[:: max(1, row.numel() // VALUES)][:VALUES]
 
 
-class UpdateWatch:
+class UpdateWatch(LostUpdatesWatch):
     """Warns of low weights whose updates are rounded away.
 
         watch = polymp.torch.UpdateWatch(optimizer)      # and the loop as it is
@@ -116,12 +105,10 @@ class UpdateWatch:
             raise ValueError(
                 f"UpdateWatch(every=...) must be a whole number above 0, got {every!r}."
             )
-        self.records: list[LostUpdates] = []
+        super().__init__("optimizer = polymp.torch.low_weights(optimizer)")
         self._every, self._first = every, min(FIRST, every) % every
         self._steps = 0
-        self._warned = False
-        self._sample: Sample | None = None
-        self._mailbox: Mailbox[Sample] = Mailbox()  # counts of samples
+        self._samples: list[Sample] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -139,21 +126,15 @@ class UpdateWatch:
         self._steps += 1
         if self._steps % self._every == self._first:
             with torch.no_grad():
-                self._sample = Sample(optimizer)
+                self._samples = samples(optimizer)
 
-    def _after(self, *_: object) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if is_dynamo_compiling():
             return
-        for counts, sample in self._mailbox.taken():
-            self.records = sample.records(counts)
-            if not self._warned and lost_updates.share(self.records) >= lost_updates.TOO_MANY:
-                self._warned = True
-                text = lost_updates.message(self.records, INSTEAD)
-                warnings.warn(text, LowWeightsWarning, stacklevel=2)
-        if self._sample is None:
-            return
-        with torch.no_grad():
-            counts = self._sample.counts()
-        if counts is not None:
-            self._mailbox.post(AsyncCopy(counts), self._sample)
-        self._sample = None
+        self._arrive()
+        if self._samples:
+            with torch.no_grad():
+                rows = [s.counts(getattr(optimizer, "found_inf", None)) for s in self._samples]
+                counts = torch.stack([row.to(rows[0].device) for row in rows])
+            self._send([(s.name, s.dtype) for s in self._samples], AsyncCopy(counts))
+            self._samples = []

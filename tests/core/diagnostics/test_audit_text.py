@@ -32,28 +32,30 @@ audit of 3 steps
 
 loss scale: 2**10 = 1024; the largest at which no float16 gradient overflows: 2**14 = 16384
 gradients that become zero in float16: 67 % unscaled, none at 1024, none at 16384
-rounding errors: not measured, audit(..., rounding=True) does
-
 over, under, sub: percent of values that float16 would make Inf, zero, subnormal; here: those that
   float16 made so in this run
 
-op        source           largest |x|  over  under  sub  here
---------  ----------  ----------------  ----  -----  ---  ----
+op                        largest |x|  over  under  sub  here
+-------------------  ----------------  ----  -----  ---  ----
+
 -- forward: results of ops -------------------------------------------------------------------------
 net.up
-  linear  model.py:1   2**16.1 = 7e+04    10              Inf
-  exp     model.py:2  2**-20 = 9.5e-07                75
+  linear model.py:1   2**16.1 = 7e+04    10              Inf
+  exp model.py:2     2**-20 = 9.5e-07                75
 (top level)
-  sum     train.py:3    2**8.2 = 3e+02
+  sum train.py:3       2**8.2 = 3e+02
+
 -- recompute: the forward again, for the backward --------------------------------------------------
 net.up
-  linear  model.py:1          2**0 = 1
+  linear model.py:1          2**0 = 1
+
 -- backward: gradients that ops made ---------------------------------------------------------------
 net.up
-  matmul  model.py:1          2**0 = 1           50
+  matmul model.py:1          2**0 = 1           50
+
 -- backward: gradients of parameters ---------------------------------------------------------------
 net.up
-  weight              2**-16 = 1.5e-05           75   25"""
+  weight             2**-16 = 1.5e-05           75   25"""
 
 
 def test_printed_by_direction_and_module() -> None:
@@ -103,10 +105,11 @@ def long_names() -> Any:
 def test_no_cell_of_a_table_is_broken_over_many_lines(width: int) -> None:
     text = long_names().table(width=width)
     assert max(map(len, text.splitlines())) <= width
-    for words in ("scaled_dot_product_attention", "attention.py:1234", "1 % Inf, 75 % zero"):
-        assert text.count(words) == {"attention.py:1234": 3, "1 % Inf, 75 % zero": 3}.get(words, 1)
+    assert text.count("scaled_dot_product_attention") == 1
+    assert text.count("attention.py:1234") == 3
     rows = text[text.index("-- forward") :].splitlines()
-    assert len(rows) == 2 + 4 + 4 * (2 if width < 120 else 1)  # sections, modules, rows
+    lines = {80: 3 * 4 + 1, 100: 2 + 1 + 2 + 1, 140: 4}[width]
+    assert len(rows) == 3 + 4 + lines  # sections and what is between them, modules, rows
 
 
 def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> None:
@@ -137,23 +140,7 @@ def test_powers(value: float, words: str) -> None:
     assert audits.power(value) == words
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (0, ""),
-        (1e-7, "<.1"),
-        (0.0014, "0.1"),
-        (0.0999, "10"),
-        (0.53, "53"),
-        (0.9999, ">99"),
-        (1, "100"),
-    ],
-)
-def test_percents_are_all_or_nothing_only_if_they_are(part: float, words: str) -> None:
-    assert audits._percent(part) == words
-
-
-# --- The orders of a table: by the program, what float16 loses, and effect on the loss ------------
+# --- The orders of a table: by the program, and by what float16 loses -----------------------------
 
 
 def unequal() -> Any:
@@ -161,16 +148,16 @@ def unequal() -> Any:
     results = [
         measured("linear", "plain", [1.0] * 4),
         measured("exp", "zeros", [2.0**-20] * 4),
-        measured("linear", "zeros", [2.0**-30] * 3 + [4.0], loss_effect=1e-3),
+        measured("linear", "zeros", [2.0**-30] * 3 + [4.0]),
         measured("linear", "wide", [70_000.0, 1.0, 1.0, 1.0], run="bfloat16"),
-        measured("linear", "large", [60_000.0] * 4, loss_effect=-0.02),
+        measured("linear", "large", [60_000.0] * 4),
     ]
     return reports.audit(results, [gradient("large.weight", [2.0**-16] * 4)])
 
 
 def listed(text: str) -> tuple[list[str], list[str]]:
     """The modules and the ops of a table's forward section, in its order."""
-    section = text.partition("-- forward")[2].partition("-- backward")[0].splitlines()[1:]
+    section = text.partition("-- forward")[2].partition("\n\n")[0].splitlines()[1:]
     modules = [line for line in section if not line.startswith(" ")]
     return modules, [line.split()[0] for line in section if line.startswith(" ")]
 
@@ -178,7 +165,6 @@ def listed(text: str) -> tuple[list[str], list[str]]:
 IN_ORDER = {
     "program": ["plain", "zeros", "wide", "large"],
     "cost": ["wide", "zeros", "plain", "large"],  # some Inf, some zero, and two that lose nothing
-    "loss": ["large", "zeros", "plain", "wide"],  # by its size, whatever its sign
 }
 
 
@@ -186,8 +172,8 @@ IN_ORDER = {
 def test_a_table_in_each_order(sort: str) -> None:
     modules, ops = listed(unequal().table(sort=sort))
     assert modules == IN_ORDER[sort]
-    first = {"program": 1, "loss": 2}  # else it stands behind the other op of its module
-    assert ops.index("exp") == first.get(sort, modules.index("zeros") + 1)
+    first = 1 if sort == "program" else 2  # behind the other op of its module
+    assert ops.index("exp") == first
     assert sort != "program" or unequal().table() == str(unequal()) == unequal().table(sort=sort)
 
 
@@ -195,5 +181,5 @@ def test_an_order_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="sort='price'") as raised:
         unequal().table(sort="price")
     assert str(raised.value) == (
-        'sort=\'price\' is no order of these rows: write "program", "cost" or "loss".'
+        'sort=\'price\' is no order of these rows: write "program" or "cost".'
     )

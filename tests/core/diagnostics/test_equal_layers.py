@@ -23,6 +23,7 @@ def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[st
         lambda row: ("", row[0]),
         alike=lambda row: row[1],
         added=lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
+        sections={"": ""},
     )
     found = kind.arranged(rows, fold=fold)
     return [(one.module, one.layers, [row[1:] for row in one.rows]) for one in found]
@@ -45,9 +46,10 @@ def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[st
     ],
 )
 def test_names(modules: list[str], names: list[str]) -> None:
-    kind: TableKind[str] = TableKind(lambda m: ("", m), alike=lambda m: None)
-    found = kind.arranged(modules)
-    assert [one.label for one in found] == names
+    kind: TableKind[str] = TableKind(
+        lambda m: ("", m), lambda m: None, lambda many: many[0], {"": ""}
+    )
+    assert [one.label for one in kind.arranged(modules)] == names
 
 
 def test_a_layer_that_differs_stays_apart_and_in_its_place() -> None:

@@ -12,9 +12,8 @@ from polymp.cli import main
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Decision, Policy, why_float32
+from polymp.rules.policy import Decision, Policy, Region, why_float32
 from polymp.rules.policy_files import load
-from polymp.rules.region import Region
 from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import Op, Vocabulary
 from tests.support.policy_rows import DTYPE, MINE, NAMES, refusal, region
@@ -29,12 +28,8 @@ DECISIONS = [
     ("exp", ["float64"], "float16", Decision(Rule.FP32, "float32")),
     ("layer_norm", ["float16"], "float16", Decision(Rule.FP32_KEEP, "float32", "float16")),
     ("layer_norm", ["float32"], "float16", Decision(Rule.FP32_KEEP, "float32", "float32")),
-    (
-        "layer_norm",
-        ["bfloat16", "float16"],
-        "float16",
-        Decision(Rule.FP32_KEEP, "float32", "float32"),
-    ),
+    ("layer_norm", ["bfloat16", "float16"], "float16",
+        Decision(Rule.FP32_KEEP, "float32", "float32")),
     ("layer_norm", ["float64"], "float16", Decision(Rule.FP32_KEEP, "float32")),
     ("layer_norm", [], "float16", Decision(Rule.FP32_KEEP, "float32")),
     ("add", ["float16", "float16"], "float16", Decision(Rule.WIDEST, "float16")),
@@ -50,7 +45,7 @@ DECISIONS = [
     ("sigmoid", ["float32"], "float16", Decision(Rule.PARTS)),
     ("tanh", ["float32"], "float16", Decision(Rule.PARTS)),  # which has no row
     ("binary_cross_entropy", ["float16"], "float16", Decision(Rule.FORBID)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "dtypes", "low", "expected"), DECISIONS)
@@ -82,23 +77,17 @@ def test_the_recipe_of_a_policy():
     ("make", "message"),
     [
         (lambda: load("amp").override(recipe="rowwise"), f"fp8 = 'rowwise' {NO_ROWS}"),
-        (
-            lambda: FP8_ROWS.override(recipe="row"),
-            "fp8 = 'row' is not one of tensorwise, rowwise, rowwise_gw_hp.",
-        ),
+        (lambda: FP8_ROWS.override(recipe="row"),
+            "fp8 = 'row' is not one of tensorwise, rowwise, rowwise_gw_hp."),
         (lambda: FP8_ROWS.override(fp8="rowwise"), "fp8='rowwise' is a recipe. Write recipe="),
-        (
-            lambda: FP8_ROWS.override(fp8=["softmax"]),
+        (lambda: FP8_ROWS.override(fp8=["softmax"]),
             "rule fp8 for op 'softmax' is for matrix products alone: linear, matmul, mm, addmm and "
-            "others of class:matmul. Write lower.",
-        ),
-        (
-            lambda: FP8_ROWS.override(rules={"linear": {"fp16": "fp8"}}),
+            "others of class:matmul. Write lower."),
+        (lambda: FP8_ROWS.override(rules={"linear": {"fp16": "fp8"}}),
             "rule fp8 for op 'linear' is for bfloat16 regions, not for float16. Write "
-            'bfloat16 = "fp8".',
-        ),
+            'bfloat16 = "fp8".'),
     ],
-)
+)  # fmt: skip
 def test_a_recipe_or_an_fp8_row_that_cannot_be(make, message):
     found = refusal(make)
     assert re.match(r"override of policy '\w+': ", found), found
@@ -243,63 +232,3 @@ def test_an_op_by_each_of_its_names():
     assert WORDS.op_of("aten:softmax.int") is WORDS.ops["softmax"]
     assert WORDS.op_of("class:softmax") is None
     assert [op.name for op in WORDS.members("matmul")] == ["linear", "mm"]
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            Op("mm", "custom"),
-            "op 'mm' is in the vocabulary already: it cannot be registered as 'mm'. "
-            "Give it a rule in a policy instead.",
-        ),
-        (
-            Op("mine", "custom", aten=("lib::mine", "mm")),
-            "aten op 'mm' is in the vocabulary already, as 'mm': it cannot be registered as "
-            "'mine'. Give it a rule in a policy instead.",
-        ),
-        (
-            Op("mine", "custom", jax=("dot_general:unbatched",)),
-            "primitive 'dot_general:unbatched' is in the vocabulary already, as 'linear': it "
-            "cannot be registered as 'mine'. Give it a rule in a policy instead.",
-        ),
-        (
-            Op("mine", "custom", functions=("jax.nn.softmax",)),
-            "function 'jax.nn.softmax' is in the vocabulary already, as 'softmax': it cannot be "
-            "registered as 'mine'. Give it a rule in a policy instead.",
-        ),
-    ],
-)
-def test_nothing_is_registered_twice(op, message):
-    words = Vocabulary(WORDS.kinds, WORDS.ops.values())
-    assert refusal(words.register, op) == message
-    assert (words.ops, words.registered) == (WORDS.ops, []), "a part of it was registered"
-    assert words.of_aten("lib::mine") == ""
-
-
-def test_a_registered_op_is_an_op():
-    words = Vocabulary(WORDS.kinds, WORDS.ops.values())
-    words.register(Op("mine", "custom", aten=("lib::mine",), rule="lower"))
-    assert words.registered == ["mine"]
-    assert words.of_aten("lib::mine") == "mine"
-    assert words.within("aten:lib::mine", "class:custom")
-    words.check("class:custom", "here")
-    assert refusal(words.check, "min", "here") == "here: no op 'min'. Did you mean mine?"
-
-
-def test_an_op_is_registered_in_one_framework_after_the_other():
-    words = Vocabulary(WORDS.kinds, WORDS.ops.values())
-    words.register(Op("mine", "custom", aten=("lib::mine",), rule="lower"))
-    words.register(Op("mine", "custom", jax=("mine_p",), rule="lower"))
-    both = Op("mine", "custom", aten=("lib::mine",), jax=("mine_p",), rule="lower")
-    assert words.op_of("aten:lib::mine") == words.op_of("jax:mine_p") == words.ops["mine"] == both
-    for other in (
-        Op("mine", "custom", functions=("lib.mine",), rule="lower"),  # a second one in JAX
-        Op("mine", "custom", aten=("lib::other",), rule="fp32"),
-    ):
-        with pytest.raises(PolicyError, match=r"^op 'mine' is in the vocabulary already: "):
-            words.register(other)
-    half = Vocabulary(WORDS.kinds, WORDS.ops.values())
-    half.register(Op("mine", "custom", aten=("lib::mine",), rule="lower"))
-    with pytest.raises(PolicyError, match="as 'mine'"):
-        half.register(Op("mine", "custom", jax=("mine_p",), rule="fp32"))

@@ -7,9 +7,8 @@ import pytest
 from polymp import dtypes, text_table
 from polymp.dtypes import FORMATS, Format, widest
 from polymp.errors import PolicyError
-from polymp.rules.policy import Policy
+from polymp.rules.policy import Policy, Region
 from polymp.rules.policy_files import load
-from polymp.rules.region import Region
 from polymp.rules.row import LOW, Row
 from tests.support.dtype_spellings import spellings
 
@@ -36,23 +35,6 @@ def agrees(record: Format) -> bool:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_record_is_what_the_array_library_says(name):
     assert agrees(FORMATS[name])
-
-
-@pytest.mark.parametrize(
-    ("names", "joined"),
-    [
-        (["float16"], "float16"),
-        (["float16", "float16"], "float16"),
-        (["bfloat16", "float32"], "float32"),
-        (["float16", "bfloat16"], "float32"),
-        (["float8_e4m3fn", "float8_e5m2"], "float16"),
-        (["float8_e5m2", "bfloat16"], "bfloat16"),
-        (["float8_e4m3fn", "bfloat16"], "bfloat16"),
-        (["float64", "float16"], "float64"),
-    ],
-)
-def test_widest(names, joined):
-    assert widest(names) == widest(reversed(names)) == joined
 
 
 def test_widest_is_the_join_of_the_order_that_holds_defines():

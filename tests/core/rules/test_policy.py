@@ -1,7 +1,6 @@
 """Policies and rows as values: equality, module paths, and rows that never applied."""
 
 import pickle
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -62,30 +61,6 @@ def test_at_where_two_patterns_are_equally_exact():
     assert tied.at("c.b").winner("mm", "float16") == two
 
 
-def test_unused_rows_are_those_that_no_op_used():
-    policy = scoped(
-        Row("mm", Rule.LOWER),
-        Row("exp", Rule.FP32, "float16"),
-        Row("exp", Rule.FP32, "bfloat16"),
-        Row("mm", Rule.FP32, scope="*.haed"),
-        Row("class:fft", Rule.FP32),
-    )
-    report = SimpleNamespace(
-        rows=lambda: [Row("mm", Rule.LOWER), Row("exp", Rule.FP32, "float16", source="elsewhere")]
-    )
-    assert policy.unused(report) == (
-        Row("class:fft", Rule.FP32),
-        Row("exp", Rule.FP32, "bfloat16"),
-        Row("mm", Rule.FP32, scope="*.haed"),
-    )
-    nothing = SimpleNamespace(rows=list)
-    assert policy.unused(nothing) == policy.rows
-    everything = SimpleNamespace(rows=lambda: policy.rows)
-    assert policy.unused(everything) == ()
-    otherwise = SimpleNamespace(rows=lambda: [Row("mm", Rule.KEEP)])
-    assert policy.unused(otherwise) == policy.rows, "the row of another policy"
-
-
 def test_policies_are_values():
     again = Policy("mine", tuple(reversed(MINE.rows)))
     assert again == MINE
@@ -121,18 +96,14 @@ def test_rows_are_values_whatever_their_source():
     ("arguments", "message"),
     [
         (("mm", "lo"), f"a policy's row: rule 'lo' for op 'mm' is not one of {RULES}."),
-        (
-            ("mm", "fp32", "float32"),
+        (("mm", "fp32", "float32"),
             "a policy's row: op 'mm': dtype 'float32' is not accepted here. "
-            "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy.",
-        ),
-        (
-            ("mm", "fp32", "", "", "magic"),
+            "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."),
+        (("mm", "fp32", "", "", "magic"),
             "a policy's row: apply 'magic' for op 'mm' is not one of "
-            "cast, dtype_argument, append_dtype.",
-        ),
+            "cast, dtype_argument, append_dtype."),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be(arguments, message):
     assert refusal(Row, *arguments) == message
 
@@ -140,21 +111,15 @@ def test_a_row_that_cannot_be(arguments, message):
 @pytest.mark.parametrize(
     ("rows", "halves", "message"),
     [
-        (
-            (Row("mm", Rule.LOWER), Row("mm", Rule.FP32)),
-            "widen",
-            "policy 'p' gives 'mm' two rules: lower and fp32. Keep one.",
-        ),
-        (
-            (Row("mm", Rule.LOWER, scope="a"), Row("mm", Rule.FP32, scope="a")),
-            "widen",
-            "policy 'p' gives 'mm' in 'a' two rules: lower and fp32. Keep one.",
-        ),
+        ((Row("mm", Rule.LOWER), Row("mm", Rule.FP32)), "widen",
+            "policy 'p' gives 'mm' two rules: lower and fp32. Keep one."),
+        ((Row("mm", Rule.LOWER, scope="a"), Row("mm", Rule.FP32, scope="a")), "widen",
+            "policy 'p' gives 'mm' in 'a' two rules: lower and fp32. Keep one."),
         ((Row("bnm", Rule.LOWER),), "widen", "policy 'p': no op 'bnm'. Did you mean bmm?"),
         ((Row("mm", Rule.LOWER, scope="a."),), "widen", f"policy 'p': 'a.' {PATTERN}"),
         ((), "drop", "policy 'p': halves = 'drop' is not one of widen, raise."),
     ],
-)
+)  # fmt: skip
 def test_a_policy_that_cannot_be(rows, halves, message):
     assert refusal(Policy, "p", rows, halves) == message
 
@@ -177,6 +142,10 @@ def test_depth_is_what_trying_every_way_finds(parts, path):
     assert scopes.depth("".join(parts), path) == deepest(parts, path)
 
 
+def test_case_counts_and_a_pattern_is_no_regular_expression():
+    assert scopes.depth("Attn", "attn") == scopes.depth("a+b", "aab") == 0
+
+
 @settings(max_examples=size(40, 250))
 @given(st.lists(PARTS, max_size=5, unique_by="".join), ANY_PATH)
 def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_characters(many, path):
@@ -189,34 +158,6 @@ def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_chara
     found = scopes.ranked(by_text, path)
     assert {pattern: rank for rank, pattern in found} == expected
     assert [rank for rank, _ in found] == sorted(expected.values()), "the weakest come first"
-
-
-@pytest.mark.parametrize(
-    ("pattern", "path", "depth"),
-    [
-        ("*", "", 1),
-        ("*", "blocks.0", 1),  # a star at the end holds for what lies in the outermost match
-        ("blocks.*", "blocks.0.attn", 3),
-        ("*.lm_head", "lm_head", 2),
-        ("*.lm_head", "model.lm_head", 3),
-        ("*.lm_head", "model.lm_head.proj", 3),  # what is inside it, too
-        ("*.lm_head", "model.my_lm_head", 0),
-        ("*lm_head", "model.my_lm_head", 3),
-        ("lm_head", "model.lm_head", 0),
-        ("blocks.*.attn", "blocks.0.attn.q", 4),
-        ("blocks.*.attn", "blocks.0.inner.attn", 5),  # a star runs over dots
-        ("blocks.*.attn", "blocks.attn", 0),  # only in front does "*." stand for nothing
-        ("*.attn", "attn.mlp.attn.mlp", 4),  # the innermost one counts
-        ("blocks.?.attn", "blocks.1.attn", 4),
-        ("blocks.?.attn", "blocks.11.attn", 0),
-        ("blocks.[12].attn", "blocks.2.attn", 4),
-        ("blocks.[!12].attn", "blocks.2.attn", 0),
-        ("Attn", "attn", 0),
-        ("a+b", "aab", 0),  # no regular expression
-    ],
-)
-def test_depth(pattern, path, depth):
-    assert scopes.depth(pattern, path) == depth
 
 
 @pytest.mark.parametrize("pattern", ["", "model/lm_head", ".lm_head", "lm_head.", "*.", "."])

@@ -49,13 +49,11 @@ ROWS = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder, the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def refusal(source):
-    """Return the message of the PolicyError that a source has to raise."""
     with pytest.raises(PolicyError) as error:
         load(source)
     return str(error.value)
@@ -174,23 +172,16 @@ def test_extending_itself(folder):
 @pytest.mark.parametrize(
     ("extends", "message"),
     [
-        (3, "policy 'own': extends = 3 is not the name or path of a policy."),
-        (
-            {"rules": {}},
-            "policy 'own': extends = {'rules': {}} is not the name or path of a policy.",
-        ),
-        (
-            "no.toml",
+        ({"rules": {}},
+            "policy 'own': extends = {'rules': {}} is not the name or path of a policy."),
+        ("no.toml",
             "policy 'own': extends = 'no.toml': cannot read policy file 'no.toml': No such file or "
-            "directory.",
-        ),
-        (
-            "ampp",
+            "directory."),
+        ("ampp",
             "policy 'own': extends = 'ampp': no policy 'ampp'. Did you mean amp? Shipped: "
-            f"{', '.join(SHIPPED)}; a file's name ends in .toml.",
-        ),
+            f"{', '.join(SHIPPED)}; a file's name ends in .toml."),
     ],
-)
+)  # fmt: skip
 def test_extending_what_is_not_there(folder, extends, message):
     assert refusal({"name": "own", "extends": extends}) == message
 

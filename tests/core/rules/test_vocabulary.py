@@ -157,7 +157,6 @@ def without_case() -> Iterator[str]:
 
 
 def _of_case(case: str) -> str:
-    """The op that a case is of."""
     names = (case, case.partition(" ")[0], f"linalg_{case}", f"special_{case}")
     return CASES.get(case) or next((name for name in names if name in OPS), case)
 

@@ -4,8 +4,7 @@
     enabled=False           the program itself, bit for bit
     the trace               nothing low that must not be, nothing left in float32 that should be low
 
-How near is near is in `rounding`: a bound derived from the dtype and the program. Run with `-s`
-to see the counts.
+How near is near is in `rounding`: a bound derived from the dtype and the program.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ ALL = [program.name for program in corpus()]
 
 @pytest.fixture
 def it(name: str) -> Problem:
-    """The program that a test is about, where its package is installed."""
     need(PROGRAMS[name].needs)
     return problem(name)
 
@@ -51,7 +49,6 @@ def scale_of(program: Program, fmt: str) -> float:
 
 
 def faults_of_run(it: Problem, fmt: str, transform: Transform) -> list[str]:
-    """Return the faults in the results and gradients of a transformed program."""
     ran = run(it, transform(it.fn, dtype=jnp.dtype(fmt)), scale_of(it.program, fmt))
     want = reference(it.program.name)
     dtypes = tuple(str(x.dtype) for x in ran.out)
@@ -71,7 +68,6 @@ def faults_of_run(it: Problem, fmt: str, transform: Transform) -> list[str]:
 
 
 def faults_of_trace(it: Problem, fmt: str, transform: Transform) -> list[str]:
-    """Return the faults in the equations of a transformed program and of its gradient."""
     fn, excepted = transform(it.fn, dtype=jnp.dtype(fmt)), it.program.exceptions
     with jax.enable_x64(it.program.x64):
         forward = jax.make_jaxpr(fn)(*it.args)

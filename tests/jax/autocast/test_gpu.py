@@ -36,7 +36,6 @@ pytestmark = [
 
 
 def compiled(fn: Any, *args: Any) -> str:
-    """The program as XLA made it."""
     return jax.jit(fn).lower(*args).compile().as_text()
 
 

@@ -29,7 +29,6 @@ BATCH, LENGTH, WIDTH, HEADS = 12, 32, 48, 3  # the example's
 
 @pytest.fixture(scope="module")
 def block() -> Iterator[Any]:
-    """The example's."""
     with modules("job", "train_jax") as parts:
         yield parts.train_jax.Block(WIDTH, HEADS, nnx.Rngs(0))
 
@@ -41,7 +40,6 @@ def residuals(forward: Any, *args: Any) -> list[Any]:
 
 
 def size_of(saved: list[Any]) -> int:
-    """In bytes."""
     return sum(one.size * one.dtype.itemsize for one in saved)
 
 
@@ -88,7 +86,6 @@ def test_language_models_save_less_than_under_amp(name, low):
         for policy in ("lean", "amp")
     ]
     share = sizes[0] / sizes[1]
-    print(f"{name} {low.__name__}: lean saves {share:.3f} of amp's bytes")
     assert share <= 0.92
 
 
@@ -150,8 +147,6 @@ NORMS: dict[str, Callable[..., Any]] = {
 
 
 class Layers(nnx.Module):
-    """A layer, a norm, another layer."""
-
     def __init__(self, norm: Callable[..., Any], dtype: Any = None) -> None:
         width, given = SHAPE[-1], {"dtype": dtype, "rngs": nnx.Rngs(0)}
         self.first, self.norm = nnx.Linear(width, width, **given), norm(width, **given)
@@ -189,7 +184,6 @@ def compiled_norm_hlo(norm: str, low: Any, how: str) -> str:
 def test_lean_makes_no_float32_activation_that_casts_by_hand_do_not(norm: str, low: Any) -> None:
     found = {how: activations(compiled_norm_hlo(norm, low, how), "float32")
              for how in ("by hand", "lean", "amp")}  # fmt: skip
-    print(f"\n{norm} in {jnp.dtype(low).name}: float32 activations {found}")
     assert found["lean"] <= found["by hand"]
     assert found["amp"] >= found["lean"]
 

@@ -78,8 +78,6 @@ def mean_loss(loss: Loss) -> Loss:
 
 
 def accumulated(loss: Loss) -> Callable[..., Any]:
-    """Gradients of microbatches, added up by a scan."""
-
     def gradient(params: Any, batches: Any) -> Any:
         def turn(sums: Any, batch: Any) -> tuple[Any, None]:
             grads = jax.grad(loss)(params, batch)
@@ -250,8 +248,8 @@ def test_the_gradient_of_a_weight_in_a_loop_is_as_exact():
 
 # --- The whole step, as XLA compiles it -----------------------------------------------------------
 
-# Per layer qkv, scores, mix, out, up, down; then the head. Each has two transposes.
-CONTRACTIONS = 3 * (6 * SMALL.layers + 1)
+# Of a layer qkv, scores, mix, out, up, down; then the head. Each has two transposes.
+CONTRACTIONS = 3 * (6 + 1)
 LOOPED = 6 + 12  # one layer forward, then its transposes; what remat repeats comes on top
 # Processors that do not multiply bfloat16 widen the operands of each product.
 multiplied_low = forms.lowered_as("row_by_row")
@@ -262,17 +260,18 @@ LOSSES = {
 }
 
 
-def step_of(version: str, scanned: bool) -> str:
-    """The optimised HLO of a train step."""
-    params, step = transformer.parameters(SMALL, scanned=scanned), LOSSES[version]
-    return compiled(transformer.train_step(step), params, transformer.tokens(SMALL)).as_text()
+def contractions(version: str, scanned: bool) -> list[Any]:
+    """Those of a compiled train step, of one layer where each has its own instructions."""
+    size = SMALL if scanned else replace(SMALL, layers=1)
+    args = transformer.parameters(size, scanned=scanned), transformer.tokens(size)
+    return hlo.contractions(compiled(transformer.train_step(LOSSES[version]), *args).as_text())
 
 
 @multiplied_low
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
 def test_every_contraction_of_the_step_is_low_and_sums_in_float32(scanned):
-    found = hlo.contractions(step_of("autocast", scanned))
+    found = contractions("autocast", scanned)
     wrong = [c for c in found if not (c.low and c.full)]
     assert not wrong
     if scanned:
@@ -285,7 +284,7 @@ def test_every_contraction_of_the_step_is_low_and_sums_in_float32(scanned):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
 def test_the_reader_sees_a_float32_step(scanned):
-    found = hlo.contractions(step_of("float32", scanned))
+    found = contractions("float32", scanned)
     assert {c.operands for c in found} == {("float32", "float32")}
     assert scanned or len(found) == CONTRACTIONS
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -46,11 +45,6 @@ def casts(jaxpr: Any) -> int:
     found = [s for s in equations(jaxpr) if s.op == "convert_element_type"]
     pairs = [(*s.operands, *s.results) for s in found]
     return sum(old != new and old in FLOATS and new in FLOATS for old, new in pairs)
-
-
-def sizes_of_casts(jaxpr: Any) -> list[int]:
-    found = [s for s in equations(jaxpr) if s.op == "convert_element_type"]
-    return sorted(prod(s.shapes[0]) for s in found)
 
 
 def roundings(jaxpr: Any) -> int:
@@ -181,6 +175,7 @@ CLIPPED: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("name", CLIPPED)
 def test_a_bound_next_to_1_stays_below_1(name, low):
@@ -242,17 +237,14 @@ def roundings_forward(it: Any) -> int:
         return roundings(forward(autocast(it.fn), *it.args))
 
 
-FOR = {
-    "sharing": casts_of_gradient,
-    "pull_up": roundings_forward,
-}
+FOR = {"sharing": casts_of_gradient, "pull_up": roundings_forward}
 
 
 @pytest.mark.sized
 def test_no_program_of_the_corpus_is_worse_with_a_pass():
     better = dict.fromkeys(FOR, 0)
     plain = [entry.name for entry in corpus() if entry.needs == "jax"]  # for time
-    for program in plain[:: size(4, 1)]:
+    for program in plain[:: size(8, 1)]:
         it = problem(program)
         ours = {count: count(it) for count in FOR.values()}
         for name, count in FOR.items():
@@ -260,5 +252,4 @@ def test_no_program_of_the_corpus_is_worse_with_a_pass():
                 less = count(it)
             assert ours[count] <= less, f"{program}, with and without {name}"
             better[name] += ours[count] < less
-    print(f"\nbetter with: {better}")
     assert all(count >= 5 for count in better.values()) if LONG else any(better.values())

@@ -111,7 +111,6 @@ def function(seed: int) -> Callable[[list[Any]], list[Any]]:
 
 
 def ran(seed: int, policy: Policy, low: str, values: Any, wrap: Any = lambda call: call) -> Any:
-    """All values, or the error that ended the run."""
     try:
         return wrap(autocast(function(seed), dtype=low, policy=policy))(values)
     except (PolicyError, ForbiddenOpError) as error:
@@ -124,7 +123,6 @@ def mistakes(*run: Any, verbs: Framework = EAGER, decide: Any = given.decide) ->
 
 
 def traced(call: Any) -> Any:
-    """Dtypes of a jitted function's results."""
     return lambda values: [s.dtype.name for s in jax.jit(call).eval_shape(values)]
 
 
@@ -146,7 +144,6 @@ def test_what_runs_under_jit_is_what_the_policies_decide(jitted: Any) -> None:
     wrong = [text for seed, policy, low, found, _ in jitted
              for text in mistakes(seed, policy, low, found, verbs=NAMES)]  # fmt: skip
     kinds = Counter(type(found).__name__ for *_, found, _ in jitted)
-    print(f"\n{dict(kinds)}")
     assert wrong == []
     assert kinds["list"] > POLICIES / 2
     assert kinds["ForbiddenOpError"]

@@ -259,7 +259,7 @@ FEW = settings(RUN, max_examples=3 if LONG else 1)
 
 
 @pytest.mark.sized
-def test_random_programs(capsys):
+def test_random_programs():
     """For each construct a few programs that have it, of a seed of its own."""
     seen: Counter[str] = Counter()
     found: Counter[str] = Counter()
@@ -274,9 +274,6 @@ def test_random_programs(capsys):
 
     for first in (*CONSTRUCTS, *REGIONS):
         seed(zlib.crc32(first.encode()))(FEW(given(programs(first))(run)))()
-    with capsys.disabled():
-        print("\nprograms with", dict(sorted(seen.items(), key=lambda kv: -kv[1])))
-        print("found", dict(found))
     enough = 1 if LONG else 1 / 3
     assert len(drawn) == seen["programs"] >= 30 * enough
     for kind in (*CONSTRUCTS, *REGIONS):
@@ -355,42 +352,7 @@ def test_with_jit_off(some, at):
         assert size(array(x) - array(y)) <= _bound(y, spread)
 
 
-# The casts by hand themselves: three programs in which they are written out
-
-
-def _written_out_layer(env: Env) -> list[Any]:
-    """dot, bias, tanh, softmax, in bfloat16."""
-    low = jnp.bfloat16
-    h = jnp.dot(
-        env["r0"].astype(low), env["m0"].astype(low), preferred_element_type=jnp.float32
-    ).astype(low)
-    h = jnp.tanh(h + env["v0"].astype(low))
-    return [h, jax.nn.softmax(h.astype(jnp.float32)), (h.astype(jnp.float32) + env["r1"])]
-
-
-def _written_out_loop(env: Env) -> list[Any]:
-    """A carry that starts in float32, and one that `lower` starts low, in float16."""
-    low, wide = jnp.float16, jnp.float32
-
-    def one(carry: Any, m: Any) -> Any:
-        a, b = carry
-        a = jnp.dot(a.astype(low), m.astype(low), preferred_element_type=wide).astype(low)
-        return (a.astype(wide), jnp.tanh(b)), a
-
-    start = (env["r0"], env["r1"].astype(low))
-    (a, b), _ = jax.lax.scan(one, start, env["layers"])
-    return [a, b]
-
-
-def _written_out_region(env: Env) -> list[Any]:
-    """float16, a region that is off, and a square that only a float32 op reads."""
-    low, wide = jnp.float16, jnp.float32
-    h = jnp.dot(env["r0"].astype(low), env["m0"].astype(low), preferred_element_type=wide).astype(
-        low
-    )
-    exact = h.astype(wide) @ env["m1"]
-    h = h.astype(wide) * h.astype(wide)
-    return [exact, jnp.exp(-jnp.abs(h))]
+# Programs of a few steps, and wrong rewriters, which have to be found in them
 
 
 def _block(*steps: str | Do, results: str, params: str = "") -> Block:
@@ -407,35 +369,6 @@ def _op(target: str, _: str, name: str, *args: str) -> Op:
 
 TURN = _block("d = dot b m", "e = tanh c", params="b c m", results="d e d")
 LOOP = _block("a = lower r1", Do(("f", "g", "h"), "scan", ("r0", "a"), (TURN,)), results="f g")
-EXACT = Do(("c",), "off", (), (_block("b = dot a m1", results="b"),))
-WRITTEN_OUT = {
-    "layer": (
-        _block(
-            "a = dot r0 m0", "b = bias a v0", "c = tanh b", "d = softmax c", "e = add c r1",
-            results="c d e",
-        ),
-        "bfloat16",
-        _written_out_layer,
-    ),
-    "loop": (LOOP, "float16", _written_out_loop),
-    "region": (
-        _block("a = dot r0 m0", EXACT, "d = mul a a", "e = decay d", results="c e"),
-        "float16",
-        _written_out_region,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRITTEN_OUT)
-def test_the_casts_by_hand_are_the_documented_ones(name):
-    block, low, casts = WRITTEN_OUT[name]
-    it = Program(block, low, 7)
-    env = arguments(it)
-    for reading in (by_hand(it), rewritten(it)):
-        assert bits(compiled(reading, env)) == bits(compiled(casts, env))
-
-
-# Wrong rewriters, which have to be found
 
 
 def _narrow(have: Any, out: Any) -> Any:
@@ -475,17 +408,13 @@ WRONG: dict[str, tuple[str, Any, str, Block]] = {
         "control_flow._meet", _narrowest, "results", _doing("switch", LAYER, DECAY)
     ),
     "a jvp rule is dropped": (
-        "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_jvp", HALVED)
+        "control_flow.Rules.emit", _without_rule, "gradients", _doing("custom_jvp", HALVED)
     ),
     "a vjp rule is dropped": (
-        "custom_derivatives.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
+        "control_flow.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
     ),
-    "a parameter's gradient is rounded": (
-        "contraction.with_products",
-        _rounded_gradients(contraction.with_products),
-        "gradients",
-        LAYER,
-    ),
+    "a parameter's gradient is rounded": ("contraction.with_products",
+        _rounded_gradients(contraction.with_products), "gradients", LAYER),
     "nothing is pulled up": ("planner._CastPuller.run", lambda self: None, "results", LARGE),
     "a bias promotes": ("op_handlers._is_bias", lambda hard: False, "results", LAYER),
     "a number promotes": ("op_handlers._soft", lambda *of: False, "results", NUMBER),

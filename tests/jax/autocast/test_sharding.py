@@ -34,8 +34,6 @@ def loss(params: Any, x: Any, out_sharding: Any = None) -> Any:
 
 
 def looped(params: Any, x: Any) -> Any:
-    """A scan, a branch and a block to compute again."""
-
     def block(x: Any) -> Any:
         return jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
 

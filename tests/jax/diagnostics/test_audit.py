@@ -214,7 +214,7 @@ def test_inside_vmap_remat_and_shard_map() -> None:
     assert rows(audited)["mul"].largest == pytest.approx(2 * math.exp(3), rel=1e-6)
 
 
-def test_rounding_errors_inside_of_loops_branches_and_others() -> None:
+def test_loops_branches_and_others_are_measured_without_a_bit_of_change() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
     spec = PartitionSpec("i")
     sharded = jax.shard_map(lambda x: x * 3, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -230,11 +230,9 @@ def test_rounding_errors_inside_of_loops_branches_and_others() -> None:
         return jax.checkpoint(lambda h: jnp.sum(jnp.tanh(h @ w.T) ** 2))(h / 64)
 
     step = jax.value_and_grad(f)
-    audited = audit(step, rounding=True)
+    audited = audit(step)
     assert bits(audited(W, X)) == bits(step(W, X))
-    own = {m.op: m.rounding for m in audited.audit.results if m.rounding is not None}
-    assert 1e-3 < own["linear"] < 0.01
-    assert max(own.values()) < 0.01
+    assert {"linear", "mul", "tanh"} <= {m.op for m in audited.audit.results}
 
 
 def test_derivatives_by_hand_are_the_ones_that_run() -> None:

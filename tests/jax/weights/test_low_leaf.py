@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
+from polymp import weights
 from polymp.backends.jax.weights.low_weights import VERBS, LowLeaf, flat_index
-from polymp.weights import store
-from polymp.weights.random_bits import key, random16
+from polymp.weights import key, random16
 from tests.support.sizes import size
 
 KINDS = [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")]
@@ -23,7 +23,7 @@ STEP = jnp.int32(3)
 
 
 def leaf_of(kind: tuple[str, str]) -> LowLeaf:
-    return LowLeaf(store.mode(kind[0]), kind[1], 0)
+    return LowLeaf(weights.mode(kind[0]), kind[1], 0)
 
 
 def bits(x: Any) -> np.ndarray:
@@ -70,7 +70,7 @@ def trained_pairs(kind: tuple[str, str]) -> tuple[jax.Array, jax.Array, np.ndarr
 def rounded(leaf: LowLeaf, full: jax.Array) -> jax.Array:
     """The new low weights as the rule of the core has them."""
     random = random16(key(0, STEP, 0), flat_index(full.shape))
-    return store.store(VERBS, leaf.mode, leaf.dtype, full, random)[0]
+    return weights.store(VERBS, leaf.mode, leaf.dtype, full, random)[0]
 
 
 def stepped(leaf: LowLeaf, low: jax.Array, full: jax.Array) -> tuple[Any, Any, Any]:
@@ -173,11 +173,3 @@ def test_this_oracle_finds_an_update_in_the_low_dtype():
 def test_the_index_is_that_of_the_flat_array(shape):
     want = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
     assert np.array_equal(jax.jit(lambda: flat_index(shape))(), want)
-
-
-def test_the_index_wraps_around():
-    """Of an array too large to make: each axis is worked out as int32 with two's complement."""
-    shape = (3, 2**20, 2**12)
-    program = jax.eval_shape(lambda: flat_index(shape))
-    assert program.shape == shape
-    assert program.dtype == jnp.int32

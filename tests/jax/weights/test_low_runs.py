@@ -17,8 +17,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from polymp import weights
 from polymp.jax import low_weights
-from polymp.weights import store
 from tests.support.jax import eight_devices
 
 STEPS, CUT = 8, 3
@@ -64,14 +64,13 @@ def trained(mode: str, run: Any, steps: range, where: Any = None) -> Any:
 
 
 def seen(run: Any) -> list[str]:
-    """Every bit of a run."""
     return [np.asarray(x).tobytes().hex() for x in jax.tree.leaves(run)]
 
 
 def meshes(folder: Path) -> dict[str, Any]:
     """Each mode alone, over eight devices, and saved on four of them and gone on on eight."""
     found = {}
-    for mode in store.MODES:
+    for mode in weights.MODES:
         ways = {"alone": seen(trained(mode, start(mode), range(STEPS)))}
         for shape in ((8, 1), (2, 4)):
             mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -93,7 +92,7 @@ def meshes(folder: Path) -> dict[str, Any]:
     return found
 
 
-MODES = tuple(store.MODES)
+MODES = tuple(weights.MODES)
 
 
 @pytest.fixture(scope="module")

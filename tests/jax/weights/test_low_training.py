@@ -22,14 +22,14 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
+from polymp import weights
 from polymp.jax import GradScaler, autocast, low_weights
-from polymp.weights import store
 from tests.support.jax import transformer
 from tests.support.jax.hlo import AS_FOR_USERS
 from tests.support.jax.scaler_tools import bits
 from tests.support.sizes import size
 
-MODES = tuple(store.MODES)
+MODES = tuple(weights.MODES)
 STEPS = size(30, 300)
 USERS = {"xla_backend_optimization_level": 3, **AS_FOR_USERS}
 
@@ -58,22 +58,6 @@ def perceptron() -> Model:
     return params, loss, lambda key: jax.random.normal(key, (32, 16))
 
 
-def convolutions() -> Model:
-    params = weights(1, first=(3, 3, 2, 8), second=(3, 3, 8, 8), head=(8, 2))
-
-    def loss(params: Any, x: Any) -> Any:
-        y = x
-        for name in ("first", "second"):
-            y = jax.lax.conv_general_dilated(
-                y, params[name], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-            y = jnp.tanh(y)
-        out = y.mean((1, 2)) @ params["head"]
-        return jnp.mean((out - x.mean((1, 2))) ** 2)
-
-    return params, loss, lambda key: jax.random.normal(key, (4, 8, 8, 2))
-
-
 def language_model() -> Model:
     """Its embeddings, norms and some biases are read in float32, and are kept."""
     params = transformer.parameters(SMALL)
@@ -88,7 +72,7 @@ def language_model() -> Model:
     return params, loss, batch
 
 
-MODELS = {f.__name__: f for f in (perceptron, convolutions, language_model)}
+MODELS = {f.__name__: f for f in (perceptron, language_model)}
 
 
 def float32(params: Any) -> Any:

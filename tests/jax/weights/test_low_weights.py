@@ -16,12 +16,12 @@ import optax
 import pytest
 
 import polymp
+from polymp import weights
 from polymp.errors import PolicyError
 from polymp.jax import LowWeightsState, autocast, low_weights
-from polymp.weights import store
 from tests.support.jax.scaler_tools import bits
 
-MODES = tuple(store.MODES)
+MODES = tuple(weights.MODES)
 EXACT = ("master", "split")
 STEPS = 9
 PARAMS = {
@@ -324,83 +324,42 @@ def refusals() -> dict[str, Any]:
         "with."
     )
     return {
-        "optimizer": (
-            lambda: low_weights(3),
-            TypeError,
-            "low_weights needs an optax optimizer, got 3. Write low_weights(optax.adamw(1e-3)).",
-        ),
-        "mode": (
-            lambda: low_weights(optax.adam(1e-2), "half"),
-            ValueError,
-            "low_weights(): mode 'half' is not one of 'master', 'split', 'stochastic'.",
-        ),
-        "keep": (
-            lambda: low_weights(optax.adam(1e-2), keep="norm"),
-            TypeError,
-            "low_weights(): keep='norm' is not a list. Write keep=['norm'].",
-        ),
-        "keep as in torch": (
-            lambda: low_weights(optax.adam(1e-2), keep=jax.nn.silu),
-            TypeError,
-            alone,
-        ),
+        "optimizer": (lambda: low_weights(3), TypeError,
+            "low_weights needs an optax optimizer, got 3. Write low_weights(optax.adamw(1e-3))."),
+        "mode": (lambda: low_weights(optax.adam(1e-2), "half"), ValueError,
+            "low_weights(): mode 'half' is not one of 'master', 'split', 'stochastic'."),
+        "keep": (lambda: low_weights(optax.adam(1e-2), keep="norm"), TypeError,
+            "low_weights(): keep='norm' is not a list. Write keep=['norm']."),
+        "keep as in torch": (lambda: low_weights(optax.adam(1e-2), keep=jax.nn.silu), TypeError,
+            alone),
         "keep of a function alone": (
-            lambda: low_weights(optax.adam(1e-2), keep=["w", (jax.nn.silu,)]),
-            TypeError,
-            alone,
-        ),
-        "path": (
-            lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params),
-            PolicyError,
+            lambda: low_weights(optax.adam(1e-2), keep=["w", (jax.nn.silu,)]), TypeError, alone),
+        "path": (lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params), PolicyError,
             "low_weights(): keep has 'norm', which is the path of no float parameter. Paths are, "
-            "for example, w.",
-        ),
-        "seed": (
-            lambda: low_weights(optax.adam(1e-2), seed=0.5),
-            TypeError,
-            "low_weights(): seed must be a whole number, got 0.5.",
-        ),
-        "state": (
-            lambda: tx.update(grads, (), low),
-            TypeError,
+            "for example, w."),
+        "seed": (lambda: low_weights(optax.adam(1e-2), seed=0.5), TypeError,
+            "low_weights(): seed must be a whole number, got 0.5."),
+        "state": (lambda: tx.update(grads, (), low), TypeError,
             "an optimizer of low_weights needs the state that its init returned, got "
-            "<class 'tuple'>.",
-        ),
-        "no parameters": (
-            lambda: tx.update(grads, state),
-            TypeError,
+            "<class 'tuple'>."),
+        "no parameters": (lambda: tx.update(grads, state), TypeError,
             "an optimizer of low_weights needs the parameters as well: "
-            "tx.update(grads, opt_state, params).",
-        ),
-        "float32 parameters": (
-            lambda: tx.update(grads, state, params),
-            TypeError,
+            "tx.update(grads, opt_state, params)."),
+        "float32 parameters": (lambda: tx.update(grads, state, params), TypeError,
             "low_weights: parameter 'w' is float32, and this optimizer keeps it in bfloat16. Train "
-            "with params = tx.weights(params), or leave it as it is with keep=['w'].",
-        ),
-        "state of another mode": (
-            lambda: other.update(grads, state, low),
-            ValueError,
+            "with params = tx.weights(params), or leave it as it is with keep=['w']."),
+        "state of another mode": (lambda: other.update(grads, state, low), ValueError,
             "this state has something beside the weights, and mode 'stochastic' keeps nothing; "
-            f"each step rounds up or down at random. {start}",
-        ),
-        "state without": (
-            lambda: tx.update(grads, other.init(params), low),
-            ValueError,
+            f"each step rounds up or down at random. {start}"),
+        "state without": (lambda: tx.update(grads, other.init(params), low), ValueError,
             "this state has nothing beside the weights, and mode 'split' keeps the other 16 bits "
-            f"of the float32 weight. {start}",
-        ),
-        "state of a third mode": (
-            lambda: master.update(grads, state, low),
-            ValueError,
-            beside.format("'master' has float32"),
-        ),
+            f"of the float32 weight. {start}"),
+        "state of a third mode": (lambda: master.update(grads, state, low), ValueError,
+            beside.format("'master' has float32")),
         "state with other kept parameters": (
             lambda: low_weights(optax.adam(1e-2), keep=["w"]).update(grads, state, params),
-            ValueError,
-            beside.format("'split' has nothing"),
-        ),
-    }
+            ValueError, beside.format("'split' has nothing")),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", refusals())
@@ -434,7 +393,6 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def rows(params: Any) -> dict[str, Any]:
-    """The first call of each op."""
     return {call.op: call for call in reversed(list(polymp.explain(loss, params, X)))}
 
 

@@ -40,15 +40,12 @@ class Training:
         self.use(polymp.policy(policy))
 
     def use(self, policy: polymp.Policy) -> None:
-        """Compute by a policy from now on."""
         self.table = policy
 
     def scale_by(self, scale: float) -> None:
-        """Scale the loss from now on."""
         self.scaler = GradScaler(init_scale=scale)
 
     def compute_in(self, dtype: str) -> None:
-        """Take another low dtype from now on."""
         self.dtype = dtype
         self.scaler = GradScaler(dtype=self.dtype)
 
@@ -60,12 +57,10 @@ class Training:
         return self.model, moments, self.scaler
 
     def step(self, state: Any, *batch: Any) -> tuple[Any, Array]:
-        """One step of training: the next state and the loss."""
         low = autocast(self.loss, dtype=self.dtype, policy=self.table)
         return _step(low, self.optimizer, state, *batch)
 
     def train(self, steps: int = 30) -> list[float]:
-        """The loss before each of many steps."""
         state, losses = self.state, []
         for _ in range(steps):
             state, loss = _jitted(
@@ -109,7 +104,6 @@ class Random:
 
 
 def squared(model: Any, x: Array, y: Array) -> Array:
-    """The squared error of a model with one output."""
     return jnp.mean((model(x)[:, 0] - y) ** 2)
 
 
@@ -233,8 +227,6 @@ class Neighbours(nnx.Module):
 
 
 class Graph(nnx.Module):
-    """A layer of a graph network."""
-
     def __init__(self, random: Random) -> None:
         self.neighbours, self.head = Neighbours(random), random.linear(32, 1)
 
@@ -258,5 +250,4 @@ MADE = {f.__name__: f for f in (regression, pooling, unit, sparse, classes, grap
 
 
 def made(name: str) -> Training:
-    """A training of that name, from the same random numbers every time."""
     return MADE[name](Random())

@@ -45,16 +45,13 @@ class Training:
         self.scopes, self.outside = polymp.torch.scoped(self.model, policy), policy.at("")
 
     def scale_by(self, scale: float) -> None:
-        """Scale the loss from now on."""
         self.scaler = polymp.torch.GradScaler("cpu", init_scale=scale)
 
     def compute_in(self, dtype: str) -> None:
-        """Take another low dtype from now on."""
         self.dtype = getattr(torch, dtype)
         self.scaler = polymp.torch.GradScaler("cpu", dtype=self.dtype)
 
     def step(self, *batch: Tensor) -> Tensor:
-        """One step of training; the loss."""
         self.optimizer.zero_grad()
         with polymp.torch.autocast("cpu", self.dtype, policy=self.outside):
             loss = self.loss(self.model, *batch)
@@ -64,7 +61,6 @@ class Training:
         return loss.detach()
 
     def train(self, steps: int = 30) -> list[float]:
-        """The loss before each of many steps."""
         return [self.step(*self.batch).item() for _ in range(steps)]
 
 
@@ -282,7 +278,6 @@ MADE = {f.__name__: f for f in (attention, convolution, counting, recurrent, emb
 
 
 def made(name: str) -> Training:
-    """A training of that name, from the same random numbers every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MADE[name]()

@@ -14,8 +14,6 @@ from polymp.torch import audit, autocast, locate
 
 
 class Step:
-    """A step with its input."""
-
     def __init__(self, forward: Callable[[Tensor], Tensor], x: Tensor, dtype: str = "float16"):
         self.forward, self.x, self.dtype = forward, x, dtype
         self.policy: Any = "torch-cpu"
@@ -29,7 +27,6 @@ class Step:
         return loss.detach()
 
     def is_finite(self) -> bool:
-        """Do the step, and return whether its loss and its gradient are finite."""
         self.x.grad = None
         finite = bool(self.step(self.x).isfinite())
         return finite and (self.x.grad is None or bool(self.x.grad.isfinite().all()))
@@ -121,8 +118,7 @@ STEPS: dict[str, Callable[[], Step]] = {
         lambda x: x.half().masked_fill(x <= 0, 1e-9).log().sum(), torch.zeros(3)
     ),
     "eps inside": lambda: Step(
-        lambda x: F.cosine_similarity(x.half(), x.half() + 1, dim=-1).sum(),
-        torch.zeros(3, 4),
+        lambda x: F.cosine_similarity(x.half(), x.half() + 1, dim=-1).sum(), torch.zeros(3, 4)
     ),
     "eps in a tensor": lambda: Step(inside, torch.zeros(3, 4)),
     "inf in a column": lambda: Step(lambda x: filled(x, math.inf), ones(3, 4)),

@@ -30,7 +30,6 @@ from typing import Any
 
 
 def load(name: str) -> ModuleType:
-    """The verbs of a framework."""
     return importlib.import_module(f"tests.support.frameworks.in_{name}")
 
 

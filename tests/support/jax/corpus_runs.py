@@ -30,8 +30,6 @@ Transform = Callable[..., Callable[..., Any]]
 
 
 class Ran(NamedTuple):
-    """Flat results and flat gradients of one run."""
-
     out: list[jax.Array]
     grads: list[jax.Array]
 

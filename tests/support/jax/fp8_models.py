@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import optax
 from flax import nnx
 
 import polymp
-from polymp.fp8 import quantise
-from polymp.fp8.recipes import RECIPES, Recipe
+from polymp import fp8
+from polymp.fp8 import RECIPES, Recipe
 from polymp.jax import GradScaler, autocast, lower
 from tests.support import fp8_numpy
 
@@ -52,8 +53,8 @@ def product(
     quantised = []
     for x, role, summed in ((a, roles[0], 1), (b, roles[1], 0)):
         axis = recipe.scale_axis(name, role, summed)
-        scale = quantise.scale_of(fp8_numpy.VERBS, x, recipe, role, axis)
-        low = quantise.quantised(fp8_numpy.VERBS, x, scale, recipe.format_of(role))
+        scale = fp8.scale_of(fp8_numpy.VERBS, x, recipe, role, axis)
+        low = fp8.quantised(fp8_numpy.VERBS, x, scale, recipe.format_of(role))
         quantised.append(low.astype(np.float64) / scale.astype(np.float64))
     result: np.ndarray = quantised[0] @ quantised[1]
     return result
@@ -93,6 +94,23 @@ PARTS = ("model", "optimizer", "scaler")
 OPTIMIZER = optax.adamw(0.01)
 
 
+@partial(jax.jit, static_argnums=0)
+def _step(policy: Any, params: Any, state: Any, scaler: Any, x: Any) -> Any:
+    fn = autocast(loss, policy=policy)
+
+    def scaled(params: Any) -> Any:
+        found = fn(params, x)
+        return scaler.scale(found), found
+
+    def update(grads: Any, params: Any, state: Any) -> Any:
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    grads, found = jax.grad(scaled, has_aux=True)(params)
+    (params, state), scaler, _ = scaler.step(grads, update, params, state)
+    return found, params, state, scaler
+
+
 class Run:
     """Parameters with an optimizer's state and a scaler, whose scale doubles every two steps."""
 
@@ -102,36 +120,11 @@ class Run:
         self.scaler = GradScaler(init_scale=8.0, growth_interval=2)
         self.policy = policy
 
-    @property
-    def policy(self) -> Any:
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: Any) -> None:
-        fn = autocast(loss, policy=policy)
-
-        @jax.jit
-        def step(params: Any, state: Any, scaler: Any, x: Any) -> Any:
-            def scaled(params: Any) -> Any:
-                found = fn(params, x)
-                return scaler.scale(found), found
-
-            def update(grads: Any, params: Any, state: Any) -> Any:
-                updates, state = OPTIMIZER.update(grads, state, params)
-                return optax.apply_updates(params, updates), state
-
-            grads, found = jax.grad(scaled, has_aux=True)(params)
-            (params, state), scaler, _ = scaler.step(grads, update, params, state)
-            return found, params, state, scaler
-
-        self._policy, self._step = policy, step
-
     def step(self, number: int) -> Any:
         """Train on the batch of that number; the bits of the loss and of all that is left."""
         x = jax.random.normal(jax.random.key(number), (2, 32, 64))
-        found, self.model, self.optimizer, self.scaler = self._step(
-            self.model, self.optimizer, self.scaler, x
-        )
+        state = self.model, self.optimizer, self.scaler
+        found, self.model, self.optimizer, self.scaler = _step(self.policy, *state, x)
         return float(found), self.bits()
 
     def bits(self) -> Any:

@@ -112,7 +112,6 @@ def read(text: str) -> Program:
 
 
 def contractions(text: str) -> list[Contraction]:
-    """Every contraction of the program."""
     program = read(text)
     looped = _looped(program)
     return [

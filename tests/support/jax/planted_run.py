@@ -31,8 +31,6 @@ PLANTS = {2: ("a", (3, 7)), 3: ("a", (12, 0)), 6: ("b", (7, 1)), 8: ("row", 13)}
 
 
 class Run(NamedTuple):
-    """The results of a run."""
-
     # after each step: scale, tracker, skips, spoiled, skipped, and whether it was taken
     history: list[list[float]]
     params: dict[str, Any]  # at the end, as lists
@@ -129,7 +127,6 @@ def left(history: Any, _: Any, params: Any) -> Run:
 
 
 def alone() -> Run:
-    """The run on one device."""
     return left(*run(jax.jit(step), first_scaler(), first_params(), lambda x, _: x))
 
 
@@ -310,40 +307,12 @@ def one_per_device(asked: Container[str]) -> Iterator[tuple[str, dict[str, Any]]
             yield f"{name}-{advance.__name__}", seen | {"same": same}
 
 
-def by_types() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Scaler and parameters that are the same by their types; gradients are summed by theirs."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def body(scaler: GradScaler, params: Any, x: Any, probe: Any) -> Any:
-        probe = jax.tree.map(lambda a: a[0], infinite(probe))
-
-        def scaled_cost(params: Any) -> Any:
-            here = lax.pcast(params, "data", to="varying")
-            loss = cost(jax.tree.map(planted_in, here, probe), x[0])
-            return scaler.scale(loss), loss
-
-        def local(params: Any) -> Any:
-            value, loss = scaled_cost(params)
-            return lax.psum(value, "data"), loss
-
-        grads, loss = jax.grad(local, has_aux=True)(params)
-        params, scaler, finite = scaler.step(grads, update, params, loss=loss)
-        return scaler, params, finite
-
-    specs = P(), P(), P("data"), P("data")
-    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P()))
-    everywhere = NamedSharding(mesh, P())
-    start = jax.device_put((first_scaler(), first_params()), everywhere)
-    yield "by types", left(*run(mapped, *start, spread))._asdict()
-
-
 def meshes_of_eight(*names: str) -> dict[str, Any]:
     """A history by way to spread the run over eight devices."""
     assert len(jax.devices()) == 8
     found = {"alone": alone()._asdict()}
     found |= meshes()
     found |= one_per_device(names)
-    found |= by_types()
     return found
 
 

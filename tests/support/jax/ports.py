@@ -213,8 +213,6 @@ def _module(config: Block, weights: Weights) -> BlockModel:
 
 
 class State(NamedTuple):
-    """The state that a step changes."""
-
     params: Any
     stats: Any
     optimizer: Any

@@ -28,8 +28,6 @@ Formula = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Op:
-    """One op of the table below."""
-
     target: str
     name: str
     args: tuple[str, ...]
@@ -69,7 +67,6 @@ class Program:
 
 
 def every(block: Block) -> Iterator[Op | Do]:
-    """The steps at every depth."""
     for step in block.steps:
         yield step
         if isinstance(step, Do):
@@ -166,12 +163,10 @@ CONSTRUCTS = ("jit", "remat", "custom_jvp", "custom_vjp", "scan", "fori", "while
 
 
 def apply(name: str, number: float, args: list[Any]) -> Any:
-    """An op's formula on arrays of one dtype."""
     return FORMULAS[name](*args, number) if name in NUMBERS else FORMULAS[name](*args)
 
 
 def arguments(program: Program) -> Env:
-    """Arrays for a program's free names."""
     rng = np.random.default_rng(program.seed)
 
     def normal(*shape: int, size: float = 0.5) -> Any:
@@ -632,8 +627,6 @@ def by_hand(program: Program) -> Callable[[Env], list[Any]]:
 
 
 class _Casts:
-    """Runs planned blocks."""
-
     def __init__(self, planner: _Planner, low: str) -> None:
         self.name = planner.name
         self.low = low

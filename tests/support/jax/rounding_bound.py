@@ -207,7 +207,6 @@ def _equation(eqn: Any, operands: list[Any], kinds: list[Kind], run: Pass) -> Kn
 
 
 def _results(eqn: Any, results: list[Any], kinds: list[Kind], run: Pass) -> list[Any]:
-    """The results, rounded where they are low."""
     return [
         run.rounding(x) if run.rounding and k == Kind.LOW and _is_float32(v) else x
         for v, x, k in zip(eqn.outvars, results, kinds, strict=True)

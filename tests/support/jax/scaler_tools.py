@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polymp.jax import GradScaler
-from polymp.scaling.scale_rule import ScaleState
+from polymp.scaling import ScaleState
 
 KINDS = [("float32", ()), *[("int32", ())] * 4]  # of a scaler's leaves
 

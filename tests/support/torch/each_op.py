@@ -13,8 +13,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.autocast import kernel_registry, regions
-from polymp.rules.policy import Policy
-from polymp.rules.region import Region
+from polymp.rules.policy import Policy, Region
 
 ROOT = Path(__file__).parents[3]
 OURS = tuple(str(ROOT / folder) for folder in ("polymp", "backends"))

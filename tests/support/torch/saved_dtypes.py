@@ -6,11 +6,13 @@ of polymp's policies, in a process of its own, where no other test has put kerne
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,7 +20,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polymp.backends.torch.compat import accelerators
 from polymp.torch import autocast
 from tests.support.examples import modules
 
@@ -119,9 +120,18 @@ def of_block(example: Any, device: str, low: torch.dtype, policy: str) -> list[S
 
 @contextmanager
 def cuda() -> Iterator[None]:
-    """Let autograd, and regions of torch's own, have CUDA tensors without CUDA."""
+    """Let autograd, and regions of torch's own, have CUDA tensors without CUDA.
+
+    A torch without CUDA has no guard for its tensors, which autograd needs. So it gets the guard of
+    meta tensors, as a CUDA build has on a machine without a GPU (`_ensureCUDADeviceGuardSet`). The
+    numbers are those of `c10::DeviceType`. This process does nothing else afterwards.
+    """
     common = torch.cuda.amp.common
-    with accelerators.stand_in("cuda"), FakeTensorMode():
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    name = "_ZN3c104impl26device_guard_impl_registryE"
+    guards = (ctypes.c_void_p * 15).in_dll(library, name)
+    guards[1] = guards[1] or guards[14]
+    with FakeTensorMode():
         with mock.patch.object(common, "amp_definitely_not_available", return_value=False):
             with mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True):
                 yield

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import polymp
 from polymp.backends.torch.autocast import fp8_product
 from polymp.backends.torch.autocast.fp8_product import VERBS, Quantisation, of_activation
-from polymp.fp8.quantise import quantised, scale_of
-from polymp.fp8.recipes import RECIPES
+from polymp.fp8 import RECIPES, quantised, scale_of
 from polymp.torch import autocast, explain
 from tests.support.fp8_numpy import DTYPES
 from tests.support.fp8_numpy import VERBS as NUMPY
@@ -113,7 +112,7 @@ def test_float16_operands_have_the_bits_of_their_float32_copies(recipe):
 def test_the_comparison_notices_a_fault(monkeypatch):
     given = operands(torch.bfloat16, (64, 64), 64)
     theirs = run("rowwise", *given, of_torchao("rowwise"))
-    monkeypatch.setattr(fp8_product.quantise, "inverse", lambda scale: 1 / scale * (1 + 2**-7))
+    monkeypatch.setattr(fp8_product.fp8, "inverse", lambda scale: 1 / scale * (1 + 2**-7))
     assert not any(map(torch.equal, run("rowwise", *given), theirs))
 
 

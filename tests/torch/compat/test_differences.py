@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import polymp.torch
-from polymp.scaling.scale_rule import as_float32
+from polymp.scaling import as_float32
 from tests.support import forks
 from tests.support.processes import in_thread
 from tests.support.torch.differences import PROGRAMS, after_a_change

@@ -23,7 +23,6 @@ from polymp.backends.torch.compat import (
     dispatcher,
     distributed,
     dynamo,
-    export,
     inductor,
     modes,
     optimizers,
@@ -539,7 +538,7 @@ def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
 
 def test_what_a_recording_mode_asks_first() -> None:
     def record(x: torch.Tensor) -> torch.Tensor:
-        export.decompositions(export.proxy_mode())[torch.ops.aten.tanh.default] = torch.sin
+        dynamo.decompositions(dynamo.proxy_mode())[torch.ops.aten.tanh.default] = torch.sin
         return torch.tanh(x)
 
     called = {node.target for node in make_fx(record)(torch.ones(2)).graph.nodes}
@@ -605,32 +604,6 @@ def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
         assert seen[0].data_ptr() == y.data_ptr()
     assert torch.autograd.graph.disable_saved_tensors_hooks is dispatcher._DISABLE
     assert dispatcher.showing == {}
-
-
-def test_standing_in_for_cuda(monkeypatch) -> None:
-    """In the block alone, and in this thread alone; whatever the machine has."""
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    with accelerators.stand_in("cuda"):
-        assert not accelerators.cuda_missing()
-        assert not accelerators.cuda_lacks_bfloat16()
-        assert in_thread(accelerators.cuda_missing)
-    assert accelerators.cuda_missing()
-    assert accelerators.cuda_lacks_bfloat16()
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
-def test_a_device_that_is_not_there_has_a_guard_in_the_block(device: str) -> None:
-    """Without a guard, autograd on its tensors ends the process; it is taken away again."""
-    guards = accelerators._guards()
-    assert guards is not None, "libc10.so does not show its guards"
-    before = list(guards)
-    with accelerators.stand_in(device) as differentiable, FakeTensorMode():
-        x = torch.empty(4, 4, device=device, requires_grad=True)
-        assert differentiable
-        assert (x[:2] @ x).grad_fn is not None
-    assert list(guards) == before
-    assert (before[accelerators._NUMBERS["cuda"]] is None) != torch.cuda._is_compiled()
 
 
 def test_autocast_keys_of_several_devices_in_one_set() -> None:

@@ -592,36 +592,6 @@ def test_a_buffer_that_is_filled_again_for_each_batch(kind: str) -> None:
     assert model.weight.isfinite().all()
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_arguments_that_share_memory_share_it_when_the_step_is_repeated(views: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    @catch
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x.mul_(0.5)  # and so it writes into the targets
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    for at in range(6):
-        whole = torch.randn(3, 5)
-        whole[0, 0] = BAD if at == 4 else 1.0
-        x, y = (whole[:, :-1], whole[:, 1:]) if views else (whole[:, :4],) * 2
-        if at < 4:
-            step(x, y)
-            continue
-        with pytest.raises(BadStepError) as raised:
-            step(x, y)
-        break
-    report = raised.value.report
-    assert (report.step, report.fault and report.fault.kind) == (4, "input")
-    assert model.weight.isfinite().all()
-
-
 def test_parameters_as_arguments_are_the_training_s_own() -> None:
     """They are put back, and no copies of them are trained."""
     torch.manual_seed(0)

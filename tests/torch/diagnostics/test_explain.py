@@ -344,49 +344,6 @@ def test_a_frozen_model_and_kept_casts_spare_casts() -> None:
     assert frozen.of("linear")[0].inputs == ("float32", "bfloat16", "bfloat16")
 
 
-# --- on tensors of CUDA ---------------------------------------------------------------------------
-
-
-def test_a_policy_of_cuda_on_a_machine_without(x: torch.Tensor) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.LayerNorm(8))
-    before = {name: (t, t.device.type) for name, t in model.state_dict(keep_vars=True).items()}
-    report = polymp.explain(model, x, dtype="float16", device="cuda")
-    table = polymp.policy("torch-cuda")
-    assert report.policy == "torch-cuda"
-    assert [call.op for call in report] == ["linear", "softmax", "layer_norm"]
-    for call in report:
-        assert call.row == said(table, call)
-        assert call.row is not None
-    assert [call.run for call in report] == ["float16", "float32", "float32"]
-    after = model.state_dict(keep_vars=True)
-    assert all(after[name] is t and t.device.type == kind for name, (t, kind) in before.items())
-    on_cpu = polymp.explain(model, x, dtype="float16")
-    assert on_cpu.of("softmax")[0].run == "float16", "on a CPU, torch leaves it as it is"
-
-
-def test_a_region_of_cuda_inside_of_the_user_s_code(x: torch.Tensor, w: torch.Tensor) -> None:
-    def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with autocast("cuda", dtype=BF16, policy="lean"):
-            return torch.softmax(x @ w, -1)
-
-    report = explain(run, x, w.detach(), device="cuda")
-    assert (report.low, report.policy) == ("bfloat16", "lean")
-    assert [call.op for call in report] == ["matmul", "softmax"]
-
-
-def test_tensors_that_hide_from_a_device(x: torch.Tensor, w: torch.Tensor) -> None:
-    def hides(x: torch.Tensor) -> torch.Tensor:
-        return x @ w
-
-    with pytest.raises(ValueError, match="are not on fake tensors") as found:
-        explain(hides, x, device="cuda", dtype="float16")
-    assert str(found.value) == (
-        "explain(hides, device='cuda'): the call reads tensors that are not among its arguments, "
-        "and they are not on fake tensors. Give the module, or a function with its modules and "
-        "tensors as arguments."
-    )
-
-
 # --- what cannot be explained ---------------------------------------------------------------------
 
 
@@ -407,7 +364,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: explain(dtype="float16"),
         TypeError,
         "explain() without a function is a context manager: open the region inside it. "
-        "Got args=(), dtype='float16', policy=None, device=None, {}.",
+        "Got args=(), dtype='float16', policy=None, {}.",
     ),
     (
         lambda: explain(nn.Linear(8, 8), torch.ones(8), model="net"),
@@ -429,11 +386,9 @@ def test_what_is_refused(call: Callable[[], Any], error: type[Exception], messag
         call()
 
 
-@pytest.mark.parametrize("device", [None, "cuda"])
-def test_modules_of_a_step_have_their_paths_in_a_model(device: str | None) -> None:
+def test_modules_of_a_step_have_their_paths_in_a_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    own = {} if device is None else {"device": device}
-    found = explain(lambda m, x: m(x).sum(), model, torch.ones(2, 4), model=model, **own)
+    found = explain(lambda m, x: m(x).sum(), model, torch.ones(2, 4), model=model)
     assert [call.module for call in found.calls] == ["0", "1", ""]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polymp
 from polymp import dtypes
@@ -111,7 +112,7 @@ def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
         amax = verbs.amax(array, axis).nan_to_num(posinf=1e30)
         return dtypes.get(recipe.format_of(role)).max / amax.clamp(1e-12)
 
-    monkeypatch.setattr(fp8_product.quantise, "scale_of", bare)
+    monkeypatch.setattr(fp8_product.fp8, "scale_of", bare)
     model, step = run("weight", -float("inf"), "rowwise")
     before = model.last.weight.detach().clone()
     step()
@@ -184,13 +185,19 @@ def test_two_recipes_differ_and_so_do_bfloat16_and_8_bits():
     assert other.kept_fp8 == 32 * 64
 
 
-def test_a_report_for_a_gpu_has_the_sizes_that_are_too_small():
-    found = explain(Odd(), torch.randn(32, 64), policy="fp8", device="cuda")
-    assert found.of("linear")[0].fallback == (
+def test_a_report_for_a_gpu_has_the_sizes_that_are_too_small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+
+    def call(width: int, out: int):
+        with FakeTensorMode(), torch.device("cuda"):
+            x, w = torch.empty(32, width), torch.empty(out, width)
+            return explain(nn.functional.linear, x, w, policy="fp8").of("linear")[0]
+
+    assert call(64, 64).fallback == (
         "k = 64, n = 64 is so small that 8 bits are slower than bfloat16"
     )
-    large = explain(nn.Linear(4096, 4096), torch.empty(32, 4096), policy="fp8", device="cuda")
-    assert large.of("linear")[0].recipe == "tensorwise"
+    assert call(4096, 4096).recipe == "tensorwise"
 
 
 # --- the first and the last product ---------------------------------------------------------------

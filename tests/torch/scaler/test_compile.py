@@ -8,7 +8,6 @@ The twin is the scaler in eager code.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,8 +18,6 @@ import torch._dynamo
 from torch import nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from polymp.errors import ScalerWarning, StuckError
-from polymp.scaling.gradient_report import GradientReport
 from polymp.torch import GradScaler, autocast
 from tests.support.torch.version_changes import VERSION
 
@@ -281,103 +278,3 @@ def test_a_training_function_with_graph_breaks(make: Make) -> None:
     assert len(set(ours.graphs[3:])) == 1
     for w, expected in zip(ours.weights, eager.weights, strict=True):
         torch.testing.assert_close(w, expected)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("on_stuck", ["warn", "raise", "call"])
-def test_a_compiled_loop_that_is_stuck_says_so(on_stuck: str, backend: str) -> None:
-    seen: list[GradientReport] = []
-    part = Part(
-        OPTIMIZERS["SGD"], stuck_after=6, on_stuck=seen.append if on_stuck == "call" else on_stuck
-    )
-    update = torch.compile(part.update, backend=backend, fullgraph=True)
-
-    def loop() -> int:
-        for step in range(30):
-            part.optimizer.zero_grad()
-            part.forward(part.x).backward()
-            part.weights[1].grad.fill_(float("nan"))
-            update()
-            if seen:
-                return step
-        return step
-
-    if on_stuck == "raise":
-        with pytest.raises(StuckError, match="steps in a row were skipped"):
-            loop()
-    elif on_stuck == "warn":
-        with pytest.warns(ScalerWarning, match="steps in a row were skipped") as caught:
-            loop()
-        # Dynamo may warn of something else when a process uses it for the first time.
-        assert [warning.category for warning in caught].count(ScalerWarning) == 1
-    else:
-        assert 6 <= loop() <= 6 + 2 * 4
-        assert [g.nan > 0 for g in seen[0].gradients] == [False, True]
-    assert all(w.isfinite().all() for w in part.weights)
-
-
-def test_a_bfloat16_region_warns_in_compiled_code_too() -> None:
-    scaler = GradScaler("cpu")
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with autocast("cpu", dtype=torch.bfloat16):
-            return scaler.scale(x.sum())
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        out = torch.compile(forward, backend="eager")(torch.ones(3))
-        torch.compile(forward, backend="eager")(torch.ones(3))
-    assert out.item() == 3 * 2.0**16
-    assert [w.category for w in caught] == [ScalerWarning]
-
-
-def test_two_scalers_do_not_share_a_graph() -> None:
-    parts = [Part(OPTIMIZERS["SGD"]) for _ in range(2)]
-    eager = [Part(OPTIMIZERS["SGD"]) for _ in range(2)]
-    update = torch.compile(Part.update, backend="eager", fullgraph=True)
-    for step in range(8):
-        for i in range(2):
-            for part, go in ((parts[i], update), (eager[i], Part.update)):
-                part.optimizer.zero_grad()
-                part.forward(part.x).backward()
-                if i:
-                    part.overflow(step)
-                go(part)
-    for ours, theirs in zip(parts, eager, strict=True):
-        assert ours.scaler.state_dict() == theirs.scaler.state_dict()
-    assert parts[0].scaler.get_scale() != parts[1].scaler.get_scale()
-
-
-def test_hooks_see_a_compiled_step_under_a_learning_rate_scheduler() -> None:
-    part = Part(OPTIMIZERS["SGD"])
-    calls: list[str] = []
-    optimizer = part.optimizer
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    optim.lr_scheduler.ConstantLR(optimizer)  # which replaces its step, and steps once
-    calls.clear()
-    update = torch.compile(part.update, backend="eager", fullgraph=True)
-    for _ in range(3):
-        part.forward(part.x).backward()
-        update()
-    assert calls == ["before", "after"] * 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"fused": True}, {}, "does not trace fused optimizers"),
-        ({"momentum": 0.9, "dampening": 0.5}, {}, "data-dependent"),
-        ({}, {"skip_on": "host"}, "item|data-dependent|Data-dependent"),
-    ],
-    ids=["fused", "first step with dampening", "skipped by the host"],
-)
-def test_steps_that_need_the_host_cannot_be_in_a_graph(
-    settings: Any, options: Any, message: str
-) -> None:
-    part = Part(partial(optim.SGD, lr=0.1, **settings), **options)
-    update = torch.compile(part.update, backend="eager", fullgraph=True)
-    part.forward(part.x).backward()
-    with pytest.raises(Exception, match=message):
-        update()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from polymp.scaling.gradient_report import Gradient
+from polymp.scaling import Gradient
 from polymp.torch import GradScaler
 from tests.torch.scaler.test_safety import DECIDERS, everywhere
 

@@ -17,11 +17,11 @@ from torch import optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from polymp import scaling
 from polymp.backends.torch.compat import accelerators
 from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling import ScaleRule, ScaleState
 from polymp.torch import GradScaler, autocast
 from tests.support.torch.each_op import EachOp
 
@@ -98,7 +98,7 @@ def test_nothing_is_read_after_the_first_iteration(name: str, clip: bool) -> Non
     assert scaler.skipped_steps.item() == len(BAD)
     rule, state = ScaleRule(interval=5), ScaleState(4.0)
     for step in range(STEPS):
-        state = scale_rule.step(rule, state, step not in BAD, loss_finite=step not in IN_LOSS)
+        state = scaling.step(rule, state, step not in BAD, loss_finite=step not in IN_LOSS)
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == state[:2]
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from polymp.backends.torch.scaler import grad_scaler
 from polymp.errors import ScalerWarning, StuckError
-from polymp.scaling.gradient_report import GradientReport
+from polymp.scaling import GradientReport
 from polymp.torch import GradScaler, autocast
 from tests.support.torch import each_op
 
@@ -363,52 +362,6 @@ def test_skips_are_counted_under_a_scale_that_is_given(fused: bool) -> None:
     assert int(scaler.skipped_steps) == 9
     assert w.tolist() == [1.0, 1.0]
     assert len(told) == 1
-
-
-CLIPS: dict[str, Callable[[torch.Tensor], object]] = {
-    "norm": lambda w: torch.nn.utils.clip_grad_norm_([w], 1.0),
-    "bound before": lambda w: _clip_grad_norm_([w], 1.0),
-    "value": lambda w: torch.nn.utils.clip_grad_value_([w], 1.0),
-    "two parts": lambda w: torch.nn.utils.clip_grads_with_norm_([w], 1.0, torch.tensor(2.0)),
-}
-_clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
-
-
-@pytest.mark.parametrize("how", CLIPS)
-def test_clipping_of_gradients_that_are_still_scaled_is_told_once(how: str) -> None:
-    w = torch.tensor([1.0, -2.0], requires_grad=True)
-    optimizer, scaler = torch.optim.SGD([w], lr=0.5), GradScaler("cpu")
-    w.grad = torch.ones(2)
-    CLIPS[how](w)  # nothing is scaled yet
-    w.grad = None
-    for told in (False, True, False):  # in the first iteration, nobody knows whose gradients
-        scaler.scale(w.sum()).backward()
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            CLIPS[how](w)
-        assert [str(warning.message) for warning in seen] == [grad_scaler.TOO_EARLY] * told
-        assert all(warning.filename == __file__ for warning in seen)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("how", CLIPS)
-def test_clipping_of_true_gradients_is_not_told(how: str, enabled: bool) -> None:
-    """Nor of those of others, while a scaler is left in the middle of an iteration."""
-    w, other = (torch.ones(2, requires_grad=True) for _ in range(2))
-    optimizer, scaler = torch.optim.SGD([w], lr=0.5), GradScaler("cpu", enabled=enabled)
-    for _ in range(2):
-        scaler.scale(w.sum()).backward()
-        scaler.unscale_(optimizer)
-        CLIPS[how](w)
-        scaler.step(optimizer)
-        CLIPS[how](w)
-        scaler.update()
-        CLIPS[how](w)
-    scaler.scale(w.sum())
-    other.sum().backward()
-    CLIPS[how](other)
 
 
 @everywhere

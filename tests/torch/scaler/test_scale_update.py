@@ -12,17 +12,17 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from polymp import scaling
 from polymp.backends.torch.scaler import device_state
 from polymp.backends.torch.scaler.device_state import AsyncRead
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState
+from polymp.scaling import ScaleRule, ScaleState
 
 # What was found, and what of it in the loss: the finding of a loss is one of the step.
 FOUND = ((0, None), (1, None), (0, 0), (1, 0), (1, 1))
 
 
 def after(rule: ScaleRule, state: ScaleState, found: tuple[int, int | None]) -> ScaleState:
-    return scale_rule.step(rule, state, not found[0], loss_finite=not found[1])
+    return scaling.step(rule, state, not found[0], loss_finite=not found[1])
 
 
 class Late:
@@ -67,7 +67,7 @@ def tensors(state: ScaleState, kind: type[torch.Tensor]) -> list[torch.Tensor]:
 
 
 # A bound that float32 does not hold; `checked` rounds it, and the scale comes to rest on it.
-THOUSANDTH = scale_rule.checked(ScaleRule(2.0, 0.1, 1, 1e-3))
+THOUSANDTH = scaling.checked(ScaleRule(2.0, 0.1, 1, 1e-3))
 
 
 @given(
@@ -123,33 +123,3 @@ def test_counts_beyond_float32_s_whole_numbers_come_over_exactly() -> None:
     for _ in range(5):
         watch.updated(torch.tensor(8.0), tracker, torch.tensor([1.0, 1.0, 2.0**24]))
     assert watch.seen == ScaleState(8.0, 2**31 - 1, 1, 0, 2**24)
-
-
-def test_an_op_in_compiled_code_reaches_the_scaler_while_it_lives() -> None:
-    class Hears:
-        def __init__(self) -> None:
-            self.heard: list[list[Any]] = []
-
-        def _updated(self, *state: torch.Tensor) -> None:
-            self.heard.append([t.tolist() for t in state])
-
-    one, two = Hears(), Hears()
-    names = [device_state.listen(it) for it in (one, two)]
-    state = tensors(ScaleState(8.0, 1, 2, 1, 5), torch.Tensor)
-    for name in (names[0], names[1], names[1]):
-        device_state.tell(name, *state)
-    assert (len(one.heard), len(two.heard)) == (1, 2)
-    assert two.heard[0] == [8.0, 1, [2.0, 1.0, 5.0]]  # two skips, one of them an overflow
-    del two
-    device_state.tell(names[1], *state)
-    assert names[1] not in device_state.scalers
-    assert names[0] in device_state.scalers
-
-
-def test_a_cuda_graph_is_cut_where_the_host_hears_of_an_update() -> None:
-    """By what inductor asks of an op, and cuts a graph for that it would replay without Python."""
-    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
-
-    graph = torch.fx.Graph()
-    for op, cut in ((torch.ops.polymp.updated.default, True), (torch.ops.aten.add.Tensor, False)):
-        assert is_cudagraph_unsafe_fx_node(graph.call_function(op)) == cut

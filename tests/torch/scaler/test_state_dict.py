@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.scaling import scale_rule
-from polymp.scaling.scale_rule import ScaleRule, ScaleState, to_state_dict
+from polymp import scaling
+from polymp.scaling import ScaleRule, ScaleState, to_state_dict
 from polymp.torch import GradScaler
 from tests.support.sizes import size
 from tests.support.torch.models import through_file
@@ -61,7 +61,7 @@ def torchs(**options: Any) -> torch.amp.GradScaler:
 histories = st.text("++-?", max_size=10)
 ours = st.fixed_dictionaries(
     {
-        "init_scale": st.sampled_from([1.0, 64.0, scale_rule.as_float32(3.3), 2.0**20]),
+        "init_scale": st.sampled_from([1.0, 64.0, scaling.as_float32(3.3), 2.0**20]),
         "growth_factor": st.sampled_from([2.0, 1.5, 8.0]),
         "backoff_factor": st.sampled_from([0.5, 0.7]),
         "growth_interval": st.integers(1, 4),
@@ -140,11 +140,11 @@ def test_the_first_scale_is_float32_once_it_is_used() -> None:
     scaler = polymps(init_scale=1.1)
     run = Run(scaler)
     scaler.scale(run.w.sum())
-    assert scaler.get_scale() == scaler._scale.item() == scale_rule.as_float32(1.1)
+    assert scaler.get_scale() == scaler._scale.item() == scaling.as_float32(1.1)
     (last,) = run.play("-")
     rule = ScaleRule(interval=3)
     assert last[0] == to_state_dict(
-        rule, scale_rule.step(rule, ScaleState(scale_rule.as_float32(1.1)), False)
+        rule, scaling.step(rule, ScaleState(scaling.as_float32(1.1)), False)
     )
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
 
+from polymp import weights as core
 from polymp.backends.torch.weights import low_parameters, low_step
 from polymp.torch import GradScaler, locate, low_weights
-from polymp.weights import random_bits, store
 from tests.support.low_weights import edges, spread
 from tests.support.sizes import size
 from tests.support.torch.low_training import MODELS, made, same_bits, train, weights
@@ -261,7 +261,7 @@ def drawn(step: int, place: int) -> torch.Tensor:
     """The random bits of a parameter in a step, as `low_weights(seed=0)` makes them."""
     shape = torch.Size(TORCHAO_SHAPES[place])
     index = torch.arange(shape.numel(), dtype=torch.int32)
-    bits: torch.Tensor = random_bits.random16(random_bits.key(0, step, place), index)
+    bits: torch.Tensor = core.random16(core.key(0, step, place), index)
     return bits.view(shape)
 
 
@@ -352,8 +352,8 @@ def test_the_verbs_of_a_graph_store_the_bits_of_the_core(mode: str) -> None:
     x = torch.cat([torch.from_numpy(edges().copy()), torch.from_numpy(spread(2**16))])
     x = x[~x.isnan()]
     random = torch.randint(0, 2**16, x.shape, dtype=torch.int32)
-    kept = store.MODES[mode]
-    low, beside = store.store(low_parameters.VERBS, kept, "bfloat16", x, random)
+    kept = core.MODES[mode]
+    low, beside = core.store(low_parameters.VERBS, kept, "bfloat16", x, random)
     wide, rest = low_step.keep(kept, x, random)
     assert torch.equal(wide.bfloat16().view(torch.int16), low.view(torch.int16))
     if beside is not None:
@@ -362,5 +362,5 @@ def test_the_verbs_of_a_graph_store_the_bits_of_the_core(mode: str) -> None:
         assert torch.equal(made.view(torch.uint8), beside.view(torch.uint8))
     seen = low_parameters.as_saved(beside)
     read = low_step.load(kept, low.float(), low_step.opened(seen))
-    again = store.load(low_parameters.VERBS, kept, low, beside)
+    again = core.load(low_parameters.VERBS, kept, low, beside)
     assert torch.equal(read.view(torch.int32), again.view(torch.int32))

@@ -489,11 +489,10 @@ def test_a_sample_counts_what_a_step_left() -> None:
     p = nn.Parameter(torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.bfloat16))
     p.grad = torch.tensor([1.0, 2.0**-9, 0.0, 2.0**-9], dtype=torch.bfloat16)
     optimizer = torch.optim.SGD([p], lr=1.0)
-    sample = update_watch.Sample(optimizer)
+    (sample,) = update_watch.samples(optimizer)
     optimizer.step()
-    counts = sample.counts()
-    assert counts.tolist() == [[3, 1]]
-    assert [r.name for r in sample.records(counts)] == ["parameter 0 of group 0"]
+    assert sample.counts(None).tolist() == [3, 1]
+    assert sample.name == "parameter 0 of group 0"
 
 
 def test_what_it_does_not_take() -> None:

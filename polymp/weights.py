@@ -1,4 +1,4 @@
-"""How a weight is stored low, and read back for the optimizer: one rule for every mode.
+"""Weights kept in 16 bits: how one is stored, what stands beside it, and updates that are lost.
 
     mode         stored low                      beside it                  read back
     master       cast, to nearest                the float32 number         what is beside
@@ -6,13 +6,17 @@
     stochastic   up or down at random            nothing                    the low number
 
 An optimizer takes its step on what `load` returns, in float32, and `store` keeps the result.
+Pure functions of arrays, given a record of the framework's verbs; nothing here knows a framework.
 """
 
 import reprlib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polymp import dtypes
+from polymp.code_origin import outside
+from polymp.errors import LowWeightsWarning
 
 
 class Mode(NamedTuple):
@@ -191,6 +195,55 @@ def rounded(verbs: Verbs, full: Any, random: Any) -> Any:
     return verbs.bfloat16(verbs.to_int16(high))
 
 
+# Random bits by an integer hash of (seed, step, parameter, index).
+#
+# The bits of an element do not depend on the device, on the framework, or on how the array is cut
+# in pieces, and no state has to be saved besides the step. Everything is int32 arithmetic that
+# wraps around. A key of two words is made of (seed, step, parameter); the words go into the hash at
+# two places, so that two keys give two permutations and not one that is shifted.
+#
+# Source: the hash is `lowbias32` of Chris Wellons' "hash-prospector" (public domain), without its
+# last line, which changes none of the upper 16 bits.
+
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # as int32
+_STARTS = (0x243F6A88, 0x13198A2E)  # words of pi, one for each chain
+
+
+def key(seed: int, step: Any, parameter: int) -> tuple[Any, Any]:
+    """Return the two words of a key."""
+    words = (_int32(seed), _int32(seed >> 32), _int32(parameter), _int32(step))
+    one, two = _STARTS
+    for word in words:
+        one, two = _mixed(one ^ word), _mixed(two ^ word)
+    return one, two
+
+
+def random16(key: tuple[Any, Any], index: Any) -> Any:
+    """Return 16 random bits for each element."""
+    one, two = key
+    x = index ^ one
+    x = _int32((x ^ _shifted(x, 16)) * _FIRST) ^ two
+    x = _int32((x ^ _shifted(x, 15)) * _SECOND)
+    return _shifted(x, 16)
+
+
+def _mixed(x: Any) -> Any:
+    """Return a permutation of the int32 numbers: the whole hash."""
+    x = _int32((x ^ _shifted(x, 16)) * _FIRST)
+    x = _int32((x ^ _shifted(x, 15)) * _SECOND)
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: Any, by: int) -> Any:
+    """Shift to the right and fill with zeros."""
+    return (x >> by) & ((1 << (32 - by)) - 1)
+
+
+def _int32(x: Any) -> Any:
+    """Wrap a Python number around, as int32 arrays do by themselves."""
+    return ((x + 2**31) & 0xFFFFFFFF) - 2**31 if isinstance(x, int) else x
+
+
 # The text that an optimizer of `low_weights` shows of itself.
 
 
@@ -201,3 +254,74 @@ def summary(mode: str, dtype: str, kept: Mapping[str, str], low: int | None = No
     if kept:
         lines += ["not stored low:", *(f"    {name}: {why}" for name, why in kept.items())]
     return "\n".join(lines)
+
+
+# Updates that rounding takes away. A low weight that an optimizer writes directly moves by at least
+# one last place or not at all. The share of weights with a gradient that is not 0, and whose step
+# has changed no bit, says how much of the training is lost.
+
+# A warning is given from this share of all updates on.
+TOO_MANY = 0.1
+
+
+class LostUpdates(NamedTuple):
+    """The updates of one parameter in a step, and how many of them were lost."""
+
+    name: str  # of the parameter
+    dtype: str  # its dtype, by its full name
+    updates: int  # elements whose gradient is not 0
+    lost: int  # those of them that the step left as they were
+
+    @property
+    def share(self) -> float:
+        """The part of the updates that were lost, from 0 to 1."""
+        return self.lost / self.updates if self.updates else 0.0
+
+
+class LostUpdatesWatch:
+    """The base of `UpdateWatch`: counts on their way to the host, which never waits; a warning."""
+
+    def __init__(self, instead: str) -> None:
+        self.records: tuple[LostUpdates, ...] = ()
+        self._instead = instead  # what to write in place of the user's optimizer
+        self._warned = False
+        # Names and dtypes of parameters, a copy of their counts, and whether these are of updates
+        # whose gradient is not 0, or of all.
+        self._sent: tuple[Sequence[tuple[str, str]], Any, bool] | None = None
+
+    def _send(self, names: Sequence[tuple[str, str]], copy: Any, *, gradients: bool = True) -> None:
+        """Note counts that are on their way, an `AsyncCopy`, unless others still are."""
+        if self._sent is None:
+            self._sent = names, copy, gradients
+
+    def _arrive(self, *, wait: bool = False) -> None:
+        """Read the counts that have arrived, and warn of them, once."""
+        if self._sent is None or not (wait or self._sent[1].is_ready()):
+            return
+        (names, copy, gradients), self._sent = self._sent, None
+        rows = zip(names, copy.values().tolist(), strict=True)
+        self.records = tuple(LostUpdates(*name, *row) for name, row in rows)
+        if not self._warned and share(self.records) >= TOO_MANY:
+            self._warned = True
+            text = message(self.records, self._instead, gradients=gradients)
+            warnings.warn(text, LowWeightsWarning, stacklevel=outside())
+
+
+def share(records: Sequence[LostUpdates]) -> float:
+    """Return the part of all updates that were lost, from 0 to 1."""
+    updates = sum(each.updates for each in records)
+    return sum(each.lost for each in records) / updates if updates else 0.0
+
+
+def message(records: Sequence[LostUpdates], instead: str, *, gradients: bool = True) -> str:
+    """Return the warning about a step that lost updates."""
+    updated = (each for each in records if each.updates)
+    worst = sorted(updated, key=lambda each: (-each.share, -each.updates))[:3]
+    most = ", ".join(f"{each.name} ({each.dtype}) {each.share:.0%}" for each in worst)
+    seen = "the gradient is not 0, and " if gradients else ""
+    return (
+        f"{share(records):.0%} of the updates of low weights were rounded away in this step: "
+        f"{seen}the weight keeps its bits, because the update is below half of its last place. "
+        f"Most in: {most}. Such weights hardly learn. Write {instead}, which keeps the rest of "
+        "each weight beside it."
+    )

@@ -121,5 +121,4 @@ class Training:
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """True if all bits are, NaN among them."""
     return seen(one) == seen(other)  # type: ignore[no-any-return]

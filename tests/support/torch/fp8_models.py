@@ -125,7 +125,6 @@ def saved_bytes(
     policy: Any,
     loss: Callable[[torch.Tensor], Any] | None = None,
 ) -> int:
-    """The bytes of all memory that a forward pass saves for backward, parameters aside."""
     return sum(memory.nbytes() for memory in saved(model, x, policy, loss))
 
 
@@ -142,8 +141,6 @@ PARTS = ("model", "optimizer", "scaler")
 
 
 class Run:
-    """A model with its optimizer and a scaler, whose scale doubles every two steps."""
-
     def __init__(self, policy: Any, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.policy = policy
@@ -163,7 +160,6 @@ class Run:
         return loss.item(), self.bits()
 
     def bits(self) -> Any:
-        """The bits of weights and of the optimizer's state, and the numbers of the scaler."""
         states = self.optimizer.state_dict()["state"].values()
         tensors = [*self.model.parameters(), *(t for state in states for t in state.values())]
         return [t.detach().numpy().tobytes() for t in tensors], self.scaler.state_dict()
@@ -172,7 +168,6 @@ class Run:
         torch.save({part: getattr(self, part).state_dict() for part in PARTS}, path)
 
     def load(self, path: Path, without: str = "") -> None:
-        """Go on from a file; one of `PARTS` may be left as it is."""
         for part, state in torch.load(path, weights_only=True).items():
             if part != without:
                 getattr(self, part).load_state_dict(state)

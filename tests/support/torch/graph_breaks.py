@@ -57,7 +57,6 @@ graph_break = torch._dynamo.graph_break
 
 
 def kind(function: Kind) -> Kind:
-    """Put a function into the table."""
     KINDS[function.__name__] = function
     return function
 
@@ -81,9 +80,6 @@ def a_loop_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
 def an_assertion(net: Net, y: torch.Tensor) -> torch.Tensor:
     assert y.isfinite().all()
     return net.second(y)
-
-
-# What Python does outside of tensors.
 
 
 @kind
@@ -130,7 +126,6 @@ def an_error_caught(net: Net, y: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def block() -> Iterator[None]:
-    """A context that does nothing."""
     yield
 
 
@@ -143,8 +138,6 @@ def a_context(net: Net, y: torch.Tensor) -> torch.Tensor:
 
 
 class Pair(NamedTuple):
-    """A tensor and a number."""
-
     tensor: torch.Tensor
     times: int
 
@@ -161,9 +154,6 @@ def containers(net: Net, y: torch.Tensor) -> torch.Tensor:
 def a_compiled_function_inside(net: Net, y: torch.Tensor) -> torch.Tensor:
     graph_break()
     return torch.compile(net.second, backend="aot_eager")(y)  # type: ignore[no-any-return]
-
-
-# Gradients and modes.
 
 
 @kind
@@ -213,8 +203,6 @@ def a_checkpoint(net: Net, y: torch.Tensor) -> torch.Tensor:
 
 
 class Unchanged(torch.overrides.TorchFunctionMode):
-    """A mode that changes nothing."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -223,9 +211,6 @@ class Unchanged(torch.overrides.TorchFunctionMode):
 def a_mode(net: Net, y: torch.Tensor) -> torch.Tensor:
     with Unchanged():
         return net.second(y)
-
-
-# Writes, and numbers from outside.
 
 
 @kind
@@ -248,9 +233,6 @@ def a_parameter_written(net: Net, y: torch.Tensor) -> torch.Tensor:
 def random_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(0)
     return net.second(y * torch.rand(3, 8))
-
-
-# Regions inside, and code that asks for the region.
 
 
 @kind

@@ -74,7 +74,6 @@ def loss_of(name: str, model: nn.Module, step: int, dtype: torch.dtype | None = 
 
 
 def step(model: nn.Module, optimizer: Any, at: int) -> None:
-    """One step of a perceptron."""
     optimizer.zero_grad()
     loss_of("mlp", model, at).backward()
     optimizer.step()
@@ -121,5 +120,4 @@ def weights(model: nn.Module, optimizer: Any = None) -> dict[str, torch.Tensor]:
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two state_dicts of float32 weights have the same bits."""
     return seen(one) == seen(other)  # type: ignore[no-any-return]

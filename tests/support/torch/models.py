@@ -8,6 +8,7 @@ polymp is imported, and those of polymp on its compiled kernels and with every o
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import sys
 import warnings
@@ -38,8 +39,6 @@ class Model(NamedTuple):
 
 
 class First(nn.Module):
-    """A layer that returns more than the one result that counts."""
-
     def __init__(self, layer: nn.Module, at: int = 0) -> None:
         super().__init__()
         self.layer, self.at = layer, at
@@ -209,7 +208,6 @@ class Solver(nn.Module):
 
 
 def build() -> dict[str, Callable[[], Model]]:
-    """Models by title; each call makes the same one anew."""
     rows, sequences, images = (3, 8), (3, 6, 8), (2, 3, 8, 8)
 
     def on(module: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> Callable[[], Model]:
@@ -277,6 +275,14 @@ def seen(t: Any) -> Any:
     flat = torch.view_as_real(dense) if dense.is_complex() else dense
     bits = flat.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     return str(t.dtype), tuple(t.shape), t.is_sparse, bits
+
+
+def through_file(value: Any, *, weights_only: bool = True) -> Any:
+    """Save a value, and return what is loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def outcome(

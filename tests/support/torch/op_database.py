@@ -58,7 +58,6 @@ def _errors(op: Any, samples: int) -> Iterator[str]:
 
 
 def _error(op: Any, args: Any, kwargs: Any, region: Any) -> str:
-    """Call an op and differentiate the sum of its results; return the error."""
     try:
         with region:
             result = op(*args, **kwargs)

@@ -185,7 +185,6 @@ def _row(op: str, *args: Any, outputs: tuple[int, ...] | None = None, **kwargs: 
 
 
 def _rows(ops: str, *args: Any, **more: Any) -> list[Row]:
-    """Rows of several ops with the same arguments."""
     return [_row(op, *args, **more) for op in ops.split()]
 
 

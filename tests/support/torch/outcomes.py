@@ -90,7 +90,6 @@ def _gradients(outputs: list[Any], leaves: list[torch.Tensor]) -> tuple[torch.Te
 
 
 def see(value: Any, *, bits: bool = True) -> Any:
-    """A tensor as `Seen`; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     layout = str(value.layout)
@@ -184,8 +183,6 @@ def torch_cuda(low: torch.dtype) -> Iterator[None]:
 
 
 class Listed(NamedTuple):
-    """A call of a public function, and where it stands in the lists."""
-
     title: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -194,7 +191,6 @@ class Listed(NamedTuple):
 
 @cache
 def listed(device: str) -> tuple[Listed, ...]:
-    """The calls for a device; for CUDA on fake tensors."""
     mode = fake_mode() if device == "cuda" else nullcontext()
     with torch.random.fork_rng(), mode:
         torch.manual_seed(0)

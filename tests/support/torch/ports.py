@@ -148,8 +148,6 @@ def weights(config: Config, seed: int) -> dict[str, Any]:
 
 
 class Training:
-    """A model in training, its batch, and SGD."""
-
     def __init__(self, config: Config, seed: int = 0) -> None:
         self.model: nn.Module = MODELS[config.name](config)
         made = {path: torch.tensor(x) for path, x in weights(config, seed).items()}
@@ -158,7 +156,6 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), RATE, momentum=0.9)
 
     def step(self) -> None:
-        """One step."""
         *inputs, classes = self.batch
         F.cross_entropy(self.model(*inputs), classes).backward()
         self.optimizer.step()

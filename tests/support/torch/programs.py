@@ -37,16 +37,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Write:
-    """A weight written by hand."""
-
     how: str
     weight: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer's step, perhaps after a backward pass."""
-
     optimizer: str
     backward: bool
 
@@ -216,7 +212,6 @@ def count_up() -> None:
 
 
 def state() -> tuple[Any, ...]:
-    """torch's autocast state in this thread."""
     dtype = str(torch.get_autocast_dtype("cpu"))
     return torch.is_autocast_enabled("cpu"), dtype, torch.is_autocast_cache_enabled()
 
@@ -228,7 +223,6 @@ def nesting() -> int:
 
 
 def bits(t: torch.Tensor | None) -> tuple[Any, ...]:
-    """All of a tensor that can be compared."""
     if t is None:
         return ()
     raw = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -19,9 +19,6 @@ from tests.support import forks
 
 LIMIT = 240  # seconds; a rank that waits for a dead one gives up before
 
-# What every rank would import, dynamo at the first step of an optimizer.
-IMPORTED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "polymp.torch")
-
 
 def launch(
     program: str, ranks: int, folder: Path, *, backend: str = "gloo", strict: bool = True
@@ -41,7 +38,7 @@ def launch(
         )
         for rank, path in enumerate(printed)
     ]
-    codes = forks.run(IMPORTED, calls, LIMIT)
+    codes = forks.run(forks.TORCH, calls, LIMIT)
     assert codes == [0] * ranks, "\n".join(path.read_text()[-3000:] for path in printed)
     return [pickle.loads((meeting / f"notes{rank}").read_bytes()) for rank in range(ranks)]
 

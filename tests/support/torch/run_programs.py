@@ -102,20 +102,6 @@ class Correct:
         torch.clear_autocast_cache()
 
 
-class StaleWeights(Correct):
-    """Used wrongly: casts of weights that have changed."""
-
-    def wrote(self) -> None:
-        pass
-
-
-class StaleDtype(Correct):
-    """Used wrongly: casts of another dtype."""
-
-    def entered_or_left(self) -> None:
-        pass
-
-
 class OneObject(Correct):
     """Used wrongly: one object for all entries that have the same arguments."""
 
@@ -129,24 +115,17 @@ class OneObject(Correct):
         return self.objects[spec, cache]
 
 
-class Threads(Correct):
-    """Used wrongly: a second thread clears the first one's casts."""
-
-    def thread(self, body: Callable[[], None]) -> None:
-        in_thread(body)
-
-
-class NoGeneratorRegion(Correct):
-    """Used wrongly: torch's decorator on a generator, which then runs without autocast."""
-
-    def generator(
-        self, spec: Spec, generator: Callable[[], Iterator[None]]
-    ) -> Callable[[], Iterator[None]]:
-        return generator
-
-
-WRONG = StaleWeights, StaleDtype, OneObject, Threads, NoGeneratorRegion
-LIBRARIES = {library.__name__: library for library in (Correct, *WRONG)}
+# Other ways to use it wrongly: casts are kept of weights that have changed, or of another dtype; a
+# second thread clears the first one's; torch's decorator runs a generator without a region.
+WRONG: dict[str, dict[str, Callable[..., Any]]] = {
+    "StaleWeights": {"wrote": lambda self: None},
+    "StaleDtype": {"entered_or_left": lambda self: None},
+    "Threads": {"thread": lambda self, body: in_thread(body)},
+    "NoGeneratorRegion": {"generator": lambda self, spec, generator: generator},
+}
+LIBRARIES = {"Correct": Correct, "OneObject": OneObject} | {
+    name: type(name, (Correct,), own) for name, own in WRONG.items()
+}
 
 
 class Child:
@@ -190,7 +169,6 @@ def _clean() -> None:
 
 
 def main() -> None:
-    """Answer until stdin ends."""
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
     torch.set_num_threads(1)
     programs.count_up()

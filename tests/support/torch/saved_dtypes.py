@@ -78,15 +78,10 @@ def region(device: str, low: torch.dtype, policy: str) -> AbstractContextManager
     return autocast(device, low, policy=policy)
 
 
-@contextmanager
-def attention(module: Any, how: Callable[..., Any] | None) -> Iterator[None]:
+def attention(module: Any, how: Callable[..., Any] | None) -> AbstractContextManager[Any]:
     """The example's model with another attention."""
-    before = module.F.scaled_dot_product_attention
-    module.F.scaled_dot_product_attention = how or before
-    try:
-        yield
-    finally:
-        module.F.scaled_dot_product_attention = before
+    name = "scaled_dot_product_attention"
+    return mock.patch.object(module.F, name, how or getattr(module.F, name))
 
 
 def on_device(module: nn.Module, device: str) -> nn.Module:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.support.torch.models import seen
@@ -139,38 +138,6 @@ def accumulated(amp: Amp, unscale: bool) -> Log:
     return log
 
 
-def several(amp: Amp, unscale: tuple[int, ...] = ()) -> Log:
-    """Two models, two losses, three optimizers, two of them fused; each skips for itself."""
-    log, first, second = Log(), net(1), net(2)
-    head = nn.Linear(2, 1)
-    optimizers = [
-        sgd(first.parameters()),
-        torch.optim.AdamW(second.parameters(), lr=0.01, fused=True),
-        torch.optim.Adam(head.parameters(), lr=0.01, fused=True),
-    ]
-    scaler = new_scaler(amp)
-    for step in range(8):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with amp.autocast("cpu", dtype=FP16):
-            a, b = first(data(step)), second(data(step))
-            one = (2 * a + 3 * b).float().square().mean()
-            two = F.mse_loss(head(a.detach()).float(), torch.ones(5, 1))
-        one = spoiled(one, float("inf") if step == 2 else 1.0)
-        two = spoiled(two, float("nan") if step in (4, 5) else 1.0)
-        for loss in scaler.scale([one, two]):
-            loss.backward(retain_graph=True)
-        for at in unscale:
-            scaler.unscale_(optimizers[at])
-            log.model((first, second, head)[at])
-        log.append([scaler.step(optimizer) for optimizer in optimizers])
-        scaler.update()
-        log.scaler(scaler)
-        for model in (first, second, head):
-            log.model(model)
-    return log
-
-
 def sparse(amp: Amp, make: Any, dtype: torch.dtype = FP32) -> Log:
     """Sparse gradients, with indices that come twice."""
     log = Log()
@@ -268,9 +235,6 @@ PROGRAMS: dict[str, Callable[[Amp], Log]] = {
     "clipped by value": partial(train, make=sgd, clip=by_value),
     "accumulated": partial(accumulated, unscale=False),
     "accumulated and clipped": partial(accumulated, unscale=True),
-    "several": several,
-    "several, one unscaled": partial(several, unscale=(1,)),
-    "several, all unscaled": partial(several, unscale=(0, 1, 2)),
     **{f"sparse {name}": partial(sparse, make=make) for name, make in SPARSE.items()},
     "sparse bfloat16": partial(sparse, make=SPARSE["SGD"], dtype=BF16),
     "coalesced half": coalesced_half,

@@ -121,13 +121,13 @@ def test_dtypes_as_users_write_them(full: str) -> None:
     layer, x, dtype = nn.Linear(4, 4).requires_grad_(False), torch.ones(2, 4), getattr(torch, full)
     for given in spellings(full)[1::3]:  # each a while
         assert [call.run for call in explain(layer, x, dtype=given)] == [full]
+        with freeze(layer, (x,), dtype=given):
+            assert layer.weight.dtype is dtype
     for given in spellings(full):
         assert autocast("cpu", dtype=given).fast_dtype is dtype
         with pin(layer, given) as pinning:
             assert pinning.dtype == full
         layer.float()
-        with freeze(layer, (x,), dtype=given):
-            assert layer.weight.dtype is dtype
         assert GradScaler("cpu", dtype=given).is_enabled() == (full == "float16")
 
 
@@ -179,12 +179,7 @@ def test_the_arguments_are_taken_when_the_object_is_made(x: torch.Tensor, w: tor
             assert torch.mm(x, w).dtype is BF16
 
 
-# --- subclasses -----------------------------------------------------------------------------------
-
-
 class Half(autocast):
-    """A subclass with its own arguments that counts its entries."""
-
     def __init__(self, enabled: bool = True) -> None:
         super().__init__("cpu", FP16, enabled)
         self.entries: list[str] = []

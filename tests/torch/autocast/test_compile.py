@@ -14,7 +14,6 @@ from tests.support.torch.compiled import (
     AS_OBJECT,
     KEEPS_RELU,
     Count,
-    Decorated,
     Net,
     assert_same,
     dtypes,
@@ -25,9 +24,6 @@ from tests.support.torch.version_changes import VERSION
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-# --- inside --------------------------------------------------------------------------------------
 
 
 def nested(net: Net, x: torch.Tensor) -> Any:
@@ -132,15 +128,6 @@ def test_inside_a_compiled_function(title: str, count: Count, net: Net, x: torch
     assert_same(result, eager, net)
     compiled(net, x)
     assert count.graphs == 1
-
-
-def test_a_module_with_a_decorated_forward(count: Count, x: torch.Tensor) -> None:
-    net = Decorated()
-    compiled = torch.compile(net, fullgraph=True, backend=count)
-    assert compiled(x).dtype is FP16
-    assert_same([compiled(x)], [net(x)], net)
-    with torch.no_grad(), autocast("cpu", dtype=BF16):
-        assert_same([compiled(x)], [net(x)])
 
 
 def test_an_exception_leaves_a_compiled_region(count: Count, net: Net, x: torch.Tensor) -> None:

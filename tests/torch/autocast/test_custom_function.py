@@ -39,8 +39,6 @@ TORCH = Amp(torch.amp.autocast, torch.amp.custom_fwd, torch.amp.custom_bwd)
 
 
 class Report(list[Any]):
-    """A list of observations, in order."""
-
     def look(self, title: str, *tensors: torch.Tensor) -> None:
         on = torch.is_autocast_enabled("cpu")
         low = torch.get_autocast_dtype("cpu") if on else None
@@ -51,8 +49,6 @@ class Report(list[Any]):
 
 
 def product(amp: Amp, report: Report, cast_inputs: torch.dtype | None = None) -> Any:
-    """A function that multiplies matrices, and squares on the way back, and reports."""
-
     class Product(torch.autograd.Function):
         @staticmethod
         @amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
@@ -111,7 +107,6 @@ Body = Callable[[Amp, Report, torch.Tensor, torch.Tensor], tuple[torch.Tensor, .
 
 
 def reported(body: Body, amp: Amp, dtype: torch.dtype = FP32) -> Report:
-    """The report of a scenario on two leaves, with the bits of its results and of the gradients."""
     report, (a, b) = Report(), leaves(dtype)
     results = body(amp, report, a, b)
     report.bits(*(y.detach() for y in results), a.grad, b.grad)
@@ -148,8 +143,6 @@ def in_half(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
 
 
 def chained(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Two functions with states of their own, and one that calls the other."""
-
     class Outer(torch.autograd.Function):
         @staticmethod
         @amp.custom_fwd(device_type="cpu", cast_inputs=FP32)
@@ -193,7 +186,6 @@ def recomputed(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor, **how
 
 
 def retained(amp: Amp, report: Report, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """One graph, differentiated in three places."""
     with amp.autocast("cpu", dtype=FP16):
         y = product(amp, report)(a, b).float().sum()
         y.backward(retain_graph=True)
@@ -250,11 +242,7 @@ def test_every_report_equals_torch_s(scenario: str) -> None:
     assert report == SCENARIOS[scenario](TORCH)
 
 
-# --- decorators that are wrong -------------------------------------------------------------------
-
-
 def nothing(function: Any = None, **_: Any) -> Any:
-    """A decorator that decorates nothing."""
     return nothing if function is None else function
 
 
@@ -285,9 +273,6 @@ def test_wrong_decorators_are_seen(mutant: str) -> None:
         at_work = {n for n, (f, b, c) in PLACES.items() if f != b or (c and f not in (None, OFF))}
         assert at_work <= seen
         assert not seen & {"outside, back outside", "cast to fp16, outside"}
-
-
-# --- by hand -------------------------------------------------------------------------------------
 
 
 def test_backward_keeps_the_policy_of_forward() -> None:
@@ -327,7 +312,6 @@ def test_only_floats_below_float64_are_cast() -> None:
 
 
 def dtypes_in(value: Any) -> Any:
-    """The value with dtypes for tensors, and every container's type beside its contents."""
     match value:
         case torch.Tensor():
             return value.dtype

@@ -39,7 +39,6 @@ STEPS = 3
 
 
 def trained(recipe: str, how: str) -> dict[str, Any]:
-    """The bits of the weights after some steps."""
     torch.manual_seed(0)
     model: nn.Module = Net()
     if how == "fsdp2":
@@ -139,9 +138,6 @@ def test_two_ranks_have_the_bits_of_one_process(how, ranks):
     assert ranks[0]["rowwise", how] != ranks[0]["tensorwise", how], "the comparison can fail"
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-
 def test_products_of_one_activation_save_it_once():
     a, b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     x = torch.randn(32, 64)
@@ -189,7 +185,6 @@ FALLBACKS = {
 
 
 def falls_back(call: Any, reason: str) -> None:
-    """A call has a reason in `explain`, and runs as under lean."""
     with explain() as report, autocast("cpu", policy=EVERY_PRODUCT):
         y = call()
     told = [(c.recipe, c.fallback) for c in report if c.rule == "fp8"]
@@ -262,14 +257,13 @@ def test_transforms_of_torch_func_fall_back():
 # --- The example's small model with products in 8 bits, against bfloat16: its loss, and its memory
 
 
-STEPS_OF_EXAMPLE = size(60, 1000)
+STEPS_OF_EXAMPLE = size(40, 1000)
 # Of the loss. A short run is in the middle of its fall, where a small difference shows more.
 LIMIT = 0.01 if LONG else 0.02
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Namespace]:
-    """The example's modules, its arguments for the small model, and its text."""
     with examples.modules("train_torch", "job") as found:
         job = found.job
         args = job.arguments(job.parser("train_torch.py", "", job.SMALL), [])
@@ -297,7 +291,6 @@ def model_and_tokens(example: Namespace) -> tuple[nn.Module, torch.Tensor]:
 
 
 def ratios(count: Any) -> dict[str, dict[str, float]]:
-    """Of each recipe, the bytes that it saves in parts of those of each policy in bfloat16."""
     return {name: {high: count(policy(name)) / count(high) for high in HIGH} for name in RECIPES}
 
 

@@ -187,8 +187,6 @@ def test_a_default_dtype_of_float64_changes_nothing():
         torch.set_default_dtype(torch.float32)
 
 
-# --- calls ----------------------------------------------------------------------------------------
-
 X, W = torch.randn(32, 64), torch.randn(48, 64)
 C = torch.randn(48)
 CALLS = {

@@ -202,7 +202,6 @@ EVERY = size(7, 2)  # one in so many ways of an op
 
 
 def outcome(run: Callable[[], Any]) -> Outcome:
-    """Bits and dtypes, or the error."""
     try:
         leaves = torch.utils._pytree.tree_leaves(run())
     except (RuntimeError, NotImplementedError) as error:
@@ -293,6 +292,7 @@ OTHER_RULES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("title", list(OPS)[:PLAIN:2])
 def test_under_other_rules_dtypes_are_those_of_the_plain_call(
@@ -351,14 +351,10 @@ def test_a_disabled_region_and_a_policy_count_in_a_transformation() -> None:
         assert vmap(linear)(ROWS).dtype is FP16
 
 
-# --- outside regions -----------------------------------------------------------------------------
-
-
 COMPARED = ("vmap", "grad", "jvp", "vmap of grad")
 
 
 def plain_results() -> dict[tuple[str, str], Outcome]:
-    """The outcomes of every op in some ways, in whatever region there is."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
@@ -375,7 +371,6 @@ def main(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def without_polymp(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results outside and in regions of torch's own, from a process without polymp."""
     found, printed = (tmp_path_factory.mktemp("func") / name for name in ("found", "printed"))
     call = forks.Call(__name__, "main", (str(found),), str(printed), strict=False)
     assert forks.run(forks.TORCH, [call]) == [0], printed.read_text()[-2000:]

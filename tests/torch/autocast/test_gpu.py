@@ -69,7 +69,6 @@ RECURRENT = {
 def recurrent(
     title: str, enter: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> tuple[list[torch.Tensor], list[str]]:
-    """Results and gradients of a recurrent layer in a region, and the kernels that were called."""
     torch.manual_seed(0)
     layer = RECURRENT[title]().to(DEVICE)
     x = torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
@@ -128,7 +127,6 @@ def test_recurrent_layers_that_a_policy_keeps_in_float32_keep_their_buffer(rule:
 
 
 def channels_last(amp: Any, low: torch.dtype) -> dict[str, Any]:
-    """Return the state after three training steps on images in channels_last."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
@@ -290,7 +288,6 @@ def test_training_with_the_scaler_bit_for_bit(dtype: torch.dtype, fused: bool) -
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
-    """Waiting for the GPU is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls the mode a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -357,7 +354,6 @@ class Loop:
         self.finish()
 
     def noted(self) -> list[Any]:
-        """Return the state after an iteration, as numbers of the host."""
         state = self.scaler.state_dict()
         return [state, [w.tolist() for w in self.weights]]
 
@@ -421,7 +417,6 @@ def on_a_side_stream() -> Iterator[None]:
 
 
 def in_a_graph(function: Any) -> Any:
-    """Capture it; returns what replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()

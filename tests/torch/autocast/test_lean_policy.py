@@ -44,7 +44,6 @@ LIMITS = {"written_out": 0.75, "fused": 0.85}
 
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, list[saved_dtypes.Saved]]:
-    """Return the values that are saved on CUDA, by program, attention, dtype and policy."""
     program = "from tests.support.torch import saved_dtypes; saved_dtypes.main()"
     return {
         key: [saved_dtypes.Saved(*one) for one in found]
@@ -125,7 +124,6 @@ def test_queries_keys_and_values_have_one_dtype(low):
 
 
 def losses(parts: Any, policy: str | None, options: list[str]) -> tuple[float, float]:
-    """Held-out losses of the example, before and after."""
     args = parts.job.arguments(
         parts.job.parser("train_torch.py", "", parts.job.SMALL), [*options, "--quiet"]
     )

@@ -29,7 +29,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Parts of an outcome that are not the same."""
     return [part for part in ours.keys() | theirs.keys() if ours.get(part) != theirs.get(part)]
 
 

@@ -68,7 +68,6 @@ def of(norm: Norm, low: torch.dtype, policy: str, weights: torch.dtype) -> Any:
 
 
 def stand_in(x: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: Any) -> Any:
-    """The shapes and dtypes that torch's kernel returns."""
     rows = x.new_empty((*x.shape[: -len(shape)], *(1 for _ in shape)), dtype=torch.float32)
     return torch.empty_like(x), rows
 
@@ -211,55 +210,24 @@ def test_layer_norm_on_a_cpu_differentiates_in_every_way(affine: bool) -> None:
         assert torch.equal(one, other)
 
 
-def _in_torch(norm: str) -> Any:
-    def call(x: Any, w: Any, scale: Any, shift: Any) -> Any:
-        y = x @ w
-        if norm == "layer_norm":
-            return F.layer_norm(y, y.shape[-1:], scale, shift, 1e-6)
-        if norm == "rms_norm":
-            return F.rms_norm(y, y.shape[-1:], scale, 1e-6)
-        return F.group_norm(y.movedim(-1, 1), 4, scale, shift, 1e-6).movedim(1, -1)
-
-    return call
-
-
-def _in_jax(norm: str) -> Any:
-    from flax import nnx
-
-    def call(x: Any, w: Any, scale: Any, shift: Any) -> Any:
-        rngs, width = nnx.Rngs(0), len(scale)
-        if norm == "group_norm":
-            module = nnx.GroupNorm(width, num_groups=4, rngs=rngs)
-        else:
-            module = {"layer_norm": nnx.LayerNorm, "rms_norm": nnx.RMSNorm}[norm](width, rngs=rngs)
-        module.scale[...] = scale
-        if norm != "rms_norm":
-            module.bias[...] = shift
-        return module(x @ w)
-
-    return call
-
-
 # With float32 weights on a CPU, torch says once that it cannot use its fused kernel of RMSNorm.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "group_norm"])
-def test_values_under_lean_are_within_the_derived_tolerance(norm: str, low: str) -> None:
-    np = pytest.importorskip("numpy")
-    pytest.importorskip("flax")
-    from polymp.testing import assert_parity
+@pytest.mark.parametrize("norm", list(NORMS)[:3])
+def test_values_under_lean_are_off_by_a_few_roundings(norm: str, low: str) -> None:
+    """Behind a product, which rounds its operands and its result."""
+    dice = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 32, generator=dice) for n in (24, 32))
+    weights = [1 + 0.1 * torch.randn(n, generator=dice) for n in SHAPE]
 
-    rng = np.random.default_rng(0)
-    x, w = rng.standard_normal((2, 6, 16)), rng.standard_normal((16, 16))
-    given = [x, w, *(1 + 0.1 * rng.standard_normal((2, 16)))]
-    found = assert_parity(_in_torch(norm), _in_jax(norm), given, "lean", low, probes=6)
-    assert found.margin > 1
-    assert set(found.dtypes.values()) == {low}
-    exact = _in_torch(norm)(*(torch.tensor(x) for x in given))
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        y = (x.to(dtype) @ w.to(dtype)).view(SHAPE)
+        return NORMS[norm](y, lambda axis: weights[axis].to(dtype))
+
     with autocast("cpu", getattr(torch, low), policy="lean"):
-        lean = _in_torch(norm)(*(torch.tensor(x, dtype=torch.float32) for x in given))
+        lean = run(torch.float32)
+    exact = run(torch.float64)
+    assert lean.dtype is getattr(torch, low)
     error = float((lean.double() - exact).abs().max() / exact.abs().max())
-    print(f"\n{norm} in {low} under lean: off by {error:.2g}, tolerance "
-          f"{found.gaps[0].tolerance:.2g}")  # fmt: skip
-    assert error <= found.gaps[0].tolerance
+    print(f"\n{norm} in {low} under lean: off by {error:.2g}")
+    assert error <= torch.finfo(lean.dtype).eps

@@ -20,29 +20,6 @@ from tests.support.torch.version_changes import VERSION
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# Programs that show in one dtype which rule an op ran by.
-SHOW = {
-    "mm": lambda low: torch.mm(X, X.t()),
-    "exp": lambda low: X.to(low).exp(),
-    "softmax": lambda low: torch.softmax(X.to(low), -1),
-    "add": lambda low: X.to(low) + X.to(low),
-    "layer_norm": lambda low: torch.layer_norm(X.to(low), (4,)),
-}
-
-
-@pytest.mark.parametrize("op", SHOW)
-@pytest.mark.parametrize("rule", ["lower", "fp32", "fp32_keep", "widest", "keep", None])
-@pytest.mark.parametrize("low", [BF16, FP16])
-def test_a_rule_is_what_runs(op, rule, low):
-    policy = {"rules": {} if rule is None else {op: rule}}
-    given = FP32 if op == "mm" else low
-    expected = {"lower": low, "fp32": FP32, "fp32_keep": given, "keep": given, None: given}
-    expected["widest"] = torch.promote_types(low, given)
-    with autocast("cpu", low, policy=policy):
-        inside = SHOW[op](low)
-    assert inside.dtype is expected[rule]
-    assert torch.get_autocast_dtype("cpu") is BF16, "the region leaked"
-
 
 def test_the_cuda_table_on_a_cpu():
     """Its dtypes are in shared/test_cases."""
@@ -113,7 +90,6 @@ def test_gradients_pass_through_our_casts():
     with autocast("cpu", policy={"rules": {"mm": "lower", "exp": "fp32_keep"}}):
         loss = torch.mm(X, w).exp().float().sum()
     loss.backward()
-    expected = torch.randn(0)
     v = w.detach().clone().requires_grad_()
     low = torch.mm(X.to(BF16), v.to(BF16)).float().exp().to(BF16).float().sum()
     (expected,) = torch.autograd.grad(low, v)
@@ -310,7 +286,7 @@ def test_no_op_fails_that_runs_in_the_default_region(part, tmp_path):
     call = forks.Call(
         DATABASE, "main", (part, PARTS, SAMPLES, str(out)), str(printed), strict=False
     )
-    assert forks.run((*forks.TORCH, DATABASE), [call]) == [0], printed.read_text()[-3000:]
+    assert forks.run(forks.TORCH, [call]) == [0], printed.read_text()[-3000:]
     called, errors = json.loads(out.read_text())
     assert called > 25
     known = [e for e in errors if e.split()[0] in TORCHS_OWN and e.split()[1].startswith("torch-")]

@@ -93,7 +93,6 @@ def arguments(seed: int) -> list[torch.Tensor]:
 
 
 def opened(model: nn.Module, policy: Policy, low: str, stack: ExitStack, by_scope: bool) -> None:
-    """Put a policy in force for the model: in its modules, or in the region around."""
     dtype = getattr(torch, low)
     if by_scope or policy.scopes:
         stack.enter_context(scoped(model, policy))
@@ -105,7 +104,6 @@ def opened(model: nn.Module, policy: Policy, low: str, stack: ExitStack, by_scop
 def run_of(
     model: nn.Module, policy: Policy, low: str, values: Any, by_scope: bool, call: Any
 ) -> Any:
-    """All values, or the error that ended the run."""
     with ExitStack() as stack:
         try:
             opened(model, policy, low, stack, by_scope)
@@ -157,7 +155,6 @@ def said(it: Decisions, start: int) -> list[Any]:
 
 
 def compiled(count: int) -> dict[str, Any]:
-    """Programs compiled as one graph each."""
     wrong, seen = [], Counter[str]()
     for seed, low, policy, model, by_scope in cases(count):
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,25 +21,10 @@ from tests.support.processes import in_thread
 from tests.support.sizes import size
 from tests.support.torch import programs, run_programs
 from tests.support.torch.kernels import all_python
-from tests.support.torch.programs import (
-    Block,
-    Call,
-    Catch,
-    Inference,
-    Inside,
-    NoGrad,
-    Op,
-    Program,
-    Raise,
-    Spec,
-    Step,
-    Thread,
-    Write,
-    Yielding,
-)
+from tests.support.torch.programs import Block, Inside, Op, Program, Spec, Thread
 from tests.torch import conftest
 
-KINDS = [Op, Write, Step, Raise, Inside, Call, Yielding, NoGrad, Inference, Catch, Thread]
+KINDS = get_args(programs.Node)
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 low = st.sampled_from(["bfloat16", "float16"])
@@ -55,10 +40,9 @@ fresh_specs = st.builds(
 number = st.integers(0, 3)
 activation = st.sampled_from([0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9])
 op = st.builds(Op, number, activation, activation)
-write = st.builds(
-    Write, st.sampled_from(sorted(programs.WRITES)), st.sampled_from(["w", "w", "u", "b", "conv"])
-)
-step = st.builds(Step, st.sampled_from(sorted(programs.OPTIMIZERS)), st.booleans())
+weight = st.sampled_from(["w", "w", "u", "b", "conv"])
+write = st.builds(programs.Write, st.sampled_from(sorted(programs.WRITES)), weight)
+step = st.builds(programs.Step, st.sampled_from(sorted(programs.OPTIMIZERS)), st.booleans())
 
 
 def times(n: int, strategy: st.SearchStrategy[Any]) -> list[st.SearchStrategy[Any]]:
@@ -74,18 +58,18 @@ def blocks(
     nodes = [] if outermost else times(6, op)
     nodes += [write, step]
     if caught:
-        nodes.append(st.builds(Raise))
+        nodes.append(st.builds(programs.Raise))
     if depth:
         body, stoppable = (blocks(depth - 1, caught=each) for each in (caught, True))
         inside = st.builds(Inside, number, body)
         thread = st.builds(Thread, st.tuples(st.builds(Inside, number, stoppable)) | stoppable)
         nodes += [
             *times(3, inside),
-            st.builds(Call, number, st.integers(0, 2), body),
-            st.builds(Yielding, number, body, body, body),
-            st.builds(NoGrad, body),
-            st.builds(Inference, body),
-            st.builds(Catch, stoppable),
+            st.builds(programs.Call, number, st.integers(0, 2), body),
+            st.builds(programs.Yielding, number, body, body, body),
+            st.builds(programs.NoGrad, body),
+            st.builds(programs.Inference, body),
+            st.builds(programs.Catch, stoppable),
             thread,
             st.builds(Inside, number, st.tuples(op, thread, op)),
         ]
@@ -149,7 +133,6 @@ def torchs() -> Iterator[run_programs.Child]:
 
 
 def difference(ours: list[Any], theirs: list[Any]) -> str | None:
-    """The first thing that was seen otherwise, or None."""
     for at, (our, their) in enumerate(zip(ours, theirs, strict=False)):
         if our != their:
             return f"polymp saw at {at} {our}, torch {their}"
@@ -219,7 +202,7 @@ def test_wrong_runs_are_told_from_right_ones(torchs: run_programs.Child) -> None
     """The random programs reach every mistake of `run_programs`, and the comparison sees it."""
     unseen = run_programs.LIBRARIES.keys() - {"Correct"}
 
-    @settings(max_examples=300, suppress_health_check=QUIET, phases=[Phase.generate])
+    @settings(max_examples=150, suppress_health_check=QUIET, phases=[Phase.generate])
     @given(random_programs)
     def look(program: Program) -> None:
         if unseen:

@@ -136,9 +136,6 @@ def test_what_needs_no_buffer_is_left_alone(
     assert flattened == []
 
 
-# --- torch's kernel below the layers, which builds for CUDA alone have ----------------------------
-
-
 def call_below(weights: torch.dtype) -> Any:
     with fake_mode():
         sizes = ((20, 4), (20, 5), (20,), (20,))

@@ -7,7 +7,6 @@ writes, recursion, generators and errors, are in `test_random_programs`.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
@@ -24,19 +23,6 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-
-def test_regions_left_out_of_order(x: torch.Tensor, w: torch.Tensor) -> None:
-    first, second = autocast("cpu", dtype=FP16), autocast("cpu", dtype=BF16)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    inside_second = torch.mm(x, w).dtype
-    second.__exit__(None, None, None)
-    assert inside_second is BF16
-    assert torch.mm(x, w).dtype is FP32
-
-
-# --- exceptions -----------------------------------------------------------------------------------
 
 ERRORS = (ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration)
 
@@ -60,27 +46,6 @@ def test_an_exception_passes_and_restores_every_depth(
     assert caught.value is error
     assert seen == [BF16]
     assert torch.mm(x, w).dtype is FP32
-
-
-def test_an_exception_in_backward(x: torch.Tensor, w: torch.Tensor) -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
-            return t.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-            with autocast("cpu", dtype=BF16):
-                raise ArithmeticError("in backward")
-
-    with autocast("cpu", dtype=FP16):
-        y = Fails.apply(torch.mm(x, w)).sum()
-        with pytest.raises(ArithmeticError, match="in backward"):
-            y.backward()
-        assert torch.mm(x, w).dtype is FP16
-
-
-# --- grad modes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -136,16 +101,6 @@ def test_cpu_and_cuda_regions_at_once() -> None:
                 assert two_devices() == AT_ONCE
             assert two_devices() == ONLY_CUDA
         assert two_devices() == OUTSIDE
-
-
-def test_regions_of_two_devices_left_crosswise() -> None:
-    with FakeTensorMode(), contextlib.ExitStack() as stack:
-        region = autocast("cpu", dtype=BF16)
-        region.__enter__()
-        stack.enter_context(inside("cuda", "float16"))
-        assert two_devices() == AT_ONCE
-        region.__exit__(None, None, None)
-        assert two_devices() == ONLY_CUDA
 
 
 def test_policies_of_two_devices_at_once() -> None:

@@ -145,9 +145,6 @@ def test_functions_under_vmap_are_recomputed_as_they_ran(reentrant: bool) -> Non
     assert set(seen_by(product, run, policy, contextlib.nullcontext())) == {FP16}
 
 
-# --- torch.autocast in the same program -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("outer", [autocast, torch.autocast], ids=["ours outside", "torch outside"])
 @pytest.mark.parametrize("given", [{"dtype": BF16}, {"dtype": FP16}, {}, OFF], ids=short)
 def test_regions_of_ours_and_of_torch_nest(
@@ -164,9 +161,6 @@ def test_regions_of_ours_and_of_torch_nest(
             assert torch.equal(torch.mm(x, w), mm(x, w, at))
         assert torch.equal(torch.mm(x, w), mm(x, w, FP16))
     assert torch.equal(torch.mm(x, w), mm(x, w, FP32))
-
-
-# --- torch.jit ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +34,12 @@ LOW = MixedPrecisionPolicy(BF16, FP32, None, cast_forward_inputs=False)
 HEAD_FULL = polymp.policy("amp").override(scopes={"head": {"all": "fp32"}})
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm1(x)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
-        return x + self.down(torch.relu(self.up(self.norm2(x))))
-
-
 class Model(nn.Module):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 16)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        block = partial(nn.TransformerEncoderLayer, 16, 2, 32, 0.0, norm_first=True)
+        self.blocks = nn.ModuleList(block(batch_first=True) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 11, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -87,7 +76,6 @@ def loss_of(call: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tenso
 
 
 def step(model: nn.Module, ids: torch.Tensor, policy: Any) -> torch.Tensor:
-    """Loss of one forward pass, with gradients left on the model."""
     with autocast("cpu", BF16, policy=policy):
         loss = loss_of(model, ids)
     loss.backward()
@@ -133,9 +121,6 @@ def noted(how: Callable[..., Any], rank: int, ranks: int) -> dict[str, Any]:
 
 # FSDP's, of outputs that a dropped alias would spoil; nothing is written in place here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-
-
-# Two ranks
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +210,6 @@ def test_two_ranks_compute_what_one_does_up_to_rounding(
     assert gaps(*measured, loss * 1.1, grads)[0].part  # of one rank's batch, not of both
 
 
-# One rank
-
-
 def test_a_region_that_uses_weights_in_another_dtype_warns(alone: Any) -> None:
     model = made()
     shard(model, "lean")
@@ -270,7 +252,8 @@ def test_a_block_with_a_parameter_of_its_own_keeps_it_in_float32(alone: Any) -> 
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gain, self.inner = nn.Parameter(torch.ones(16)), Block()
+            self.gain = nn.Parameter(torch.ones(16))
+            self.inner = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.gain * self.inner(x)
@@ -279,7 +262,7 @@ def test_a_block_with_a_parameter_of_its_own_keeps_it_in_float32(alone: Any) -> 
     plain = Gated()
     sharded = fully_shard(copy.deepcopy(plain), "amp")
     assert isinstance(sharded, FSDPModule)
-    assert isinstance(sharded.inner.up, FSDPModule)
+    assert isinstance(sharded.inner[0], FSDPModule)
     x = torch.randn(2, 3, 16)
     with autocast("cpu", BF16, policy="amp"):
         one, other = plain(x), sharded(x)

@@ -358,10 +358,3 @@ def test_a_module_sees_the_function_that_torch_applies(cast: str) -> None:
     assert model[1].total.dtype is FP16, "not a parameter, nor a buffer"
     assert floats(model) == {FP32}
     assert model.to("meta")[1].total.device.type == "meta"
-
-
-def test_memory_is_made_for_a_pinned_module() -> None:
-    """`to_empty` passes an argument by name."""
-    model = nn.Linear(2, 2, device="meta")
-    pin(model, "float32")
-    assert model.to_empty(device="cpu").weight.device.type == "cpu"

@@ -28,7 +28,6 @@ from tests.support import forks
 from tests.support.processes import in_threads
 from tests.support.torch.compiled import Count
 from tests.support.torch.each_op import at_every_line, inside, interrupted
-from tests.support.torch.ranks import launch
 from tests.torch.conftest import state
 
 HEAD = polymp.policy("torch-cpu").override(name="head", scopes={"*.lm_head": {"linear": "fp32"}})
@@ -56,35 +55,6 @@ class Model(nn.Module):
             return self.lm_head(h.float())
 
 
-def train(model: nn.Module, wrap: Callable[[nn.Module], nn.Module], rank: int) -> list[Any]:
-    wrapped, notes = wrap(model), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        made = torch.Generator().manual_seed(10 * step + rank)
-        with autocast("cpu", BF16):
-            y = wrapped(torch.randn(6, 8, generator=made))
-        y.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        notes.append((str(y.dtype), [p.detach().numpy().tobytes() for p in model.parameters()]))
-    return notes
-
-
-def main(rank: int, ranks: int, folder: Path) -> list[Any]:
-    """Return the notes of a rank."""
-    ddp = nn.parallel.DistributedDataParallel
-    model, before, by_hand = (seeded(partial(Model, b)) for b in (False, False, True))
-    scoped(model, HEAD)
-
-    def scoped_after(inner: nn.Module) -> nn.Module:
-        wrapped = ddp(inner)
-        scoped(wrapped.module, HEAD)
-        return wrapped
-
-    notes = [train(model, ddp, rank), train(before, scoped_after, rank)]
-    return [*notes, train(by_hand, ddp, rank)]
-
-
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 # The policy has paths that a part of its model, or another model, does not have.
@@ -95,7 +65,6 @@ LAST = polymp.policy("torch-cpu").override(name="last", scopes={"blocks.1": {"li
 
 
 def run(model: nn.Module, x: torch.Tensor, region: Any) -> list[torch.Tensor]:
-    """The result and the gradients of all parameters."""
     with region:
         y = model(x)
     gradients = torch.autograd.grad(y.float().square().sum(), list(model.parameters()))
@@ -195,8 +164,6 @@ def test_outside_of_regions_nothing_changes(x: torch.Tensor) -> None:
 
 
 class Regional(nn.Module):
-    """Opens regions in its own forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lm_head = nn.Linear(8, 8)
@@ -418,8 +385,6 @@ def test_a_pickle_in_a_fresh_process(x: torch.Tensor, tmp_path: Path) -> None:
 
 
 class CopiesItself(nn.Linear):
-    """Makes its copies by hand, as some do."""
-
     def __deepcopy__(self, memo: Any) -> nn.Module:
         made = CopiesItself(self.in_features, self.out_features)
         made.load_state_dict(self.state_dict())
@@ -667,13 +632,30 @@ def test_export_is_refused_and_the_refusal_names_the_way_out(x: torch.Tensor) ->
     torch.testing.assert_close(program.module()(x), model(x))
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    notes = launch("tests.torch.modules.test_scoped", 2, tmp_path)
-    assert notes[0] == notes[1]
-    scoped_first, scoped_after, by_hand = notes[0]
-    assert scoped_first == scoped_after == by_hand
-    assert {dtype for dtype, _ in by_hand} == {"torch.float32"}
-    assert by_hand[0] != by_hand[1]
+def test_distributed_data_parallel(alone: Any) -> None:
+    """Scoped before it is wrapped, and after."""
+
+    def trained(by_hand: bool = False, before: bool = False, after: bool = False) -> Any:
+        model = seeded(lambda: Model(by_hand))
+        if before:
+            scoped(model, HEAD)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        if after:
+            scoped(wrapped.module, HEAD)
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            made = torch.Generator().manual_seed(step)
+            with autocast("cpu", BF16):
+                seen.append(wrapped(torch.randn(6, 8, generator=made)))
+            seen[-1].float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, *model.parameters()]
+
+    by_hand = trained(by_hand=True)
+    assert same(trained(before=True), by_hand)
+    assert same(trained(after=True), by_hand)
+    assert not same(trained(), by_hand), "the oracle cannot tell"
 
 
 def two_linears() -> tuple[nn.Module, polymp.Policy]:

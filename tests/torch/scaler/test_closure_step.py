@@ -92,7 +92,6 @@ class Task:
         return result
 
     def bits(self) -> str:
-        """Parameters, and the tensors and numbers of the optimizer's state."""
         return repr(seen([*self.model.parameters(), self.optimizer.state_dict()["state"]]))
 
 

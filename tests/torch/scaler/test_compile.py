@@ -72,8 +72,6 @@ class History(NamedTuple):
 
 
 class Part:
-    """The parts of a training step, over one scaler."""
-
     def __init__(self, make: Make, **options: Any) -> None:
         torch.manual_seed(0)
         self.net = nn.Sequential(
@@ -191,9 +189,6 @@ def test_eager_and_compiled_steps_in_turns(period: int, odd: int, backend: str) 
     assert all(map(torch.equal, mixed.weights, eager.weights))
 
 
-# --- a quotient that overflows -------------------------------------------------------------------
-
-
 def test_below_a_scale_of_one_a_quotient_that_overflows_is_caught() -> None:
     w = torch.ones(2, requires_grad=True)
     optimizer = optim.SGD([w], lr=0.1)
@@ -209,9 +204,6 @@ def test_below_a_scale_of_one_a_quotient_that_overflows_is_caught() -> None:
     w.grad = torch.full((2,), 3e38)
     update()
     assert (w.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0**-11)
-
-
-# --- everything in one graph ---------------------------------------------------------------------
 
 
 @pytest.mark.one_in(2)

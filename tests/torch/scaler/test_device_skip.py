@@ -75,7 +75,6 @@ def give(name: str, params: list[torch.Tensor], at: int, *, bad: bool) -> None:
 
 
 def everything(params: list[torch.Tensor], optimizer: optim.Optimizer) -> str:
-    """All bits of parameters and states, and the settings of the groups."""
     states = [sorted(optimizer.state.get(p, {}).items()) for p in params]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return repr(seen([params, states, groups]))
@@ -117,9 +116,6 @@ def test_a_step_is_the_plain_one_or_none(name: str, history: str) -> None:
     assert first_difference(name, history, optimizer_step.step_or_undo) is None
 
 
-# --- steps that are wrong ------------------------------------------------------------------------
-
-
 WRONG: dict[str, Callable[[Any, Any, Any], torch.Tensor]] = {
     "parameters alone are undone": torch.where,
     "undone by a product, into which NaN runs": lambda bad, was, p: bad * was + ~bad * p,
@@ -139,11 +135,7 @@ def test_a_wrong_step_is_seen(name: str, way: str) -> None:
     assert first_difference(name, HISTORIES[0], step) is not None
 
 
-# --- who waits -----------------------------------------------------------------------------------
-
-
 def reads(step: Callable[[], Any]) -> int:
-    """How many values the host reads."""
     with EachOp(lambda op, *_: op is torch.ops.aten._local_scalar_dense.default) as mode:
         step()
     return sum(mode.seen)
@@ -344,32 +336,6 @@ def test_every_bit_is_put_back_or_kept(dtype: torch.dtype, found: float) -> None
     assert seen(optimizer.state[w]["kept"]) == seen(old if found else new)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's own, about its functions
-@pytest.mark.parametrize("foreach", [False, True])
-def test_dtensors(alone: Any, foreach: bool) -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    def made() -> tuple[torch.Tensor, optim.Optimizer]:
-        w = distribute_tensor(torch.arange(6.0).reshape(3, 2), alone, [Shard(0)])
-        w = torch.nn.Parameter(w)
-        return w, optim.AdamW([w], foreach=foreach)
-
-    (ours, mine), (theirs, plain) = made(), made()
-    for at, bad in enumerate("1001101"):
-        for w in (ours, theirs):
-            grad = torch.full((3, 2), float("nan") if bad == "1" else at + 1.0)
-            w.grad = distribute_tensor(grad, alone, [Shard(0)])
-        optimizer_step.step_or_undo(mine, torch.tensor(float(bad)))
-        if bad == "0":
-            plain.step()
-        assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
-        states = mine.state.get(ours, {}), plain.state.get(theirs, {})
-        assert states[0].keys() == states[1].keys()
-        for key, value in states[0].items():
-            value, expected = (getattr(v, "_local_tensor", v) for v in (value, states[1][key]))
-            assert torch.equal(value, expected)
-
-
 @pytest.mark.parametrize("found", [0.0, 1.0])
 @pytest.mark.parametrize("steps", [0, 1], ids=["first", "later"])
 def test_a_step_that_raises_is_undone_where_it_was_to_be_skipped(steps: int, found: float) -> None:
@@ -431,6 +397,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"momentum": 0.5, "dampening": 0.25},
     {"momentum": 0.5, "nesterov": True, "weight_decay": 0.125},
     {"momentum": 0.5, "maximize": True},
+    {"momentum": 0.5, "late": True},
     {},
 ]
 
@@ -441,12 +408,6 @@ def test_steps_of_a_fused_sgd_are_those_of_one_that_is_not(options: dict[str, An
     expected = train(torch.amp.GradScaler, fused=False, foreach=False, **options)
     assert train(GradScaler, fused=True, **options) == expected
     assert expected[1] == 256.0
-
-
-@garbage
-def test_a_parameter_of_a_fused_sgd_may_have_its_first_gradient_later() -> None:
-    expected = train(torch.amp.GradScaler, True, fused=False, foreach=False, momentum=0.5)
-    assert train(GradScaler, True, fused=True, momentum=0.5) == expected
 
 
 @garbage

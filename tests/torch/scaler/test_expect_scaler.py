@@ -30,8 +30,6 @@ def fresh() -> Iterator[None]:
 
 
 class Run:
-    """A linear model and its optimizer; `backward` in a region of the dtype."""
-
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> None:
         self.model = nn.Linear(2, 1)
         make = make or (lambda p: torch.optim.SGD(p, lr=0.25))
@@ -227,9 +225,6 @@ def test_a_compiled_step_is_not_flagged() -> None:
         torch.compile(run.optimizer.step, backend="eager")()
     assert not any(map(torch.equal, run.model.parameters(), before))
     torch._dynamo.reset()
-
-
-# --- the check itself -----------------------------------------------------------------------------
 
 
 def hooks() -> int:

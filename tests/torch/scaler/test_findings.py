@@ -43,9 +43,6 @@ def iterate(
     scaler.update()
 
 
-# --- what happened -------------------------------------------------------------------------------
-
-
 @everywhere
 @pytest.mark.parametrize("bad", [None, INF, NAN])
 @pytest.mark.parametrize("unscale", [False, True])
@@ -119,8 +116,6 @@ def test_disabled_nothing_was_skipped() -> None:
     assert int(scaler.skipped_steps) == 0
     assert scaler.report().gradients == ()
 
-
-# --- counts --------------------------------------------------------------------------------------
 
 finite = [0.0, -0.0, 1.0, -3.0, 2.0**-14, 2.0**-17, 2.0**-17 * 0.999, -(2.0**-30), 1e-40]
 rows = st.one_of(
@@ -259,9 +254,6 @@ def test_the_table() -> None:
     ]
 
 
-# --- names ---------------------------------------------------------------------------------------
-
-
 def names(optimizer: torch.optim.Optimizer, named: Any = None) -> list[str]:
     scaler = GradScaler("cpu", named=named)
     for group in optimizer.param_groups:
@@ -293,9 +285,6 @@ def test_a_module_that_named_parameters_is_not_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     assert scaler.report().gradients == ()
-
-
-# --- learning-rate schedulers --------------------------------------------------------------------
 
 
 @everywhere

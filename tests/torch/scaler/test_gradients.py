@@ -44,7 +44,6 @@ def dense(dtype: torch.dtype, scale: float) -> torch.Tensor:
 
 
 def transposed(dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """The gradient is not contiguous."""
     p = torch.zeros(len(VALUES), 2, dtype=dtype, requires_grad=True)
     p.grad = torch.stack([values(dtype, scale), values(dtype, scale).flip(0)]).t()
     assert not p.grad.is_contiguous()
@@ -89,7 +88,6 @@ def ready(scale: float = 1024.0, **options: Any) -> GradScaler:
 
 
 def unscaled(scaler: Any, params: list[torch.Tensor]) -> bool:
-    """Whether Inf or NaN was found."""
     optimizer = torch.optim.SGD(params, lr=1.0)
     scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -174,8 +172,6 @@ def test_compressed_gradients(layout) -> None:
         assert unscaled(ready(), [p]) is spoil
         assert p.grad.to_dense()[0, 0] == 1.0
 
-
-# --- one optimizer, many kinds -------------------------------------------------------------------
 
 choice = st.tuples(st.sampled_from(EVERY), st.sampled_from(sorted(KINDS)), st.booleans())
 

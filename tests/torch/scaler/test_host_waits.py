@@ -7,6 +7,7 @@ things.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,6 @@ FREE: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 def reads() -> EachOp:
-    """A mode that notes the values which the host reads."""
     return EachOp(lambda op, *_: op is torch.ops.aten._local_scalar_dense.default or None)
 
 
@@ -148,7 +148,6 @@ def waits(op: Any, args: Any, kwargs: Any) -> str | None:
 
 
 def on_a_fake_gpu(name: str) -> tuple[optim.Optimizer, GradScaler]:
-    """An optimizer that has its state, and a scaler, of fake tensors."""
     make, options = FREE[name]
     weights = [torch.ones((3, 3), device="cuda", requires_grad=True) for _ in range(3)]
     optimizer = make(weights)
@@ -220,9 +219,6 @@ def test_a_copy_from_the_host_is_seen() -> None:
     assert "aten._to_copy.default" in seen.seen
 
 
-# --- replayed ------------------------------------------------------------------------------------
-
-
 class Graph(TorchDispatchMode):
     """Records ops, and runs them again on the same memory, without Python: as CUDA graphs do."""
 
@@ -245,89 +241,67 @@ class Graph(TorchDispatchMode):
                         old.data.copy_(new)
 
 
-def in_graphs(graphed: bool, clip: bool) -> tuple[list[Any], Any]:
-    """Iterations with Inf in a gradient or in a loss; `scale` in a graph or not."""
-    w = torch.ones(3, requires_grad=True)
-    w.grad = torch.zeros(3)
-    optimizer = torch.optim.SGD([w], lr=0.5)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    x, y = torch.ones(3), torch.ones(())
-    scaler.scale(torch.ones(()))
+class Loop:
+    """An iteration that reads its factor from memory, for graphs as for eager code."""
 
-    def forward_and_backward() -> None:
-        w.grad.zero_()
-        scaler.scale((w * x).sum() * y).backward()
-
-    graph = Graph()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceState, "_capturing", lambda self: True)
-        with graph:
-            forward_and_backward()
-    seen = []
-    for step in range(12):
-        x.fill_(float("inf") if step in (4, 9) else 0.25)
-        y.fill_(float("nan") if step in (6, 9) else 1.0)
-        graph.replay() if graphed else forward_and_backward()
-        if step == 2:
-            w.grad[0] = float("inf")
-        if clip:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append((scaler.state_dict(), w.tolist()))
-    return seen, scaler
-
-
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
-def test_a_graph_that_scales_notes_what_it_finds_when_it_is_replayed(clip: bool) -> None:
-    seen, scaler = in_graphs(True, clip)
-    assert seen == in_graphs(False, clip)[0]
-    last = seen[-1][0]
-    assert [last[key] for key in ("skips", "spoiled", "skipped")] == [0, 0, 4]
-    assert [state["spoiled"] for state, _ in seen] == [int(at in (4, 6, 9)) for at in range(12)]
-    assert scaler._recall() is not None
-
-
-@pytest.mark.parametrize("name", ["SGD, fused", "Adam, fused", "Adam, capturable"])
-def test_a_whole_iteration_replayed_is_that_of_eager_code(name: str) -> None:
-    def run(graphed: bool) -> list[Any]:
-        make, options = FREE[name]
+    def __init__(self, name: str, clip: bool) -> None:
+        make, options = FREE.get(name, (partial(optim.SGD, lr=0.1), {}))
         dice = torch.Generator().manual_seed(0)
-        weights = [torch.randn(n, generator=dice).requires_grad_() for n in (5, 3)]
-        optimizer = make(weights)
-        scaler = GradScaler("cpu", 1000.0, 1.5, growth_interval=4, **options)
-        x = torch.ones(())
-
-        def iterate() -> None:
-            for w in weights:
-                w.grad.zero_()
-            scaler.scale(sum((w * w * x).sum() for w in weights)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        for w in weights:
+        self.weights = [torch.randn(n, generator=dice).requires_grad_() for n in (5, 3)]
+        for w in self.weights:
             w.grad = torch.zeros_like(w)
-        iterate()
-        graph, seen = Graph(), []
+        self.optimizer, self.clip = make(self.weights), clip
+        self.scaler = GradScaler("cpu", 1000.0, 1.5, growth_interval=4, **options)
+        self.x = torch.ones(())
+
+    def scale(self) -> None:
+        for w in self.weights:
+            w.grad.zero_()
+        self.scaler.scale(sum((w * w * self.x).sum() for w in self.weights)).backward()
+
+    def finish(self) -> None:
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def iterate(self) -> None:
+        self.scale()
+        self.finish()
+
+
+WHOLE = [("iterate", name, False) for name in ("SGD, fused", "Adam, fused", "Adam, capturable")]
+
+
+@pytest.mark.parametrize(
+    ("captured", "name", "clip"),
+    [*WHOLE, ("scale", "SGD, host", False), ("scale", "SGD, host", True)],
+)
+def test_what_is_replayed_is_what_eager_code_does(captured: str, name: str, clip: bool) -> None:
+    """An iteration, or a graph that only scales, which notes what it finds when it is replayed."""
+
+    def run(graphed: bool) -> list[Any]:
+        loop, graph, seen = Loop(name, clip), Graph(), []
+        loop.iterate()
+        part = getattr(loop, captured)
         with pytest.MonkeyPatch.context() as patch:
             if graphed:
                 patch.setattr(DeviceState, "_capturing", lambda self: True)
-                with graph:
-                    iterate()
-            else:
-                iterate()
+            with graph if graphed else nullcontext():
+                part()
         for step in range(60):
-            x.fill_({7: 1e38, 20: float("inf"), 21: float("nan")}.get(step, 1e-2))
-            graph.replay() if graphed else iterate()
-            seen.append((scaler.state_dict(), [w.tolist() for w in weights]))
+            loop.x.fill_({7: 1e38, 20: float("inf"), 21: float("nan")}.get(step, 1e-2))
+            graph.replay() if graphed else part()
+            if captured == "scale":
+                loop.finish()
+            seen.append((loop.scaler.state_dict(), [w.tolist() for w in loop.weights]))
+        assert name != "SGD, host" or loop.scaler._recall() is not None
         return seen
 
     eager = run(False)
     assert run(True) == eager
     assert (eager[-1][0]["skipped"], eager[21][0]["spoiled"]) == (3, 2)
 
-
-# --- launches ------------------------------------------------------------------------------------
 
 # Ops that start nothing on a device.
 FREE_OF_CHARGE = "view unbind select slice detach empty alias profiler record".split()
@@ -370,9 +344,6 @@ def test_launches_of_a_fused_step(count: int) -> None:
     # Every fourth update sends the state to the host, in one piece; the copy is none here.
     assert [row[2] for row in settled] == [5 + (at % 4 == 3) for at in range(8, 24)]
     assert {row[1] for row in launches(GradScaler, count, min_scale=1.0)[1:]} == {theirs[1] - 1}
-
-
-# --- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

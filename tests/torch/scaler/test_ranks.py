@@ -48,7 +48,6 @@ def several(names: Sequence[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, Any]]]:
-    """Return the notes of each rank, by number of ranks; four ranks continue what two saved."""
     folder = tmp_path_factory.mktemp("ranks")
     return {ranks: launch("tests.support.torch.run_ranks", ranks, folder) for ranks in WORLDS}
 
@@ -60,7 +59,6 @@ def outcomes(history: Sequence[Plant | None], settled: bool) -> list[str]:
 
 
 def states(steps: Sequence[str], rule: ScaleRule = RULE, start: Any = START) -> list[Any]:
-    """Return the expected state dict of the scaler after each step."""
     saved = []
     for step in steps:
         finite, loss_finite = step == "good", step != "spoiled"
@@ -91,7 +89,6 @@ def array(noted: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
 
 
 def of_all(notes: dict[int, list[dict[Any, Any]]], ranks: int, key: Any, what: str) -> list[Any]:
-    """One thing of the notes of every step, rank by rank."""
     return [[step[what] for step in of_rank[key]] for of_rank in notes[ranks]]
 
 
@@ -255,6 +252,25 @@ def test_a_group_that_this_process_is_not_in(worlds: Any, ranks: int) -> None:
             "TypeError: process_group must be a torch.distributed.ProcessGroup or None, got "
             "'world'."
         )
+
+
+@pytest.mark.parametrize("kind", run_ranks.KINDS)
+@pytest.mark.parametrize("dtype", run_ranks.DTYPES, ids=str)
+def test_ddp_trains_as_with_torch_s_classes(worlds: Any, dtype: torch.dtype, kind: str) -> None:
+    """In the step whose loss is lost, too; and alike on both ranks."""
+    one, other = ([notes[name, dtype, kind] for name in ("polymp", "torch")] for notes in worlds[2])
+    assert one[0] == other[0] == one[1] == other[1]
+    assert one[0].count(str(dtype)) == 6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_s_sharded_scaler_on_our_base(worlds: Any, fused: bool) -> None:
+    ours, *others = (
+        notes[name, "sharded", fused] for notes in worlds[2] for name in ("polymp", "torch")
+    )
+    assert others == [ours] * 3
+    assert [state["scale"] for state in ours[1::2]] == [8.0, 16.0, 8.0, 8.0, 16.0, 16.0]
+    assert [w[0] for _, w in ours[::2]] == [0.75, 0.5, 0.5, 0.25, 0.0, -0.25]
 
 
 @pytest.mark.parametrize("how", run_ranks.HOW)

@@ -47,7 +47,6 @@ class Run:
         self.scaler.update()
 
     def overflow(self) -> None:
-        """One iteration with a finite loss and a gradient that is Inf."""
         self.iterate(1.0, overflow=True)
 
     def skip(self, factor: float) -> None:
@@ -105,9 +104,6 @@ def test_a_value_that_overflows_when_scaled_only_is_no_lost_loss() -> None:
     assert [run.state[k] for k in ("scale", "spoiled", "skips")] == [2.0**15, 0, 1]
 
 
-# --- several optimizers --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_lost_loss_skips_the_optimizers_whose_gradients_come_from_it(fused: bool) -> None:
     weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
@@ -158,23 +154,6 @@ def test_a_loss_that_was_given_up_skips_no_later_step(by, when) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("together", [False, True], ids=["one by one", "in a list"])
-def test_backward_after_an_update_that_changed_the_scale_raises(by, together) -> None:
-    options, make = DECIDERS[by]
-    weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
-    optimizers = [make([w]) for w in weights]
-    scaler = GradScaler("cpu", init_scale=8.0, **options)
-    losses = [(weights[0] * INF).sum(), weights[1].sum()]
-    losses = scaler.scale(losses) if together else [scaler.scale(loss) for loss in losses]
-    losses[0].backward()
-    scaler.step(optimizers[0])
-    scaler.update()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        losses[1].backward()
-    assert weights[1].grad is None
-
-
-@everywhere
 @pytest.mark.parametrize("hysteresis", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_under_another_default_dtype(by, hysteresis, dtype) -> None:
@@ -215,7 +194,6 @@ def test_a_first_scale_that_is_interrupted_at_any_line_can_be_made_again() -> No
 
 
 def play(run: Run, rows: list[int], good: int = 1) -> None:
-    """Rows of so many overflows, with good steps after each."""
     for row in rows:
         for _ in range(row):
             run.overflow()

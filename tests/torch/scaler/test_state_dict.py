@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pickle
 from typing import Any
@@ -17,10 +16,10 @@ from polymp import scaling
 from polymp.scaling import ScaleRule, ScaleState, to_state_dict
 from polymp.torch import GradScaler
 from tests.support.sizes import size
+from tests.support.torch.models import through_file
 
 INF, NAN = float("inf"), float("nan")
 TORCHS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-OWN = ("min_scale", "max_scale", "hysteresis", "skips", "spoiled", "skipped")
 KINDS = ("loop", "fused", "undone")
 
 
@@ -33,7 +32,6 @@ class Run:
         self.optimizer = torch.optim.Adam([self.w], lr=0.125, fused=kind == "fused")
 
     def take_over(self, other: Run) -> None:
-        """Weight and optimizer as the other's."""
         self.w.data.copy_(other.w.data)
         self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
@@ -74,8 +72,6 @@ ours = st.fixed_dictionaries(
 )
 every = pytest.mark.parametrize("kind", KINDS)
 
-# --- torch.amp ------------------------------------------------------------------------------------
-
 
 @every
 @settings(max_examples=size(5, 20))
@@ -93,36 +89,6 @@ def test_out_of_torchs_scaler(kind, history, after) -> None:
         assert w == v
 
 
-def test_torchs_state_keeps_our_bounds_and_brings_the_scale_between_them() -> None:
-    scaler = polymps(min_scale=4.0, max_scale=128.0, hysteresis=2)
-    for theirs, wanted in ((2.0**16, 128.0), (0.5, 4.0), (8.0, 8.0)):
-        scaler.load_state_dict(torchs(init_scale=theirs).state_dict())
-        state = scaler.state_dict()
-        assert [state[k] for k in ("scale", "min_scale", "max_scale", "hysteresis")] == [
-            wanted, 4.0, 128.0, 2,
-        ]  # fmt: skip
-
-
-def test_the_entries_are_numbers_of_python() -> None:
-    run = Run(polymps())
-    for history in ("", "+-?"):
-        run.play(history)
-        state = run.scaler.state_dict()
-        assert tuple(state) == TORCHS + OWN
-        kinds = [float] * 3 + [int] * 2 + [float] * 2 + [int] * 4
-        assert [type(v) for v in state.values()] == kinds
-
-
-# --- files and copies -----------------------------------------------------------------------------
-
-
-def saved(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def through_state(scaler: GradScaler, how: Any) -> GradScaler:
     twin = polymps(init_scale=1.0, skip_on=scaler._options.skip_on)
     twin.load_state_dict(how(scaler.state_dict()))
@@ -131,7 +97,7 @@ def through_state(scaler: GradScaler, how: Any) -> GradScaler:
 
 WAYS = {
     "state_dict": lambda s: through_state(s, dict),
-    "torch.save": lambda s: through_state(s, saved),
+    "torch.save": lambda s: through_state(s, through_file),
     "json": lambda s: through_state(s, lambda d: json.loads(json.dumps(d))),
     "pickled state": lambda s: through_state(s, lambda d: pickle.loads(pickle.dumps(d))),
     "pickle": lambda s: pickle.loads(pickle.dumps(s)),
@@ -169,9 +135,6 @@ def test_a_copy_keeps_what_was_asked_for() -> None:
     assert copy.copy(polymps(on_stuck=told.append))._options.on_stuck == told.append
 
 
-# --- bad states -----------------------------------------------------------------------------------
-
-
 def test_the_first_scale_is_float32_once_it_is_used() -> None:
     """The scale that gradients are divided by and the one that is saved are the loss's scale."""
     scaler = polymps(init_scale=1.1)
@@ -183,9 +146,6 @@ def test_the_first_scale_is_float32_once_it_is_used() -> None:
     assert last[0] == to_state_dict(
         rule, scaling.step(rule, ScaleState(scaling.as_float32(1.1)), False)
     )
-
-
-# --- a state that others write --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

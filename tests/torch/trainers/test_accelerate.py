@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import os
 from pathlib import Path
@@ -30,6 +29,7 @@ import polymp.torch  # noqa: E402
 from polymp.accelerate import use  # noqa: E402
 from polymp.errors import BadStepError  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
+from tests.support.torch.models import through_file  # noqa: E402
 from tests.support.torch.ranks import launch  # noqa: E402
 from tests.support.torch.trainer_models import losses_of_closures, reset  # noqa: E402
 
@@ -59,8 +59,6 @@ def batches(spoiled: int = -1) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Run:
-    """A model and an optimizer, prepared, and what was seen while they trained."""
-
     def __init__(self, accelerator: Any, fused: bool = False) -> None:
         self.accelerator = accelerator
         net = make_net()
@@ -252,10 +250,7 @@ def test_models_are_copied_pickled_and_unwrapped() -> None:
     assert torch.equal(copy.deepcopy(model)(x), expected)
     assert accelerator.prepare(model) is model
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    saved = io.BytesIO()
-    torch.save(plain, saved)
-    saved.seek(0)
-    assert torch.equal(torch.load(saved, weights_only=False)(x), plain(x))
+    assert torch.equal(through_file(plain, weights_only=False)(x), plain(x))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what dynamo imports

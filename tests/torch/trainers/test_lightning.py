@@ -95,8 +95,6 @@ def test_manual_optimization() -> None:
 
 
 class Two(Regression):
-    """Two optimizers that share each backward pass."""
-
     def __init__(self) -> None:
         super().__init__(manual=True)
 
@@ -197,8 +195,6 @@ def test_validation_runs_in_the_region_without_a_fit() -> None:
 
 
 class Poisoned(Regression):
-    """A batch of NaN in step 5."""
-
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         x, y = batch
         return super().training_step((x * (math.nan if index == 5 else 1.0), y), index)
@@ -225,7 +221,6 @@ ours_in_fabric = partial(ours, kind=FabricPrecision)
 
 
 def start(plugin: Any, optimizer: str = "sgd") -> tuple[Any, Any, Any]:
-    """A fabric, and a model and an optimizer of it."""
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     net = make_net()
     return fabric, *fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))

@@ -167,8 +167,6 @@ def fabric(plugin: Any) -> Any:
 
 
 class Refusal(NamedTuple):
-    """A combination that is refused."""
-
     what: str  # the combination
     call: Callable[[], Any]  # does it
     error: type[Exception]  # the type of the error

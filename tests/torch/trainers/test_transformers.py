@@ -60,7 +60,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    """A function that makes a Trainer; with `policy=` one that uses polymp."""
     return lambda kind="bert", **settings: made(kind, tmp_path, **settings)
 
 
@@ -77,7 +76,6 @@ def made(
 
 
 def train(trainer: Any, **settings: Any) -> list[tuple[float, float]]:
-    """The loss and the norm of the gradients of each step."""
     trainer.train(**settings)
     return [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
 

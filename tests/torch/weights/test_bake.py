@@ -81,12 +81,10 @@ def calls(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def of_regions(program: torch.export.ExportedProgram) -> list[str]:
-    """The nodes of a program that enter, leave or are regions."""
     return [name for name in calls(program) if "autocast" in name]
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """The same dtypes and bits."""
     ours, theirs = tree_leaves(ours), tree_leaves(theirs)
     return len(ours) == len(theirs) and all(
         a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
@@ -122,9 +120,6 @@ def check(
     if graded:
         assert same(gradients(found, module, model), gradients(outputs, model))
     return program
-
-
-# --- the same bits -------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(4)
@@ -204,8 +199,6 @@ def test_an_op_without_a_rule_is_taken_apart_only_if_its_parts_have_rules(x):
 
 
 class Thrice(nn.Module):
-    """One layer, three times."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -314,15 +307,6 @@ def test_the_region_may_be_an_argument(x):
     assert torch.equal(inside.module()(x), asked)
 
 
-def test_a_decorated_forward_needs_no_region_around(x):
-    class Decorated(Thrice):
-        @autocast("cpu", FP16, policy="lean")
-        def forward(self, x):
-            return super().forward(x)
-
-    assert "aten.to.dtype" in calls(check(Decorated(), x, region=nullcontext))
-
-
 def test_scopes_count(x):
     model = net()
     policy = polymp.policy("amp").override(scopes={"3": {"linear": "fp32"}})
@@ -333,8 +317,6 @@ def test_scopes_count(x):
 
 
 class Product(torch.autograd.Function):
-    """A product in float32, with a backward of its own: twice the gradient."""
-
     @staticmethod
     @custom_fwd(device_type="cpu", cast_inputs=FP32)
     def forward(ctx, x, w):
@@ -349,8 +331,6 @@ class Product(torch.autograd.Function):
 
 
 class Uses(Thrice):
-    """One layer, used as a function says."""
-
     def __init__(self, use: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.use = use
@@ -476,9 +456,6 @@ def test_a_saved_program_runs_without_polymp(tmp_path: Path):
             assert same(found[f"{at}"][way], baked(*case).outputs), (case, way)
 
 
-# --- the model and the thread are left as they were found ----------------------------------------
-
-
 def test_the_model_is_left_as_it_was(x):
     model = net()
     kinds, state, names = list(map(type, model.modules())), model.state_dict(), {*vars(model)}
@@ -530,9 +507,6 @@ def test_what_is_no_model_and_what_are_no_inputs(x):
         with autocast("cpu"), pytest.raises(TypeError) as error:
             bake(model, inputs)
         assert str(error.value) == message
-
-
-# --- known gaps ----------------------------------------------------------------------------------
 
 
 @pytest.mark.xfail(strict=True, reason="a rule acts inside a compiled kernel: relu's clamp_min")

@@ -222,9 +222,6 @@ def test_branches_that_other_examples_reach(x: torch.Tensor) -> None:
     assert "weight" in freeze(two, [(x,), (x[:2],)]).kept
 
 
-# --- one tensor, several names --------------------------------------------------------------------
-
-
 class Tied(nn.Module):
     """A table and a head on one weight; as a lookup, or as a product with one-hot rows."""
 

@@ -207,11 +207,7 @@ def test_a_fast_path_is_what_runs_in_an_example() -> None:
     assert handle.kept["0.layers.0.self_attn.in_proj_weight"] == asked
 
 
-# --- training adapters ----------------------------------------------------------------------------
-
-
 def steps(model: nn.Module, policy: Any) -> list[Any]:
-    """Losses, gradients and weights of three steps."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, found = torch.optim.AdamW(trained, lr=0.1), []
     for step in range(3):
@@ -239,9 +235,6 @@ def test_adapters_train_on_a_frozen_base_bit_for_bit(policy: Any, again: Any) ->
     assert freeze_usage.same(frozen(IDS), plainly(plain, IDS, policy=policy))
 
 
-# --- torch.compile, torch.func --------------------------------------------------------------------
-
-
 def adapted() -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), LowRank(16, 2))
@@ -250,7 +243,6 @@ def adapted() -> nn.Module:
 
 
 def learned(model: nn.Module, call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """The result, and the gradients of the adapter."""
     y = call()
     wanted = [p for p in model.parameters() if p.requires_grad]
     return [y, *torch.autograd.grad(y.float().square().sum(), wanted)]
@@ -325,10 +317,6 @@ def test_under_torch_func() -> None:
 # --- random models --------------------------------------------------------------------------------
 
 
-def asked(m: Any, x: torch.Tensor) -> torch.Tensor:
-    return m.layer(x.to(m.layer.weight.dtype))
-
-
 def disabled(m: Any, x: torch.Tensor) -> torch.Tensor:
     with autocast("cpu", enabled=False):
         return m.layer(x.float())
@@ -356,7 +344,7 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "float": lambda m, x: F.linear(x, m.layer.weight.float(), m.layer.bias),
     "low by hand": lambda m, x: x @ m.layer.weight.to(torch.get_autocast_dtype("cpu")).to(x.dtype),
     "buffer": lambda m, x: x @ m.square,
-    "asked": asked,
+    "asked": lambda m, x: m.layer(x.to(m.layer.weight.dtype)),
     "disabled": disabled,
     "other dtype": other_dtype,
     "moving": moving,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from polymp.backends.torch.weights import freeze as freezing
 from polymp.backends.torch.weights import freeze_usage
 from polymp.torch import Frozen, autocast, freeze, pin, scoped
 from tests.support.torch.freezable_models import Mixed, Uses, bits, frozen_weights, held, plainly
+from tests.support.torch.models import through_file
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -151,11 +152,7 @@ def pickled(pair: Any) -> Any:
     return pickle.loads(pickle.dumps(pair))
 
 
-def saved(pair: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+saved = partial(through_file, weights_only=False)
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled, saved])
@@ -175,9 +172,6 @@ def test_it_goes_with_copies_and_the_handle_with_it(
     its.remove()
     assert bits(again.first.weight) == original
     assert model.first.weight.dtype is BF16, "that was the copy's handle"
-
-
-# --- with scoped and pin --------------------------------------------------------------------------
 
 
 def test_scoped_models_follow_their_scopes(x: torch.Tensor) -> None:

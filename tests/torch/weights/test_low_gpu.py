@@ -55,7 +55,6 @@ def stored(device: str, mode: str) -> Any:
 
 
 def trained(device: str, mode: str, make: Callable[[Any], Any]) -> Any:
-    """The bits after five steps with given gradients."""
     g = torch.Generator().manual_seed(0)
     shapes = (64, 33), (7,)
     params = [nn.Parameter(torch.randn(shape, generator=g).to(device)) for shape in shapes]

@@ -48,7 +48,6 @@ def notes(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def alone(mode: str) -> dict[str, Any]:
-    """The result of one process without a group, on the whole batches."""
     model = Toy()
     optimizer = optimizer_of(model, mode)
     go(model, optimizer, 0, 1)
@@ -123,7 +122,6 @@ def adamw(model: nn.Module) -> Any:
 
 
 def kept(model: nn.Module, found: Any) -> dict[str, str]:
-    """The kept parameters by name."""
     names = {p: name for name, p in model.named_parameters()}
     return {names[p]: why for p, why in found.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from polymp.torch import low_weights
 from tests.support.torch.low_training import low, made, same_bits, step, weights
-from tests.support.torch.models import seen
+from tests.support.torch.models import seen, through_file
 
 MODES = ("master", "split", "stochastic")
 
@@ -26,13 +25,6 @@ def start(mode: str | None) -> tuple[Any, Any]:
 def go(model: Any, optimizer: Any, first: int, last: int) -> None:
     for at in range(first, last):
         step(model, optimizer, at)
-
-
-def through_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def state_bits(optimizer: Any) -> Any:
@@ -208,13 +200,11 @@ class Normed(nn.Sequential):
 
 
 def tensors(model: nn.Module, buffers: bool) -> dict[str, torch.Tensor]:
-    """Parameters, and buffers if asked for; float ones."""
     found = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     return {name: t.detach().clone() for name, t in found if t.is_floating_point()}
 
 
 def trained(model: nn.Module, optimizer: Any, average: AveragedModel) -> Any:
-    """The weights that the average was given in each of five steps, in float32."""
     seen = []
     for at in range(5):
         step(model, optimizer, at)
@@ -242,34 +232,3 @@ def test_an_average_in_float32_is_the_mean_of_the_low_weights(way: str, buffers:
             expected = function(expected, given[name], torch.tensor(at))
         assert ((mean - expected).abs() <= off * (expected.abs() + 0.1)).all(), name
         assert ((mean - seen[-1][name]).abs() > 0.001).any(), "the check cannot fail"
-
-
-def test_torchs_ema_of_many_tensors_refuses_two_dtypes() -> None:
-    """It is torch's own refusal; once it is gone, docs/low-weights.md need not tell of it."""
-    model = made("mlp")
-    average = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
-    optimizer = low_weights(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(RuntimeError, match="expected dtype float for `end` but got dtype"):
-        trained(model, optimizer, average)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_an_average_that_is_made_last_is_bfloat16_and_stays_behind(first: bool) -> None:
-    """A thousandth of a difference rounds away."""
-    model = nn.ParameterList([torch.ones(64)])
-
-    def made() -> AveragedModel:
-        return AveragedModel(model, avg_fn=lambda mean, p, n: mean + (p - mean) * 0.001)
-
-    average = made() if first else None
-    low_weights(torch.optim.SGD(model.parameters(), lr=0.1))
-    average = average or made()
-    average.update_parameters(model)
-    with torch.no_grad():
-        model[0].fill_(2.0)
-    for _ in range(100):
-        average.update_parameters(model)
-    mean = average.module[0].detach()
-    assert mean.dtype is (torch.float32 if first else torch.bfloat16)
-    expected = 2 - 0.999**100 if first else 1.0
-    assert torch.allclose(mean.float(), torch.full((64,), expected), atol=1e-4)

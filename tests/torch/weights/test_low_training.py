@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from polymp.torch import GradScaler, locate, low_weights
 from tests.support.low_weights import edges, spread
 from tests.support.sizes import size
 from tests.support.torch.low_training import MODELS, made, same_bits, train, weights
+from tests.support.torch.models import through_file
 
 MODES = ("master", "split", "stochastic")
 
@@ -118,9 +118,6 @@ def test_locate_does_not_blame_an_eps_that_the_step_reads_in_float32(eps: float,
     assert says in str(locate(step))
 
 
-# Random histories of a run on low weights, against a run on float32 weights that is told the same
-
-
 SHAPES = ((3, 4), (5,), (2, 2, 2))
 OPTIMIZERS_LOW_HISTORIES = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
@@ -142,8 +139,6 @@ EVENTS = st.lists(
 
 
 class Run:
-    """Parameters and their optimizer; with low weights or without."""
-
     def __init__(self, kind: str, mode: str | None) -> None:
         made = torch.Generator().manual_seed(0)
         self.kind, self.mode = kind, mode
@@ -188,11 +183,8 @@ class Run:
         scaler.step(self.optimizer)
 
     def through_file(self) -> None:
-        """Save, and go on in new objects."""
-        file = io.BytesIO()
-        torch.save(([p.detach() for p in self.params], self.optimizer.state_dict()), file)
-        file.seek(0)
-        values, state = torch.load(file, weights_only=True)
+        saved = [p.detach() for p in self.params], self.optimizer.state_dict()
+        values, state = through_file(saved)
         groups = [len(g["params"]) for g in self.optimizer.param_groups]
         self.params = [nn.Parameter(torch.zeros(v.shape)) for v in values]
         each = iter(self.params)
@@ -247,13 +239,9 @@ def test_stochastic_is_the_same_in_every_run(events: list[tuple[str, int]]) -> N
 
 
 def give(params: list[Any], seed: int) -> None:
-    """New gradients."""
     made = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=made).to(p.dtype)
-
-
-# Mode `stochastic` against torchao's own optimizer with random rounding, given the same bits
 
 
 adam: Any = pytest.importorskip(

@@ -39,12 +39,8 @@ def adamw(model: nn.Module, **options: Any) -> Any:
 
 
 def bits(optimizer: Any) -> Any:
-    """Everything that a step may change."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return seen([params, [optimizer.state[p] for p in params]])
-
-
-# What it makes of an optimizer
 
 
 def test_the_optimizer_and_its_parameters_stay_the_same_objects() -> None:
@@ -111,9 +107,6 @@ def test_pieces_change_no_bit(mode: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert same_bits(weights(whole, one), weights(pieces, other))
 
 
-# What is kept
-
-
 def test_the_optimizer_shows_what_is_not_stored_low_and_why() -> None:
     model = made("mlp")
     named = list(model.named_parameters())
@@ -152,9 +145,6 @@ def test_parameters_in_bfloat16_already_get_what_they_need() -> None:
         p.grad = torch.full_like(p, 2.0**-10)
         optimizer.step()
     assert p.detach().float().tolist() == [1 - 2.0**-7] * 8  # 1 - 10 * 2**-10, rounded
-
-
-# The rest of the loop
 
 
 def test_step_hooks_run_once_and_see_the_low_parameters() -> None:
@@ -236,9 +226,6 @@ def test_deepcopy_and_pickle() -> None:
     step(third, last, 2)
     assert bits(optimizer) == bits(last)
     assert type(last) is type(optimizer)
-
-
-# Faults
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -340,9 +327,6 @@ def test_an_error_in_a_step_puts_the_parameters_back() -> None:
         step(model, optimizer, 0)
     assert optimizer.param_groups[0]["params"] == params
     assert all("beside" in optimizer.state[p] for p in params)
-
-
-# Refusals
 
 
 def after_a_scheduler(model: nn.Module) -> Any:
@@ -450,9 +434,6 @@ def test_a_model_in_float16_trains() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float16}
 
 
-# The warning about low weights whose updates are rounded away
-
-
 def run(
     dtype: torch.dtype, steps: int, rate: float = 1e-4, mode: str = "", **options: Any
 ) -> list[Any]:
@@ -472,12 +453,10 @@ def run(
 
 def test_naive_training_is_warned_of_once() -> None:
     (warning,) = run(torch.bfloat16, 1300)
-    assert str(warning.message) == (
-        "100% of the updates of low weights were rounded away in this step: the gradient is not 0, "
-        "and the weight keeps its bits, because the update is below half of its last place. Most "
-        "in: layer.weight (bfloat16) 100%. Such weights hardly learn. Write optimizer = "
-        "polymp.torch.low_weights(optimizer), which keeps the rest of each weight beside it."
-    )
+    said = str(warning.message)
+    assert said.startswith("100% of the updates of low weights were rounded away in this step")
+    assert "Most in: layer.weight (bfloat16) 100%." in said
+    assert "Write optimizer = polymp.torch.low_weights(optimizer), which" in said
 
 
 @pytest.mark.parametrize("mode", MODES)

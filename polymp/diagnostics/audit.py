@@ -11,15 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
 from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, UPDATE, lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
+from polymp.diagnostics.page import Shown
 from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
@@ -33,7 +32,7 @@ _FIRST, *_OTHERS = NARROW  # the first is the dtype that needs a loss scale
 
 
 @dataclass(eq=False, repr=False)
-class Audit:
+class Audit(Shown):
     """The measurements of a run, filled when its block ends; `print` shows them as a table.
 
     Attributes:
@@ -55,6 +54,13 @@ class Audit:
 
             mine = audit.suggest("amp").apply("amp")
 
+            a fault of the data or of the mathematics     nothing, and where to look
+            an optimizer broke the step                   nothing, and its remedy
+            many ops overflow, or numbers beyond 65504    bfloat16
+              are given to an op that computes in float16
+            an op overflows, or loses most of its values  that op in float32, in its module
+            gradients overflow, or many of them vanish    a loss scale to try; bfloat16 if none fits
+
         Ops after the first Inf cannot be judged: if a step still breaks, audit it again.
 
         Args:
@@ -73,7 +79,7 @@ class Audit:
                 "nothing was measured: first run a step in the block of polymp.torch.audit, or "
                 "call the function that polymp.jax.audit returns."
             )
-        return suggest(self, base)
+        return _suggested(self, policy_files.load(base))
 
     @property
     def backward(self) -> list[Measured]:
@@ -125,57 +131,24 @@ class Audit:
         here = gone if scale <= self.scale else 0.0
         return (every.shares(_FIRST, scale).underflow + here) / there
 
-    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
-        """Return the audit as the text that `print(audit)` shows.
-
-        "layers.*.attn x24" are 24 modules with the same ops; the row has the largest magnitude of
-        all of them, and the shares of all their values.
-
-        Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and ops were first reached; "cost" to put
-                those first of which float16 would lose most: by the share of values that become
-                Inf, of these that become zero, of these that become subnormal.
-            fold: False to show equal layers one by one.
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: `sort` is neither.
-        """
-        width = text_table.terminal_width() if width is None else width
-        table = self._table(sort, fold)
-        lines = [*_summary(self), *(["", *_notes(table), ""] if table.lines else [])]
-        lines = [part for line in lines for part in text_table.folded(line, width)]
-        return escaped("\n".join([*lines, *table.text(width)]))
+    def _lines(self) -> list[str]:
+        """The title, then lines on the whole run."""
+        lines = [f"audit of {text_table.plural(self.steps, 'step')}"]
+        if not self.results:
+            lines.append(f"outside of optimizers, {NOTHING_RAN}")
+        if self.fault is not None:
+            lines += ["first value that is not finite:", str(self.fault)]
+        if self.backward:
+            lines += _scales(self)
+        return [*lines, *([_LEGEND] if self.results or self.gradients else [])]
 
     def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
         rows = [*self.results, *self.gradients]
         return _MEASURED.table(rows, _COLUMNS, _cells, sort, fold)
 
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """Return an HTML page: the same rows, to sort and to filter; see `Report.to_html`.
-
-        Args:
-            path: file to write it to as well, in UTF-8.
-
-        Returns:
-            The page as text.
-        """
-        table = self._table()
-        first, *others = filter(None, _summary(self))
-        return page.html(path, title=first, notes=[*others, *_notes(table)], table=table)
-
-    def __str__(self) -> str:
-        return self.table()
-
     def __repr__(self) -> str:
         rows = f"{len(self.results)} results, {len(self.gradients)} gradients"
         return f"Audit({text_table.plural(self.steps, 'step')}, {rows})"
-
-    def _repr_html_(self) -> str:
-        return page.framed(self.to_html(), "audit")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -215,22 +188,6 @@ _LEGEND = (
     f"over, under, sub: percent of values that {_FIRST} would make Inf, zero, subnormal; here: "
     f"those that {_FIRST} made so in this run"
 )
-
-
-def _notes(table: Table) -> list[str]:
-    return [*filter(None, (_LEGEND, table.note))]
-
-
-def _summary(audit: Audit) -> Iterator[str]:
-    """Lines on the whole run, above the table."""
-    yield f"audit of {text_table.plural(audit.steps, 'step')}"
-    if not audit.results:
-        yield from ("", f"outside of optimizers, {NOTHING_RAN}")
-    if audit.fault is not None:
-        yield from ("", "first value that is not finite:", str(audit.fault))
-    if audit.backward:
-        yield ""
-        yield from _scales(audit)
 
 
 def _scales(audit: Audit) -> Iterator[str]:
@@ -383,10 +340,8 @@ class Suggestion:
         Raises:
             PolicyError: no such policy.
         """
-        loaded = policy_files.load(policy)
-        if not self.rules and not self.scopes:
-            return loaded
-        return loaded.override(rules=self.rules, scopes=self.scopes)
+        loaded, rows = policy_files.load(policy), self.rules or self.scopes
+        return loaded.override(rules=self.rules, scopes=self.scopes) if rows else loaded
 
     def __str__(self) -> str:
         """Rows to be pasted into a policy's file; all else is comments there."""
@@ -407,19 +362,8 @@ class Suggestion:
         return "\n".join(lines)
 
 
-def suggest(audit: Audit, base: policy_files.Source = "amp") -> Suggestion:
-    """Suggest a change with which the audited steps train.
-
-        a fault of the data or of the mathematics     nothing, and where to look
-        an optimizer broke the step                   nothing, and its remedy
-        many ops overflow, or numbers beyond 65504    bfloat16
-          are given to an op that computes in float16
-        an op overflows, or loses most of its values  that op in float32, in its module
-        gradients overflow, or many of them vanish    a loss scale to try; bfloat16 if none fits
-
-    An op that ran by a float32 row of `base` gets no other.
-    """
-    policy, fault = policy_files.load(base), audit.fault
+def _suggested(audit: Audit, policy: Policy) -> Suggestion:
+    fault = audit.fault
     if fault is not None and fault.remedy and (fault.direction == UPDATE or fault.kind == "inside"):
         why = f"{_at(fault)}: {fault.why}. {fault.remedy}"
         return Suggestion(reasons=(why,), remedy=fault.remedy)

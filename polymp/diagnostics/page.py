@@ -23,7 +23,68 @@ from pathlib import Path
 from string import Template
 
 from polymp import text_table
-from polymp.diagnostics.tables import Cell, Column, Table
+from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column, Table
+from polymp.errors import escaped
+
+
+class Shown:
+    """A result that is printed as lines and a table, and drawn as a page of the same."""
+
+    def _lines(self) -> list[str]:
+        """The lines above the table; the first is the title."""
+        raise NotImplementedError
+
+    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+        raise NotImplementedError
+
+    def table(self, width: int | None = None, *, sort: str = PROGRAM, fold: bool = True) -> str:
+        """Return the text that `print` shows.
+
+        Rows are grouped by direction and module. "layers.*.attn x24" are 24 modules whose rows are
+        alike: counts are those of all of them, and the largest magnitude is.
+
+        Args:
+            width: of a line, in characters; by default the terminal's, and 100 without one.
+            sort: "program" for the order in which modules and ops were first reached; "cost" to put
+                those first that cost most. In a report: whose casts move the most bytes, and of
+                these, or where nothing is cast, those with the most FLOPs. In an audit: of which
+                float16 would lose most, by the share of values that become Inf, of these that
+                become zero, of these that become subnormal.
+            fold: False to show equal layers one by one.
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: `sort` is neither "program" nor "cost".
+        """
+        table = self._table(sort, fold)
+        title, *notes = [*self._lines(), *filter(None, [table.note])]
+        above = (title, "", *notes, *[""] * bool(table.lines))
+        lines = [line for note in above for line in text_table.folded(note, width)]
+        return escaped("\n".join([*lines, *table.text(width)]))
+
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+        """Return an HTML page: the same lines, and a table to sort by any column and to filter.
+
+        The page loads nothing, so it can be mailed or kept with a run. It begins with the rows that
+        cost most; see `table`.
+
+        Args:
+            path: file to write it to as well, in UTF-8.
+
+        Returns:
+            The page as text.
+        """
+        table = self._table(COST)
+        title, *notes = [*self._lines(), *filter(None, [table.note])]
+        return html(path, title=title, notes=notes, table=table)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return str(_part("frame", title=self._lines()[0], page=self.to_html()))
 
 
 class _Markup(str):
@@ -159,8 +220,3 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
         beside.replace(whole)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def framed(page: str, title: str) -> str:
-    """The page in a frame, which keeps its style and its script apart from a notebook's."""
-    return str(_part("frame", title=title, page=page))

@@ -12,12 +12,10 @@ terminal, in a pipe and in a log; nothing but the standard library is needed.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from os import PathLike
 from typing import NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics import page
-from polymp.diagnostics.alignment import aligned, matched
+from polymp.diagnostics.alignment import blocks, matched
 from polymp.diagnostics.call_record import (
     FORWARD,
     NOTHING_RAN,
@@ -30,12 +28,13 @@ from polymp.diagnostics.call_record import (
     ruled,
     sums,
 )
-from polymp.diagnostics.tables import COST, Cell, Column, Table, TableKind, number
+from polymp.diagnostics.page import Shown
+from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind, number
 from polymp.errors import escaped
 from polymp.rules.row import Row
 
 
-class Report:
+class Report(Shown):
     """The op calls of a program, with rules, dtypes and casts; `print` shows them as a table.
 
     Iterating gives a `Call` for each call site, in the order in which the sites were first reached.
@@ -153,61 +152,15 @@ class Report:
         self.policy = policy
         self.__dict__.pop("calls", None)
 
-    def _table(self, sort: str, fold: bool = True) -> Table:
+    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
         return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), sort, fold)
 
-    def table(self, width: int | None = None, *, sort: str = "program", fold: bool = True) -> str:
-        """Return the report as the text that `print(report)` shows.
-
-        Calls are grouped by direction and module. "fp32 x2 -> bf16 (in fp32)" is an op with two
-        float32 inputs and a bfloat16 result that ran in float32. "layers.*.attn x24" are 24 modules
-        whose calls are alike; their counts are added up.
-
-        Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and calls were first reached; "cost" to
-                put those first whose casts move the most bytes, and of these, or where nothing is
-                cast, those with the most FLOPs.
-            fold: False to show equal layers one by one.
-
-        Returns:
-            The text.
-
-        Raises:
-            ValueError: `sort` is neither "program" nor "cost".
-        """
-        table = self._table(sort, fold)
-        lines = [_headline(self), "", NOTHING_RAN]
-        if len(self):
-            totals = text_table.columns(("", ""), _totals(self), width=width)[2:]
-            lines[2:] = [
-                *totals,
-                *filter(None, text_table.folded(table.note, width)),
-                "",
-                *table.text(width),
-            ]
-        return escaped("\n".join(lines))
-
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """Return an HTML page: totals, and a table to sort by any column and to filter.
-
-        The page loads nothing, so it can be mailed or kept with a run. It begins with the modules
-        whose casts move the most bytes.
-
-        Args:
-            path: file to write it to as well, in UTF-8.
-
-        Returns:
-            The page as text.
-        """
-        table = self._table(COST)
-        return page.html(
-            path,
-            title=self.title or "report",
-            about=_headline(self).partition(": ")[2],
-            notes=[*map(": ".join, _totals(self)), *filter(None, [table.note])],
-            table=table,
-        )
+    def _lines(self) -> list[str]:
+        """The title: name, number of call sites, policy and low dtype; then the sums."""
+        under = f"policy {self.policy} in {self.low}" if self.policy else self.low
+        sites = text_table.plural(len(self), "call site")
+        title = ", ".join(filter(None, (f"{self.title or 'report'}: {sites}", under)))
+        return [title, *(_totals(self) if len(self) else [NOTHING_RAN])]
 
     def diff(self, other: "Report") -> "ReportDiff":
         """Compare with another report: under another policy, or from the other framework.
@@ -224,12 +177,6 @@ class Report:
             The differences; false if there are none.
         """
         return ReportDiff(self, other)
-
-    def __str__(self) -> str:
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return page.framed(self.to_html(), self.title or "report")
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}, {len(self)} calls, {self.casts} casts)"
@@ -281,13 +228,6 @@ CALLS: TableKind[Call] = TableKind(
 )
 
 
-def _headline(report: Report) -> str:
-    """The first line: name, number of call sites, policy and low dtype."""
-    under = f"policy {report.policy} in {report.low}" if report.policy else report.low
-    sites = text_table.plural(len(report), "call site")
-    return ", ".join(filter(None, (f"{report.title or 'report'}: {sites}", under)))
-
-
 def _in_8_bits(report: Report) -> str:
     """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
     ran = sum(call.times for call in report if call.recipe)
@@ -304,8 +244,8 @@ def _fallbacks(report: Report, rule: str, ran: str) -> list[str]:
     return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
 
 
-def _totals(report: Report) -> list[tuple[str, str]]:
-    """The names and texts of the report's sums."""
+def _totals(report: Report) -> list[str]:
+    """The sums of a report."""
     flops, total = report.flops, sum(report.flops.values())
     parts = [
         f"{text_table.amount(count)} ({text_table.share(count / total)}) "
@@ -314,16 +254,16 @@ def _totals(report: Report) -> list[tuple[str, str]]:
     ]
     saved = [f"{count:,} {reason}" for reason, count in sorted(report.saved.items())]
     moved = f"{report.casts:,}, {text_table.size(report.cast_bytes)} read and written"
-    pairs = [
-        ("FLOPs", ", ".join(parts) or "none"),
-        ("casts", moved if report.casts else "none"),
-        ("saved", ", ".join(saved) or "none"),
-        ("kept", f"{text_table.size(report.kept)} of float32 for the backward pass"),
-        ("fp8", _in_8_bits(report)),
-        ("lower", "; ".join(_fallbacks(report, "lower", "not lowered"))),
-        ("widened", widening(report)),
-    ]
-    return [(name, text) for name, text in pairs if text]
+    totals = {
+        "FLOPs": ", ".join(parts) or "none",
+        "casts": moved if report.casts else "none",
+        "saved": ", ".join(saved) or "none",
+        "kept": f"{text_table.size(report.kept)} of float32 for the backward pass",
+        "fp8": _in_8_bits(report),
+        "lower": "; ".join(_fallbacks(report, "lower", "not lowered")),
+        "widened": widening(report),
+    }
+    return [f"{name}: {text}" for name, text in totals.items() if text]
 
 
 def widening(report: Report) -> str:
@@ -444,14 +384,21 @@ def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Diffe
         places.setdefault((names[call.module], call.direction), ([], []))[1].append(call)
     order = [*SECTIONS]
     for place in sorted(places, key=lambda place: order.index(place[1])):
-        left, right = places[place]
-        beside = aligned(*([call.op for call in calls] for calls in (left, right)))
-        for at, one in enumerate(left):
-            other = right[beside[at]] if at in beside else None
-            if other is None or (changed := _changed(one, other)):
-                yield Difference(*place, one.op, one, other, changed if other else ())
-        alone = {*range(len(right))} - {*beside.values()}
-        yield from (Difference(*place, right[at].op, None, right[at], ()) for at in sorted(alone))
+        for one, other in _pairs(*places[place]):
+            op = one.op if one else other.op if other else ""
+            changed = _changed(one, other) if one and other else ()
+            if changed or one is None or other is None:
+                yield Difference(*place, op, one, other, changed)
+
+
+def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """The calls side by side, by op and in order; None where there is none."""
+    for tag, i, i_end, j, j_end in blocks([c.op for c in left], [c.op for c in right]):
+        if tag == "equal":
+            yield from zip(left[i:i_end], right[j:j_end], strict=True)
+        else:
+            yield from ((call, None) for call in left[i:i_end])
+            yield from ((None, call) for call in right[j:j_end])
 
 
 def _changed(one: Call, other: Call) -> tuple[str, ...]:

@@ -32,7 +32,6 @@ audit of 3 steps
 
 loss scale: 2**10 = 1024; the largest at which no float16 gradient overflows: 2**14 = 16384
 gradients that become zero in float16: 67 % unscaled, none at 1024, none at 16384
-
 over, under, sub: percent of values that float16 would make Inf, zero, subnormal; here: those that
   float16 made so in this run
 

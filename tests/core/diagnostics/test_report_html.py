@@ -91,7 +91,8 @@ def test_what_a_program_wrote_is_only_text() -> None:
     assert {tag for tag, _ in parsed.seen} == {tag for tag, _ in Parsed(plain).seen}
     for column in ("module", "op", "source"):
         assert NASTY in parsed.column(column)
-    assert parsed.texts["title"] == parsed.texts["h1"] == [NASTY]
+    assert parsed.texts["title"] == parsed.texts["h1"]
+    assert parsed.texts["title"][0].startswith(f"{NASTY}: 2 call sites")
     assert "<b a=" not in page
     assert "alert('" not in page
 
@@ -188,7 +189,7 @@ def test_written_to_a_file_and_framed_in_a_notebook(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == page == report.to_html()
     frames = Parsed(report._repr_html_()).of("iframe")
     assert [frame["srcdoc"] for frame in frames] == [page]
-    assert frames[0]["title"] == NASTY
+    assert str(frames[0]["title"]).startswith(NASTY)
 
 
 def test_a_file_is_replaced_once_the_page_is_whole(

@@ -16,11 +16,11 @@ from tests.support import processes, reports
 PRINTED = """\
 Net: 9 call sites, policy amp in bfloat16
 
-FLOPs    37.0 M (99.8 %) in bf16, 80.0 k (0.22 %) in fp32
-casts    11, 840 KiB read and written
-saved    2 cached
-kept     1.50 MiB of float32 for the backward pass
-widened  to float32 by a float32 input: add in head, model.py:32
+FLOPs: 37.0 M (99.8 %) in bf16, 80.0 k (0.22 %) in fp32
+casts: 11, 840 KiB read and written
+saved: 2 cached
+kept: 1.50 MiB of float32 for the backward pass
+widened: to float32 by a float32 input: add in head, model.py:32
 
 op           times  source       rule                  dtypes                casts     bytes   FLOPs
 -----------  -----  -----------  --------------------  --------------------  -----  --------  ------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import polymp
-from polymp.diagnostics.audit import FIRST_SCALE, Audit, Suggestion, suggest
+from polymp.diagnostics.audit import FIRST_SCALE, Audit, Suggestion
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
 from polymp.diagnostics.blame import CAST
 from polymp.errors import PolicyError
@@ -40,6 +40,10 @@ def audit(
     a = reports.audit(list(results), list(gradients), scale, steps=1)
     a.fault = fault
     return a
+
+
+def suggest(a: Audit, base: Any = "amp") -> Suggestion:
+    return a.suggest(base)
 
 
 def gradient(*values: float) -> Measured:
@@ -293,7 +297,7 @@ def test_what_another_policy_says_is_suggested_for_the_one_that_ran() -> None:
 
 def test_a_policy_that_is_none_is_refused() -> None:
     with pytest.raises(PolicyError, match="ampp"):
-        suggest(audit(), base="ampp")
+        suggest(audit(measured()), base="ampp")
 
 
 def test_the_text_is_a_part_of_a_policy_file() -> None:

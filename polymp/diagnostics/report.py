@@ -139,18 +139,9 @@ class Report(Shown):
     def __len__(self) -> int:
         return len(self.calls)
 
-    def fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
-        """Fill a report that was empty until its block ended.
-
-        Args:
-            calls: that ran in the block.
-            low: the low dtype of the regions.
-            policy: name of the policy.
-        """
-        self._calls = calls
-        self.low = low
-        self.policy = policy
-        self.__dict__.pop("calls", None)
+    def _fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
+        """Fill a report that was empty until its block ended."""
+        self.calls, self.low, self.policy = merged(calls), low, policy
 
     def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
         return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), sort, fold)

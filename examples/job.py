@@ -69,16 +69,16 @@ SHORT = SMALL._replace(steps=300)
 
 def default_sizes() -> Sizes:
     """The sizes for this machine's processor: all six runs end within three minutes."""
-    return LARGE if _processor().bfloat16 else SHORT
+    return LARGE if _processor()["bfloat16"] else SHORT
 
 
 def speed_of_bfloat16() -> str:
     """Say whether products in bfloat16 save time on this machine's processor."""
     found = _processor()
-    if found.bfloat16:
-        return f"This processor has instructions for bfloat16 products: {found.by}."
-    if found.bfloat16 is None:
-        return f"Whether this processor has instructions for bfloat16 is not known: {found.by}."
+    if found["bfloat16"]:
+        return f"This processor has instructions for bfloat16 products: {found['by']}."
+    if found["bfloat16"] is None:
+        return f"Whether this processor has instructions for bfloat16 is not known: {found['by']}."
     return (
         "This processor has no instructions for bfloat16 products: torch's kernels emulate them, "
         "JAX's multiply in float32. Expect bfloat16 to save memory, and little or no time. On "
@@ -86,7 +86,7 @@ def speed_of_bfloat16() -> str:
     )
 
 
-def _processor() -> doctor.Device:
+def _processor() -> doctor.Data:
     return doctor.cpu("", *processor())
 
 

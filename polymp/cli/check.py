@@ -4,6 +4,7 @@ policy -> rows that a backend refuses
 """
 
 import argparse
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from polymp.cli.policies import path_inside, row_data
 from polymp.errors import NoPolicyError, PolicyError, UsageError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
-from polymp.rules.row import LOW, Row, Rule
+from polymp.rules.row import LOW, Row
 
 Data = dict[str, Any]
 
@@ -50,32 +51,17 @@ def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
         from polymp.backends.jax.autocast.api import refusals as in_jax
 
         return in_jax(policy)
+    from polymp.backends.torch.autocast.torch_table import DEVICES, lacking
     from polymp.backends.torch.autocast.torch_table import refusals as in_torch
 
-    refused = in_torch(policy)
-    held = [row for row in policy.rows if row not in refused]
-    alone = [row for row in held if _no_kernel(row, Policy(policy.name, (row,)))]
-    others = tuple(row for row in held if row not in alone)  # may decide for ops that torch lacks
-    lacking = {row: _no_kernel(row, Policy(policy.name, (*others, row))) for row in alone}
-    return {**refused, **{row: why for row, why in lacking.items() if why}}
-
-
-def _no_kernel(row: Row, policy: Policy) -> str:
-    """Why torch has no kernel for a row's ops on any device; "" if it has one on some device."""
-    from polymp.backends.torch.autocast import torch_table
-
-    if row.rule not in (Rule.LOWER, Rule.WIDEST):
-        return ""
-    for low in (row.dtype,) if row.dtype else LOW:
-        said = []
-        for device in torch_table.DEVICES:
-            try:
-                torch_table.check(policy.at(path_inside(row.scope)), device, low)
-            except PolicyError as error:
-                said.append(str(error))
-        if len(said) == len(torch_table.DEVICES):
-            return said[0]
-    return ""
+    nowhere: dict[Row, str] = {}  # rows without a low kernel on any device
+    for scope, low in itertools.product({row.scope for row in policy.rows}, LOW):
+        inside = policy.at(path_inside(scope))
+        first, *others = (lacking(inside, device, low) for device in DEVICES)
+        for row, why in first.items():
+            if all(row in other for other in others):
+                nowhere.setdefault(row, why)
+    return nowhere | dict(in_torch(policy))
 
 
 def draw(data: Data, args: argparse.Namespace) -> Iterator[str]:

@@ -407,9 +407,7 @@ def _begins(path: str, start: str) -> bool:
 def _called(a: RecordedArray) -> str:
     """An array in words: "layer_norm in blocks.3.ln1 (model.py:41)"."""
     of = {INPUT: "input ", GRADIENT: "the gradient of ", UPDATE: "the update of "}.get(a.kind, "")
-    module = (
-        f" in {a.module}" if a.module and a.kind in (RESULT, INPUT) and "operand" not in of else ""
-    )
+    module = f" in {a.module}" if a.module and a.kind in (RESULT, INPUT) else ""
     back = {BACKWARD: ", backward", RECOMPUTE: ", recomputed"}.get(a.direction, "")
     back = back if a.kind == RESULT else ""
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")

@@ -44,7 +44,6 @@ _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
-_COMMON = 0.5  # of the module paths; with fewer, calls are aligned by op and shape alone
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
@@ -120,7 +119,7 @@ class Side:
     def __init__(self, step: RecordedStep, probes: int, names: Mapping[str, str]) -> None:
         self.arrays = step.arrays
         self.compiled = COMPILED in step.left_out
-        self.modules = [names.get(m, m) for m in _below([a.module for a in step.arrays])]
+        self.modules = [names.get(a.module, a.module) for a in step.arrays]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
         if probes:
@@ -142,7 +141,6 @@ class Side:
             own = unit_roundoff(a.dtype) if given else 0.0
             units.append(max((own, *(units[r] for r in a.reads))))
         self.units = np.array(units, np.float64)
-        self.bad = np.array([a.bad for a in step.arrays], np.int64)
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         inputs = [i for i, a in enumerate(step.arrays) if a.kind == INPUT]
@@ -164,18 +162,6 @@ class Side:
     def tells(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
         return not self.spread[i][RMS] > _NOISE * self.rms[i]
-
-
-def _below(modules: list[str]) -> list[str]:
-    """Module paths; the module that all others are in is the top level, as flax linen's first is.
-
-    Calls outside of it, such as a loss, have no path.
-    """
-    first = min(filter(None, modules), key=len, default="")
-    inside = {path for path in modules if path and path != first}
-    if inside and all(path.startswith(f"{first}.") for path in inside):
-        return ["" if path == first else path for path in modules]
-    return modules
 
 
 def _size(a: RecordedArray) -> tuple[str, int]:
@@ -211,13 +197,13 @@ class Pairs:
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
         self.chance = factor(numbers)
         paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
-        shared = paths[0] & paths[1]
-        self.common = bool(shared) and len(shared) >= _COMMON * min(map(len, paths))
-        self.shared = {"", *shared}  # module paths that both have
+        self.shared = paths[0] & paths[1]  # module paths that both have, and the top level
+        if self.shared:
+            self.shared.add("")
         self.aligned: dict[int, int] = {}
         if not across:
             self.aligned = _inputs(one, other)
-            calls = _aligned(one, other, self.common)
+            calls = _aligned(one, other, bool(self.shared))
             if len(calls) >= _SAME * min(len(one.results), len(other.results)):
                 self.aligned |= calls
             else:  # another program, such as a port, or what a region makes of it
@@ -267,6 +253,8 @@ class Pairs:
         """The same of the numbers of two arrays that can be compared."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.numbers(i, j)
+        if bool(one.bad) != bool(other.bad):  # Inf or NaN in one run alone
+            difference = np.full(VALUES, math.inf)
         ordered = self._in_order(i, j, allowed[RMS])
         if one.kind == UPDATE:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
@@ -280,8 +268,6 @@ class Pairs:
 
     def excess(self, i: int, j: int) -> float:
         """How many times larger the largest difference is than what rounding explains."""
-        if bool(self.one.bad[i]) != bool(self.other.bad[j]):
-            return math.inf
         return _worst(*self.held(i, j))[0]
 
     def _in_order(self, i: int, j: int, allowed: float) -> bool:
@@ -337,7 +323,7 @@ class Pairs:
 
     def _near(self, i: int, j: int) -> bool:
         """True if two arrays may be of one call: not in other modules, of those that both have."""
-        if not self.common or RESULT not in (self.one.arrays[i].kind, self.other.arrays[j].kind):
+        if RESULT not in (self.one.arrays[i].kind, self.other.arrays[j].kind):
             return True
         modules = {self.one.modules[i], self.other.modules[j]}
         return len(modules) == 1 or not modules <= self.shared
@@ -347,27 +333,30 @@ class Pairs:
         backed = {j: i for i, j in self.aligned.items()}
         shown = backed.keys() | self.twins.values()  # beside an array of the first run
         stays = self.twins.keys() | self.aligned.keys()
-        whole = self.shared if self.ported and self.common else set()
+        whole = self.shared if self.ported else set()
         left = self._left() if self.across else set()
         healed = _healed(self.one, stays | left, self._evidence(), whole) | left
         every = dict.fromkeys((j for j in self.met if self.other.tells(j)), -1)
-        healed_other = _healed(self.other, self.met | backed.keys(), every, whole)
+        healed_other = _healed(self.other, self.met | backed.keys(), every, whole) | self.met
+
+        def alone(j: int) -> Compared:
+            array = self.other.arrays[j]
+            return Compared(None, array, _alone(array, self.one, j in healed_other))
+
         rows: list[Compared] = []
         todo = 0  # of the other run
         for i, array in enumerate(self.one.arrays):
             j = self.aligned.get(i)
             if j is not None:
-                rows += [self._alone(k, healed_other) for k in range(todo, j) if k not in shown]
+                rows += [alone(k) for k in range(todo, j) if k not in shown]
                 todo = max(todo, j + 1)
             j = self.twins.get(i, j)
             if j is None:
-                hidden = _is_hidden(array, self.other)
-                healthy = i in healed or array.kind == INPUT or hidden
-                rows.append(Compared(array, None, PASSED if healthy else ALONE))
+                rows.append(Compared(array, None, _alone(array, self.other, i in healed)))
             else:
                 rows.append(self._pair(i, j))
         rest = range(todo, len(self.other.arrays))
-        rows += [self._alone(k, healed_other) for k in rest if k not in shown]
+        rows += [alone(k) for k in rest if k not in shown]
         if self.across:  # what only the other run has says nothing: its ops are split otherwise
             rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
@@ -414,47 +403,42 @@ class Pairs:
         off = float(difference[at]) / size
         part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
         means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
-        if bool(one.bad) != bool(other.bad):
-            ratio = off = math.inf
         verdict = EXPLAINED if ratio <= 1 else UNEXPLAINED
         return Compared(one, other, verdict, off, float(allowed[at]) / size, *means)
 
-    def _alone(self, j: int, healed: set[int]) -> Compared:
-        array = self.other.arrays[j]
-        healthy = j in self.met or j in healed or array.kind == INPUT or _is_hidden(array, self.one)
-        return Compared(None, array, PASSED if healthy else ALONE)
-
     def _with_partner(self, row: Compared) -> Compared:
         """A call that only one run has, beside the call of the other that reads the same values."""
-        mine, theirs = (self.one, self.other) if row.one is not None else (self.other, self.one)
-        twins = self.twins if row.one is not None else {j: i for i, j in self.twins.items()}
+        mine, theirs, twins = self.one, self.other, self.twins
+        # Within one framework, a call that is aligned with another is no counterpart.
+        aligned = self.twins if self.across else self.aligned
+        taken = {*aligned.values()}
+        if row.one is None:
+            mine, theirs, taken = theirs, mine, {*aligned}
+            twins = {j: i for i, j in twins.items()}
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
-        back = {*twins.values()}
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
-        readers = [
-            k
-            for s in sorted(computed or sources)
-            for k in theirs.readers[s]
-            if k not in back and theirs.arrays[k].direction == row.array.direction
-        ]
-        wanted = shared_name(row.array.name)
-        alike = [k for k in readers if shared_name(theirs.arrays[k].name) == wanted]
-        if not self.across:  # a call of another op, or of another call, is no counterpart
-            other = {*(self.aligned if mine is self.other else self.aligned.values())}
-            alike, readers = [k for k in alike if k not in other], []
-        k = next((k for k in alike if theirs.arrays[k].size == row.array.size), None)
-        if k is not None:
-            pair = (at, k) if row.one is not None else (k, at)
-            return self._pair(*pair)._replace(verdict=UNEXPLAINED)
-        near = next((k for k in readers if theirs.arrays[k].size == row.array.size), None)
-        near = next(iter(alike), None) if near is None else near
-        return row if near is None else row._replace(other=theirs.arrays[near])
+        found: list[tuple[bool, bool, int]] = []
+        for k in (k for s in computed or sources for k in theirs.readers[s] if k not in taken):
+            a = theirs.arrays[k]
+            size, name = a.size != row.array.size, not _alike(a, row.array)
+            fits = not (size and name) if self.across else not name  # nor is one of another op
+            if fits and a.direction == row.array.direction:
+                found.append((size, name, k))
+        if not found:
+            return row
+        size, name, k = min(found)
+        if size or name:
+            return row._replace(other=theirs.arrays[k])
+        pair = (at, k) if row.one is not None else (k, at)
+        return self._pair(*pair)._replace(verdict=UNEXPLAINED)
 
 
-def _is_hidden(array: RecordedArray, other: Side) -> bool:
-    """True for a call that the other run may have made in compiled code."""
-    return other.compiled and array.kind == RESULT and array.name != COMPILED
+def _alone(array: RecordedArray, other: Side, healed: bool) -> str:
+    """The verdict of an array that only one run has."""
+    # The other run may have made it in compiled code.
+    hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
+    return PASSED if healed or hidden or array.kind == INPUT else ALONE
 
 
 def _ends(shape: tuple[int, ...]) -> set[int]:

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics.alignment import aligned, matched
+from polymp.diagnostics.alignment import blocks, matched
 from polymp.diagnostics.call_record import (
     FORWARD,
     NOTHING_RAN,
@@ -375,14 +375,21 @@ def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Diffe
         places.setdefault((names[call.module], call.direction), ([], []))[1].append(call)
     order = [*SECTIONS]
     for place in sorted(places, key=lambda place: order.index(place[1])):
-        left, right = places[place]
-        beside = aligned(*([call.op for call in calls] for calls in (left, right)))
-        for at, one in enumerate(left):
-            other = right[beside[at]] if at in beside else None
-            if other is None or (changed := _changed(one, other)):
-                yield Difference(*place, one.op, one, other, changed if other else ())
-        alone = {*range(len(right))} - {*beside.values()}
-        yield from (Difference(*place, right[at].op, None, right[at], ()) for at in sorted(alone))
+        for one, other in _pairs(*places[place]):
+            op = one.op if one else other.op if other else ""
+            changed = _changed(one, other) if one and other else ()
+            if changed or one is None or other is None:
+                yield Difference(*place, op, one, other, changed)
+
+
+def _pairs(left: list[Call], right: list[Call]) -> Iterator[tuple[Call | None, Call | None]]:
+    """The calls side by side, by op and in order; None where there is none."""
+    for tag, i, i_end, j, j_end in blocks([c.op for c in left], [c.op for c in right]):
+        if tag == "equal":
+            yield from zip(left[i:i_end], right[j:j_end], strict=True)
+        else:
+            yield from ((call, None) for call in left[i:i_end])
+            yield from ((None, call) for call in right[j:j_end])
 
 
 def _changed(one: Call, other: Call) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import reprlib
-from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from os import PathLike
@@ -136,83 +136,144 @@ def signs_and_ones(blocks: int) -> tuple[Any, Any]:
 
 
 @cache
-def places(count: int) -> tuple[int, ...]:
+def places(count: int) -> Any:
     """The places of the elements that are kept of an array, in row-major order."""
     most = ELEMENTS.stop - ELEMENTS.start
-    return tuple(at * (count - 1) // (most - 1) for at in range(most))
+    return np.arange(most) * (count - 1) // (most - 1)
 
 
-def in_float64(x: Any) -> Any:
-    """A copy of a numpy array in float64."""
-    return np.array(x, np.float64)
+def summary(array: Any) -> tuple[tuple[float, ...], int, int]:
+    """The values of a numpy array, how many elements are zero, and how many are not finite."""
+    one = Summaries()
+    one.add(array)
+    return one.read()[0]
 
 
-_CHUNK = 16 * BLOCK  # elements that are summed up together, while a processor's cache has them
+class Summaries:
+    """The same of many arrays, whose blocks are summed up together.
 
-
-def summary(
-    array: Any, widened: Callable[[Any], Any] = in_float64
-) -> tuple[tuple[float, ...], int, int]:
-    """The values of an array, how many elements are zero, and how many are not finite.
-
-    `widened` makes a float64 numpy array of its own of a part of it. The backends compute the same
-    of arrays that are not in the memory of a CPU.
+    Of small arrays a call of numpy takes longer than the sums. The backends compute the same of
+    arrays that are not in the memory of a CPU.
     """
-    row = array.reshape(-1)
-    (count,) = row.shape
-    if not count:
-        return (0.0,) * VALUES, 0, 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        scale, (top, square, found, zeros, bad) = 1.0, _sums(row, count, widened, 1.0)
-        if top and not 1e-250 < square < 1e250:  # squares of some numbers are beyond float64
-            scale, (_, square, found, *_) = top, _sums(row, count, widened, top)
-        found[ORDERLESS] = top / scale, math.sqrt(square / count), *(found[2:4] / count)
-        found[PROJECTIONS] /= math.sqrt(count)
-        return tuple((found * scale).tolist()), zeros, bad
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._scales: list[float] = []
+        self._elements: list[Any] = []
+        self._rows: dict[tuple[bool, bool], _Rows] = {}
+
+    def add(self, array: Any) -> int:
+        """Add a numpy array, which may be written afterwards; the place of its summary."""
+        row, at = array.reshape(-1), len(self._sizes)
+        size, scale = len(row), 1.0
+        if row.dtype == np.float64:  # squares of other dtypes are in its range
+            top = np.abs(row).max(initial=0.0, where=np.isfinite(row))
+            if top and not 1e-120 < top < 1e120:
+                row, scale = row / top, float(top)
+        self._sizes.append(size)
+        self._scales.append(scale)
+        self._elements.append(row[places(size)] if size else _NO_ELEMENTS)
+        kind = row.dtype == np.float32, size <= _SHORT
+        if kind not in self._rows:
+            self._rows[kind] = _Rows(*kind)
+        self._rows[kind].add(row, at)
+        return at
+
+    def read(self) -> list[tuple[tuple[float, ...], int, int]]:
+        """The summaries of all."""
+        if not self._sizes:
+            return []
+        found, padded = np.zeros((len(self._sizes), _SUMS)), np.array(self._sizes)
+        for rows in self._rows.values():
+            of, sums = rows.read()
+            starts = np.flatnonzero(np.diff(of, prepend=-1))
+            found[of[starts]] = np.add.reduceat(sums, starts)
+            found[of[starts], 0] = np.maximum.reduceat(sums[:, 0], starts)
+            padded[of[starts]] = np.diff(starts, append=len(of)) * rows.width
+        sizes = np.maximum(self._sizes, 1)
+        top, square, total = found[:, :3].T
+        projections, magnitude = found[:, 3:-3] / np.sqrt(sizes)[:, None], found[:, -3]
+        ends = np.stack([top, np.sqrt(square / sizes), total / sizes, magnitude / sizes], 1)
+        elements = np.nan_to_num(np.array(self._elements, np.float64), posinf=0.0, neginf=0.0)
+        values = np.concatenate([ends, projections, elements], 1)
+        values *= np.array(self._scales)[:, None]
+        zeros, bad = found[:, -2:].T.astype(int)
+        zeros -= bad + padded - self._sizes
+        return [*zip(map(tuple, values.tolist()), zeros.tolist(), bad.tolist(), strict=True)]
 
 
-def _sums(row: Any, count: int, widened: Callable[[Any], Any], scale: float) -> tuple[Any, ...]:
-    """Largest magnitude, sum of squares, other sums by place, zeros, and what is not finite.
-
-    Sums are relative to `scale`.
-    """
-    found, top, square, zeros, bad = np.zeros(VALUES), 0.0, 0.0, 0, 0
-    outer, inner = signs_and_ones(1 << (count // BLOCK).bit_length())
-    kept = places(count)
-    for start in range(0, count, _CHUNK):
-        x = widened(row[start : start + _CHUNK])
-        part = _square(x) if scale == 1 else math.nan
-        if not math.isfinite(part):
-            finite = np.isfinite(x)
-            x[~finite] = 0.0
-            bad += len(x) - int(np.count_nonzero(finite))
-            x /= scale
-            part = _square(x)
-        square += part
-        zeros += int(np.count_nonzero(x == 0))
-        here = slice(bisect_left(kept, start), bisect_left(kept, start + len(x)))
-        found[ELEMENTS][here] = x[[at - start for at in kept[here]]]
-        block, whole = start // BLOCK, len(x) // BLOCK
-        signed = inner[:, : len(x) - whole * BLOCK] @ x[whole * BLOCK :] * outer[:, block + whole]
-        if whole:
-            blocks = x[: whole * BLOCK].reshape(whole, BLOCK)
-            signed += (blocks @ inner.T * outer.T[block : block + whole]).sum(0)
-        found[MEAN] += signed[0]
-        found[PROJECTIONS] += signed[1:]
-        np.abs(x, out=x)
-        found[MEAN_MAGNITUDE] += np.add.reduce(x)
-        top = max(top, float(np.maximum.reduce(x)))
-    return top, square, found, zeros - bad, bad
+_SHORT = 256  # elements of the arrays that wait for others in shorter rows than a block
+_TOGETHER = 16 * BLOCK  # elements that are summed up together, while a processor's cache has them
+_SUMS = 14  # top, square, sum, projections, sum of magnitudes, zeros, bad
+_NO_ELEMENTS = np.zeros(ELEMENTS.stop - ELEMENTS.start)
 
 
-def _square(x: Any) -> float:
-    """The sum of the squares of a row of float64.
+class _Rows:
+    """Blocks of arrays that wait to be summed up, and the sums of those that were."""
 
-    BLAS has several threads multiply rows of more than 10,000 numbers. These wait for each other,
-    on a busy machine many times as long as the sum takes.
-    """
-    parts = (x[at : at + 8192] for at in range(0, len(x), 8192))
-    return sum(float(part @ part) for part in parts)
+    def __init__(self, single: bool, short: bool) -> None:
+        self.width = _SHORT if short else BLOCK
+        self._most = _TOGETHER // self.width
+        shape = self._most, self.width
+        self._waiting = np.empty(_TOGETHER, np.float32 if single else np.float64)
+        self._wide, self._sizes = np.empty(shape), np.empty(shape, self._waiting.dtype)
+        self._of: list[tuple[int, int]] = []  # array and block of each row, summed up or not
+        self._sums: list[Any] = []
+        self._summed = 0  # rows
+
+    def add(self, row: Any, array: int) -> None:
+        """Add the blocks of an array."""
+        of = [(array, block) for block in range(max(-(-len(row) // self.width), 1))]
+        whole = len(row) // _TOGETHER * self._most  # these are summed up where they are
+        if whole or len(self._of) - self._summed + len(of) > self._most:
+            self._sum_up()
+        for at in range(0, whole, self._most):
+            self._sum(row[at * self.width : (at + self._most) * self.width])
+        rest = row[whole * self.width :]
+        start = (len(self._of) + whole - self._summed) * self.width
+        self._of += of
+        end = (len(self._of) - self._summed) * self.width
+        self._waiting[start : start + len(rest)] = rest
+        self._waiting[start + len(rest) : end] = 0.0
+
+    def _sum_up(self) -> None:
+        """Sum up what waits."""
+        if waiting := len(self._of) - self._summed:
+            self._sum(self._waiting[: waiting * self.width])
+
+    def _sum(self, row: Any) -> None:
+        """Sum up some rows."""
+        rows = row.reshape(-1, self.width)
+        count = len(rows)
+        wide, sizes, sums = self._wide[:count], self._sizes[:count], np.zeros((count, _SUMS))
+        np.copyto(wide, rows)
+        sums[:, 1] = _squares(wide)
+        if not math.isfinite(sums[:, 1].sum()):
+            finite = np.isfinite(wide)
+            sums[:, -1] = self.width - np.count_nonzero(finite, axis=1)
+            wide[~finite] = 0.0
+            rows, sums[:, 1] = wide, _squares(wide)
+        np.abs(rows, out=sizes, casting="same_kind")
+        sums[:, 0], sums[:, -3] = sizes.max(1), sizes.sum(1, dtype=np.float64)
+        sums[:, 2:-3] = wide @ signs_and_ones(1)[1].T[: self.width]
+        if not sizes.min(1).all():
+            sums[:, -2] = np.count_nonzero(sizes == 0, axis=1)
+        self._sums.append(sums)
+        self._summed += count
+
+    def read(self) -> tuple[Any, Any]:
+        """The array of each row, and its sums."""
+        self._sum_up()
+        of = np.array(self._of, int).reshape(-1, 2)
+        sums = np.concatenate([np.zeros((0, _SUMS)), *self._sums])
+        outer = signs_and_ones(1 << int(of[:, 1].max(initial=0)).bit_length())[0].T[of[:, 1]]
+        sums[:, 2:-3] *= outer
+        return of[:, 0], sums
+
+
+def _squares(rows: Any) -> Any:
+    """The sum of the squares of each row, in the order of BLAS."""
+    return (rows[:, None] @ rows[:, :, None])[:, 0, 0]
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -329,26 +390,26 @@ class RecordWriter:
 
 def _line(step: RecordedStep) -> str:
     arrays = step.arrays
-    names: dict[str, int] = {}  # each text once
-    rows = []
-    for a in arrays:
-        at, dtypes = (
-            [names.setdefault(text, len(names)) for text in texts]
-            for texts in (a[:6] + a[7:9], a.inputs)
-        )
-        rows.append([at, dtypes, list(a.shape), a.zeros, a.bad, list(a.reads)])
+    texts: defaultdict[str, int] = defaultdict(lambda: len(texts))  # each once
+    at = texts.__getitem__
+    # As text: Python's garbage collector would go through lists of lists, and through all else.
+    rows = [
+        f"[{[*map(at, a[:6] + a[7:9])]},{[*map(at, a.inputs)]},{[*a.shape]},{a.zeros},{a.bad},"
+        f"{[*a.reads]}]"
+        for a in arrays
+    ]
     spread = [a.spread or (math.nan,) * VALUES for a in arrays]
     data = {
         "step": step.number,
         "settings": step.settings,
         "left out": step.left_out,
-        "texts": list(names),
-        "arrays": rows,
+        "texts": list(texts),
         "values": _packed(np.array([a.values for a in arrays], "<f8").reshape(-1)),
         "own": _packed(np.array([a.own for a in arrays], "<f4")),
         "spread": _packed(np.array(spread, "<f4").reshape(-1)),
     }
-    return json.dumps(data, separators=(",", ":"), allow_nan=True) + "\n"
+    line = json.dumps(data, separators=(",", ":"), allow_nan=True)
+    return f'{line[:-1]},"arrays":[{",".join(rows).replace(" ", "")}]}}\n'
 
 
 def _packed(numbers: Any) -> str:

@@ -3,7 +3,6 @@
 fn in a region, reference in float32 -> `parity.compare_programs` -> the first op that differs
 """
 
-import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,6 @@ from polymp.diagnostics import rounding
 from polymp.rules.policy_files import Source, load
 from polymp.testing import parity
 from polymp.testing.parity import Parity
-
-_NAMES = ("fn", "reference")
 
 
 def assert_close(
@@ -64,14 +61,7 @@ def assert_close(
             small, or there is no such framework.
         BackendMissingError: the framework is not installed.
     """
-    low = parity.checked_dtype(dtype, "assert_close")
-    parity.check_probes(probes, "assert_close")
-    for name, function in zip(_NAMES, (fn, reference), strict=True):
-        if not callable(function):
-            raise TypeError(
-                f"assert_close: {name} is no function: {reprlib.repr(function)}. Write "
-                "assert_close(fn, reference, *args)."
-            )
+    low = parity.checked("assert_close", dtype, probes, fn=fn, reference=reference)
     backend = framework_of((fn, reference, args), framework, "assert_close")
     if (other := framework_in((reference, fn))) not in (None, backend):
         raise TypeError(
@@ -88,7 +78,7 @@ def assert_close(
         parity.program(backend, reference, *parity.widened(given), None, policy, cotangent),
     )
     with parity.found_in(low or "float32", f"in {low}: " if low else ""):
-        found = parity.compare_programs(programs, _NAMES, probes, same_dtypes=False)
+        found = parity.compare_programs(programs, ("fn", "reference"), probes, same_dtypes=False)
     if grads:
         parity.warn_without_floats(given, "assert_close")
     return found

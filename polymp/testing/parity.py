@@ -9,6 +9,7 @@ The first op that differs is that of `polymp.compare`, of records of both functi
 """
 
 import importlib
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 
 from polymp import backends, text_table
 from polymp.diagnostics import rounding
-from polymp.diagnostics.alignment import aligned, shared_name
+from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import FORWARD, Call, ruled
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
+from polymp.diagnostics.tables import OUTSIDE
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
 from polymp.errors import escaped
@@ -118,11 +120,7 @@ def assert_parity(
             not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """
-    low = checked_dtype(dtype)
-    check_probes(probes)
-    for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
-        if not callable(fn):
-            raise TypeError(f"assert_parity needs a {name} function, got {fn!r}.")
+    low = checked("assert_parity", dtype, probes, torch_fn=torch_fn, jax_fn=jax_fn)
     given = arguments(inputs)
     for name in _NAMES:
         backends.get(name)
@@ -194,7 +192,8 @@ def compare_programs(
     _same_structure(one, other, names)
     if same_dtypes:
         if parted := first_parted(written.calls, theirs.calls):
-            raise ParityError(f"the two functions run {parted.why}", *_called(parted, names))
+            *calls, why = parted
+            raise ParityError(f"the two functions run {why}", *_called(calls, names))
         for path, ours in one.dtypes.items():
             if ours != other.dtypes[path]:  # and no call has other dtypes
                 raise ParityError(f"result{path} is {_both(ours, other.dtypes[path], names)}.")
@@ -271,29 +270,18 @@ def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
         run.dtypes.update({p: "int" for p, f in run.dtypes.items() if "int" in f})
 
 
-class Parted(NamedTuple):
-    """Two calls that differ; None for a side that has no such call."""
-
-    one: Call | None
-    other: Call | None
-    why: str  # the difference in words
-
-
 # The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
 
 
-def checked_dtype(dtype: object, of: str = "assert_parity") -> str | None:
-    """Return the full name of a region's low dtype, None for no region."""
-    if dtype is None:
-        return None
-    name = dtype_name(dtype, (*LOW, "float32"), f"{of}(): dtype")
-    return None if name == "float32" else name
-
-
-def check_probes(probes: int, of: str = "assert_parity") -> None:
-    """Raise an error if these are too few."""
+def checked(of: str, dtype: object, probes: int, **functions: object) -> str | None:
+    """Check arguments of an assertion; return the full name of its low dtype, None for none."""
+    name = "float32" if dtype is None else dtype_name(dtype, (*LOW, "float32"), f"{of}(): dtype")
     if probes < 2:
         raise ValueError(f"{of}(): probes={probes!r} is too few. Write 2 or more.")
+    for argument, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{of}: {argument} is no function: {reprlib.repr(function)}.")
+    return None if name == "float32" else name
 
 
 def warn_without_floats(given: object, of: str) -> None:
@@ -379,6 +367,9 @@ def cotangent(path: str, shape: tuple[int, ...]) -> Any:
 # The frameworks' names of a cast that the program itself makes.
 _CASTS = {"to": "cast", "_to_copy": "cast", "convert_element_type": "cast"}
 
+# Two calls that differ, None for a side that has no such call; and the difference in words.
+Parted = tuple[Call | None, Call | None, str]
+
 
 def name_of(call: Call) -> str:
     """The name of a call in both frameworks."""
@@ -396,9 +387,14 @@ def seen(call: Call) -> tuple[str, ...]:
 
 def compared(calls: Iterable[Call]) -> list[Call]:
     """The forward calls that compute with floats, and the casts that the program itself makes."""
-    forward = [call for call in calls if call.direction == FORWARD]
-    some = [call for call in forward if call.run or name_of(call) == "cast"]
-    return [c for c in some if vocabulary().kind_of(c.op) not in vocabulary().moving]
+    moving = vocabulary().moving
+    return [
+        call
+        for call in calls
+        if call.direction == FORWARD
+        and (call.run or name_of(call) == "cast")
+        and vocabulary().kind_of(call.op) not in moving
+    ]
 
 
 def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
@@ -408,52 +404,52 @@ def first_parted(one: Iterable[Call], other: Iterable[Call]) -> Parted | None:
     # or by other recipes, if either side has a row for them. An op without a row, with nothing else
     # left over there, may be wider in JAX, which leaves out a rounding where only float32 reads it.
     left, right = compared(one), compared(other)
-    places = aligned([*map(seen, left)], [*map(seen, right)])
-    i = j = 0
-    for to_i, to_j in (*places.items(), (len(left), len(right))):
-        if parted := _in_gap(left[i:to_i], right[j:to_j]):
+    for tag, i, to_i, j, to_j in blocks([*map(seen, left)], [*map(seen, right)]):
+        if tag != "equal" and (parted := _in_gap(left[i:to_i], right[j:to_j])):
             return parted
-        i, j = to_i + 1, to_j + 1
     return None
 
 
 def _in_gap(left: Sequence[Call], right: Sequence[Call]) -> Parted | None:
     names, theirs = list(map(name_of, left)), {name_of(c): c for c in reversed(right)}
     same = names == list(map(name_of, right))
-    pairs: list[tuple[Call | None, Call | None]] = [(c, theirs.get(name_of(c))) for c in left]
-    pairs += [(None, c) for c in right if name_of(c) not in names]
-    for one, other in pairs:
-        if one is not None and other is not None:
-            ruled = one.row is not None or other.row is not None
-            if ruled or (same and not _holds(other.run, one.run)):  # wider in JAX: a rounding less
-                recipes = one.recipe and other.recipe and one.recipe != other.recipe
-                return Parted(one, other, "by other recipes" if recipes else "in other dtypes")
-        elif (call := one or other) and name_of(call) == "cast":
-            dtypes = (*call.inputs, *call.outputs)
-            if len(dtypes) == 2 and _holds(*dtypes) and dtypes[0] != dtypes[1]:
-                why = "in other dtypes: only one side casts to a low dtype here"
-                return Parted(one, other, why)
-    return None
+    for one in left:
+        if (other := theirs.pop(name_of(one), None)) is None:
+            if _lowers(one):
+                return one, None, _CAST
+        elif one.row or other.row or (same and not _holds(other.run, one.run)):
+            recipes = one.recipe and other.recipe and one.recipe != other.recipe
+            return one, other, "by other recipes" if recipes else "in other dtypes"
+    alone = (call for call in right if name_of(call) not in names and _lowers(call))
+    return next(((None, call, _CAST) for call in alone), None)
+
+
+_CAST = "in other dtypes: only one side casts to a low dtype here"
+
+
+def _lowers(call: Call) -> bool:
+    """True for a cast to a narrower dtype."""
+    dtypes = (*call.inputs, *call.outputs)
+    return name_of(call) == "cast" and len({*dtypes}) == 2 == len(dtypes) and _holds(*dtypes)
 
 
 def _holds(wide: str, narrow: str) -> bool:
     return {wide, narrow} <= {*FORMATS} and FORMATS[wide].holds(FORMATS[narrow])
 
 
-def _called(parted: Parted, names: tuple[str, str]) -> tuple[str, str]:
+def _called(calls: Sequence[Call | None], names: tuple[str, str]) -> tuple[str, str]:
     """The op of two calls, and the calls as a table."""
-
-    def cells(call: Call | None) -> dict[str, str]:
-        if call is None:
-            return {"op": "no such call"}
-        return {
+    sides = [
+        {"op": "no such call"}
+        if call is None
+        else {
             "op": call.op,
-            "module": call.module or "(top level)",
+            "module": call.module or OUTSIDE,
             "source": call.source,
             "dtypes": text_table.dtypes(call.inputs, call.run, call.outputs),
             "rule": ruled(call) or "no region",
         }
-
-    call = parted.one or parted.other
-    table = text_table.side_by_side(names, (cells(parted.one), cells(parted.other)))
-    return ("", "") if call is None else (call.op, "\n".join(table))
+        for call in calls
+    ]
+    op = next(call.op for call in calls if call is not None)
+    return op, "\n".join(text_table.side_by_side(names, sides))

@@ -122,19 +122,14 @@ TABLE_FALLBACK = [
     ({"n": 8}, "n = 8 is not a multiple of 16"),
     ({"m": 0}, "m = 0: there is nothing to multiply"),
     ({"batch": 12}, "it is a batch of 12 products, which no 8-bit kernel takes"),
-    (
-        {"dtypes": ("float64", "float64")},
-        "an operand is float64, which is not quantised to 8 bits",
-    ),
+    ({"dtypes": ("float64", "float64")}, "an operand is float64, which is not quantised to 8 bits"),
     ({"dtypes": ("float32", "int64")}, "an operand is int64, which is not quantised to 8 bits"),
     ({"sparse": True}, "an operand is sparse"),
-    (
-        {"region": "float16"},
+    ({"region": "float16"},
         "the region's dtype is float16; the results and gradients of 8-bit products are bfloat16, "
-        "whose range no gradient leaves",
-    ),
+        "whose range no gradient leaves"),
     ({"device": "mps"}, "polymp has no 8-bit products on mps"),
-]
+]  # fmt: skip
 SMALL = "k = {}, n = {} is so small that 8 bits are slower than bfloat16"
 
 

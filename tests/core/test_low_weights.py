@@ -167,7 +167,6 @@ def bias(full: np.ndarray, low: np.ndarray) -> float:
 def test_the_bias_over_a_million_values_is_under_four_sigma() -> None:
     full = np.random.default_rng(0).standard_normal(10**6).astype(np.float32)
     found = [bias(full, weights.rounded(NUMPY, full, random(full.size, s))) for s in range(8)]
-    print("bias in sigma, step by step:", [round(each, 2) for each in found])
     assert max(map(abs, found)) < 4
 
 

@@ -14,7 +14,7 @@ from polymp.diagnostics import rounding
 from polymp.diagnostics.call_record import Call
 from polymp.rules.row import Row, Rule
 from polymp.testing import ParityError, assert_parity
-from polymp.testing.parity import checked_dtype, first_parted
+from polymp.testing.parity import checked, first_parted
 from tests.conftest import FRAMEWORKS, need
 from tests.support import processes
 from tests.support.decisions import recording
@@ -299,7 +299,7 @@ def test_bad_arguments() -> None:
         assert_parity(in_torch, in_jax, [X, W], dtype="float8")
     with pytest.raises(ValueError, match="probes=1"):
         assert_parity(in_torch, in_jax, [X, W], probes=1)
-    with pytest.raises(TypeError, match="needs a jax function, got 3"):
+    with pytest.raises(TypeError, match="assert_parity: jax_fn is no function: 3"):
         assert_parity(in_torch, 3, [X, W])  # type: ignore[arg-type]
     with pytest.raises(polymp.PolicyError, match="nonsense"):
         assert_parity(in_torch, in_jax, [X, W], policy="nonsense")
@@ -339,9 +339,7 @@ def test_what_one_framework_takes_apart_is_no_difference() -> None:
     ]
     assert first_parted(ours, theirs) is None
     wide = [call("linear", "float32", "jax", Rule.FP32), *theirs[1:]]
-    found = first_parted(ours, wide)
-    assert found is not None
-    assert (found.one, found.other) == (ours[0], wide[0])
+    assert first_parted(ours, wide) == (ours[0], wide[0], "in other dtypes")
 
 
 def test_all_products_are_one_op_and_jax_may_spare_a_rounding() -> None:
@@ -358,8 +356,8 @@ def test_every_spelling_of_a_dtype_is_taken(fw: Any, low: str) -> None:
     x = fw.array([[1.0, 2.0], [3.0, 4.0]])
     for spelling in spellings(low):
         assert [c.run for c in polymp.explain(fw.xp.matmul, x, x, dtype=spelling)] == [low]
-        assert checked_dtype(spelling) == low
-    assert {checked_dtype(f) for f in (None, *spellings("float32"))} == {None}
+        assert checked("", spelling, 2) == low
+    assert {checked("", f, 2) for f in (None, *spellings("float32"))} == {None}
     with pytest.raises(ValueError, match=r"^explain\(\): dtype 'fp17' is not a float dtype that"):
         polymp.explain(fw.xp.matmul, x, x, dtype="fp17")
 

@@ -62,12 +62,6 @@ def test_a_stage_is_told_at_once(terminal: Stream, monkeypatch: pytest.MonkeyPat
     assert terminal.getvalue().endswith("\r")
 
 
-def test_nothing_before_the_time(terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "AFTER", 1e9)
-    counted()
-    assert terminal.getvalue() == ""
-
-
 @pytest.mark.parametrize("lacking", ["terminal", "tqdm", "console"])
 def test_nothing_without(lacking: str, terminal: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     if lacking == "tqdm":

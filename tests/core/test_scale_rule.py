@@ -1,6 +1,5 @@
 """The scaling rule on Python numbers; of every other kind, see test_scaler_histories.py."""
 
-import math
 from fractions import Fraction
 from typing import Any
 
@@ -23,7 +22,6 @@ from polymp.scaling import (
 )
 from tests.support.scaler_arguments import SAVED, TORCHS
 
-INF, NAN = math.inf, math.nan
 THREE = ScaleRule(interval=3)
 PATIENT = ScaleRule(interval=3, hysteresis=2)
 NARROW = ScaleRule(interval=1, min_scale=1.0, max_scale=24.0)

@@ -23,16 +23,8 @@ from tests.support.sizes import LONG
 BY_OP: dict[str, list[Case]] = {op.name: [] for op in OPS}
 for _case in cases.rows():
     BY_OP[_case.op].append(_case)
-ROWS = [case for rows in BY_OP.values() for case in rows]
 
 by_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-
-
-# --- the table ------------------------------------------------------------------------------------
-
-
-def test_a_row_says_why_exactly_where_the_frameworks_differ() -> None:
-    assert [str(c) for c in ROWS if bool(c.why) != (c.torch != c.jax)] == []
 
 
 # --- dtypes --------------------------------------------------------------------------------------

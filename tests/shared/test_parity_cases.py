@@ -21,13 +21,7 @@ from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, frameworks, parity_pairs
 from tests.support.cases import LOW
 from tests.support.decisions import recording
-from tests.support.parity_pairs import (
-    MISMATCHES,
-    Mismatch,
-    block_inputs,
-    jax_block,
-    torch_block,
-)
+from tests.support.parity_pairs import MISMATCHES, Mismatch, block_inputs, jax_block, torch_block
 from tests.support.sizes import LONG, size
 
 # Of every kind: products, convolutions, attention, cells, powers, softmax, norms, losses, sums,
@@ -87,9 +81,6 @@ def test_ops_agree_and_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> 
     margins = [gap.margin for gap in gaps if gap.error]
     tolerances = [gap.tolerance for gap in gaps if gap.what.startswith("result")]
     roundings = statistics.median(tolerances) / unit_roundoff(low)
-    print(f"\nparity in {low}: {len(found)} of {len(asked(low))} ops pass; tolerance by error: "
-          f"least {min(margins):.1f}, median {statistics.median(margins):.0f}; in units roundoff: "
-          f"median {roundings:.1f}")  # fmt: skip
     assert len(found) == len(set(asked(low))) >= size(4, 30)
     assert all(parity.gaps[0].tolerance > 0 for parity in found.values())
     assert min(margins) > 1
@@ -201,19 +192,11 @@ def test_no_seed_is_a_false_alarm_and_the_tolerance_is_30_errors(name: str) -> N
     repeated = Repeated(*pair, given(1), probes=8)
     rows = [repeated.gaps(given(seed)) for seed in range(1, seeds_of(name) + 1)]
     assert [str(gap) for row in rows for gap in row if gap.part] == []
-    times = {}
-    for column in zip(*rows, strict=True):
+    for at, column in enumerate(zip(*rows, strict=True)):
         seen = max(gap.error for gap in column)
-        if seen:
-            times[column[0].what] = statistics.median(g.tolerance for g in column) / seen
-    least = min(gap.margin for row in rows for gap in row)
-    by_largest = ", ".join(f"{x:.1f}" for x in times.values())
-    print(f"\n{name}: {len(rows)} seeds, no false alarm; tolerance by error {least:.1f} at the "
-          f"least, by the largest error {by_largest}")  # fmt: skip
-    if LONG:
-        fixed = {column[0].what for at, column in enumerate(zip(*rows, strict=True))
-                 if (name, at - 1) in ONE_ERROR}  # fmt: skip
-        assert {what: x for what, x in times.items() if x > 30 and what not in fixed} == {}
+        if LONG and seen and (name, at - 1) not in ONE_ERROR:
+            times = statistics.median(g.tolerance for g in column) / seen
+            assert times <= 30, column[0].what
 
 
 @pytest.mark.sized
@@ -226,7 +209,6 @@ def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
     assert [str(gap) for row in rows for gap in row if gap.part] == []
     seen = [(column, max(gap.error for gap in column)) for column in zip(*rows, strict=True)]
     times = [statistics.median(g.tolerance for g in c) / most for c, most in seen if most]
-    print(f"\nblock in {low}: tolerance / largest error {min(times):.1f} to {max(times):.1f}")
     assert max(times) <= 30
 
 
@@ -247,8 +229,9 @@ def test_a_mask_of_inf_leaves_a_tolerance_to_hold_values_to() -> None:
 
     random = np.random.default_rng(0)
     inputs = [random.standard_normal((2, 6, 8)).astype(np.float32) for _ in range(3)]
-    found = assert_parity(in_torch, in_jax, inputs, dtype="float16", probes=4)
+    how: dict[str, Any] = {"dtype": "float16", "probes": 4, "float32_first": False}
+    found = assert_parity(in_torch, in_jax, inputs, **how)
     assert all(0 < g.tolerance < 0.1 for g in found.gaps)
     assert all(g.error > 0 for g in found.gaps[1:])  # values were compared
     with pytest.raises(ParityError, match="compute other values"):
-        assert_parity(in_torch, partial(in_jax, factor=1.5), inputs, dtype="float16", probes=4)
+        assert_parity(in_torch, partial(in_jax, factor=1.5), inputs, **how)

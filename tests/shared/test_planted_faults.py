@@ -329,7 +329,7 @@ SINGLE = (
 
 
 SINGLE_IN_JAX = [case for case in SINGLE if "complex" in case.name or case.name == "transform"] + [
-    Single("complex loop", "mul", "operation", says="input 0: complex64[3], |x| from 1e+30"),
+    Single("complex loop", "mul", "operation", says="input 0: complex64[3], |x| from 1e+30")
 ]
 
 

@@ -118,7 +118,7 @@ def test_of_packed_weights_the_gradient_alone_is_not_compared() -> None:
 
 # --- a port that is one function ------------------------------------------------------------------
 
-VOCABULARY, WIDTH, HEADS, BATCH, LENGTH = 31, 32, 4, 4, 12
+VOCABULARY, WIDTH, HEADS, BATCH, LENGTH = 32, 32, 4, 4, 12
 
 
 @pytest.mark.parametrize("shifted", [True, False])

@@ -11,13 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polymp.scaling import (
-    SMALLEST,
-    ScaleRule,
-    ScaleState,
-    step,
-    to_state_dict,
-)
+from polymp.scaling import SMALLEST, ScaleRule, ScaleState, step, to_state_dict
 from tests.conftest import need
 from tests.support.scaler_arguments import CONSTANTS, FIRSTS, SAVED, STATES, spoiled
 from tests.support.sizes import size

@@ -25,19 +25,12 @@ GENERATED = {"PKG-INFO", "setup.cfg"}  # and the folder polymp.egg-info
 
 
 class Built(NamedTuple):
-    """The sdist and the wheel that were built.
+    """The sdist and the wheel that were built."""
 
-    Attributes:
-        tracked: the files of the repository, with folders in place of links.
-        sdist: the files of the sdist by their paths in it.
-        wheel: made from the tree.
-        wheel_from_sdist: made from the unpacked sdist.
-    """
-
-    tracked: set[str]
-    sdist: dict[str, bytes]
-    wheel: Path
-    wheel_from_sdist: Path
+    tracked: set[str]  # the files of the repository, with folders in place of links
+    sdist: dict[str, bytes]  # the files of the sdist by their paths in it
+    wheel: Path  # made from the tree
+    wheel_from_sdist: Path  # made from the unpacked sdist
 
 
 def tracked() -> list[str]:

@@ -134,6 +134,16 @@ def test_the_tables_of_policies_are_the_data():
     assert rules == [f"`{rule}`" for rule in Rule]
 
 
+@pytest.mark.parametrize("code", ["x = 1\nassert x == 2", "import os\nos._exit(0)"])
+def test_a_broken_block_fails_with_file_and_line(code: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(FENCED.format(code), encoding="utf-8")
+    (block,) = read(path)
+    status, text = outcome(block, tmp_path)
+    assert status == "failed"
+    assert re.match(rf"{re.escape(str(path))}:(5: Assertion|4: its process ended)", text)
+
+
 @pytest.mark.parametrize("door", ["polymp", "polymp.torch", "polymp.jax"])
 def test_every_public_name_is_in_the_table_of_names(door: str) -> None:
     """And the table has no other."""

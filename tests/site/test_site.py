@@ -244,6 +244,19 @@ def _is_list(node: ast.Assign) -> bool:
     return ast.unparse(node.targets[0]) == "__all__"
 
 
+def test_a_public_name_without_a_docstring_is_refused(pages: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text("from polymp import dtypes as dtypes\ndef f(): ...\n")
+    pages._tree.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "ROOT", tmp_path)
+        assert pages.public("some") == ["dtypes", "f"]
+        with pytest.raises(LookupError, match=r"^some\.f is public and has no docstring$"):
+            pages._says("some.f")
+        with pytest.raises(LookupError, match=r"^some has no g$"):
+            pages.definition("some", "g")
+    pages._tree.cache_clear()
+
+
 # --- pictures -------------------------------------------------------------------------------------
 
 

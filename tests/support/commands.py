@@ -3,17 +3,17 @@
 import re
 import tomllib
 
-from polymp.cli.doctor import Framework
 from tests.support import processes
 from tests.support.processes import ROOT
 
-TORCH, JAX = Framework("torch", "2.13.0+cpu", "", "cpu"), Framework("jax", "0.10.2", "", "cpu")
+TORCH = {"name": "torch", "version": "2.13.0+cpu", "problem": "", "platform": "cpu"}
+JAX = {"name": "jax", "version": "0.10.2", "problem": "", "platform": "cpu"}
 XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
 
 
 def facts(*devices, frameworks=(TORCH, JAX), nvidia=False):
-    """Return the facts of a machine with these devices."""
-    return frameworks, devices, nvidia
+    """What `gather` returns on a machine with these devices."""
+    return [dict(framework) for framework in frameworks], devices, nvidia
 
 
 def process(*argv, blocked=(), cwd=ROOT, **env):

@@ -32,7 +32,6 @@ class Config(NamedTuple):
     words: int = 64
     length: int = 16
     batch: int = 5
-    tied: bool = False  # the head has the weight of the table
     mask: float = -np.inf  # what scores of later tokens are
     fault: str = ""
     layer: int = 7  # that has the fault
@@ -79,8 +78,7 @@ def weights(config: Config, seed: int = 0) -> dict[str, Any]:
         linear(f"{block}.feed.up", hidden, width)
         linear(f"{block}.feed.down", width, hidden, 0.1)
     norm("norm", bias=False)
-    if not config.tied:
-        linear("head", config.words, width)
+    linear("head", config.words, width)
     if config.fault == "transposed":
         path = f"blocks.{config.layer}.attention.value.weight"
         made[path] = made[path].T

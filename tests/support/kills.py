@@ -342,10 +342,7 @@ def ranks_page(found: OnRanks) -> str:
     """The table of Inf on one of two ranks, in Markdown."""
     names = dict.fromkeys(name for scalers in found.values() for name in scalers)
     heads = " | ".join(f"scales of the ranks: {way}" for way in WAYS)
-    lines = [
-        f"| scaler | {heads} | parameters at the end |",
-        "|---|---|---|---|",
-    ]
+    lines = [f"| scaler | {heads} | parameters at the end |", "|---|---|---|---|"]
     for name in names:
         ranks = [found[way][name] for way in WAYS]
         scales = [", ".join(shown(scale) for scale, _ in each) for each in ranks]

@@ -17,15 +17,7 @@ from polymp.testing.parity import arguments
 
 
 class Repeated:
-    """A torch and a JAX function, compared as `assert_parity` does at inputs of one shape.
-
-    Args:
-        torch_fn: takes and returns tensors.
-        jax_fn: the same, of JAX arrays.
-        inputs: of a call.
-        dtype: the low dtype of a region; None for none.
-        probes: runs that measure the tolerance in each framework.
-    """
+    """A torch and a JAX function, compared as `assert_parity` does at inputs of one shape."""
 
     def __init__(
         self,

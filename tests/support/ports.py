@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.support.sizes import LONG
+
 RATE = 0.1  # of SGD
 
 
@@ -72,7 +74,8 @@ IN_JAX: dict[str, tuple[Config, str]] = {
     "a bias dropped in a scoped model": (Block(bias=False, scoped=True), "up"),
 }
 
-WIDTH, HEADS, HIDDEN, WORDS, LENGTH, BATCH, CLASSES = 24, 3, 40, 50, 8, 6, 4
+WIDTH, HEADS, WORDS, LENGTH, BATCH, CLASSES = 24, 3, 50, 8, 6, 4
+HIDDEN = 40 if LONG else WIDTH  # of one width, JAX has fewer programs to compile
 SIDE, CHANNELS = 8, 6  # of an image, and of the network behind it
 
 

@@ -202,7 +202,8 @@ class _Summary(NamedTuple):
     """A row, and its numbers on the device."""
 
     row: RecordedArray  # without them
-    numbers: Any  # float64 [VALUES + 2]: values, zeros, bad
+    # float64 [VALUES + 2]: values, zeros, bad; of one that numpy sums up, its place.
+    numbers: Any
     changes: Any  # of these values, float32 [probes, VALUES]; None if all runs are alike
     own: Any  # without probes, the root mean square of the call's own movements
 
@@ -244,10 +245,15 @@ class _Program:
     def step(self, number: int, walks: Sequence["_Walk"]) -> RecordedStep:
         """A step, with the numbers of a run. Waits for the device."""
         found = [[tuple(s[1:]) for s in walk.summaries] for walk in walks]
+        in_numpy = walks[0].in_numpy.read()
         arrays = []
         for (row, *_), *runs in zip(walks[0].summaries, *jax.device_get(found), strict=True):
-            (*values, zeros, bad), own = runs[0][0].tolist(), float(runs[0][2])
-            own = own / values[RMS] if values[RMS] else 0.0
+            numbers, _, own = runs[0]
+            if isinstance(numbers, int):
+                values, zeros, bad = in_numpy[numbers]
+            else:
+                *values, zeros, bad = numbers.tolist()
+            own = float(own) / values[RMS] if values[RMS] else 0.0
             spread: tuple[float, ...] = ()
             if self._seeds.size:
                 changes = [x for _, x, _ in runs if x is not None]
@@ -284,6 +290,7 @@ class _Walk(Evaluation):
         self._written: dict[int, frozenset[int]] = {}  # by reference, what is in it
         self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
+        self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = _NOWHERE  # rows that the program returns, or what is made of
         self.left_out = Counter[str]()
 
@@ -419,9 +426,8 @@ class _Walk(Evaluation):
         shape = len(x) if runs else 1, math.prod(x.shape[runs:])
         if not x.size or (self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY):
             rows = np.asarray(x).reshape(shape)
-            values, *counts = run_record.summary(rows[0])
             with np.errstate(all="ignore"):
-                found = np.array([*values, *counts]), _changes(rows, np)
+                found = self.in_numpy.add(rows[0]), _changes(rows, np)
         else:
             with jax.enable_x64(True):  # whatever JAX's own setting is
                 found = self.kernels.jitted(_summed, "shape")(x, shape=shape)

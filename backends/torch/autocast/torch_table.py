@@ -212,14 +212,22 @@ class _LayerNorm(torch.autograd.Function):
 
 def check(policy: Policy, device: str, dtype: str = "") -> None:
     """Refuse a policy with a row that torch cannot follow."""
-    for why in refusals(policy).values():
+    lacks = lacking(policy, device, dtype) if dtype else {}
+    for why in (*refusals(policy).values(), *lacks.values()):
         raise PolicyError(why)
-    for name, row in table(policy, dtype, device).items() if dtype else ():
+
+
+def lacking(policy: Policy, device: str, dtype: str) -> dict[Row, str]:
+    """Return the rows that ask for a low kernel which torch lacks on a device, with the reasons."""
+    found: dict[Row, str] = {}
+    for name, row in table(policy, dtype, device).items():
         if row.rule in (Rule.LOWER, Rule.WIDEST) and not op_facts.has_low(name, device, dtype):
-            raise PolicyError(
+            found.setdefault(
+                row,
                 f"policy {policy.name!r}: torch has no {dtype} kernel of {name!r} on {device}, "
-                f"which the row {row.of} = {row.rule} asks for. Leave the row out, or write fp32."
+                f"which the row {row.of} = {row.rule} asks for. Leave the row out, or write fp32.",
             )
+    return found
 
 
 @lru_cache(maxsize=POLICIES)

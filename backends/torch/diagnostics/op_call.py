@@ -127,7 +127,6 @@ class OpCall:
 
 def call_of(op_call: OpCall) -> Call:
     """Make the record of a call that a report has."""
-    known = [f for f in op_call.run if f in FORMATS]
     return Call(
         "torch",
         op_call.op,
@@ -138,7 +137,7 @@ def call_of(op_call: OpCall) -> Call:
         op_call.region,
         op_call.row,
         op_call.inputs or (),
-        widest(known) if known else "",
+        _widest(op_call.run),
         op_call.outputs,
         op_call.casts,
         op_call.cast_bytes,
@@ -149,6 +148,13 @@ def call_of(op_call: OpCall) -> Call:
         fallback=op_call.fallback,
         kept_fp8=op_call.kept_fp8,
     )
+
+
+@cache
+def _widest(names: tuple[str, ...]) -> str:
+    """Return the dtype that holds all of some float dtypes; "" without one."""
+    known = [name for name in names if name in FORMATS]
+    return widest(known) if known else ""
 
 
 class OpFacts(NamedTuple):

@@ -12,8 +12,9 @@ how far rounding moves them.
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from os import PathLike
 from typing import Any, NoReturn, Self
@@ -51,6 +52,7 @@ from polymp.diagnostics.run_record import (
     RecordedStep,
     RecordWriter,
     RunRecord,
+    Summaries,
     check_matched,
     checked,
     selected,
@@ -81,7 +83,7 @@ def record(
     With probes, the record also has how far rounding moves each of these numbers. A probe is the
     same step with every result moved by a share of its rounding; probes run op by op beside the
     step. Each takes its memory again, and three to five times its time; without probes, a recorded
-    step takes three to four times its time, on CPUs, and ten times with tiny tensors.
+    step takes two to three times its time, on CPUs, and seven times with tiny tensors.
 
     Of code that torch.compile has compiled, the first result of each forward graph is recorded, and
     no ops: to find the block that differs, compile block by block, `block.compile()`. How far
@@ -180,15 +182,21 @@ class Recorder:
 class _Array:
     """An array of the record, whose numbers are still on its device."""
 
-    row: RecordedArray  # what is known of it before its numbers are read
-    reads: dict["_Array", None] = field(default_factory=dict)
-    # Its values, zeros and numbers that are not finite; `sums` of them, of one on another device.
-    summary: tuple[tuple[float, ...], int, int] | torch.Tensor | None = None
+    kind: str
+    name: str
+    module: str
+    source: str
+    direction: str
+    dtype: torch.dtype
+    shape: torch.Size
+    op_call: OpCall | None = None
+    reads: "dict[_Array, None]" = field(default_factory=dict)
+    # Of one in the memory of a CPU the place of its summary; else its `sums`.
+    summary: int | torch.Tensor | None = None
     changes: torch.Tensor | None = None
     own: torch.Tensor | None = None  # norm of its rounding
     shares: tuple[float, float] = (0.0, 0.0)  # see `movement_shares`
     narrow: str = ""  # the format to which it rounded its operands
-    op_call: OpCall | None = None
 
 
 # By memory, the arrays that are in it, or that it was made of.
@@ -211,6 +219,7 @@ class _Step(Subscriber):
         self._selected: dict[str, bool] = {}
         self._probes = Probes(options.probes)
         self._left_out = Counter[str]()
+        self._summaries = Summaries()
         self._arrays: dict[object, _Array] = {}  # by op call, in the order of the record
         self._ends: dict[tuple[str, str], _Array] = {}  # gradients and updates
         self._makers: dict[int, _Makers] = {}
@@ -242,17 +251,20 @@ class _Step(Subscriber):
 
     def before(self, ran: Ran) -> None:
         with Own():
-            last = self._last
-            if last is not None and (last[0].op_call is not ran.op_call or ran.facts.writes):
+            last, writes = self._last, ran.facts.writes
+            if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
+            unread: Collection[int] = ()
+            if writes and ran.func is torch.ops.aten.copy_.default:  # it does not read what it
+                unread = {id(ran.args[0])}  # writes
+            elif writes:
+                unread = {*map(id, ran.into)} & {*map(id, ran.kwargs.values())}
             self._reads = {}
-            into = {*map(id, ran.into)}
-            copies = ran.func is torch.ops.aten.copy_.default  # what it writes it does not read
-            unread = {id(ran.args[0])} if copies else into & {*map(id, ran.kwargs.values())}
-            for at, t in enumerate(tensors(ran.args, ran.kwargs)):
+            for at, t in enumerate(tensors(*ran.args, *ran.kwargs.values())):
                 if id(t) not in unread:
-                    self._reads |= dict.fromkeys(self._made_of(t, ran.op_call, at))
-            if not ran.op_call.place.compiled:
+                    for array in self._made_of(t, ran.op_call, at):
+                        self._reads[array] = None
+            if self._probes.count and not ran.op_call.place.compiled:
                 self._probes.before(ran)
 
     def _made_of(self, t: torch.Tensor, op_call: OpCall, at: int) -> _Makers:
@@ -293,27 +305,28 @@ class _Step(Subscriber):
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
-        norm = self._probes.after(ran, result, made)
+        norm = self._probes.after(ran, result, made) if self._probes.count else None
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
-        lists = ran.func.overloadpacket.__name__.startswith(("_foreach_", "_fused_", "_amp_"))
+        lists = _takes_lists(ran.func)
         if results and not (lists or ran.facts.copies_as) and self._records(op_call):
-            array = self._row(ran, result, results[0], norm)
-            makers: _Makers = (array,)
+            makers: _Makers = (self._array_of(ran, result, results[0], norm),)
         else:
             makers = tuple(self._reads)
             if any(t.is_complex() for t in tensors(result)):
                 self._left_out["complex results"] += 1
             elif made and not results:
                 self._left_out["results that are sparse or wrapped"] += 1
+        for t in into:
+            if not (lists or op_call.place.updating):
+                self._made(t, self._joined(t, makers) if ran.facts.copies_as else makers)
         changes = {*map(id, into)}
-        for t in tensors(result, into):
-            changed = id(t) in changes
-            if not (changed and (lists or op_call.place.updating)):
-                self._made(
-                    t, self._joined(t, makers) if ran.facts.copies_as and changed else makers
-                )
+        for t in tensors(result):
+            if id(t) not in changes:
+                self._made(t, makers)
 
-    def _row(self, ran: Ran, result: object, t: torch.Tensor, norm: torch.Tensor | None) -> _Array:
+    def _array_of(
+        self, ran: Ran, result: object, t: torch.Tensor, norm: torch.Tensor | None
+    ) -> _Array:
         """Return the array of a call, which is the last result of the ops in it.
 
         Of a backward it is the first: the gradient that goes on to the calls before, if there is
@@ -322,13 +335,13 @@ class _Step(Subscriber):
         op_call, place = ran.op_call, ran.op_call.place
         array = self._arrays.pop(id(op_call), None)
         if array is None or op_call.direction != BACKWARD:
-            named = op_call.op, place.module, place.source, op_call.direction
-            array = array or _Array(_row_of(RESULT, t, *named), op_call=op_call)
-            array.row = array.row._replace(dtype=_dtype(t), shape=tuple(t.shape))
-            array.own = norm
+            if array is None:
+                named = op_call.op, place.module, place.source, op_call.direction
+                array = _Array(RESULT, *named, t.dtype, t.shape, op_call)
+            array.dtype, array.shape, array.own = t.dtype, t.shape, norm
             array.narrow = rounds_operands(ran, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
-                array.shares = movement_shares(ran, result, t.detach())
+                array.shares = movement_shares(ran, result, t)
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads
@@ -366,7 +379,7 @@ class _Step(Subscriber):
     ) -> _Array:
         """Sum up an array; without a module, one of a parameter or buffer."""
         module = name.rpartition(".")[0] if module is None else module
-        array = _Array(_row_of(kind, t, name, module, source, direction))
+        array = _Array(kind, name, module, source, direction, t.dtype, t.shape)
         self._sum(array, t.detach(), self._probes.of(t) if probes is None else probes)
         return array
 
@@ -379,14 +392,8 @@ class _Step(Subscriber):
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
         if t.is_floating_point() and t.itemsize == 1:  # it has no ops
             t = t.to(torch.float32)
-        top: float | torch.Tensor
-        if t.is_cpu:
-            array.summary = found = summary.on_cpu(t)
-            top = found[0][AMAX]
-        else:
-            array.summary = sums = summary.sums(t)
-            top = sums[0]
-        array.changes = None if moved is None else summary.changes(t, top, moved)
+        array.summary = self._summaries.add(summary.numbers(t)) if t.is_cpu else summary.sums(t)
+        array.changes = None if moved is None else summary.changes(t, moved)
 
     # Optimizers
 
@@ -434,6 +441,8 @@ class _Step(Subscriber):
                 moved = self._probes.of(p)
                 copy = None if moved is None else moved.clone()
                 self._old[name] = p.detach().clone(), copy
+        if not closure and not self._probes.count:  # of its ops none is recorded
+            self.stream.pause()
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""
@@ -445,6 +454,8 @@ class _Step(Subscriber):
         ]
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure and not self._probes.count:
+            self.stream.go_on()
         self._sum_up()
         self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
 
@@ -475,7 +486,7 @@ class _Step(Subscriber):
             if self._probes.count:
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
-            array.row = array.row._replace(dtype=_dtype(new))
+            array.dtype = new.dtype
             norm = torch.linalg.vector_norm(new, dtype=dtype)
             array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
@@ -496,20 +507,28 @@ class _Step(Subscriber):
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
         arrays = [*self._arrays.values(), *ends]
         numbers = _read([t for a in arrays for t in (a.summary, a.changes, a.own)])
-        places = {array: at for at, array in enumerate(arrays)}
+        summaries, places = self._summaries.read(), {array: at for at, array in enumerate(arrays)}
         found = []
         for at, array in enumerate(arrays):
-            reads = sorted(places[r] for r in array.reads if places.get(r, at) < at)
-            found.append(self._finished(array, tuple(reads), *numbers[3 * at : 3 * at + 3]))
+            reads = sorted([p for r in array.reads if (p := places.get(r, at)) < at])
+            whole, changes, norm = numbers[3 * at : 3 * at + 3]
+            if isinstance(whole, int):
+                whole = summaries[whole]
+            else:
+                whole = summary.values(whole, array.shape.numel())
+            found.append(self._finished(array, tuple(reads), whole, changes, norm))
         return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
 
     def _finished(
-        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any, norm: Any
+        self,
+        array: _Array,
+        reads: tuple[int, ...],
+        whole: tuple[tuple[float, ...], int, int],
+        changes: Any,
+        norm: Any,
     ) -> RecordedArray:
-        count = array.row.size
-        if not isinstance(found, tuple):
-            found = summary.values(found, count)
-        values, zeros, bad = found
+        values, zeros, bad = whole
+        count = array.shape.numel()
         own, of_top = array.shares
         if rms := values[RMS]:
             own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / count**0.5 / rms)
@@ -518,32 +537,36 @@ class _Step(Subscriber):
             spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
-        row = array.row._replace(
-            zeros=zeros,
-            bad=bad,
-            own=float(own) if rms else 0.0,
-            reads=reads,
-            values=values,
-            spread=spread,
-        )
+        rule, run, inputs = "", "", tuple[str, ...]()
         if array.op_call is not None:
             call = call_of(array.op_call)
-            run = array.narrow or call.run
-            row = row._replace(rule=call.rule, inputs=call.inputs, run=run)
-        return row
+            rule, inputs, run = call.rule, call.inputs, array.narrow or call.run
+        dtype = dtype_names.NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
+        return RecordedArray(
+            array.kind,
+            array.name,
+            array.module,
+            array.source,
+            array.direction,
+            rule,
+            inputs,
+            run,
+            dtype,
+            tuple(array.shape),
+            zeros,
+            bad,
+            float(own) if rms else 0.0,
+            reads,
+            values,
+            spread,
+        )
 
 
-def _row_of(
-    kind: str, t: torch.Tensor, name: str, module: str, source: str, direction: str
-) -> RecordedArray:
-    """Return the row of an array without its numbers."""
-    of_call: tuple[str, tuple[str, ...], str] = "", (), ""
-    at = kind, name, module, source, direction
-    return RecordedArray(*at, *of_call, _dtype(t), tuple(t.shape), 0, 0, 0.0, (), ())
-
-
-def _dtype(t: torch.Tensor) -> str:
-    return dtype_names.NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch.")
+@cache
+def _takes_lists(func: torch._ops.OpOverload) -> bool:
+    """Return whether an op takes lists of tensors, as those of optimizers do."""
+    name: str = func.overloadpacket.__name__
+    return name.startswith(("_foreach_", "_fused_", "_amp_"))
 
 
 def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]:

@@ -1,11 +1,11 @@
 """The numbers that a record has of a tensor, computed where the tensor is and read later.
 
-    found = sums(t)                  float64 [SUMS], on the tensor's device, for `values`
-    moved = changes(t, top, probes)  [probes, CHANGES]: how far they are moved, for each probe
-    values(...), spread(...)         once the host has read them
+    found = sums(t)             float64 [SUMS], on the tensor's device, for `values`
+    moved = changes(t, probes)  [probes, CHANGES]: how far they are moved, for each probe
+    values(...), spread(...)    once the host has read them
 
-Of a tensor in the memory of a CPU `run_record.summary` has them, at once and in less time. All but
-the largest magnitude are relative to it, so that no square leaves the range of its dtype.
+Of tensors in the memory of a CPU `run_record.Summaries` has them, in less time. All but the largest
+magnitude are relative to it, so that no square leaves the range of its dtype.
 """
 
 import math
@@ -24,7 +24,6 @@ from polymp.diagnostics.run_record import (
     RMS,
     VALUES,
     signs_and_ones,
-    summary,
 )
 
 SUMS = 22  # top, zeros, bad, norm, sum, projections, elements, sum of magnitudes
@@ -39,9 +38,11 @@ def exact(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def on_cpu(t: torch.Tensor) -> tuple[tuple[float, ...], int, int]:
-    """Return what `values` returns, of a tensor in the memory of a CPU."""
-    return summary(t.detach(), lambda x: x.to(torch.float64, copy=True).numpy())
+def numbers(t: torch.Tensor) -> Any:
+    """Return the numbers of a tensor in the memory of a CPU as a numpy array."""
+    t = t.detach()
+    wide = t if t.dtype in (torch.float32, torch.float64) else t.to(torch.float32)
+    return wide.numpy(force=True)
 
 
 def sums(t: torch.Tensor) -> torch.Tensor:
@@ -77,16 +78,15 @@ def _may_be_bad(number: torch.Tensor) -> bool:
     return not number.is_cpu or not math.isfinite(number)
 
 
-def changes(t: torch.Tensor, top: torch.Tensor | float, probes: torch.Tensor) -> torch.Tensor:
-    """Return what `spread` needs of a float tensor, with its largest magnitude.
-
-    Probes are [count, *t.shape].
-    """
+def changes(t: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
+    """Return what `spread` needs of a float tensor; probes are [count, *t.shape]."""
     dtype = torch.float64 if t.dtype is torch.float64 else torch.float32
     x, moved = t.detach().reshape(1, -1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
     if not x.numel():
         return torch.zeros(len(probes), CHANGES, dtype=dtype, device=t.device)
-    top = torch.as_tensor(top, dtype=dtype, device=t.device)
+    top = _top(x)
+    if _may_be_bad(top):
+        top = _top(x.nan_to_num(0.0, 0.0, 0.0))
     scale = torch.where(top > 0, top, 1.0)
     by = (moved - x).div_(scale)
     norms = torch.linalg.vector_norm(by, dim=1)

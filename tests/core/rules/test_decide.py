@@ -28,12 +28,8 @@ DECISIONS = [
     ("exp", ["float64"], "float16", Decision(Rule.FP32, "float32")),
     ("layer_norm", ["float16"], "float16", Decision(Rule.FP32_KEEP, "float32", "float16")),
     ("layer_norm", ["float32"], "float16", Decision(Rule.FP32_KEEP, "float32", "float32")),
-    (
-        "layer_norm",
-        ["bfloat16", "float16"],
-        "float16",
-        Decision(Rule.FP32_KEEP, "float32", "float32"),
-    ),
+    ("layer_norm", ["bfloat16", "float16"], "float16",
+        Decision(Rule.FP32_KEEP, "float32", "float32")),
     ("layer_norm", ["float64"], "float16", Decision(Rule.FP32_KEEP, "float32")),
     ("layer_norm", [], "float16", Decision(Rule.FP32_KEEP, "float32")),
     ("add", ["float16", "float16"], "float16", Decision(Rule.WIDEST, "float16")),
@@ -49,7 +45,7 @@ DECISIONS = [
     ("sigmoid", ["float32"], "float16", Decision(Rule.PARTS)),
     ("tanh", ["float32"], "float16", Decision(Rule.PARTS)),  # which has no row
     ("binary_cross_entropy", ["float16"], "float16", Decision(Rule.FORBID)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "dtypes", "low", "expected"), DECISIONS)
@@ -81,23 +77,17 @@ def test_the_recipe_of_a_policy():
     ("make", "message"),
     [
         (lambda: load("amp").override(recipe="rowwise"), f"fp8 = 'rowwise' {NO_ROWS}"),
-        (
-            lambda: FP8_ROWS.override(recipe="row"),
-            "fp8 = 'row' is not one of tensorwise, rowwise, rowwise_gw_hp.",
-        ),
+        (lambda: FP8_ROWS.override(recipe="row"),
+            "fp8 = 'row' is not one of tensorwise, rowwise, rowwise_gw_hp."),
         (lambda: FP8_ROWS.override(fp8="rowwise"), "fp8='rowwise' is a recipe. Write recipe="),
-        (
-            lambda: FP8_ROWS.override(fp8=["softmax"]),
+        (lambda: FP8_ROWS.override(fp8=["softmax"]),
             "rule fp8 for op 'softmax' is for matrix products alone: linear, matmul, mm, addmm and "
-            "others of class:matmul. Write lower.",
-        ),
-        (
-            lambda: FP8_ROWS.override(rules={"linear": {"fp16": "fp8"}}),
+            "others of class:matmul. Write lower."),
+        (lambda: FP8_ROWS.override(rules={"linear": {"fp16": "fp8"}}),
             "rule fp8 for op 'linear' is for bfloat16 regions, not for float16. Write "
-            'bfloat16 = "fp8".',
-        ),
+            'bfloat16 = "fp8".'),
     ],
-)
+)  # fmt: skip
 def test_a_recipe_or_an_fp8_row_that_cannot_be(make, message):
     found = refusal(make)
     assert re.match(r"override of policy '\w+': ", found), found

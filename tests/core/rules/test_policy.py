@@ -96,18 +96,14 @@ def test_rows_are_values_whatever_their_source():
     ("arguments", "message"),
     [
         (("mm", "lo"), f"a policy's row: rule 'lo' for op 'mm' is not one of {RULES}."),
-        (
-            ("mm", "fp32", "float32"),
+        (("mm", "fp32", "float32"),
             "a policy's row: op 'mm': dtype 'float32' is not accepted here. "
-            "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy.",
-        ),
-        (
-            ("mm", "fp32", "", "", "magic"),
+            "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."),
+        (("mm", "fp32", "", "", "magic"),
             "a policy's row: apply 'magic' for op 'mm' is not one of "
-            "cast, dtype_argument, append_dtype.",
-        ),
+            "cast, dtype_argument, append_dtype."),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be(arguments, message):
     assert refusal(Row, *arguments) == message
 
@@ -115,21 +111,15 @@ def test_a_row_that_cannot_be(arguments, message):
 @pytest.mark.parametrize(
     ("rows", "halves", "message"),
     [
-        (
-            (Row("mm", Rule.LOWER), Row("mm", Rule.FP32)),
-            "widen",
-            "policy 'p' gives 'mm' two rules: lower and fp32. Keep one.",
-        ),
-        (
-            (Row("mm", Rule.LOWER, scope="a"), Row("mm", Rule.FP32, scope="a")),
-            "widen",
-            "policy 'p' gives 'mm' in 'a' two rules: lower and fp32. Keep one.",
-        ),
+        ((Row("mm", Rule.LOWER), Row("mm", Rule.FP32)), "widen",
+            "policy 'p' gives 'mm' two rules: lower and fp32. Keep one."),
+        ((Row("mm", Rule.LOWER, scope="a"), Row("mm", Rule.FP32, scope="a")), "widen",
+            "policy 'p' gives 'mm' in 'a' two rules: lower and fp32. Keep one."),
         ((Row("bnm", Rule.LOWER),), "widen", "policy 'p': no op 'bnm'. Did you mean bmm?"),
         ((Row("mm", Rule.LOWER, scope="a."),), "widen", f"policy 'p': 'a.' {PATTERN}"),
         ((), "drop", "policy 'p': halves = 'drop' is not one of widen, raise."),
     ],
-)
+)  # fmt: skip
 def test_a_policy_that_cannot_be(rows, halves, message):
     assert refusal(Policy, "p", rows, halves) == message
 

@@ -172,22 +172,16 @@ def test_extending_itself(folder):
 @pytest.mark.parametrize(
     ("extends", "message"),
     [
-        (
-            {"rules": {}},
-            "policy 'own': extends = {'rules': {}} is not the name or path of a policy.",
-        ),
-        (
-            "no.toml",
+        ({"rules": {}},
+            "policy 'own': extends = {'rules': {}} is not the name or path of a policy."),
+        ("no.toml",
             "policy 'own': extends = 'no.toml': cannot read policy file 'no.toml': No such file or "
-            "directory.",
-        ),
-        (
-            "ampp",
+            "directory."),
+        ("ampp",
             "policy 'own': extends = 'ampp': no policy 'ampp'. Did you mean amp? Shipped: "
-            f"{', '.join(SHIPPED)}; a file's name ends in .toml.",
-        ),
+            f"{', '.join(SHIPPED)}; a file's name ends in .toml."),
     ],
-)
+)  # fmt: skip
 def test_extending_what_is_not_there(folder, extends, message):
     assert refusal({"name": "own", "extends": extends}) == message
 

@@ -271,19 +271,15 @@ HERE = "override of policy 'amp'"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            {"fp32": ["softmax"], "lower": ["softmax"]},
-            "gives 'softmax' two rules: lower and fp32. Keep one.",
-        ),
-        (
-            {"fp32": ["softmax"], "rules": {"softmax": "keep"}},
-            "gives 'softmax' two rules: fp32 and keep. Keep one.",
-        ),
+        ({"fp32": ["softmax"], "lower": ["softmax"]},
+            "gives 'softmax' two rules: lower and fp32. Keep one."),
+        ({"fp32": ["softmax"], "rules": {"softmax": "keep"}},
+            "gives 'softmax' two rules: fp32 and keep. Keep one."),
         ({"fp32": "softmax"}, ": fp32='softmax' is not a list of ops. Write fp32=['softmax']."),
         ({"keep": 3}, ": keep=3 is not a list of ops. Write keep=[3]."),
         ({"keep": [3]}, ": keep has 3; ops are named by strings."),
     ],
-)
+)  # fmt: skip
 def test_override_refuses(words, message):
     """And whatever a file may not have: tests/core/rules/test_policy_files.py."""
     space = "" if message.startswith(":") else " "

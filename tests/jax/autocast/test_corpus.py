@@ -4,8 +4,7 @@
     enabled=False           the program itself, bit for bit
     the trace               nothing low that must not be, nothing left in float32 that should be low
 
-How near is near is in `rounding`: a bound derived from the dtype and the program. Run with `-s`
-to see the counts.
+How near is near is in `rounding`: a bound derived from the dtype and the program.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 
 from polymp.jax import autocast
 from tests.conftest import need
-from tests.support.jax.corpus import PROGRAMS, Program, corpus
+from tests.support.jax.corpus import LOW, PROGRAMS, Program, corpus
 from tests.support.jax.corpus_runs import (
     Problem,
     Ran,
@@ -31,7 +30,7 @@ from tests.support.jax.corpus_runs import (
     run,
     too_far,
 )
-from tests.support.jax.rounding_bound import nearest
+from tests.support.jax.rounding_bound import nearest, rounded
 from tests.support.jax.scaler_tools import bits
 from tests.support.jax.walker import violations
 
@@ -119,7 +118,60 @@ def test_disabled_is_the_program_itself(it):
     assert faults_of_off(it, autocast) == []
 
 
+# The oracles can fail.
+
+
+def identity(fn: Any, **_: Any) -> Any:
+    """Lowers nothing."""
+    return fn
+
+
+def everything_low(fn: Any, dtype: Any = jnp.bfloat16, **_: Any) -> Any:
+    """Casts arguments down and results up, and knows no op."""
+
+    def cast(tree: Any, before: Any, after: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(after) if x.dtype == before else x, tree)
+
+    return lambda *args: cast(fn(*cast(args, jnp.float32, dtype)), dtype, jnp.float32)
+
+
+def inlines_rules(fn: Any, dtype: Any, **_: Any) -> Any:
+    """Rounds as it should and loses custom derivatives."""
+    return rounded(fn, nearest(str(dtype)))
+
+
+def narrows_all(fn: Any, dtype: Any, **_: Any) -> Any:
+    """Takes float64 for float32."""
+    return lambda *args: fn(*(x.astype(jnp.float32) for x in args))
+
+
 SMALL = ["mlp_logits", "mlp_cross_entropy", "conv_2d_classifier", "scan_rnn", "causal_attention"]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", SMALL)
+def test_lowering_nothing_is_caught(it):
+    faults = faults_of_trace(it, "bfloat16", identity)
+    assert {fault.partition(" dot")[0].partition(" conv")[0] for fault in faults} == {
+        "forward: low:",
+        "gradient: low:",
+    }
+    expected = "dtypes" if LOW in it.program.out else "nothing was rounded"
+    assert expected in faults_of_run(it, "bfloat16", identity)[0]
+
+
+@pytest.mark.parametrize("name", ["mlp_cross_entropy", "linear_attention", "three_normalisations"])
+def test_lowering_everything_is_caught(it):
+    faults = faults_of_trace(it, "bfloat16", everything_low)
+    assert any(fault.startswith("forward: float32") for fault in faults)
+
+
+@pytest.mark.parametrize("name", ["custom_jvp_sign", "custom_vjp_linear"])
+def test_a_lost_derivative_rule_is_caught(it):
+    ran = run(it, inlines_rules(it.fn, "bfloat16"))
+    faults = too_far(it.program.name, "bfloat16", ran)
+    assert faults
+    assert all(fault.startswith("grads") for fault in faults)
 
 
 @pytest.mark.one_in(2)
@@ -128,3 +180,24 @@ def test_a_coarser_dtype_is_caught_and_the_dtype_itself_is_not(it):
     for fmt, coarser in (("bfloat16", "four bits"), ("float16", "bfloat16")):
         assert too_far(it.program.name, fmt, emulated(it, nearest(coarser)))
         assert too_far(it.program.name, fmt, emulated(it, nearest(fmt))) == []
+
+
+@pytest.mark.parametrize("name", ["float64_beside_float32"])
+def test_a_narrowed_float64_is_caught(it):
+    faults = faults_of_trace(it, "bfloat16", narrows_all)
+    assert any(fault.startswith("forward: narrow") for fault in faults)
+    assert "dtypes" in faults_of_run(it, "bfloat16", narrows_all)[0]
+
+
+@pytest.mark.parametrize("name", ["mlp_logits"])
+def test_a_transform_that_is_not_off_is_caught(it):
+    assert faults_of_off(it, lambda fn, enabled: everything_low(fn)) != []
+
+
+LOOPS = ["scan_rnn", "while_newton", "branches", "scan_over_layers_remat", "custom_vjp_linear"]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_reference_is_the_program_itself(it):
+    assert not rounds(it.program.name, run(it, it.fn))

@@ -137,34 +137,43 @@ def test_an_artifact_gives_the_bits_of_the_jitted_function(case, elsewhere):
     assert bits(elsewhere(case)) == bits(here(case))
 
 
+@pytest.mark.sized
+@pytest.mark.parametrize("case", ASKED[:: 1 if LONG else 2], ids=str)
+def test_the_comparison_sees_another_policy_and_another_dtype(case, elsewhere):
+    others = {Case(policy, dtype, case.way) for policy, dtype in RUN} - {case}
+    assert len(others) == 2
+    assert not any(bits(elsewhere(case)) == bits(here(other)) for other in others)
+
+
 def foreign(text: str) -> list[str]:
     """Lines of a module that are not plain StableHLO, where they are from left out."""
     lines = (re.sub(r"loc\(.*\)", "", line) for line in text.splitlines() if line[:4] != "#loc")
     return [line for line in lines if "custom_call" in line or "polymp" in line]
 
 
+def has_low_products(text: str, dtype: str, way: str) -> None:
+    """Raise unless a module is plain StableHLO, all of whose products are low."""
+    assert foreign(text) == []
+    products = hlo.in_stablehlo("dot_general", text)
+    assert {dtypes[:2] for dtypes in products} == {(DTYPES[dtype], DTYPES[dtype])}
+    assert len(products) >= (7 if way == "value" else 20)
+
+
 @pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stablehlo_has_plain_converts_and_low_products(policy, way):
-    exported = Case(policy, "bfloat16", way).exported("cpu")
-    text = exported.mlir_module()
-    assert foreign(text) == []
+    text = Case(policy, "bfloat16", way).exported("cpu").mlir_module()
+    has_low_products(text, "bfloat16", way)
     cast = rf"stablehlo.convert %arg\d+ : \(tensor<{WIDTH}x{WIDTH}xf32>\) -> tensor<8x8xbf16>"
     assert re.search(cast, text), "no parameter is converted"
-    products = hlo.in_stablehlo("dot_general", text)
-    assert {dtypes[:2] for dtypes in products} == {("bf16", "bf16")}
-    assert len(products) >= (7 if way == "value" else 20)
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_lowers_for_machines_that_are_not_here(dtype, way):
     exported = Case("own", dtype, way).exported("cuda", "tpu")
-    text = exported.mlir_module()
     assert exported.platforms == ("cuda", "tpu")
-    assert foreign(text) == []
-    products = hlo.in_stablehlo("dot_general", text)
-    assert {dtypes[:2] for dtypes in products} == {(DTYPES[dtype], DTYPES[dtype])}
+    has_low_products(exported.mlir_module(), dtype, way)
     copy = export.deserialize(exported.serialize())
     assert copy.out_avals == exported.out_avals
     with pytest.raises(ValueError, match="platform"):

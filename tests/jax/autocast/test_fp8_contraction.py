@@ -123,6 +123,14 @@ def test_result_and_gradients_are_those_of_numpy(name, turned):
     assert off(of_w, x.astype(np.float64).T @ g.astype(np.float64)) <= 0.1
 
 
+def test_the_comparison_finds_another_format_or_scale():
+    x, w = (np.asarray(a) for a in numbers((48, 64), (64, 32)))
+    roles = ("activation", "weight")
+    want = product(x, w, RECIPES["tensorwise"], "result", roles)
+    assert off(product(x, w, RECIPES["rowwise"], "result", roles), want) > 1e-3
+    assert off(product(x, w, RECIPES["tensorwise"], "result", ("gradient", "weight")), want) > 1e-3
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("scale", [1.0, 100.0, 2.0**16])
 @pytest.mark.parametrize("name", NAMES)
@@ -167,7 +175,6 @@ def test_jit_scan_and_remat_change_no_bit(name):
         "scan": jax.jit(run(name, scanned)),
     }
     wrong = {way: same(fn(params, x), plain) for way, fn in ways.items()}
-    print(name, wrong)
     assert not any(wrong.values())
 
 
@@ -251,7 +258,6 @@ def test_a_custom_rule_with_products_has_its_derivative(name):
 def test_sharded_programs(name):
     """A mesh has the scales of the whole array; a shard_map has those of each device's part."""
     seen = eight_devices.run("tests.jax.autocast.test_fp8_contraction", name)
-    print(name, seen)
     apart = seen.pop("one scale or eight")
     assert max(seen.values()) <= 1e-2, "the loss is rounded to bfloat16 before it is added up"
     assert max(seen[way] for way in seen if way.startswith("mesh")) <= 1e-5
@@ -352,7 +358,6 @@ def test_the_bits_are_those_of_ml_dtypes(kind, format):
     for scale in SCALES:
         want = fp8.quantised(fp8_numpy.VERBS, values, scale, format)
         wrong += differ(np.asarray(ours(values, scale)), want)
-    print(f"{kind} to {format}: {len(values)} values x {len(SCALES)} scales, {wrong} differ")
     assert wrong == 0
     other = fp8.quantised(fp8_numpy.VERBS, values, np.float32(0.75), format)
     assert differ(np.asarray(ours(values, np.float32(0.7))), other), "the check finds nothing"
@@ -362,19 +367,23 @@ def test_the_bits_are_those_of_ml_dtypes(kind, format):
 @pytest.mark.parametrize("role", ["activation", "weight", "gradient"])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_scales_are_those_of_numpy(name, role):
+def test_operands_and_scales_are_those_of_numpy(name, role):
     random = np.random.default_rng(1)
     rows = random.standard_normal((200, 8)) * np.exp(random.uniform(-40, 40, (200, 1)))
     rows[:5] = np.array([[0, 1e-12, 1e-13, np.inf, np.nan]]).T
     for dtype in (np.float32, ml_dtypes.bfloat16):
         array = rows.astype(dtype)
-        for axis in (None, 1, (0, 1)):
+        for axis in (None, (0,), (1,), (0, 1)):
             args = array, RECIPES[name], role, axis
             want = fp8.scale_of(fp8_numpy.VERBS, *args)
             for run in (fp8.scale_of, jax.jit(fp8.scale_of, static_argnums=(0, 2, 3, 4))):
                 found = np.asarray(run(VERBS, *args))
                 assert found.shape == want.shape
                 assert differ(found, np.asarray(want)) == 0
+            if axis is not None:
+                values = fp8.quantised(fp8_numpy.VERBS, array, want, args[1].format_of(role))
+                low = jax.jit(lambda x, rest=args[1:]: quantised(x, *rest))(array)
+                assert differ(np.asarray(low.values), values) == 0
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

@@ -144,6 +144,7 @@ HELPERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", HELPERS)
 def test_nothing_is_compiled_after_the_second_call(name):
     def loss(w, x):

@@ -395,10 +395,7 @@ def test_linear_algebra_runs_as_written() -> None:
 # --- scopes ---------------------------------------------------------------------------------------
 
 RULED = ("class:matmul", "softmax", "log_softmax")
-HEAD = {
-    "rules": dict.fromkeys(RULED, "lower"),
-    "scopes": {"*.head": dict.fromkeys(RULED, "fp32")},
-}
+HEAD = {"rules": dict.fromkeys(RULED, "lower"), "scopes": {"*.head": dict.fromkeys(RULED, "fp32")}}
 
 
 def product(x: Any) -> Any:
@@ -498,6 +495,7 @@ POOLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
 @pytest.mark.parametrize("name", POOLS)
 def test_average_pools_round_the_mean_alone(name: str, policy: str) -> None:

@@ -86,7 +86,6 @@ def test_language_models_save_less_than_under_amp(name, low):
         for policy in ("lean", "amp")
     ]
     share = sizes[0] / sizes[1]
-    print(f"{name} {low.__name__}: lean saves {share:.3f} of amp's bytes")
     assert share <= 0.92
 
 
@@ -185,6 +184,15 @@ def compiled_norm_hlo(norm: str, low: Any, how: str) -> str:
 def test_lean_makes_no_float32_activation_that_casts_by_hand_do_not(norm: str, low: Any) -> None:
     found = {how: activations(compiled_norm_hlo(norm, low, how), "float32")
              for how in ("by hand", "lean", "amp")}  # fmt: skip
-    print(f"\n{norm} in {jnp.dtype(low).name}: float32 activations {found}")
     assert found["lean"] <= found["by hand"]
     assert found["amp"] >= found["lean"]
+
+
+@multiplied_low
+def test_the_reader_sees_a_norm_that_is_cast_after() -> None:
+    """A float32 result of the norm is an array that lean has not."""
+    x = jnp.ones(SHAPE, jnp.bfloat16)
+    norm = nnx.LayerNorm(SHAPE[-1], rngs=nnx.Rngs(0))
+    texts = [hlo.as_for_users(autocast(norm, policy=p), x).as_text() for p in ("lean", "amp")]
+    wide = [activations(text, "float32") for text in texts]
+    assert wide[1] == wide[0] + 1

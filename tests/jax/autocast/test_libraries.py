@@ -96,7 +96,7 @@ class Decorated(linen.Module):
 
 
 NETS: dict[str, Any] = {
-    "haiku": hk.without_apply_rng(hk.transform(autocast(lambda x: hk.Linear(2)(x)))),
+    "haiku": hk.without_apply_rng(hk.transform(autocast(lambda x: hk.Linear(2)(x))))
 } | {f"linen, {how}": Decorated(how) for how in ("a method", "a submodule", "a function")}
 
 

@@ -2,7 +2,8 @@
 
 Loops are gradient accumulation, scans over layers, remat, and all of them at once. A weight that is
 the same in every turn is cast before the loop; what is kept for the backward pass is at most what
-bfloat16 written by hand keeps; and gradients over eight microbatches add up in float32.
+bfloat16 written by hand keeps; and gradients over eight microbatches add up in float32. Each reader
+is shown a program that does the opposite.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from polymp.backends.jax.autocast.frame import Cast, Frame, ValueFacts
 from polymp.jax import autocast
 from tests.support.jax import forms, hlo, transformer
 from tests.support.jax.corpus_runs import QUICK, apart
@@ -216,10 +218,24 @@ def error_of_rnn(length: int, before: Any = lambda w: w) -> float:
     return apart(ours, quick(jax.grad(fn))(w))
 
 
-def test_the_gradient_of_a_weight_used_often_is_as_exact():
+def merge_all_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One low copy of a parameter for all that read it."""
+    real = Frame.read
+
+    def read(self: Any, atom: Any, dtype: str | None) -> Any:
+        operand = real(self, atom, dtype)
+        return operand._replace(shared=True) if type(operand) is Cast else operand
+
+    monkeypatch.setattr(Frame, "read", read)
+    monkeypatch.setattr(ValueFacts, "is_parameter", False)
+
+
+def test_the_gradient_of_a_weight_used_often_is_as_exact(monkeypatch):
     few, often = map(error_of_uses, (4, 64))
     assert 1e-4 < few
     assert often < 1.3 * few
+    merge_all_casts(monkeypatch)
+    assert error_of_uses(64) > 2 * often, "merged casts are not noticed"
 
 
 def test_the_gradient_of_a_weight_in_a_loop_is_as_exact():
@@ -244,14 +260,18 @@ LOSSES = {
 }
 
 
+def contractions(version: str, scanned: bool) -> list[Any]:
+    """Those of a compiled train step, of one layer where each has its own instructions."""
+    size = SMALL if scanned else replace(SMALL, layers=1)
+    args = transformer.parameters(size, scanned=scanned), transformer.tokens(size)
+    return hlo.contractions(compiled(transformer.train_step(LOSSES[version]), *args).as_text())
+
+
 @multiplied_low
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
 def test_every_contraction_of_the_step_is_low_and_sums_in_float32(scanned):
-    size = SMALL if scanned else replace(SMALL, layers=1)
-    args = transformer.parameters(size, scanned=scanned), transformer.tokens(size)
-    step = compiled(transformer.train_step(LOSSES["autocast"]), *args)
-    found = hlo.contractions(step.as_text())
+    found = contractions("autocast", scanned)
     wrong = [c for c in found if not (c.low and c.full)]
     assert not wrong
     if scanned:
@@ -259,6 +279,27 @@ def test_every_contraction_of_the_step_is_low_and_sums_in_float32(scanned):
     else:
         assert len(found) == CONTRACTIONS
     assert sum(c.backward for c in found) >= 2 * len(found) // 3 - 1
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan and remat"])
+def test_the_reader_sees_a_float32_step(scanned):
+    found = contractions("float32", scanned)
+    assert {c.operands for c in found} == {("float32", "float32")}
+    assert scanned or len(found) == CONTRACTIONS
+
+
+def test_residuals_count_copies_and_not_arguments():
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+
+    def kept(f):
+        return hlo.residual_bytes(f, w, x)
+
+    assert kept(lambda w, x: (x @ w).sum()) == 0  # x is an argument
+    assert kept(lambda w, x: jnp.sin(x @ w).sum()) == 2 * 4 * 4  # cos
+    low = jnp.bfloat16
+    assert kept(lambda w, x: (x.astype(low) @ w.astype(low)).sum()) == 2 * 4 * 2
+    assert kept(lambda w, x: (jnp.sin(x @ w) * jnp.sin(x @ w)).sum()) > 2 * 4 * 4
 
 
 @multiplied_low

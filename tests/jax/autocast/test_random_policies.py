@@ -6,6 +6,7 @@ are, under jit, and as one jitted function under several policies.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from polymp.rules.row import LOW, Rule
 from tests.support import random_policies as given
 from tests.support.decisions import recording
 from tests.support.frameworks import in_jax as fw
-from tests.support.random_policies import MINE, NAMES, SIZE, Call, Framework, Module
+from tests.support.random_policies import MINE, NAMES, SIZE, WRONG, Call, Framework, Module
 from tests.support.sizes import size
 
 POLICIES = size(100, 250)  # traced under jit: dtypes, and what is recorded
@@ -143,7 +144,6 @@ def test_what_runs_under_jit_is_what_the_policies_decide(jitted: Any) -> None:
     wrong = [text for seed, policy, low, found, _ in jitted
              for text in mistakes(seed, policy, low, found, verbs=NAMES)]  # fmt: skip
     kinds = Counter(type(found).__name__ for *_, found, _ in jitted)
-    print(f"\n{dict(kinds)}")
     assert wrong == []
     assert kinds["list"] > POLICIES / 2
     assert kinds["ForbiddenOpError"]
@@ -166,6 +166,26 @@ def test_the_numbers_are_those_of_casts_by_hand(jitted: bool) -> None:
         policy, low = given.policy(seed), LOW[seed % 2]
         found = ran(seed, policy, low, arguments(seed), *[jax.jit] * jitted)
         assert mistakes(seed, policy, low, found, verbs=FUSED if jitted else EAGER) == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_decision_made_otherwise_is_noticed(jitted: Any, name: str) -> None:
+    noticed = 0
+    for seed, policy, low, found, _ in jitted[:200]:
+        if isinstance(found, list):
+            noticed += bool(mistakes(seed, policy, low, found, verbs=NAMES, decide=WRONG[name]))
+    print(f"\n{noticed} of 200")
+    assert noticed > 5
+
+
+def test_the_values_of_another_policy_are_noticed(jitted: Any) -> None:
+    """A graph that is used under a policy it was not made for."""
+    noticed = 0
+    pairs = list(itertools.pairwise(jitted))[:200]
+    for (seed, _, low, found, _), (_, other, *_) in pairs:
+        if isinstance(found, list) and not given.contradicts(other, given.program(seed)):
+            noticed += bool(mistakes(seed, other, low, found, verbs=NAMES))
+    assert noticed > size(40, 80)
 
 
 @pytest.mark.parametrize("jitted_inside", [False, True])

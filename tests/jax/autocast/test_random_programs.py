@@ -259,7 +259,7 @@ FEW = settings(RUN, max_examples=3 if LONG else 1)
 
 
 @pytest.mark.sized
-def test_random_programs(capsys):
+def test_random_programs():
     """For each construct a few programs that have it, of a seed of its own."""
     seen: Counter[str] = Counter()
     found: Counter[str] = Counter()
@@ -274,9 +274,6 @@ def test_random_programs(capsys):
 
     for first in (*CONSTRUCTS, *REGIONS):
         seed(zlib.crc32(first.encode()))(FEW(given(programs(first))(run)))()
-    with capsys.disabled():
-        print("\nprograms with", dict(sorted(seen.items(), key=lambda kv: -kv[1])))
-        print("found", dict(found))
     enough = 1 if LONG else 1 / 3
     assert len(drawn) == seen["programs"] >= 30 * enough
     for kind in (*CONSTRUCTS, *REGIONS):
@@ -416,12 +413,8 @@ WRONG: dict[str, tuple[str, Any, str, Block]] = {
     "a vjp rule is dropped": (
         "control_flow.Rules.emit", _without_rule, "gradients", _doing("custom_vjp", HALVED)
     ),
-    "a parameter's gradient is rounded": (
-        "contraction.with_products",
-        _rounded_gradients(contraction.with_products),
-        "gradients",
-        LAYER,
-    ),
+    "a parameter's gradient is rounded": ("contraction.with_products",
+        _rounded_gradients(contraction.with_products), "gradients", LAYER),
     "nothing is pulled up": ("planner._CastPuller.run", lambda self: None, "results", LARGE),
     "a bias promotes": ("op_handlers._is_bias", lambda hard: False, "results", LAYER),
     "a number promotes": ("op_handlers._soft", lambda *of: False, "results", NUMBER),

@@ -265,15 +265,12 @@ BAD = [
     (lambda: autocast(dtype="lo"), TypeError, NO_LOW_DTYPE.format("'lo'")),
     (lambda: autocast(dtype=None), TypeError, NO_LOW_DTYPE.format(None)),
     (lambda: autocast(enabled="no"), TypeError, "autocast(enabled=...) is True or False, got 'no'"),
-    (
-        lambda: polymp.jax.call_in(3, jnp.float16),
-        TypeError,
-        "call_in(fn, dtype) needs a function, got 3",
-    ),
+    (lambda: polymp.jax.call_in(3, jnp.float16), TypeError,
+        "call_in(fn, dtype) needs a function, got 3"),
     (lambda: polymp.jax.call_in(abs, int), TypeError, NO_DTYPE.format(int)),
     (lambda: autocast(yields), TypeError, NO_GENERATOR.format(yields, "generator")),
     (lambda: autocast(waits), TypeError, NO_GENERATOR.format(waits, "coroutine")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), BAD)

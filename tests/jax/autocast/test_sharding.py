@@ -246,5 +246,11 @@ def test_a_weight_that_the_program_gathers_unmarked_is_gathered_in_float32(gathe
     assert seen["autocast"]["gathers"] == seen["float32"]["gathers"] == ["float32"] * 3
 
 
+@pytest.mark.sized
+def test_casts_that_are_not_one_are_gathered_twice(gathered):
+    for name in IN_A_ROW:
+        assert len(gathered[name]["off"]["gathers"]) > len(gathered[name]["autocast"]["gathers"])
+
+
 if __name__ == "__main__":
     main()

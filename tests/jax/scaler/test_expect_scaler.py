@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from polymp.backends.jax import compat
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
 from polymp.scaling import NOT_NEEDED
@@ -52,8 +53,7 @@ def ruled(x):
 
 # What the rule makes of residuals and constants is float16 and scaled by nobody: no gradient.
 ruled.defvjp(
-    lambda x: (jnp.sin(x), x),
-    lambda x, ct: (ct * jnp.cos(x) * jnp.full(x.shape, 2, x.dtype),),
+    lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(x) * jnp.full(x.shape, 2, x.dtype),)
 )
 
 MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -230,6 +230,17 @@ def test_bad_arguments():
         expect_scaler(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be 'warn' or 'raise', got 'ignore'"):
         expect_scaler(low, W, X, action="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "nothing", "scaled"), [("scope_names", [], True), ("in_backward", False, False)]
+)
+def test_these_tests_notice_marks_and_backward_passes_that_are_not_found(
+    monkeypatch, name, nothing, scaled
+):
+    assert answer(graded(low, scaled), S, W, X) is scaled
+    monkeypatch.setattr(compat, name, lambda stack: nothing)
+    assert answer(graded(low, scaled), S, W, X) is not scaled
 
 
 # --- a scaler says once that a bfloat16 region needs none, and to no other -----------------------

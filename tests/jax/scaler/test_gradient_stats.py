@@ -159,3 +159,11 @@ def test_very_large_leaves_are_counted_in_int64(monkeypatch):
     (row,) = GradScaler().report(jnp.asarray(x)).gradients
     grad_scaler._table.clear_cache()
     assert counts(row) == by_numpy(x)
+
+
+def test_this_oracle_tells_the_kinds_apart():
+    x = numbers("float32", [np.inf, np.nan, 0.0, 2.0**-15, 2.0**-14, 2.0**-149])
+    assert by_numpy(x) == (1, 1, 2, 1)
+    assert by_numpy(x, 0.5) == (1, 1, 2, 2)
+    assert by_numpy(x.astype(np.float16)) == (1, 1, 2, 1)
+    assert by_numpy(np.array([complex(np.inf, np.nan), complex(0, 1), 0j])) == (1, 0, 1, 0)

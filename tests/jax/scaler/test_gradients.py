@@ -216,11 +216,7 @@ def hand_written(scaler: GradScaler, w: Any, x: Any) -> Any:
     ("x", "scale", "counts"),
     [
         ([1.0, 1.0, 1.0], 24.0, (0, 0, 0, 0)),  # factors that are not powers of two
-        (
-            [1e18, 1.0, 1.0],
-            2.0**9,
-            (0, 1, 0, 1),
-        ),  # the scaled gradient overflows alone
+        ([1e18, 1.0, 1.0], 2.0**9, (0, 1, 0, 1)),  # the scaled gradient overflows alone
         ([np.nan, 1.0, 1.0], 6.0, (0, 1, 1, 1)),
         ([1e30, 1.0, 1.0], 6.0, (0, 1, 1, 1)),  # the loss is Inf
     ],
@@ -292,14 +288,11 @@ NEEDS = "the function given to value_and_grad must return a loss that is one flo
         (lambda w: None, False, f"{NEEDS}<class 'NoneType'>. {HINT}"),
         (lambda w: (w.sum(), 1), False, f"{NEEDS}<class 'tuple'>. {HINT}"),
         (lambda w: (w, 1), True, f"{NEEDS}float32[3]. {SCALAR}"),
-        (
-            lambda w: w.sum(),
-            True,
+        (lambda w: w.sum(), True,
             "with has_aux=True, the function given to value_and_grad must return (loss, aux), got "
-            "float32[].",
-        ),
+            "float32[]."),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_function_that_returns_no_loss(fun, has_aux, message, enabled):
     run = GradScaler(enabled=enabled).value_and_grad(fun, has_aux=has_aux)

@@ -34,6 +34,24 @@ def test_the_run_is_that_of_one_device(found, way):
     assert way not in ONE_PER_DEVICE or found[way]["same"], "the devices end with other parameters"
 
 
+def test_the_run_has_what_it_is_for(found):
+    """Each plant is skipped, a NaN loss is counted apart, and the parameters move."""
+    history = found["alone"]["history"]
+    assert len(history) == planted_run.STEPS
+    assert [at for at, row in enumerate(history) if not row[-1]] == list(planted_run.PLANTS)
+    scales = [row[0] for row in history]
+    assert (scales[1], scales[2], scales[3], scales[7], scales[8]) == (512, 256, 128, 128, 64)
+    assert [row[3] for row in history].index(1) == 8
+    for values in map(np.array, found["alone"]["params"].values()):
+        assert len(np.unique(values)) > 4
+        assert np.all((-1 < values) & (values < 2))
+
+
+def test_this_oracle_notices_devices_that_differ():
+    with pytest.raises(AssertionError, match="devices differ"):
+        planted_run.one(planted_run.jnp.array([1.0, 1.0, 2.0]))
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -109,6 +127,14 @@ for way in ("step", "value_and_grad", "train_state"):  # a sharded parameter, an
 @pytest.mark.parametrize("way", ALL_SKIP)
 def test_an_inf_on_one_device_makes_all_skip(on_mesh, way):
     assert on_mesh[way] == ALL_SKIP[way]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_devices_that_do_not_ask_each_other_drift_apart(on_mesh, check):
+    """The result that the test above would see if the axes were not found."""
+    seen = on_mesh[f"alone-{check}-sick"]
+    assert seen["scale"] == [16.0] * 3 + [4.0] + [16.0] * 4
+    assert seen["w"] == [0.0] * 3 + [1.0] + [0.0] * 4
 
 
 def test_a_step_on_a_mesh_whose_shardings_are_types(on_mesh):

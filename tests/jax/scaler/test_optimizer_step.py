@@ -103,34 +103,22 @@ STATE = {"w": jnp.ones(2), "act": "relu"}
 @pytest.mark.parametrize(
     ("update", "states", "message"),
     [
-        (
-            lambda g, w: {"w": w["w"], "v": w["w"]},
-            [STATE],
+        (lambda g, w: {"w": w["w"], "v": w["w"]}, [STATE],
             "update must return the state in the structure that it came in, "
-            "PyTreeDef(({'act': *, 'w': *},)); it returned PyTreeDef(({'v': *, 'w': *},)).",
-        ),
-        (
-            lambda g, w: w | {"w": w["w"].astype(jnp.float16)},
-            [STATE],
-            KEEP.format("['w']", "float32[2]", "float16[2]"),
-        ),
-        (
-            lambda g, w: w | {"w": w["w"][:1]},
-            [STATE],
-            KEEP.format("['w']", "float32[2]", "float32[1]"),
-        ),
+            "PyTreeDef(({'act': *, 'w': *},)); it returned PyTreeDef(({'v': *, 'w': *},))."),
+        (lambda g, w: w | {"w": w["w"].astype(jnp.float16)}, [STATE],
+            KEEP.format("['w']", "float32[2]", "float16[2]")),
+        (lambda g, w: w | {"w": w["w"][:1]}, [STATE],
+            KEEP.format("['w']", "float32[2]", "float32[1]")),
         (lambda g, w: w | {"act": "gelu"}, [STATE], KEEP.format("['act']", "relu", "gelu")),
         (lambda g, *state: None, [STATE] * 2, TWO.format("NoneType")),
         (lambda g, *state: list(state), [STATE] * 2, TWO.format("list")),
         (lambda g, *state: (*state, g), [STATE] * 2, TWO.format("a tuple of 3")),
-        (
-            lambda g: None,
-            [],
+        (lambda g: None, [],
             "step(grads, update) got no state to update, and update returned NoneType. Write "
-            "step(grads, update, params).",
-        ),
+            "step(grads, update, params)."),
     ],
-)
+)  # fmt: skip
 @EAGER_OR_JIT
 def test_an_update_that_returns_another_state(wrap, update, states, message):
     run = wrap(lambda g: GradScaler().step(g, update, *states)[1])
@@ -284,6 +272,7 @@ def nnx_step(scaler: GradScaler, model: Any, optimizer: Any, x: Any) -> Any:
     return scaler, finite
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch statistics"])
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_an_nnx_module_and_its_optimizer(wrap, norm):

@@ -130,6 +130,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])
 @pytest.mark.parametrize("policy", ["amp", "lean"])
 @pytest.mark.parametrize(
@@ -370,73 +371,48 @@ def recompiled() -> Any:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "no model": (
-        lambda: polymp.keras.use("net"),
-        TypeError,
-        "polymp.keras.use(model) takes a keras.Model, got 'net'.",
-    ),
-    "a policy of Keras": (
-        lambda: polymp.keras.use(mixed("mixed_bfloat16")),
-        ValueError,
+    "no model": (lambda: polymp.keras.use("net"), TypeError,
+        "polymp.keras.use(model) takes a keras.Model, got 'net'."),
+    "a policy of Keras": (lambda: polymp.keras.use(mixed("mixed_bfloat16")), ValueError,
         "polymp.keras.use(): Dense 'head' has Keras' dtype policy 'mixed_bfloat16' and casts by "
         "itself, where no rule of polymp reaches. Make the model in float32: "
-        "keras.config.set_dtype_policy('float32').",
-    ),
-    "float32": (
-        lambda: polymp.keras.use(made(), dtype="fp32"),
-        ValueError,
+        "keras.config.set_dtype_policy('float32')."),
+    "float32": (lambda: polymp.keras.use(made(), dtype="fp32"), ValueError,
         "polymp.keras.use(): dtype 'fp32' is not accepted here. Write float16 (fp16), bfloat16 "
-        "(bf16), or such a dtype of torch, jax or numpy.",
-    ),
+        "(bf16), or such a dtype of torch, jax or numpy."),
     "a fixed scale": (
         lambda: polymp.keras.use(
             made(optimizer=keras.optimizers.SGD(loss_scale_factor=8.0, name="sgd")), dtype="float16"
-        ),
-        ValueError,
+        ), ValueError,
         "polymp.keras.use(model, dtype='float16'): 'sgd' scales the loss itself, by "
-        "loss_scale_factor=8.0. Make the optimizer without that argument.",
-    ),
-    "a scaler for bfloat16": (
-        lambda: polymp.keras.use(made(), scaler=0.0),
-        ValueError,
+        "loss_scale_factor=8.0. Make the optimizer without that argument."),
+    "a scaler for bfloat16": (lambda: polymp.keras.use(made(), scaler=0.0), ValueError,
         "polymp.keras.use(model, dtype='bfloat16') takes no scaler: loss scaling is for float16. "
-        "Leave it out, or write polymp.keras.use(model, dtype='float16', scaler=scaler).",
-    ),
-    "a number as the scaler": (
-        lambda: polymp.keras.use(made(), dtype="float16", scaler=8.0),
+        "Leave it out, or write polymp.keras.use(model, dtype='float16', scaler=scaler)."),
+    "a number as the scaler": (lambda: polymp.keras.use(made(), dtype="float16", scaler=8.0),
         TypeError,
         "polymp.keras.use(model, dtype='float16') takes a polymp.jax.GradScaler, got float. Leave "
-        "scaler out, or write scaler=polymp.jax.GradScaler(init_scale=...).",
-    ),
+        "scaler out, or write scaler=polymp.jax.GradScaler(init_scale=...)."),
     "a scaler without an optimizer": (
         lambda: polymp.keras.use(keras.Sequential(layers()), dtype="float16", scaler=GradScaler()),
         ValueError,
         "polymp.keras.use(model, dtype='float16'): the scaler has no optimizer yet. Call "
-        "model.compile() first.",
-    ),
-    "no scaler": (
-        lambda: fit(recompiled()),
-        PolympError,
+        "model.compile() first."),
+    "no scaler": (lambda: fit(recompiled()), PolympError,
         "polymp.keras: Sequential 'net', in float16, has no scaler, which float16 needs. Call "
-        "polymp.keras.use(model, dtype='float16') after model.compile().",
-    ),
-    "a loss that is not scaled": (
-        lambda: fit(polymp.keras.use(made(Unscaled), dtype="float16")),
+        "polymp.keras.use(model, dtype='float16') after model.compile()."),
+    "a loss that is not scaled": (lambda: fit(polymp.keras.use(made(Unscaled), dtype="float16")),
         PolympError,
         "polymp.keras: Unscaled 'net', in float16, has a train_step that does not scale its loss. "
         "Differentiate the compute_loss_and_updates of keras.Model, or write `with "
         "keras.StatelessScope(zip(self.optimizer.variables, optimizer_variables)): loss = "
-        "self.optimizer.scale_loss(loss)` before yours returns the loss.",
-    ),
-    "a step outside of the region": (
-        lambda: fit(polymp.keras.use(made(Outside))),
-        PolympError,
+        "self.optimizer.scale_loss(loss)` before yours returns the loss."),
+    "a step outside of the region": (lambda: fit(polymp.keras.use(made(Outside))), PolympError,
         "polymp.keras: Outside 'net', in bfloat16, has a train_step that calls neither "
         "self.compute_loss_and_updates nor self.stateless_call: nothing runs in the region. Leave "
         "polymp.keras.use() out for this model: call it for the models that the step calls, or put "
-        "polymp.jax.autocast around its loss.",
-    ),
-}
+        "polymp.jax.autocast around its loss."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

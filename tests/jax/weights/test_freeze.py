@@ -1,7 +1,7 @@
 """The parameters that `freeze` stores in a low dtype, and those that it leaves.
 
 The oracle is the autocast function itself on the float32 parameters: results have to be the same
-bits in the same dtypes. `faults` says where they are not.
+bits in the same dtypes. `faults` says where they are not, and a planted fault shows that it can.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from polymp.backends.jax.weights import freeze as freeze_module
 from polymp.errors import PolicyError
 from polymp.jax import autocast, freeze, lower, upper
 from tests.support.jax.scaler_tools import bits
@@ -62,10 +63,13 @@ W, V = parameter("w", 4, 4), parameter("v", 4, 4)
 STACK = parameter("stack", 2, 4, 4)
 
 
+def made(name: str, fn: Callable[..., Any], params: dict[str, Any], stored: dict[str, str]) -> Case:
+    return Case(name, fn, params, {f"['{key}']": dtype for key, dtype in stored.items()})
+
+
 def case(params: dict[str, Any], **stored: str) -> Callable[[Any], Any]:
     def enter(fn: Any) -> Any:
-        paths = {f"['{name}']": dtype for name, dtype in stored.items()}
-        CASES.append(Case(fn.__name__, fn, params, paths))
+        CASES.append(made(fn.__name__, fn, params, stored))
         return fn
 
     return enter
@@ -82,36 +86,6 @@ def a_gain_in_float32(p, x):
     return p["g"] * y * lax.rsqrt((y * y).mean(-1, keepdims=True))
 
 
-@case({"w": W})
-def read_low_and_wide(p, x):
-    return x @ p["w"], jnp.exp(p["w"]).sum()
-
-
-@case({"w": W})
-def returned(p, x):
-    return x @ p["w"], p["w"].T
-
-
-@case({"w": W, "s": parameter("s")}, w=B16)
-def a_scalar(p, x):
-    return (x @ p["w"]) * p["s"]
-
-
-@case({"w": W, "unread": V}, w=B16)
-def unread(p, x):
-    return x @ p["w"]
-
-
-@case({"w": W, "i": jnp.arange(4), "h": V.astype(jnp.float16), "n": np.float64(0.5)}, w=B16)
-def of_other_dtypes(p, x):
-    return (x @ p["w"])[p["i"][:2]] @ p["h"] * p["n"]
-
-
-@case({"w": np.asarray(W)}, w=B16)
-def of_numpy(p, x):
-    return x @ p["w"]
-
-
 @case({"w": parameter("w", 2, 8)}, w=B16)
 def moved(p, x):
     w = lax.rev(p["w"].reshape(4, 4).T[::-1], (1,))
@@ -123,21 +97,6 @@ def joined_split_and_picked(p, x):
     q, k = jnp.split(x @ jnp.concatenate([p["q"], p["k"]], 1), 2, 1)
     left, right = jnp.split(p["e"][jnp.array([1, 0])], 2)
     return q @ left[0] + k @ right[0] @ jnp.stack([p["q"], p["k"]])[1]
-
-
-@case({"q": W, "k": V})
-def joined_with_one_that_is_read_wide(p, x):
-    return x @ jnp.concatenate([p["q"], p["k"]], 1), p["k"].sum()
-
-
-@case({"w": W})
-def joined_with_a_computed_one(p, x):
-    return x @ jnp.concatenate([p["w"], jnp.exp(x)], 0).T
-
-
-@case({"w": W})
-def filled_up_with_a_number(p, x):
-    return x @ p["w"].at[jnp.array([0, 9])].get(mode="fill", fill_value=0.3).T
 
 
 @case({"w": W, "v": V, "stack": STACK}, w=B16, v=B16, stack=B16)
@@ -152,21 +111,6 @@ def in_bodies(p, x):
     h, ws = lax.scan(jax.checkpoint(layer), x, p["stack"])
     h = lax.fori_loop(0, 2, lambda _, h: h @ p["v"], h @ ws[0] @ turned(p["w"]))
     return lax.while_loop(lambda h: (h @ p["v"]).argmax() < 0, lambda h: h @ p["w"] + 1, h)
-
-
-@case({"w": W, "v": V}, w=B16, v=B16)
-def in_branches(p, x):
-    return lax.switch(1, [lambda x: x @ p["w"], lambda x: x @ p["v"].T], x)
-
-
-@case({"w": W, "v": V})
-def chosen_by_a_branch(p, x):
-    return x @ lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"])
-
-
-@case({"w": W, "v": V})
-def chosen_with_a_computed_one(p, x):
-    return x @ lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"] * 2)
 
 
 @case({"w": W, "v": V}, v=B16)
@@ -206,16 +150,6 @@ def cast_by_the_user(p, x):
     return low, x.astype(jnp.float16) @ p["v"].astype(jnp.float16), low @ p["v"]
 
 
-@case({"w": W, "v": V}, w=B16, v=B16)
-def marked(p, x):
-    return lower(p["w"]) * lower(x[0]) @ upper(p["v"])
-
-
-@case({"w": W})
-def of_a_higher_precision(p, x):
-    return jnp.dot(x, p["w"], precision="highest")
-
-
 @case({"w": W, "g": parameter("g", 4), "b": parameter("b", 4)}, w=B16)
 def around_a_known_function(p, x):
     h = jax.nn.standardize(x @ p["w"]) * p["g"] + p["b"]
@@ -226,11 +160,6 @@ def around_a_known_function(p, x):
 def in_a_library(p, x):
     q, k, v = ((x @ p[n]).reshape(1, 3, 2, 2) for n in "qkv")
     return jax.nn.dot_product_attention(q, k, v)
-
-
-@case({"w": parameter("w", 2, 4, 3)}, w=B16)
-def convolved(p, x):
-    return lax.conv(x.T[None], p["w"].transpose(0, 1, 2), (1,), "SAME")
 
 
 @jax.custom_jvp
@@ -252,10 +181,36 @@ def turned(x, w):
 turned.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct))
 
 
-@case({"w": W, "v": V})
-def with_rules_of_their_own(p, x):
-    return turned(halved(x, p["w"]), p["v"])
-
+# By name: a function of parameters and X, the parameters, and the dtype of each that is stored.
+ONE, TWO, QK = {"w": W}, {"w": W, "v": V}, {"q": W, "k": V}
+SHORT: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
+    "read_low_and_wide": (lambda p, x: (x @ p["w"], jnp.exp(p["w"]).sum()), ONE, {}),
+    "returned": (lambda p, x: (x @ p["w"], p["w"].T), ONE, {}),
+    "a_scalar": (lambda p, x: (x @ p["w"]) * p["s"], {"w": W, "s": parameter("s")}, {"w": B16}),
+    "unread": (lambda p, x: x @ p["w"], {"w": W, "unread": V}, {"w": B16}),
+    "of_other_dtypes": (lambda p, x: (x @ p["w"])[p["i"][:2]] @ p["h"] * p["n"],
+        {"w": W, "i": jnp.arange(4), "h": V.astype(jnp.float16), "n": np.float64(0.5)}, {"w": B16}),
+    "of_numpy": (lambda p, x: x @ p["w"], {"w": np.asarray(W)}, {"w": B16}),
+    "joined_with_one_that_is_read_wide": (
+        lambda p, x: (x @ jnp.concatenate([p["q"], p["k"]], 1), p["k"].sum()), QK, {}),
+    "joined_with_a_computed_one": (
+        lambda p, x: x @ jnp.concatenate([p["w"], jnp.exp(x)], 0).T, ONE, {}),
+    "filled_up_with_a_number": (
+        lambda p, x: x @ p["w"].at[jnp.array([0, 9])].get(mode="fill", fill_value=0.3).T, ONE, {}),
+    "in_branches": (lambda p, x: lax.switch(1, [lambda x: x @ p["w"], lambda x: x @ p["v"].T], x),
+        TWO, {"w": B16, "v": B16}),
+    "chosen_by_a_branch": (
+        lambda p, x: x @ lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"]), TWO, {}),
+    "chosen_with_a_computed_one": (
+        lambda p, x: x @ lax.cond(x.sum() > 0, lambda: p["w"], lambda: p["v"] * 2), TWO, {}),
+    "marked": (lambda p, x: lower(p["w"]) * lower(x[0]) @ upper(p["v"]), TWO,
+        {"w": B16, "v": B16}),
+    "of_a_higher_precision": (lambda p, x: jnp.dot(x, p["w"], precision="highest"), ONE, {}),
+    "convolved": (lambda p, x: lax.conv(x.T[None], p["w"].transpose(0, 1, 2), (1,), "SAME"),
+        {"w": parameter("w", 2, 4, 3)}, {"w": B16}),
+    "with_rules_of_their_own": (lambda p, x: turned(halved(x, p["w"]), p["v"]), TWO, {}),
+}  # fmt: skip
+CASES += [made(name, *rest) for name, rest in SHORT.items()]
 
 # Tables that are read by rows and by products: programs in which rows go on low, and others.
 P = {"table": parameter("table", 16, 8), "w": parameter("rows", 8, 8)}
@@ -325,6 +280,17 @@ def test_why_a_parameter_is_kept(name):
     assert reason.startswith(why)
     if why.endswith("("):
         assert "test_freeze.py:" in reason[len(why) :]
+
+
+# The oracle can fail.
+
+
+def test_a_checker_that_misses_a_wide_read_is_noticed(monkeypatch):
+    fn = autocast(SHORT["read_low_and_wide"][0])
+    assert faults(fn, {"w": W}, X, eager=True) == []
+    every = lambda self, low, *_: self.read.update(low)  # noqa: E731
+    monkeypatch.setattr(freeze_module.LowPlan, "reads", every)
+    assert faults(fn, {"w": W}, X, eager=True) == ["result 1"]
 
 
 @pytest.mark.parametrize("dtype", [B16, F16])

@@ -161,6 +161,14 @@ def test_a_weight_that_stays_keeps_every_bit():
     assert not np.any(bits(after)[subnormal])
 
 
+def test_this_oracle_finds_an_update_in_the_low_dtype():
+    leaf = leaf_of(("split", "bfloat16"))
+    low, full, _ = trained_pairs(("split", "bfloat16"))
+    update = leaf.between(low, leaf.first(full)[0]).astype(jnp.bfloat16)
+    after = optax.apply_updates(low, update)
+    assert np.mean(bits(after) != bits(rounded(leaf, full))) > 0.01
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4, 5)])
 def test_the_index_is_that_of_the_flat_array(shape):
     want = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)

@@ -109,6 +109,13 @@ def test_an_optimizer_steps_as_on_float32(name, mode):
         assert not np.array_equal(a, jax.tree.leaves(PARAMS)[0])
 
 
+def test_this_oracle_finds_plain_bfloat16():
+    want, _ = run(OPTIMIZERS["adamw"], PARAMS)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    got, _ = run(OPTIMIZERS["adamw"], low)
+    assert bits(jax.tree.map(lambda x: x.astype(jnp.float32), got)) != bits(want)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_may_be_low_too(mode):
     """They are cast to float32, so that the moments are those of float32 gradients."""
@@ -317,83 +324,42 @@ def refusals() -> dict[str, Any]:
         "with."
     )
     return {
-        "optimizer": (
-            lambda: low_weights(3),
-            TypeError,
-            "low_weights needs an optax optimizer, got 3. Write low_weights(optax.adamw(1e-3)).",
-        ),
-        "mode": (
-            lambda: low_weights(optax.adam(1e-2), "half"),
-            ValueError,
-            "low_weights(): mode 'half' is not one of 'master', 'split', 'stochastic'.",
-        ),
-        "keep": (
-            lambda: low_weights(optax.adam(1e-2), keep="norm"),
-            TypeError,
-            "low_weights(): keep='norm' is not a list. Write keep=['norm'].",
-        ),
-        "keep as in torch": (
-            lambda: low_weights(optax.adam(1e-2), keep=jax.nn.silu),
-            TypeError,
-            alone,
-        ),
+        "optimizer": (lambda: low_weights(3), TypeError,
+            "low_weights needs an optax optimizer, got 3. Write low_weights(optax.adamw(1e-3))."),
+        "mode": (lambda: low_weights(optax.adam(1e-2), "half"), ValueError,
+            "low_weights(): mode 'half' is not one of 'master', 'split', 'stochastic'."),
+        "keep": (lambda: low_weights(optax.adam(1e-2), keep="norm"), TypeError,
+            "low_weights(): keep='norm' is not a list. Write keep=['norm']."),
+        "keep as in torch": (lambda: low_weights(optax.adam(1e-2), keep=jax.nn.silu), TypeError,
+            alone),
         "keep of a function alone": (
-            lambda: low_weights(optax.adam(1e-2), keep=["w", (jax.nn.silu,)]),
-            TypeError,
-            alone,
-        ),
-        "path": (
-            lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params),
-            PolicyError,
+            lambda: low_weights(optax.adam(1e-2), keep=["w", (jax.nn.silu,)]), TypeError, alone),
+        "path": (lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params), PolicyError,
             "low_weights(): keep has 'norm', which is the path of no float parameter. Paths are, "
-            "for example, w.",
-        ),
-        "seed": (
-            lambda: low_weights(optax.adam(1e-2), seed=0.5),
-            TypeError,
-            "low_weights(): seed must be a whole number, got 0.5.",
-        ),
-        "state": (
-            lambda: tx.update(grads, (), low),
-            TypeError,
+            "for example, w."),
+        "seed": (lambda: low_weights(optax.adam(1e-2), seed=0.5), TypeError,
+            "low_weights(): seed must be a whole number, got 0.5."),
+        "state": (lambda: tx.update(grads, (), low), TypeError,
             "an optimizer of low_weights needs the state that its init returned, got "
-            "<class 'tuple'>.",
-        ),
-        "no parameters": (
-            lambda: tx.update(grads, state),
-            TypeError,
+            "<class 'tuple'>."),
+        "no parameters": (lambda: tx.update(grads, state), TypeError,
             "an optimizer of low_weights needs the parameters as well: "
-            "tx.update(grads, opt_state, params).",
-        ),
-        "float32 parameters": (
-            lambda: tx.update(grads, state, params),
-            TypeError,
+            "tx.update(grads, opt_state, params)."),
+        "float32 parameters": (lambda: tx.update(grads, state, params), TypeError,
             "low_weights: parameter 'w' is float32, and this optimizer keeps it in bfloat16. Train "
-            "with params = tx.weights(params), or leave it as it is with keep=['w'].",
-        ),
-        "state of another mode": (
-            lambda: other.update(grads, state, low),
-            ValueError,
+            "with params = tx.weights(params), or leave it as it is with keep=['w']."),
+        "state of another mode": (lambda: other.update(grads, state, low), ValueError,
             "this state has something beside the weights, and mode 'stochastic' keeps nothing; "
-            f"each step rounds up or down at random. {start}",
-        ),
-        "state without": (
-            lambda: tx.update(grads, other.init(params), low),
-            ValueError,
+            f"each step rounds up or down at random. {start}"),
+        "state without": (lambda: tx.update(grads, other.init(params), low), ValueError,
             "this state has nothing beside the weights, and mode 'split' keeps the other 16 bits "
-            f"of the float32 weight. {start}",
-        ),
-        "state of a third mode": (
-            lambda: master.update(grads, state, low),
-            ValueError,
-            beside.format("'master' has float32"),
-        ),
+            f"of the float32 weight. {start}"),
+        "state of a third mode": (lambda: master.update(grads, state, low), ValueError,
+            beside.format("'master' has float32")),
         "state with other kept parameters": (
             lambda: low_weights(optax.adam(1e-2), keep=["w"]).update(grads, state, params),
-            ValueError,
-            beside.format("'split' has nothing"),
-        ),
-    }
+            ValueError, beside.format("'split' has nothing")),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", refusals())

@@ -118,8 +118,7 @@ STEPS: dict[str, Callable[[], Step]] = {
         lambda x: x.half().masked_fill(x <= 0, 1e-9).log().sum(), torch.zeros(3)
     ),
     "eps inside": lambda: Step(
-        lambda x: F.cosine_similarity(x.half(), x.half() + 1, dim=-1).sum(),
-        torch.zeros(3, 4),
+        lambda x: F.cosine_similarity(x.half(), x.half() + 1, dim=-1).sum(), torch.zeros(3, 4)
     ),
     "eps in a tensor": lambda: Step(inside, torch.zeros(3, 4)),
     "inf in a column": lambda: Step(lambda x: filled(x, math.inf), ones(3, 4)),

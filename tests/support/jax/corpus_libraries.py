@@ -267,8 +267,7 @@ def equinox_mlp(draw: Draw) -> Made:
 @program(LOW, tags="equinox attention layernorm vmap", needs="equinox")
 def equinox_attention(draw: Draw) -> Made:
     apply, params = _equinox(
-        draw,
-        lambda key: (eqx.nn.MultiheadAttention(2, 8, key=key), eqx.nn.LayerNorm(8)),
+        draw, lambda key: (eqx.nn.MultiheadAttention(2, 8, key=key), eqx.nn.LayerNorm(8))
     )
 
     def run(p: Any, x: jax.Array) -> jax.Array:

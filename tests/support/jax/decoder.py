@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen, nnx
 from jax import Array
@@ -119,14 +118,13 @@ class NnxDecoder(nnx.Module):
             NnxBlock(config, config.fault_of(at), rngs) for at in range(config.layers)
         )
         self.norm = nnx.RMSNorm(config.width, epsilon=EPS, rngs=rngs)
-        self.head = None if config.tied else nnx.Linear(config.width, config.words, rngs=rngs)
+        self.head = nnx.Linear(config.width, config.words, rngs=rngs)
 
     def __call__(self, tokens: Array) -> Array:
         x = self.table(tokens)
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
-        return self.table.attend(x) if self.head is None else self.head(x)
+        return self.head(self.norm(x))
 
 
 # --- flax linen -----------------------------------------------------------------------------------
@@ -209,15 +207,13 @@ class LinenDecoder(linen.Module):
         self.table = linen.Embed(config.words, config.width)
         self.blocks = [LinenBlock(config, config.fault_of(at)) for at in range(config.layers)]
         self.norm = Norm(EPS, centred=False)
-        if not config.tied:
-            self.head = Dense(config.words)
+        self.head = Dense(config.words)
 
     def __call__(self, tokens: Array) -> Array:
         x = self.table(tokens)
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
-        return self.table.attend(x) if self.config.tied else self.head(x)
+        return self.head(self.norm(x))
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -285,19 +281,3 @@ def _fill(params: Any, made: dict[str, Any]) -> None:
         *modules, name = map(str, path)
         x = made[".".join([*modules, "bias" if name == "bias" else "weight"])]
         variable.set_value(jnp.asarray(x.T if name == "kernel" else x))
-
-
-def gradients(training: Training) -> dict[str, Any]:
-    """The gradients of a step, by the paths that they have in torch."""
-    _, made = jax.jit(training._gradients)(training.state.params, training.tokens)
-    named = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(made)[0]:
-        keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-        *modules, name = [str(key) for key in keys if key is not None]
-        if name == "value":
-            *modules, name = modules
-        where = ".".join(modules).replace("blocks_", "blocks.")
-        wide = np.asarray(x, np.float64)
-        leaf = "bias" if name == "bias" else "weight"
-        named[f"{where}.{leaf}"] = wide.T if name == "kernel" else wide
-    return named

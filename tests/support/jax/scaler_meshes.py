@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from polymp.backends.jax.scaler import tree_math
 from polymp.jax import GradScaler
 
 SICK = 3  # the device whose gradient is made infinite
@@ -23,14 +25,21 @@ def one_step(scaler: GradScaler, w: Any, g: Any) -> Any:
     return w, scaler.state.scale[None], finite[None]
 
 
-def partly_manual() -> dict[str, Any]:
-    """Manual over one axis of two; the other is XLA's."""
-    mesh = jax.make_mesh((4, 2), ("data", "m"), axis_types=(AxisType.Auto,) * 2)
-    specs: dict[str, Any] = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
-    run = jax.jit(jax.shard_map(one_step, mesh=mesh, axis_names={"data"}, **specs))
-    w, scale, finite = run(GradScaler(8.0), jnp.ones(8), jnp.full(8, 8.0).at[SICK].set(jnp.inf))
-    found = {"w": w.tolist(), "scale": scale.tolist(), "finite": finite.tolist()}
-    return {"partly-manual-sick": found}
+def mapped(axes: dict[str, int], **how: Any) -> dict[str, Any]:
+    mesh = jax.make_mesh(axes.values(), axes, axis_types=(AxisType.Auto,) * len(axes))
+    how |= {"mesh": mesh, "in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
+    start = GradScaler(8.0, growth_interval=1), jnp.ones(8), jnp.full(8, 8.0).at[SICK].set(jnp.inf)
+    w, scale, finite = jax.jit(jax.shard_map(one_step, **how))(*start)
+    return {"w": w.tolist(), "scale": scale.tolist(), "finite": finite.tolist()}
+
+
+def manual() -> dict[str, Any]:
+    """Over one axis of two, of which the other is XLA's; and of devices that ask no other."""
+    found = {"partly-manual-sick": mapped({"data": 4, "m": 2}, axis_names={"data"})}
+    with patch.object(tree_math, "_differing_axes", lambda finite: ()):
+        for check in (True, False):
+            found[f"alone-{check}-sick"] = mapped({"data": 8}, check_vma=check)
+    return found
 
 
 def explicit() -> dict[str, Any]:
@@ -103,7 +112,7 @@ def fully_sharded() -> dict[str, Any]:
 
 def main() -> None:
     assert len(jax.devices()) == 8
-    print(json.dumps(partly_manual() | explicit() | fully_sharded()))
+    print(json.dumps(manual() | explicit() | fully_sharded()))
 
 
 if __name__ == "__main__":

@@ -106,15 +106,14 @@ class Decoder(nn.Module):
             Block(config, config.fault_of(at)) for at in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.width, EPS)
-        self.head = None if config.tied else nn.Linear(config.width, config.words)
+        self.head = nn.Linear(config.width, config.words)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
-        out: Tensor = F.linear(x, self.table.weight) if self.head is None else self.head(x)
-        return out
+        scores: Tensor = self.head(self.norm(x))
+        return scores
 
 
 class Training:
@@ -160,8 +159,3 @@ class Training:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
-
-    def gradients(self) -> dict[str, Any]:
-        """The gradients of the last step, by path."""
-        named = self.model.named_parameters()
-        return {path: p.grad.double().cpu().numpy() for path, p in named if p.grad is not None}

@@ -103,7 +103,8 @@ def test_the_numbers_of_a_tensor_are_those_of_the_definition(
 ) -> None:
     for t in tensors(dtype, shape):
         (values, *counts), found = run_record.summary(t.double().numpy()), summary.sums(t)
-        for ours, *our_counts in (summary.values(found.numpy(), t.numel()), summary.on_cpu(t)):
+        on_cpu = run_record.summary(summary.numbers(t))
+        for ours, *our_counts in (summary.values(found.numpy(), t.numel()), on_cpu):
             assert our_counts == counts
             np.testing.assert_allclose(ours, values, rtol=1e-9, atol=1e-9 * values[RMS])
 
@@ -127,8 +128,8 @@ def test_the_spread_is_the_change_of_these_numbers(
         eps, exact = torch.finfo(dtype).eps, t.double()
         probes = torch.stack([(exact * (1 + eps * torch.randn(t.shape))).to(dtype)] * 2 + [t])
         probes[1] = t - (probes[0] - t)
-        (values, *_), top = summary.on_cpu(t), summary.sums(t)[0]
-        ours = summary.spread(values, summary.changes(t, top, probes).double().numpy(), t.numel())
+        values, *_ = run_record.summary(summary.numbers(t))
+        ours = summary.spread(values, summary.changes(t, probes).double().numpy(), t.numel())
         base = np.array(run_record.summary(exact.numpy())[0])
         moved = np.array([run_record.summary(p.double().numpy())[0] for p in probes])
         change = probes.double() - exact

@@ -158,8 +158,8 @@ class Report(Shown):
 
             print(polymp.explain(model, x).diff(polymp.explain(model, x, policy="lean")))
 
-        Calls are compared by module, direction and op, in order. Module paths match if they are
-        equal, or are so without the parts "layers" of flax's containers and a class name in front.
+        Module paths match if they are equal, or are so without the parts "layers" of flax's
+        containers and a class name in front.
 
         Args:
             other: of the same model.
@@ -196,16 +196,15 @@ _NAMED = 5  # widened calls that are named; of more, how many
 
 
 def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
-    dtypes = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
     return (
-        Cell(call.op, about=call.spelling),
+        call.op,
         Cell(f"{call.times:,}", call.times),
         call.direction,
         text_table.short(call.run),
         call.source,
-        Cell(ruled(call, policy), about=str(call.row or "")),
-        Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
+        ruled(call, policy),
+        text_table.dtypes(call.inputs, call.run, call.outputs),
         number(call.casts, f"{call.casts:,}"),
         number(call.cast_bytes, text_table.size(call.cast_bytes)),
         saved,

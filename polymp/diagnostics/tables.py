@@ -23,11 +23,10 @@ R = TypeVar("R")
 
 
 class Cell(NamedTuple):
-    """A cell: its text, the value to sort by if that is not the text, and a hint on a page."""
+    """A cell with a number: its text, and the value to sort by."""
 
     text: str
-    value: float | None = None
-    about: str = ""
+    value: float = 0.0
 
 
 def number(value: float, words: str) -> Cell:

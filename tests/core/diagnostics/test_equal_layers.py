@@ -147,10 +147,10 @@ def layered(layers: int = 24, bad: int | None = None) -> Audit:
 def test_an_audit_folds_and_shows_a_broken_layer() -> None:
     text = str(layered())
     assert text.count("h.*.up x24") == 2
-    assert "2**23 = 8.4e+06" in text, "the largest of all"
+    assert "8.4e+06" in text, "the largest of all"
     assert "48 rows in 2; fold=False lists each" in text
-    assert "2**22" not in text
-    assert "2**22 = 4.2e+06" in layered().table(fold=False)
+    assert "4.2e+06" not in text
+    assert "4.2e+06" in layered().table(fold=False)
     broken = str(layered(bad=5))
     assert {"h.0-4.up x5", "h.5.up", "h.6-23.up x18", "h.*.up x24"} <= {*broken.splitlines()}
 

@@ -75,7 +75,7 @@ def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Repo
             yield report
     finally:
         stream.close()  # an interrupt may have come before
-        report.fill(kept.finished(), *stream.region)
+        report._fill(kept.finished(), *stream.region)
 
 
 @overload

@@ -12,11 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polymp.diagnostics.magnitudes import (
-    BINS,
     INF,
     NARROW,
     SHIFT,
-    Magnitudes,
     Shares,
     joined,
     lower_edge,
@@ -117,18 +115,6 @@ def test_shares_at_a_scale_are_those_of_the_scaled_values(values: list[float], p
     for dtype in NARROW:
         found = magnitudes(values).shares(dtype, scale)
         assert found == magnitudes([x * scale for x in values]).shares(dtype)
-
-
-def test_float32_overflows_where_it_is_not_finite() -> None:
-    found = magnitudes([3.4e38, math.inf, math.nan, 1e-30]).shares("float32")
-    assert found == Shares(0.5, 0, 0)
-    assert magnitudes([1.0]).shares("float64") == Shares(0, 0, 0)
-
-
-def test_nothing_counted_has_no_shares() -> None:
-    none = Magnitudes(0, 0, (0,) * BINS, 0.0)
-    assert none.shares("float16") == Shares(0, 0, 0)
-    assert none.zeros == 0.0
 
 
 @given(st.lists(anything, min_size=1, max_size=30), st.integers(-20, 20))

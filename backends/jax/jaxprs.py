@@ -12,7 +12,6 @@ from functools import reduce
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-from jax import lax
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
@@ -21,8 +20,6 @@ from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
 A = TypeVar("A")
-S = TypeVar("S")
-More = TypeVar("More")
 
 JITTED = frozenset({"jit", "pjit"})
 REMATTED = frozenset({"checkpoint", "remat", "remat2"})
@@ -233,25 +230,3 @@ def fixed_point(
     while (joined := list(map(join, start, turn(start)))) != start:
         start = joined
     return start
-
-
-def scanned(
-    eqn: Equation,
-    turn: Callable[[S, list[jax.Array]], tuple[S, Sequence[jax.Array], More]],
-    operands: Sequence[jax.Array],
-    state: S,
-) -> tuple[list[jax.Array], More]:
-    """A scan whose body is another one."""
-    (body,) = inside(eqn)
-    fixed, first, over = body.split(operands)
-
-    def run(
-        before: tuple[S, list[jax.Array]], row: list[jax.Array]
-    ) -> tuple[tuple[S, list[jax.Array]], tuple[list[jax.Array], More]]:
-        after, outs, more = turn(before[0], [*fixed, *before[1], *row])
-        return (after, list(outs[: body.carries])), (list(outs[body.carries :]), more)
-
-    (_, last), (rows, more) = lax.scan(
-        run, (state, first), over, length=body.times, reverse=eqn.params["reverse"]
-    )
-    return [*last, *rows], more

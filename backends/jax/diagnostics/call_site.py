@@ -136,6 +136,10 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")
 Key = tuple[tuple[int, ...], int]
 
 
+# Of these, nothing inside is measured.
+CLOSED = frozenset({"shard_map", "while"})
+
+
 class Site(NamedTuple):
     """An equation of the final program, where it stands."""
 
@@ -145,8 +149,7 @@ class Site(NamedTuple):
     fixed: frozenset[Atom]  # variables around it that do not change while a loop runs
     parent: tuple[int, ...]  # what it is inside of, by the places of equations
     written: object  # traceback of the equation, or of the call of the library's function it is in
-    # Around it, the outermost first: where each stands, and whether it is a `while`.
-    loops: tuple[tuple[tuple[int, ...], bool], ...]
+    scans: tuple[tuple[int, ...], ...]  # where those around it stand, the outermost first
 
     @property
     def key(self) -> Key:
@@ -156,20 +159,20 @@ class Site(NamedTuple):
 def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Site]:
     """The equations of a program and of those inside it, calls and loops taken apart.
 
-    A shard_map comes before those inside it. `around` has the program's place, in all its fields
-    but the equation.
+    A shard_map or a `while` comes before those inside it. `around` has the program's place, in all
+    its fields but the equation.
     """
-    outer, times, fixed, parent, written, loops = (
+    outer, times, fixed, parent, written, scans = (
         around[1:] if around else (Scope(), 1, frozenset(), (), None, ())
     )
     filename, line, _ = compat.traced_from(closed)
     for at, eqn in enumerate(compat.opened(closed)[0].eqns):
         scope, traceback = scope_in(outer, eqn.source_info.name_stack), eqn.source_info.traceback
         own = written is None or _is_of_user(traceback, filename, line)
-        site = Site(eqn, scope, times, fixed, parent, traceback if own else written, loops)
+        site = Site(eqn, scope, times, fixed, parent, traceback if own else written, scans)
         programs, name = inside(eqn), eqn.primitive.name
-        more = (((*parent, at), name == "while"),) if name in ("scan", "while") else ()
-        if not programs or name == "shard_map":
+        more = ((*parent, at),) if name == "scan" else ()
+        if not programs or name in CLOSED:
             yield site
         for which, part in enumerate(programs):
             same = frozenset(compat.binders(part.closed)[1][: part.fixed])
@@ -177,5 +180,5 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
             outside = site.written if written or is_library(part.closed) else None
             turns = times * count_of([part.times])
             own_place = *parent, at, which
-            place = Site(eqn, scope, turns, same, own_place, outside, (*loops, *more))
+            place = Site(eqn, scope, turns, same, own_place, outside, (*scans, *more))
             yield from equations(part.closed, place)

@@ -19,6 +19,7 @@ from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.call_site import (
+    CLOSED,
     Scope,
     Site,
     equations,
@@ -107,13 +108,13 @@ def with_sites(
     """The calls of a program, in its order, each with its equations.
 
     An equation is one if it reads a value that `counts`, or rounds an integer; None for an equation
-    that reads floats and is no shard_map.
+    that reads floats and is not CLOSED.
     """
     of = counts or float_dtype
     groups: list[list[Site]] = []
     known: dict[tuple[str, str], list[list[Site]]] = {}
     for site in equations(closed):
-        if site.scope.call not in record.calls or site.eqn.primitive.name == "shard_map":
+        if site.scope.call not in record.calls or site.eqn.primitive.name in CLOSED:
             if _computes(site.eqn, of):
                 groups.append([site])
             continue
@@ -267,7 +268,7 @@ def _computes(eqn: Equation, counts: Callable[[Atom], object]) -> bool:
     if name == "convert_element_type":
         rounds = counts is not float_dtype and float_dtype(eqn.outvars[0]) in LOW_DTYPES
         return _is_cast(eqn) or (rounds and not float_dtype(eqn.invars[0]))
-    if name in _SILENT or (name == "shard_map" and counts is float_dtype):
+    if name in _SILENT or (name in CLOSED and counts is float_dtype):
         return False
     return any(counts(v) for v in eqn.invars if not hasattr(v, "val"))
 

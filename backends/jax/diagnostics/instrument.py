@@ -7,7 +7,7 @@ XLA may fuse the two differently, and last digits of what is measured may be oth
 that ends a call becomes an event, and so do casts and products that make float16: the largest
 magnitude of its result, a sample of it, and, in float16, what float32 makes of the same operands.
 What other equations read and make is followed, for the events around them, before a twin is traced.
-Loops and branches hand out what was measured inside.
+Scans and branches hand out what was measured inside; a `while` loop and a shard_map are one event.
 """
 
 import math
@@ -20,23 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics import measures
-from polymp.backends.jax.diagnostics.call_site import (
-    Key,
-    Site,
-    equations,
-    is_update,
-)
+from polymp.backends.jax.diagnostics.call_site import CLOSED, Key, Site, equations, is_update
 from polymp.backends.jax.diagnostics.explain import with_sites
 from polymp.backends.jax.diagnostics.measures import Facts, is_measured
 from polymp.backends.jax.diagnostics.traced_call import Traced, traced
-from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted, scanned
+from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.rules.row import LOW
 
@@ -91,7 +85,7 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
         self.names = [*traced.names, *captured]
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int] = {}  # by equation, that of its event
-        self.leaves: dict[Key, int] = {}  # equations without programs; how many events are before
+        self._seen = set[Key]()  # a loop's equations are met again, until nothing is new
         self.handed: set[int] = set()  # events of the backward that the rest of the program reads
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         self.results = interpreted(  # where they come from
@@ -133,7 +127,7 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
         own, ends = {id(s.eqn) for s in sites}, []
         for s in sites:
             name = s.eqn.primitive.name
-            if name != "shard_map" and any(is_measured(v.aval) for v in s.eqn.outvars):
+            if name not in CLOSED and any(is_measured(v.aval) for v in s.eqn.outvars):
                 by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
                 taken = name == "convert_element_type" and by & own
                 if not by or (by - own and not taken):
@@ -162,7 +156,7 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
     def equation(
         self, at: int, eqn: Equation, values: list[Origin], around: tuple[int, ...]
     ) -> Sequence[Origin]:
-        if eqn.primitive.name == "shard_map":  # what is inside is not measured
+        if eqn.primitive.name in CLOSED:  # what is inside is not measured
             return self.leaf(eqn, values, around)
         return super().equation(at, eqn, values, around)
 
@@ -177,8 +171,8 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
     ) -> Sequence[Origin]:
         key, through = (around, id(eqn)), reduce(self.join, values, Origin())
         site, events = self.sites[key], self.events
-        if key not in self.leaves:
-            self.leaves[key] = len(events)
+        if key not in self._seen:
+            self._seen.add(key)
             if site.scope.direction == FORWARD:
                 backward = (n for n in through.events if events[n].direction == BACKWARD)
                 self.handed.update(backward)
@@ -187,7 +181,7 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
             some = any(is_measured(getattr(v, "val", v.aval)) for v in eqn.invars)
             name = eqn.primitive.name
             alone = name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
-            tells = name == "shard_map" or (not made and name not in LAYOUT)
+            tells = name in CLOSED or (not made and name not in LAYOUT)
             counts = group is not None or key in self.unlisted
             if counts or (some and (alone or tells)):
                 self.numbers[key] = len(events)
@@ -219,9 +213,6 @@ _ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
 
 # What an equation, or a program, makes: results, and the facts of the events in it.
 _Made = tuple[list[jax.Array], list[Facts]]
-
-# What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
-_Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 
 
 class Twin:
@@ -279,15 +270,13 @@ class Twin:
         self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
     ) -> _Made:
         name, programs, place = eqn.primitive.name, inside(eqn), (*parent, at)
-        control = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
+        control = {"scan": self._scan, "cond": self._cond}.get(name)
         if control is not None:
             return control(eqn, read, place)
-        if programs and name != "shard_map":
+        if programs and name not in CLOSED:
             return self._program(programs[0].closed, read, (*place, 0))
         key = parent, id(eqn)
         outs = list(compat.put(eqn.primitive, read, eqn.params))
-        if key not in self.call.leaves:  # of the condition of a `while`
-            return outs, []
         if key in self._asked:
             self._follow(eqn, read, outs)
         number = self.call.numbers.get(key)
@@ -300,7 +289,7 @@ class Twin:
         event, made = self.call.events[number], [x for x in outs if is_measured(x)]
         ends = event.group is not None
         facts = Facts(measures.peak(*made) if made else jnp.float32(-1))
-        if event.dtype in LOW:
+        if event.dtype in LOW and eqn.primitive.name not in CLOSED:
             facts = facts._replace(lost=measures.lost(eqn, args, outs, event.numbers))
         if ends and self.samples:
             facts = facts._replace(sample=measures.sample(made[0]))
@@ -324,64 +313,41 @@ class Twin:
     # Control
 
     def _scan(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
-        def turn(_: None, values: list[jax.Array]) -> tuple[None, Sequence[jax.Array], list[Facts]]:
-            return None, *self._program(inside(eqn)[0].closed, values, (*place, 0))
+        (body,) = inside(eqn)
+        fixed, first, over = body.split(read)
 
-        outs, facts = scanned(eqn, turn, read, None)
-        if eqn.params["reverse"]:  # rounds in the order in which they ran
+        def turn(state: list[jax.Array], row: list[jax.Array]) -> tuple[list[jax.Array], _Made]:
+            outs, facts = self._program(body.closed, [*fixed, *state, *row], (*place, 0))
+            return outs[: body.carries], (outs[body.carries :], facts)
+
+        reverse = eqn.params["reverse"]
+        last, (rows, facts) = lax.scan(turn, first, over, length=body.times, reverse=reverse)
+        if reverse:  # rounds in the order in which they ran
             facts = jax.tree.map(lambda x: x[::-1], facts)
-        return outs, facts
-
-    def _while(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
-        body, condition = inside(eqn)
-        tested = condition.of(read)[: condition.fixed]
-        fixed, start, _ = body.split(read)
-
-        def round_(state: list[jax.Array]) -> _Made:
-            outs, facts = self._program(body.closed, [*fixed, *state], (*place, 0))
-            return outs, [fact._replace(when=measures.outer(fact.when)) for fact in facts]
-
-        def body_of(carried: _Carried) -> _Carried:
-            state, before, number = carried
-            state, facts = round_(state)
-            after = [measures.after(*both, number) for both in zip(before, facts, strict=True)]
-            return state, after, number + 1
-
-        def test(carried: _Carried) -> jax.Array:
-            (going,), _ = self._program(condition.closed, [*tested, *carried[0]], (*place, 1))
-            return going
-
-        nothing = list(map(measures.absent, jax.eval_shape(round_, start)[1]))
-        outs, facts, _ = lax.while_loop(test, body_of, (start, nothing, jnp.int32(0)))
-        return outs, facts
+        return [*last, *rows], facts
 
     def _cond(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
         branches = inside(eqn)
         values = branches[0].of(read)
 
-        def made(number: int) -> tuple[ClosedProgram, list[Facts]]:
-            """A branch that is measured, and the shapes of the facts of its events."""
+        def measured(number: int) -> Any:
+            closed, own = branches[number].closed, (*place, number)
+            return jax.jit(lambda values: self._program(closed, values, own))
 
+        # Jitted, and so traced once: else a branch in a branch in a branch is traced eight times.
+        runs = list(map(measured, range(len(branches))))
+        shapes = [run.eval_shape(values)[1] for run in runs]
+
+        def branch(number: int) -> Callable[..., _Made]:
             def run(*values: jax.Array) -> _Made:
-                return self._program(branches[number].closed, values, (*place, number))
-
-            program, (_, shapes) = jax.make_jaxpr(run, return_shape=True)(*values)
-            return program, shapes
-
-        # Traced once: else a branch in a branch in a branch is traced eight times.
-        programs, shapes = zip(*map(made, range(len(branches))), strict=True)
-
-        def branch_of(number: int) -> Callable[..., object]:
-            def run(*values: jax.Array) -> _Made:
-                made = jaxpr_as_fun(programs[number])(*values)
-                count = len(compat.opened(branches[number].closed)[0].outvars)
+                outs, facts = runs[number](values)
                 parts = [list(map(measures.absent, found)) for found in shapes]
-                parts[number] = jax.tree.unflatten(jax.tree.structure(shapes[number]), made[count:])
-                return made[:count], list(chain.from_iterable(parts))
+                parts[number] = facts
+                return outs, list(chain.from_iterable(parts))
 
             return run
 
-        outs, facts = lax.switch(read[0], list(map(branch_of, range(len(branches)))), *values)
+        outs, facts = lax.switch(read[0], list(map(branch, range(len(branches)))), *values)
         return outs, facts
 
 

@@ -15,10 +15,7 @@ from jax.extend.core import Literal
 
 from polymp import progress
 from polymp.backends.jax.compat.programs import Atom
-from polymp.backends.jax.diagnostics.call_site import (
-    function_of,
-    optimizer_of,
-)
+from polymp.backends.jax.diagnostics.call_site import CLOSED, function_of, optimizer_of
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
     MeasuredCall,
@@ -100,9 +97,9 @@ def located(program: MeasuredCall) -> Fault | None:
             compiler_options=quick_options(program.traced.arrays),
         )
         operands = np.asarray(look(program.traced.arrays))
-    bad = _bad(program.events[found.node], facts[found.node])
+    bad = _bad(facts[found.node])
     if bad.found:  # in a loop, those of that round
-        operands = operands[bad.at]
+        operands = operands[bad.first]
     rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
     inputs = []
     for at, (dtype, shape, place) in enumerate(twin.given):
@@ -117,18 +114,16 @@ class _Bad(NamedTuple):
     """Where an event's result was first not finite."""
 
     found: str = ""  # "Inf", "NaN", or "" if it never was
-    first: tuple[int, ...] = ()  # the round of each loop around it
-    at: tuple[int, ...] = ()  # the place of that round in its facts
+    first: tuple[int, ...] = ()  # the round of each scan around it
 
 
-def _bad(event: Event, fact: Facts) -> _Bad:
+def _bad(fact: Facts) -> _Bad:
     peaks = np.asarray(fact.peak)
-    found = []
-    for at in map(tuple, np.argwhere(~np.isfinite(peaks))):
-        scans, whiles = iter(at), iter(fact.when[at])
-        rounds = tuple(int(next(whiles if counts else scans)) for _, counts in event.site.loops)
-        found.append(_Bad("NaN" if np.isnan(peaks[at]) else "Inf", rounds, at))
-    return min(found, key=lambda bad: bad.first, default=_Bad())
+    rounds = np.argwhere(~np.isfinite(peaks))
+    if not len(rounds):
+        return _Bad()
+    first = tuple(rounds[0].tolist())
+    return _Bad("NaN" if np.isnan(peaks[first]) else "Inf", first)
 
 
 def nodes_of(
@@ -139,16 +134,16 @@ def nodes_of(
     returned = {at for origin in program.results for at in origin.events}
     nodes = []
     for at, (event, fact) in enumerate(zip(program.events, facts, strict=True)):
-        bad, first, round_ = _bad(event, fact)
+        bad, first = _bad(fact)
         call = program.call_of(event.site)
-        burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
+        name, op = event.site.eqn.primitive.name, "" if call is None else call.op
+        burst = bool(bad) and event.dtype == "float16" and name not in CLOSED and op not in DIVIDING
         vanished, ones = 0.0, False
         if fact.lost.size:
-            burst = bool(bad) and bool(np.isfinite(fact.lost[round_][0]))
+            burst = bool(bad) and bool(np.isfinite(fact.lost[first][0]))
             vanished = float(fact.lost[..., 2].max())
             ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
         numbers = {x for _, x in event.numbers if rounded(x, event.dtype) is not None}
-        name = event.site.eqn.primitive.name
         nodes.append(
             Node(
                 (*event.inputs, *event.later),
@@ -162,9 +157,9 @@ def nodes_of(
                 bool(event.dtype),
                 name == "is_finite",
                 name == "convert_element_type",
-                tuple(place for place, _ in event.site.loops),
+                event.site.scans,
                 first,
-                "" if call is None else call.op,
+                op,
                 at in program.late,
                 ones,
                 # A loss is returned; the largest of a mask, which is one number, too, is not.
@@ -190,9 +185,9 @@ def fault(
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
         kind, why = "index", _outside(event)
     remedy = ""
-    if kind == "operation" and event.site.eqn.primitive.name == "shard_map":
+    if kind == "operation" and event.site.eqn.primitive.name in CLOSED:
         kind, why = "inside", "its inputs are finite, and ops inside of it were not looked at"
-        remedy = "Locate in the function that it maps, with a device's part of its arguments."
+        remedy = _INSIDE[event.site.eqn.primitive.name]
     if kind == "saturation" and not event.inputs and not event.outside:
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in program.late:
@@ -210,11 +205,17 @@ def fault(
             lost = f"{optimizer}'s eps {zero}"
         call = call._replace(direction=UPDATE)
         remedy = of_optimizer("jax", kind, event.dtype, largest, lost)
-    became, *_ = _bad(first, facts[found.first])
+    became = _bad(facts[found.first]).found
     beside = other if found.first != found.node else None
     cause = kind, why
     made = Fault.of(call._replace(row=row), cause, event.dtype, operands, became, beside)
     return made._replace(remedy=remedy)
+
+
+_INSIDE = {
+    "shard_map": "Locate in the function that it maps, with a device's part of its arguments.",
+    "while": "Locate in the function that is a round of it, with what the loop carries.",
+}
 
 
 def _without_eps(program: MeasuredCall, event: Event) -> str:

@@ -25,7 +25,7 @@ from polymp.dtypes import FORMATS
 # Of a larger array, every n-th value is in the sample, about as many as these.
 SAMPLE = 2048
 
-# In a sample, the place of a value that was not there: a loop that did not run, another branch.
+# In a sample, the place of a value that was not there: of a branch that was not taken.
 ABSENT = BINS
 
 
@@ -46,8 +46,6 @@ class Facts(NamedTuple):
     sample: Any = _NO_BINS  # int32 [n], bins of the values; empty but of the end of a call
     # float32 [k, 6], what it was given, where that is asked for; else empty
     operands: Any = np.empty((0, 6), np.float32)
-    # int32 [w], the round of each `while` around it in which its result was first not finite.
-    when: Any = _NO_BINS
 
 
 def is_measured(x: Any) -> bool:
@@ -169,27 +167,6 @@ def _wider_param(value: object) -> object:
 _LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 
-def outer(when: jax.Array) -> jax.Array:
-    """The rounds of the loops around an event, with the first round of one more."""
-    return jnp.concatenate([jnp.zeros((*when.shape[:-1], 1), jnp.int32), when], -1)
-
-
-def after(before: Facts, now: Facts, number: jax.Array) -> Facts:
-    """The facts of all rounds of a loop so far; the sample is that of the last.
-
-    What was lost is that of the rounds up to the first whose result is not finite; the operands
-    are those of that round, or of the last.
-    """
-    good = jnp.isfinite(before.peak)[..., None]
-    return Facts(
-        jnp.maximum(before.peak, now.peak),
-        jnp.where(good, jnp.maximum(before.lost, now.lost), before.lost),
-        now.sample,
-        jnp.where(good[..., None], now.operands, before.operands),
-        jnp.where(good, now.when.at[..., 0].set(number), before.when),
-    )
-
-
 def absent(shape: Facts) -> Facts:
     """The facts of an event that did not run."""
     # Constants of a program, where `jax.numpy` would add equations.
@@ -197,4 +174,4 @@ def absent(shape: Facts) -> Facts:
     return Facts(*(np.full(x.shape, value, x.dtype) for x, value in pairs))
 
 
-_ABSENT = (-1, 0, ABSENT, 0, 0)
+_ABSENT = (-1, 0, ABSENT, 0)

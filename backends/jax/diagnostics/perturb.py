@@ -112,15 +112,11 @@ class Program:
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
         given, found = [Value(x) for x in self._flat], list[Run]()
-        most = max(1, TOGETHER // max(self._kernels.numbers, 1))
-        for start in range(1, count + 1, most):
-            some = range(start, min(start + most, count + 1))
-            seeds = np.array([0, *some], np.uint32)  # the first run, of seed 0, is not moved
+        for seeds in self._kernels.seeds(count):
             outs = Evaluation(self._kernels, seeds).program(self.closed, given)
             xs = [(np.asarray(out.x), out.runs) for out in outs]
-            found += [
-                self._run([x[i + 1] if runs else x for x, runs in xs]) for i in range(len(some))
-            ]
+            runs = range(1, len(seeds))
+            found += [self._run([x[i] if several else x for x, several in xs]) for i in runs]
         return found
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
@@ -313,40 +309,43 @@ class Kernels:
         if self.numbers >= _SMALL:
             options.pop("xla_backend_optimization_level", None)
         self._options: _Options = tuple(options.items())
-        self._known: dict[Hashable, _Kind] = {}
+        self._known: dict[tuple[int, bool], Callable[..., Any]] = {}
+
+    def seeds(self, probes: int) -> "np.ndarray[Any, Any]":
+        """The seeds of so many probes, a row for those that run at once; 0 in front moves nothing.
+
+        All rows have as many, as far as memory allows.
+        """
+        most = max(1, TOGETHER // max(self.numbers, 1))
+        at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
+        seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
+        return np.pad(seeds, ((0, 0), (1, 0)))
 
     def of(self, eqn: Equation, still: bool) -> Callable[..., Any]:
-        """`_evaluated` for an equation."""
+        """`_evaluated` for an equation, compiled."""
         own = id(eqn), still
         if own not in self._known:
-            self._known[own] = _Kind(eqn, still, rounds_operands(eqn, self.device))
-        return functools.partial(self.jitted(_evaluated, "kind"), kind=self._known[own])
+            narrow = rounds_operands(eqn, self.device)
+            fn = functools.partial(_evaluated, eqn, still, narrow)
+            made = jax.jit(fn, compiler_options=dict(self._options))
+            params = tuple(sorted(eqn.params.items(), key=itemgetter(0)))
+            avals = tuple(v.aval for v in eqn.invars)
+            with contextlib.suppress(TypeError):  # a parameter has no hash
+                kind = eqn.primitive, params, avals, still, narrow, self._options
+                made = _KERNELS.setdefault(kind, made)
+            self._known[own] = made
+        return self._known[own]
 
     def jitted(self, fn: Callable[..., Any], *static: str) -> Callable[..., Any]:
         """A function of arrays, compiled."""
         return _jitted(fn, self._options, static)
 
 
-class _Kind:
-    """How an equation is evaluated; equal for all of one primitive and one kind of arguments."""
-
-    def __init__(self, eqn: Equation, still: bool, narrow: str) -> None:
-        self.how = eqn, still, narrow
-        params = tuple(sorted(eqn.params.items(), key=itemgetter(0)))
-        self._key: Hashable = eqn.primitive, params, tuple(v.aval for v in eqn.invars), self.how[1:]
-        try:
-            self._hash = hash(self._key)
-        except TypeError:  # a parameter has no hash
-            self._key, self._hash = id(self), id(self)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Kind) and self._key == other._key
+# Programs of one process share what is compiled; equations of one primitive, one set of parameters
+# and one kind of arguments are one.
+_KERNELS: dict[Hashable, Callable[..., Any]] = {}
 
 
-# Programs of one process share what is compiled.
 @functools.cache
 def _jitted(
     fn: Callable[..., Any], options: _Options, static: tuple[str, ...]
@@ -358,14 +357,13 @@ def _jitted(
 
 
 def _evaluated(
-    given: list[Any], seeds: Any, kind: _Kind
+    eqn: Equation, still: bool, narrow: str, given: list[Any], seeds: Any
 ) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
     """The results of an equation.
 
     If not `still`, also how far its rounding moves the numbers of some; in one run, the root mean
     square of that.
     """
-    eqn, still, narrow = kind.how
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 

@@ -29,11 +29,10 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array, is_float, is_typed
 from polymp.backends.jax.compat.programs import Equation
-from polymp.backends.jax.diagnostics.call_site import Key, source
+from polymp.backends.jax.diagnostics.call_site import CLOSED, Key, source
 from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
-    TOGETHER,
     Evaluation,
     Kernels,
     Value,
@@ -227,10 +226,7 @@ class _Program:
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels = Kernels([*self.call.traced.arrays, *compat.opened(self.call.closed)[1]])
-        most = max(1, TOGETHER // max(self.kernels.numbers, 1))
-        at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
-        seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
-        self._seeds = np.pad(seeds, ((0, 0), (1, 0)))  # the first run, of seed 0, is not moved
+        self._seeds = self.kernels.seeds(probes)
 
     def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
         """Runs with numbers of all arrays; of some probes each."""
@@ -311,7 +307,7 @@ class _Walk(Evaluation):
         self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[Value]
     ) -> Sequence[Value]:
         name, place = eqn.primitive.name, (*parent, at)
-        if inside(eqn) and name not in ("while", "shard_map"):
+        if inside(eqn) and name not in CLOSED:
             return super().equation(parent, at, eqn, values)
         reads = _NOWHERE.union(*(_all(value.sources) for value in values))
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
@@ -320,18 +316,17 @@ class _Walk(Evaluation):
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
         sizes: dict[int, Any] = {}
+        if name in CLOSED:
+            call: Call | None = self._left_out(name.replace("while", "while loop"), place, eqn)
+        else:
+            call, rows = self._ended((parent, id(eqn))), rows[:1]
+        if eqn.effects and not eqn.outvars:
+            return []
         if name == "while":
-            call: Call | None = self._left_out("in a while loop", place, eqn)
             self._loops += 1
             made = super().equation(parent, at, eqn, values)
             self._loops -= 1
         else:
-            if name == "shard_map":
-                call = self._left_out("in a shard_map", place, eqn)
-            else:
-                call, rows = self._ended((parent, id(eqn))), rows[:1]
-            if eqn.effects and not eqn.outvars:
-                return []
             self._line.step()
             made, sizes = self.computed(eqn, values, own=call is not None)
             if call is not None and narrow:
@@ -367,12 +362,12 @@ class _Walk(Evaluation):
         patterns = self._program.patterns
         return not self._loops and bool(run_record.selected([call.module], patterns))
 
-    def _left_out(self, reason: str, place: tuple[int, ...], eqn: Equation) -> Call:
+    def _left_out(self, what: str, place: tuple[int, ...], eqn: Equation) -> Call:
         """Count the calls inside an equation; it stands for them, as one."""
         sites = [s for s in self._call.sites.values() if s.parent[: len(place)] == place]
         count = len({self._call.of_event[s.key] for s in sites if s.key in self._call.of_event})
         if count and not self._loops:
-            self.left_out[reason] += count
+            self.left_out[f"in a {what}"] += count
         direction = sites[0].scope.direction if sites else FORWARD
         where = module_of(sites), source(eqn.source_info.traceback), direction
         dtypes = tuple(v.aval.dtype.name for v in eqn.invars if is_float(v.aval))

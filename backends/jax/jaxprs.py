@@ -171,7 +171,7 @@ class Walk(Generic[T, A]):
 
     A feature is a type of facts T, what is handed inwards of a place A, and the methods that raise
     here. Branches are joined; what a loop carries is joined with what comes round until it stays
-    the same. For values that are arrays, see `interpreted`.
+    the same. Where values are arrays, `equation` has loops and branches of its own.
     """
 
     def number(self, value: Any) -> T:
@@ -186,13 +186,19 @@ class Walk(Generic[T, A]):
         """Those about a value that may be either."""
         raise NotImplementedError
 
-    def program(self, closed: ClosedProgram, values: Sequence[T], around: A) -> list[T]:
+    def program(
+        self,
+        closed: ClosedProgram,
+        values: Sequence[T],
+        around: A,
+        consts: Sequence[T] | None = None,
+    ) -> list[T]:
         """Those about the results of a program."""
 
         def equation(at: int, eqn: Equation, values: list[T]) -> Sequence[T]:
             return self.equation(at, eqn, values, around)
 
-        return interpreted(closed, values, equation, self.number)
+        return interpreted(closed, values, equation, self.number, consts)
 
     def inner(self, around: A, eqn: Equation, at: int, which: int) -> A:
         """The place of a program of an equation, from their numbers."""

@@ -23,9 +23,8 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.diagnostics.instrument import Event, MeasuredCall, measured
+from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, measured
 from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
-from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
@@ -70,19 +69,20 @@ class Audited(Wrapped):
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         if key in self._programs:
             program = self._programs[key]
-            facts = program.packed.run(arrays)
+            facts = program.twin.packed(arrays)
         else:
             program = measured(self.fn, args, kwargs)
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
-                facts = program.packed.run(arrays)
+                facts = program.twin.packed(arrays)
             self._programs[key] = program
         broke = None
         if program.unlisted:
             facts = jax.device_get(facts)  # to look at now, and for the audit
-            pairs = zip(program.events, program.packed.read(facts)[0], strict=True)
+            pairs = zip(program.events, program.twin.read(facts)[0], strict=True)
             peaks = (fact.peak for event, fact in pairs if event.site.key in program.unlisted)
-            if not (any(r.fault for r in self._measured) or all(map(_is_finite, peaks))):
+            finite = all(np.isfinite(peak).all() for peak in peaks)
+            if not (finite or any(r.fault for r in self._measured)):
                 broke = located(measured(self.fn, args, kwargs, once=True))
         scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
         self._measured.append(Run(program, facts, scale, broke))
@@ -108,16 +108,13 @@ def audit(fn: Callable[..., object], *args: object) -> Audited:
         print(audited.audit)
         policy = audited.audit.suggest().apply("amp")
 
-    `fn` itself is called as it is, so its results are what they are without, every bit of them.
-    What is measured is a twin of its traced program: every op's result and every gradient, in scans
-    and branches too, but not inside of `while` loops and `shard_map`. That program is compiled once
-    for each set of types, and runs before `fn`; a call takes three to four times as long. Largest
-    magnitudes, Inf and NaN are of all values; shares are of up to 2,048 values of each array,
-    spread evenly.
+    `fn` itself is called as it is: its results are the same, every bit of them. Measured is a twin
+    of its traced program, which is compiled once for each set of types and runs before `fn`: every
+    op's result and every gradient, but not inside of `while` loops and `shard_map`. Largest
+    magnitudes, Inf and NaN are of all values, shares of up to 2,048 of each array, spread evenly.
 
-    Gradients are found where the program takes them: they are what its backward pass hands to the
-    rest of it. A `GradScaler` among the arguments says by which scale to divide them, if
-    its `scale` or `value_and_grad` scales the loss.
+    Gradients are what the program's backward pass hands to the rest of it. A `GradScaler` among the
+    arguments says by which scale to divide them, if it scales the loss.
 
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
@@ -166,10 +163,6 @@ class Run(NamedTuple):
     fault: Fault | None  # of a call whose optimizer left what is not finite
 
 
-def _is_finite(numbers: "np.ndarray[Any, Any]") -> bool:
-    return bool(np.isfinite(numbers).all())
-
-
 def read(runs: Sequence[Run]) -> Audit:
     """Read what was measured, from the device."""
     audit = Audit()
@@ -177,7 +170,7 @@ def read(runs: Sequence[Run]) -> Audit:
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
     for program, packed, scale, broke in runs:
-        facts, peaks = program.packed.read(packed)
+        facts, peaks = program.twin.read(packed)
         audit.scale = float(np.asarray(scale))
         handed = short_names(_handed(program))
         nodes = nodes_of(program, facts, peaks)

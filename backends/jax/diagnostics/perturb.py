@@ -24,11 +24,11 @@ from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat.programs import Equation
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
-from polymp.backends.jax.diagnostics.traced_call import traced
-from polymp.backends.jax.jaxprs import inside, interpreted
+from polymp.backends.jax.diagnostics.traced_call import Placed, traced
+from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import EXACT, Run, movement
 from polymp.diagnostics.run_record import RunRecord
@@ -113,7 +113,7 @@ class Program:
         """So many runs in which every op is moved."""
         given, found = [Value(x) for x in self._flat], list[Run]()
         for seeds in self._kernels.seeds(count):
-            outs = Evaluation(self._kernels, seeds).program(self.closed, given)
+            outs = Evaluation(self._kernels, seeds).program(self.closed, given, ())
             xs = [(np.asarray(out.x), out.runs) for out in outs]
             runs = range(1, len(seeds))
             found += [self._run([x[i] if several else x for x, several in xs]) for i in runs]
@@ -138,7 +138,7 @@ class Program:
 
 # A program, one equation after the other.
 
-_NOWHERE: frozenset[int] = frozenset()
+NOWHERE: frozenset[int] = frozenset()
 
 
 class Value(NamedTuple):
@@ -147,8 +147,9 @@ class Value(NamedTuple):
     x: Any
     runs: bool = False  # one axis more, the first: a run for each seed; else all are alike
     fixed: bool = False  # made of random bits and constants by what every machine rounds alike
-    # For `record`, where it comes from; of what a scan stacks, a list with those of each turn.
-    sources: Any = _NOWHERE
+    # For `record`, where it comes from: places of rows, and ~n for input n; of what a scan stacks,
+    # a list with those of each turn.
+    sources: Any = NOWHERE
 
     @property
     def first(self) -> Any:
@@ -156,7 +157,7 @@ class Value(NamedTuple):
         return self.x[0] if self.runs else self.x
 
 
-class Evaluation:
+class Evaluation(Placed[Value]):
     """Runs programs for some seeds, of which the first, 0, moves nothing; None for one run."""
 
     def __init__(self, kernels: "Kernels", seeds: Any) -> None:
@@ -167,17 +168,11 @@ class Evaluation:
         """The value of a number in a program."""
         return Value(value, fixed=True)
 
-    def program(
-        self, closed: ClosedProgram, args: Sequence[Value], parent: tuple[int, ...] = ()
-    ) -> list[Value]:
-        """The results of a closed jaxpr."""
-        return interpreted(closed, args, functools.partial(self.equation, parent), self.number)
-
     def equation(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[Value]
+        self, at: int, eqn: Equation, values: list[Value], around: tuple[int, ...]
     ) -> Sequence[Value]:
         """The results of an equation."""
-        place, programs = (*parent, at), inside(eqn)
+        place = *around, at
         match eqn.primitive.name:
             case "scan":
                 return self._scan(place, eqn, values)
@@ -185,9 +180,10 @@ class Evaluation:
                 return self._while(place, eqn, values)
             case "cond":
                 taken = int(values[0].first)  # in all runs: no rounding takes another
-                return self.program(programs[taken].closed, values[1:], (*place, taken))
-            case name if programs and name != "shard_map":
-                return self.program(programs[0].closed, values, (*place, 0))
+                return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
+        return super().equation(at, eqn, values, around)
+
+    def leaf(self, eqn: Equation, values: list[Value], around: tuple[int, ...]) -> Sequence[Value]:
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             outs = compat.put(eqn.primitive, [value.first for value in values], eqn.params)
             return list(map(Value, outs))  # the array of the first run, in all of them
@@ -303,7 +299,8 @@ class Kernels:
     """The compiled equations of a program; those of one kind, as of equal layers, are one."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
-        self.device = device_of(arrays)
+        devices = [d for x in arrays if isinstance(x, jax.Array) for d in x.devices()]
+        self.device = (devices or jax.devices())[0]  # one of several
         self.numbers = sum(x.size for x in arrays if hasattr(x, "size"))
         options = quick_options(arrays) or {}
         if self.numbers >= _SMALL:
@@ -327,7 +324,7 @@ class Kernels:
         if own not in self._known:
             narrow = rounds_operands(eqn, self.device)
             fn = functools.partial(_evaluated, eqn, still, narrow)
-            made = jax.jit(fn, compiler_options=dict(self._options))
+            made: Callable[..., Any] = jax.jit(fn, compiler_options=dict(self._options))
             params = tuple(sorted(eqn.params.items(), key=itemgetter(0)))
             avals = tuple(v.aval for v in eqn.invars)
             with contextlib.suppress(TypeError):  # a parameter has no hash
@@ -368,9 +365,11 @@ def _evaluated(
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
     def run(seed: Any, *given: Any) -> list[Any]:
-        if narrow:
-            moved = zip(given, rounded(given, narrow, seed), strict=True)
-            given = tuple(jnp.where(seed > 0, other, x) for x, other in moved)
+        if narrow:  # operands are moved by their rounding; equal numbers alike in every product
+            unit, move = rounding.unit_roundoff(narrow), np.uint32(0)
+            moved = (shifted(x, unit * _magnitude(x), seed, move) for x in given)
+            pairs = zip(given, moved, strict=True)
+            given = tuple(jnp.where(seed > 0, other, x) for x, other in pairs)
         return list(_put(eqn, given))
 
     if eqn.effects or seeds is None or not (narrow or any(runs)):
@@ -415,12 +414,6 @@ def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
 # By how much the rounding of an equation moves its results.
 
 
-def device_of(arrays: Sequence[object]) -> jax.Device:
-    """The device that a program of some arrays runs on, one of several."""
-    found = (d for x in arrays if isinstance(x, jax.Array) for d in x.devices())
-    return next(found, None) or jax.devices()[0]
-
-
 def rounds_operands(eqn: Equation, device: jax.Device) -> str:
     """The format to which a product rounds its float32 operands; "" if it keeps them.
 
@@ -440,14 +433,6 @@ def rounds_operands(eqn: Equation, device: jax.Device) -> str:
         return "tf32" if has_it and of_both != {lax.Precision.HIGHEST} else ""
     default = bool(of_both & {None, lax.Precision.DEFAULT})
     return "bfloat16" if device.platform == "tpu" and default else ""
-
-
-def rounded(values: Sequence[Any], to: str, seed: Any) -> list[Any]:
-    """Operands, moved by their rounding to a format; equal numbers alike in every product."""
-    if not to:
-        return list(values)
-    by = rounding.unit_roundoff(to)
-    return [shifted(x, by * _magnitude(x), seed, np.uint32(0)) for x in values]
 
 
 def amount(

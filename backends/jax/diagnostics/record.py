@@ -10,14 +10,13 @@ summed up in numpy. Of each array only the numbers leave the device that
 """
 
 import contextlib
-import functools
 import math
 import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +28,18 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array, is_float, is_typed
 from polymp.backends.jax.compat.programs import Equation
-from polymp.backends.jax.diagnostics.call_site import CLOSED, Key, source
 from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
+    NOWHERE,
     Evaluation,
     Kernels,
     Value,
     rounds_operands,
     wide,
 )
-from polymp.backends.jax.diagnostics.traced_call import Wrapped, called, traced
-from polymp.backends.jax.jaxprs import inside, interpreted
+from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, source, traced
+from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.run_record import (
@@ -147,13 +146,11 @@ def record(
             params, opt_state = recorded(params, opt_state, x)
         polymp.compare("before.rec", "run.rec")
 
-    `fn` itself is called as it is, so its results are what they are without, every bit of them.
-    Recorded is its traced program, which runs before `fn`, equation by equation: each array that
-    goes in, the result of each op call, forward and backward, and each array that comes out. Arrays
-    that come back as an argument went in are recorded as updates of it, and gradients by the
-    argument that they are of. A `scan` has rows of each turn, branches of the one that is taken. An
-    optimizer of optax is followed, without rows of its own; so are `while` loops and `shard_map`,
-    whose results are recorded. Callbacks that return a result are called once more.
+    `fn` itself is called as it is: its results are the same, every bit of them. Recorded is its
+    traced program, which runs before `fn`, equation by equation: each array that goes in, the
+    result of each op call, forward and backward, and each array that comes out, an argument that
+    comes back as an update of it. A `scan` has rows of each turn. An optimizer of optax has none;
+    `while` loops and `shard_map` have their results. Callbacks with a result are called once more.
 
     On CPUs a recorded call takes five to ten times as long as `fn` without probes, and 30 to 40
     times with eight, if its arrays are large: each equation is a program of its own. With small
@@ -189,12 +186,6 @@ def record(
 
 
 # A call as it is recorded.
-
-# Where an array comes from: places of rows, and ~n for input n; of what a scan stacks, a list with
-# those of each turn.
-_Sources: TypeAlias = Any
-
-_NOWHERE: frozenset[int] = frozenset()
 
 
 class _Summary(NamedTuple):
@@ -280,7 +271,7 @@ class _Walk(Evaluation):
         self._written: dict[int, frozenset[int]] = {}  # by reference, what is in it
         self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
-        self.ends: frozenset[int] = _NOWHERE  # rows that the program returns, or what is made of
+        self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
         self.left_out = Counter[str]()
 
     def run(self, arrays: Sequence[jax.Array]) -> None:
@@ -289,13 +280,12 @@ class _Walk(Evaluation):
         self._outside = [*arrays, *compat.opened(closed)[1]]
         counted = [_is_counted(v.aval) for v in self._call.inputs]
         ends = [
-            Value(x, sources=frozenset([~n]) if counted[n] else _NOWHERE)
+            Value(x, sources=frozenset([~n]) if counted[n] else NOWHERE)
             for n, x in enumerate(self._outside)
         ]
         count = len(arrays)
-        equation = functools.partial(self.equation, ())
-        outs = interpreted(closed, ends[:count], equation, self.number, ends[count:])
-        made = _NOWHERE.union(*(_all(out.sources) for out in outs))
+        outs = self.program(closed, ends[:count], (), ends[count:])
+        made = NOWHERE.union(*(_all(out.sources) for out in outs))
         first = len(self.summaries)
         for at, out in enumerate(outs):
             if is_float(out.x):
@@ -304,27 +294,29 @@ class _Walk(Evaluation):
         del self._outside
 
     def equation(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[Value]
+        self, at: int, eqn: Equation, values: list[Value], around: tuple[int, ...]
     ) -> Sequence[Value]:
-        name, place = eqn.primitive.name, (*parent, at)
+        name = eqn.primitive.name
         if inside(eqn) and name not in CLOSED:
-            return super().equation(parent, at, eqn, values)
-        reads = _NOWHERE.union(*(_all(value.sources) for value in values))
+            return super().equation(at, eqn, values, around)
+        reads = NOWHERE.union(*(_all(value.sources) for value in values))
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            made = super().equation(parent, at, eqn, values)
+            made = super().equation(at, eqn, values, around)
             return self._referring(eqn, values, made, reads)
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
         sizes: dict[int, Any] = {}
         if name in CLOSED:
-            call: Call | None = self._left_out(name.replace("while", "while loop"), place, eqn)
+            call: Call | None = self._left_out(
+                name.replace("while", "while loop"), (*around, at), eqn
+            )
         else:
-            call, rows = self._ended((parent, id(eqn))), rows[:1]
+            call, rows = self._ended((around, id(eqn))), rows[:1]
         if eqn.effects and not eqn.outvars:
             return []
         if name == "while":
             self._loops += 1
-            made = super().equation(parent, at, eqn, values)
+            made = super().equation(at, eqn, values, around)
             self._loops -= 1
         else:
             self._line.step()
@@ -346,7 +338,7 @@ class _Walk(Evaluation):
         self.left_out["on references, which jax.new_ref makes"] += 1
         pairs = zip((*eqn.invars, *eqn.outvars), (*given, *made), strict=True)
         for place in (id(value.x) for v, value in pairs if compat.is_reference(v.aval)):
-            reads |= self._written.get(place, _NOWHERE)
+            reads |= self._written.get(place, NOWHERE)
             self._written[place] = reads
         return [value._replace(sources=reads) for value in made]
 
@@ -392,7 +384,7 @@ class _Walk(Evaluation):
         kind: str,
         name: str,
         value: Value,
-        reads: frozenset[int] = _NOWHERE,
+        reads: frozenset[int] = NOWHERE,
         call: Call | None = None,
         own: Any = 0.0,
     ) -> frozenset[int]:
@@ -444,10 +436,10 @@ def _read(arrays: Sequence[RecordedArray], ends: frozenset[int]) -> tuple[Record
     )
 
 
-def _all(sources: _Sources) -> frozenset[int]:
+def _all(sources: Any) -> frozenset[int]:
     if isinstance(sources, frozenset):
         return sources
-    return _NOWHERE.union(*map(_all, sources))
+    return NOWHERE.union(*map(_all, sources))
 
 
 def _difference(x: Any, old: Any) -> Any:
@@ -558,15 +550,8 @@ def _few(x: Any) -> Any:
 # Which results are arguments, changed, or gradients of them.
 
 
-class _Paired(NamedTuple):
-    """An argument that a result is the update or the gradient of."""
-
-    kind: str
-    place: int  # among the inputs
-
-
-def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
-    """By result, the argument it belongs to.
+def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, int]]:
+    """By result, the kind of its row, and the place among the inputs of the argument that it is of.
 
     Results of an argument's structure, dtypes and shapes are its update if they are made of it and
     of a gradient, without an op that changes the shape; its gradient if they come out of the
@@ -579,23 +564,23 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
             parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
     variables = compat.opened(call.closed)[0].outvars
     results = [n for n, v in enumerate(variables) if is_float(v.aval)]
-    found: dict[int, _Paired] = {}
+    found: dict[int, tuple[str, int]] = {}
     for at in results:
         if at in found:
             continue
         alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
         most = max(map(len, alike), default=0)
         alike = [pairs for pairs in alike if len(pairs) == most]
-        taken = {to.place for to in found.values()}
+        taken = {place for _, place in found.values()}
         new = [
             pairs
             for pairs in alike
             if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
         ]
         if new:
-            found.update((n, _Paired(UPDATE, to)) for n, to in new[0])
+            found.update((n, (UPDATE, to)) for n, to in new[0])
         elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
-            found.update((n, _Paired(GRADIENT, to)) for n, to in alike[0])
+            found.update((n, (GRADIENT, to)) for n, to in alike[0])
     return found
 
 

@@ -110,9 +110,13 @@ class _Flow(Walk[_Value, tuple[bool, bool]]):
     unscaled = ""  # where the first gradient that is not scaled was in float16
 
     def program(
-        self, closed: ClosedProgram, values: Sequence[_Value], around: tuple[bool, bool]
+        self,
+        closed: ClosedProgram,
+        values: Sequence[_Value],
+        around: tuple[bool, bool],
+        consts: Sequence[_Value] | None = None,
     ) -> list[_Value]:
-        outs = super().program(closed, values, around)
+        outs = super().program(closed, values, around, consts)
         return outs if around[0] else list(map(self.left, outs))
 
     def equation(

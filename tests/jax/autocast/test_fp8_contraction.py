@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax.autocast.fp8_operands import VERBS, dequantised, quantised, scale_axes
-from polymp.backends.jax.diagnostics.measures import peak
+from polymp.backends.jax.diagnostics.instrument import peak
 from polymp.dtypes import FORMATS
 from polymp.fp8 import quantise
 from polymp.fp8.recipes import RECIPES

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from polymp.backends.jax.diagnostics import measures
+from polymp.backends.jax.diagnostics import instrument
 from polymp.backends.jax.diagnostics.audit import short_names
 from polymp.jax import GradScaler, audit, autocast
 from tests.support.jax.scaler_tools import bits
@@ -444,7 +444,7 @@ def test_the_first_step_that_breaks_is_the_one_told_of() -> None:
 
 def test_a_wrong_peak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles above compare with numpy: half of it would not pass."""
-    monkeypatch.setattr(measures, "peak", lambda *arrays: jnp.float32(1.0))
+    monkeypatch.setattr(instrument, "peak", lambda *arrays: jnp.float32(1.0))
     assert told(lambda x: x * 2, X)["mul"].largest != 6.0
 
 

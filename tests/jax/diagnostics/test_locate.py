@@ -229,12 +229,12 @@ def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
     w, x = jax.device_put((jnp.eye(16) / 2, jnp.ones((8, 16))), jax.devices("cpu")[0])
     step = jax.jit(jax.grad(loss))
     plain, small = (instrument.measured(step, (w, x), {}, once=once) for once in (False, True))
-    equations = [len(jax.make_jaxpr(p.packed.fn)([w, x]).eqns) for p in (plain, small)]
+    equations = [len(jax.make_jaxpr(p.twin.run)([w, x]).eqns) for p in (plain, small)]
     assert equations[1] < 0.7 * equations[0]
     options = instrument.quick_options([w, x])
     assert options is not None
     assert options["xla_backend_optimization_level"] == 0
-    quick, full = (jax.jit(small.packed.fn, compiler_options=o)([w, x]) for o in (options, None))
+    quick, full = (jax.jit(small.twin.run, compiler_options=o)([w, x]) for o in (options, None))
     for one, other in zip(quick[0], full[0], strict=True):
         assert np.allclose(one.peak, other.peak, rtol=1e-2)
     assert all(np.size(fact.sample) == 0 for fact in quick[0])

@@ -213,12 +213,10 @@ class Walk(Generic[T, A]):
         return [reduce(self.join, several) for several in zip(*outs, strict=True)]
 
     def looped(self, program: Inner, operands: list[T], around: A) -> list[T]:
-        """Those about the results of a program that an equation runs, in a loop or once."""
-        state, outs = self.turned(program, operands, around)
-        return [*state, *outs[program.carries :]]
+        """Those about the results of a program that an equation runs, once or in a loop: a turn's.
 
-    def turned(self, program: Inner, operands: list[T], around: A) -> tuple[list[T], list[T]]:
-        """Those about what a loop carries, and about the results of its last turn."""
+        They come from what the loop began with only if its body reads that.
+        """
         fixed, start, over = program.split(operands)
         outs: list[T] = []
 
@@ -226,7 +224,8 @@ class Walk(Generic[T, A]):
             outs[:] = self.program(program.closed, [*fixed, *state, *over], around)
             return outs
 
-        return fixed_point(start, turn, self.join), outs
+        fixed_point(start, turn, self.join)
+        return outs
 
 
 def fixed_point(

@@ -31,7 +31,7 @@ from polymp.backends.jax.diagnostics.traced_call import (
     source,
     traced,
 )
-from polymp.backends.jax.jaxprs import Inner, Walk
+from polymp.backends.jax.jaxprs import Walk
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.report import Report
@@ -313,9 +313,6 @@ class _Kept(Walk[_Maker, _Place]):
 
     def inner(self, around: _Place, eqn: Equation, at: int, which: int) -> _Place:
         return scope_in(around[0], eqn.source_info.name_stack), (*around[1], at, which)
-
-    def looped(self, program: Inner, operands: list[_Maker], around: _Place) -> list[_Maker]:
-        return self.turned(program, operands, around)[1]
 
     def equation(
         self, at: int, eqn: Equation, values: list[_Maker], around: _Place

@@ -37,7 +37,7 @@ from polymp.backends.jax.diagnostics.traced_call import (
     is_update,
     traced,
 )
-from polymp.backends.jax.jaxprs import Inner, inside
+from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.magnitudes import BINS, SHIFT
 from polymp.dtypes import FORMATS
@@ -152,12 +152,6 @@ class MeasuredCall(Placed[Origin]):
         return Origin(
             one.events | other.events, one.outside | other.outside, one.given or other.given
         )
-
-    def looped(
-        self, program: Inner, operands: list[Origin], around: tuple[int, ...]
-    ) -> list[Origin]:
-        _, outs = self.turned(program, operands, around)
-        return outs  # which come from what the loop began with only if its body reads that
 
     def leaf(
         self, eqn: Equation, values: list[Origin], around: tuple[int, ...]

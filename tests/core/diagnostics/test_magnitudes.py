@@ -196,10 +196,10 @@ def test_the_backends_count_as_numpy_does(framework: str, dtype: str) -> None:
     else:
         import jax.numpy as jnp
 
-        from polymp.backends.jax.diagnostics import measures
+        from polymp.backends.jax.diagnostics import instrument
 
-        chunks = np.array_split(values, range(measures.SAMPLE, values.size, measures.SAMPLE))
-        found = np.concatenate([np.asarray(measures.sample(jnp.asarray(c))) for c in chunks])
+        chunks = np.array_split(values, range(instrument.SAMPLE, values.size, instrument.SAMPLE))
+        found = np.concatenate([np.asarray(instrument.sample(jnp.asarray(c))) for c in chunks])
     real = ~np.isnan(wide)
     np.testing.assert_array_equal(found[real], expected[real])
     assert (found[~real] >= INF).all()

@@ -442,7 +442,7 @@ class _Step(Subscriber):
                 copy = None if moved is None else moved.clone()
                 self._old[name] = p.detach().clone(), copy
         if not closure and not self._probes.count:  # of its ops none is recorded
-            self.stream.pause()
+            self.stream.look_away()
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""

@@ -206,9 +206,7 @@ def test_a_subclass_that_overrides_enter_and_exit(x: torch.Tensor, w: torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_the_device_spellings_are_subclasses_with_torch_s_arguments(
-    x: torch.Tensor, w: torch.Tensor
-) -> None:
+def test_the_device_spellings_are_subclasses_with_torch_s_arguments(x, w) -> None:
     assert issubclass(cpu.autocast, autocast)
     assert issubclass(cuda.autocast, autocast)
     with cpu.autocast(True, FP16, False):

@@ -24,8 +24,7 @@ ENGINES = tuple(stage for stage in STAGES if stage != "torch")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
     path = tmp_path_factory.mktemp("models") / "outcomes"
     forks.program(RUN, path)
-    loaded: dict[str, Outcomes] = pickle.loads(path.read_bytes())
-    return loaded
+    return pickle.loads(path.read_bytes())
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

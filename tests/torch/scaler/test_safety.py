@@ -273,9 +273,7 @@ def test_the_message_says_what_was_seen_and_what_to_try() -> None:
         ((1.0, 1.0), "the loss scale is 4 (its lower bound).", "loss itself"),
     ],
 )
-def test_the_message_says_what_was_skipped_and_at_which_scale(
-    kinds: tuple[float, float], said: str, unsaid: str
-) -> None:
+def test_the_message_says_what_was_skipped_and_at_which_scale(kinds, said, unsaid) -> None:
     run = Run(stuck_after=2, min_scale=4.0)
     run.skip(kinds[0])
     with pytest.raises(StuckError) as raised:

@@ -12,7 +12,6 @@ from functools import reduce
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-from jax import lax
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
@@ -21,8 +20,6 @@ from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
 A = TypeVar("A")
-S = TypeVar("S")
-More = TypeVar("More")
 
 JITTED = frozenset({"jit", "pjit"})
 REMATTED = frozenset({"checkpoint", "remat", "remat2"})
@@ -174,7 +171,7 @@ class Walk(Generic[T, A]):
 
     A feature is a type of facts T, what is handed inwards of a place A, and the methods that raise
     here. Branches are joined; what a loop carries is joined with what comes round until it stays
-    the same. For values that are arrays, see `interpreted`.
+    the same. Where values are arrays, `equation` has loops and branches of its own.
     """
 
     def number(self, value: Any) -> T:
@@ -189,13 +186,19 @@ class Walk(Generic[T, A]):
         """Those about a value that may be either."""
         raise NotImplementedError
 
-    def program(self, closed: ClosedProgram, values: Sequence[T], around: A) -> list[T]:
+    def program(
+        self,
+        closed: ClosedProgram,
+        values: Sequence[T],
+        around: A,
+        consts: Sequence[T] | None = None,
+    ) -> list[T]:
         """Those about the results of a program."""
 
         def equation(at: int, eqn: Equation, values: list[T]) -> Sequence[T]:
             return self.equation(at, eqn, values, around)
 
-        return interpreted(closed, values, equation, self.number)
+        return interpreted(closed, values, equation, self.number, consts)
 
     def inner(self, around: A, eqn: Equation, at: int, which: int) -> A:
         """The place of a program of an equation, from their numbers."""
@@ -210,12 +213,10 @@ class Walk(Generic[T, A]):
         return [reduce(self.join, several) for several in zip(*outs, strict=True)]
 
     def looped(self, program: Inner, operands: list[T], around: A) -> list[T]:
-        """Those about the results of a program that an equation runs, in a loop or once."""
-        state, outs = self.turned(program, operands, around)
-        return [*state, *outs[program.carries :]]
+        """Those about the results of a program that an equation runs, once or in a loop: a turn's.
 
-    def turned(self, program: Inner, operands: list[T], around: A) -> tuple[list[T], list[T]]:
-        """Those about what a loop carries, and about the results of its last turn."""
+        They come from what the loop began with only if its body reads that.
+        """
         fixed, start, over = program.split(operands)
         outs: list[T] = []
 
@@ -223,7 +224,8 @@ class Walk(Generic[T, A]):
             outs[:] = self.program(program.closed, [*fixed, *state, *over], around)
             return outs
 
-        return fixed_point(start, turn, self.join), outs
+        fixed_point(start, turn, self.join)
+        return outs
 
 
 def fixed_point(
@@ -233,25 +235,3 @@ def fixed_point(
     while (joined := list(map(join, start, turn(start)))) != start:
         start = joined
     return start
-
-
-def scanned(
-    eqn: Equation,
-    turn: Callable[[S, list[jax.Array]], tuple[S, Sequence[jax.Array], More]],
-    operands: Sequence[jax.Array],
-    state: S,
-) -> tuple[list[jax.Array], More]:
-    """A scan whose body is another one."""
-    (body,) = inside(eqn)
-    fixed, first, over = body.split(operands)
-
-    def run(
-        before: tuple[S, list[jax.Array]], row: list[jax.Array]
-    ) -> tuple[tuple[S, list[jax.Array]], tuple[list[jax.Array], More]]:
-        after, outs, more = turn(before[0], [*fixed, *before[1], *row])
-        return (after, list(outs[: body.carries])), (list(outs[body.carries :]), more)
-
-    (_, last), (rows, more) = lax.scan(
-        run, (state, first), over, length=body.times, reverse=eqn.params["reverse"]
-    )
-    return [*last, *rows], more

@@ -4,6 +4,8 @@ tensors and gradients     copied, and written back in place
 states of optimizers      likewise; what was added since is dropped
 modules                   their attributes, and what is in containers among these
 random numbers            of torch, of Python, and of numpy's global generator
+
+`AsyncCopy` is a copy to the host, for which the host need not wait.
 """
 
 import collections

@@ -173,6 +173,8 @@ _SECTIONS = {
     _PARAMETERS: "backward: gradients of parameters",
 }
 
+_CHANGED = "percent of values that this dtype would make Inf, zero or subnormal"
+
 _NUMBERS = ("largest |x|", "over", "under", "sub")
 
 _COLUMNS = (
@@ -180,7 +182,7 @@ _COLUMNS = (
     Column("direction", on_page=True),
     Column("dtype", on_page=True),
     *(Column(name, True) for name in _NUMBERS),
-    *(Column(f"in {text_table.short(name)}", True, on_page=True) for name in _OTHERS),
+    *(Column(f"in {text_table.short(name)}", True, _CHANGED, on_page=True) for name in _OTHERS),
     Column("here"),
 )
 
@@ -192,7 +194,7 @@ _LEGEND = (
 
 def _scales(audit: Audit) -> Iterator[str]:
     """The loss scale of the run, and the one that fits."""
-    used = "none, or not known" if audit.scale == 1 else power(audit.scale)
+    used = "none, or not known" if audit.scale == 1 else f"{audit.scale:g}"
     fitting = audit.highest_scale()
     if fitting is None:
         yield f"loss scale: {used}; no finite gradient other than zero to fit one to"
@@ -203,7 +205,7 @@ def _scales(audit: Audit) -> Iterator[str]:
         for s, share in shares.items()
     ]
     most = "at most " if audit.fitting_scale() is None else ""
-    fits = f"the largest at which no {_FIRST} gradient overflows: {most}{power(fitting)}"
+    fits = f"the largest at which no {_FIRST} gradient overflows: {most}{fitting:g}"
     yield f"loss scale: {used}; {fits}"
     yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
 
@@ -213,15 +215,12 @@ def _cells(measured: Measured) -> list[Cell | str]:
     m = measured.magnitudes
     op = measured.module.rpartition(".")[2] if _is_gradient(measured) else measured.op
     first, *others = (m.shares(dtype) for dtype in NARROW)
-    texts = (tuple(map(_percent, shares)) for shares in others)
-    joined = ("/".join(part or "-" for part in parts) if any(parts) else "" for parts in texts)
     return [
         f"{op} {measured.source}".rstrip(),
         measured.direction,
         text_table.short(measured.run),
-        Cell(power(m.largest), m.largest),
-        *(Cell(_percent(share), share) for share in first),
-        *(Cell(words, sum(shares)) for words, shares in zip(joined, others, strict=True)),
+        Cell(f"{m.largest:.2g}", m.largest),
+        *(Cell(_percent(share), share) for share in (*first, *map(sum, others))),
         ", ".join(_here(measured)),
     ]
 
@@ -241,17 +240,6 @@ def _here(measured: Measured) -> Iterator[str]:
 
 def _percent(part: float) -> str:
     return text_table.share(part).removesuffix(" %")
-
-
-def power(value: float) -> str:
-    """A magnitude as a power of two and as a number: "2**13.3 = 1e+04"; "0" for zero."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    exponent = math.log2(value)
-    if exponent == int(exponent):
-        number = f"{value:.0f}" if 0 <= exponent <= 20 else f"{value:.2g}"
-        return f"2**{exponent:.0f} = {number}"
-    return f"2**{exponent:.1f} = {value:.2g}"
 
 
 def _is_gradient(measured: Measured) -> bool:
@@ -502,7 +490,7 @@ def _raised(found: Sequence[Place], policy: Policy, readers: Sequence[Measured] 
         own = inside.setdefault(scope, {}) if scope else rules
         if not of:
             reasons.append(f"{why} No row can be for it: change the program.")
-        elif _has(policy, one, of):
+        elif one.row is not None and one.row.rule is Rule.FP32 and one.row in policy.rows:
             reasons.append(f"{why} The row {one.row} says float32 already: change the program.")
         elif of not in own:
             own[of] = Rule.FP32.value
@@ -512,15 +500,6 @@ def _raised(found: Sequence[Place], policy: Policy, readers: Sequence[Measured] 
 
 
 _READS = "it reads the values that were lost, and would round them again."
-
-
-def _has(policy: Policy, one: Place, of: str) -> bool:
-    """True if an op ran by a row of the policy that says float32 already."""
-    if one.row is None or one.row.rule is not Rule.FP32:
-        return False
-    op = vocabulary().op_of(of)
-    spelling = one.spelling if op is None or one.op == op.name else ""
-    return policy.at(one.module).winner(op.name if op else "", "float16", spelling) == one.row
 
 
 def _selector(one: Place) -> str:

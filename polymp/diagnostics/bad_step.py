@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
@@ -221,6 +221,16 @@ class CaughtStep:
         if self._raises or not goes_on or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
         warn(str(report))
+
+    def __enter__(self) -> NoReturn:
+        """Say how it is used."""
+        raise TypeError(
+            "catch is not a context manager. Write step = catch(step), with the function that does "
+            "a training step, and call it for each batch."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached; `with` asks for it first."""
 
     def __get__(self, it: object, owner: type | None = None) -> Self:
         """Refuse to be called as a method."""

@@ -7,7 +7,7 @@
   const count = document.getElementById("count");
   const words = new Intl.Collator(undefined, { numeric: true });
   const texts = new Map(rows.map((row) => [row, [...row.cells]
-    .map((cell) => cell.textContent + " " + cell.title).join(" ").toLowerCase()]));
+    .map((cell) => cell.textContent).join(" ").toLowerCase()]));
   const more = document.getElementById("more");
   let ordered = [...rows], wanted = [], most = 400;
 

@@ -202,7 +202,7 @@ def _cell(cell: Cell, column: Column) -> _Markup:
     if column.numeric:
         return _part("number", value=cell.value, text=cell.text)
     text = cell.text.replace(" -> ", " \u2192 ")  # a browser breaks lines after dashes
-    return _part("cell", about=cell.about, text=text)
+    return _part("cell", text=text)
 
 
 @contextmanager

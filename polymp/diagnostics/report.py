@@ -139,18 +139,9 @@ class Report(Shown):
     def __len__(self) -> int:
         return len(self.calls)
 
-    def fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
-        """Fill a report that was empty until its block ended.
-
-        Args:
-            calls: that ran in the block.
-            low: the low dtype of the regions.
-            policy: name of the policy.
-        """
-        self._calls = calls
-        self.low = low
-        self.policy = policy
-        self.__dict__.pop("calls", None)
+    def _fill(self, calls: Iterable[Call], low: str, policy: str) -> None:
+        """Fill a report that was empty until its block ended."""
+        self.calls, self.low, self.policy = merged(calls), low, policy
 
     def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
         return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), sort, fold)
@@ -167,8 +158,8 @@ class Report(Shown):
 
             print(polymp.explain(model, x).diff(polymp.explain(model, x, policy="lean")))
 
-        Calls are compared by module, direction and op, in order. Module paths match if they are
-        equal, or are so without the parts "layers" of flax's containers and a class name in front.
+        Module paths match if they are equal, or are so without the parts "layers" of flax's
+        containers and a class name in front.
 
         Args:
             other: of the same model.
@@ -205,16 +196,15 @@ _NAMED = 5  # widened calls that are named; of more, how many
 
 
 def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
-    dtypes = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}, ran in {call.run or 'none'}"
     saved = ", ".join(f"{count:,} {reason}" for reason, count in call.saved)
     return (
-        Cell(call.op, about=call.spelling),
+        call.op,
         Cell(f"{call.times:,}", call.times),
         call.direction,
         text_table.short(call.run),
         call.source,
-        Cell(ruled(call, policy), about=str(call.row or "")),
-        Cell(text_table.dtypes(call.inputs, call.run, call.outputs), about=dtypes),
+        ruled(call, policy),
+        text_table.dtypes(call.inputs, call.run, call.outputs),
         number(call.casts, f"{call.casts:,}"),
         number(call.cast_bytes, text_table.size(call.cast_bytes)),
         saved,

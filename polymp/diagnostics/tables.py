@@ -23,11 +23,10 @@ R = TypeVar("R")
 
 
 class Cell(NamedTuple):
-    """A cell: its text, the value to sort by if that is not the text, and a hint on a page."""
+    """A cell with a number: its text, and the value to sort by."""
 
     text: str
-    value: float | None = None
-    about: str = ""
+    value: float = 0.0
 
 
 def number(value: float, words: str) -> Cell:
@@ -138,7 +137,9 @@ class TableKind(NamedTuple, Generic[R]):
         for row in rows:
             grouped.setdefault(self.place(row), []).append(row)
         modules = [ModuleRows(*at, 1, tuple(many)) for at, many in grouped.items()]
-        modules = _folded(modules, self) if fold else modules
+        depth = max((module.count(".") + 1 for _, module in grouped), default=0)
+        for at in range(depth if fold else 0):
+            modules = _folded(modules, self, at)
         if sort == COST:
             modules = [
                 one._replace(rows=tuple(sorted(one.rows, key=lambda row: self.cost([row]))))
@@ -158,30 +159,9 @@ class TableKind(NamedTuple, Generic[R]):
 #   the same, with another layers.7.attn    layers.0-6.attn x7, layers.7.attn, layers.8-23.attn x16
 
 _NUMBERED = re.compile(r"(|.*_)(\d+)")  # flax's linen writes layers_0
-_FOLDED = re.compile(r"(?<![^._])(\d[\d,-]*|\*)(?=\.|$)")  # a number in a path, or what it became
 
 
-def _folded(modules: list[ModuleRows[R]], kind: TableKind[R]) -> list[ModuleRows[R]]:
-    """Equal modules as one."""
-    paths = [one.module.split(".") for one in modules]
-    numbers: dict[str, set[int]] = {}  # of all layers, by the path up to them
-    for parts in paths:
-        for at, part in enumerate(parts):
-            if number := _NUMBERED.fullmatch(part):
-                numbers.setdefault(_masked(parts[: at + 1]), set()).add(int(number[2]))
-    for at in range(max(map(len, paths), default=0)):
-        modules = _folded_at(at, modules, kind, numbers)
-    return modules
-
-
-def _masked(parts: Sequence[str]) -> str:
-    """A path with a star for each number or range."""
-    return _FOLDED.sub("*", ".".join(parts))
-
-
-def _folded_at(
-    at: int, modules: list[ModuleRows[R]], kind: TableKind[R], numbers: Mapping[str, set[int]]
-) -> list[ModuleRows[R]]:
+def _folded(modules: list[ModuleRows[R]], kind: TableKind[R], at: int) -> list[ModuleRows[R]]:
     """Fold the modules whose paths differ in the number at one place."""
     groups: dict[tuple[object, ...], dict[int, int]] = {}  # places in `modules`, by number
     for index, one in enumerate(modules):
@@ -197,8 +177,8 @@ def _folded_at(
             if len(run) > 1:
                 members = [kept.pop(group[n]) for n in run]
                 parts = members[0].module.split(".")
-                all_layers = numbers[_masked(parts[: at + 1])] == {*run}
-                parts[at] = parts[at].rstrip("0123456789") + ("*" if all_layers else _ranges(run))
+                parts[at] = parts[at].rstrip("0123456789")
+                parts[at] += "*" if len(run) == len(group) else _ranges(run)
                 added = map(kind.added, zip(*(m.rows for m in members), strict=True))
                 layers = sum(member.layers for member in members)
                 one = ModuleRows(members[0].section, ".".join(parts), layers, tuple(added))

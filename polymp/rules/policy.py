@@ -24,17 +24,6 @@ from polymp.rules.row import LOW, Apply, Row, Rule, holds_in_scope, holds_instea
 from polymp.rules.vocabulary import nearest, vocabulary
 
 
-class Asking(Protocol):
-    """The part of a `region.Region` that a decision depends on."""
-
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def scope(self) -> str: ...
-
-
 class RowsUsed(Protocol):
     """A record of a run, such as a report of `explain`, that knows which rows won in it."""
 
@@ -232,7 +221,7 @@ class Policy:
         return Why(op, low, scope, row, self.name)
 
     def decide(
-        self, op: str, dtypes: Sequence[str], region: Asking, spelling: str = ""
+        self, op: str, dtypes: Sequence[str], region: "Region", spelling: str = ""
     ) -> Decision:
         """Decide in which dtypes an op and its results are.
 

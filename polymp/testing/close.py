@@ -72,7 +72,7 @@ def assert_close(
         load(policy)  # one that cannot be read fails before anything runs
     elif backend == "jax":
         policy = "amp"
-    given, cotangent = parity.arguments(_in_numpy(args)), _cotangent if grads else None
+    given, cotangent = parity.arguments(_in_numpy(args)), parity.cotangent if grads else None
     programs = (
         parity.program(backend, fn, *given, low, policy, cotangent),
         parity.program(backend, reference, *parity.widened(given), None, policy, cotangent),
@@ -82,13 +82,6 @@ def assert_close(
     if grads:
         parity.warn_without_floats(given, "assert_close")
     return found
-
-
-def _cotangent(path: str, shape: tuple[int, ...]) -> Any:
-    """Those of `assert_parity` in 8 bits, which every dtype holds: the results may have two."""
-    import numpy as np
-
-    return np.clip(np.round(32 * parity.cotangent(path, shape)) / 32, -4.0, 4.0)
 
 
 def _in_numpy(tree: Any) -> Any:

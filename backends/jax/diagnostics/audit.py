@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +23,8 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.diagnostics.instrument import (
-    Event,
-    MeasuredCall,
-    measured,
-)
+from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, measured
 from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
-from polymp.backends.jax.diagnostics.measures import Facts
 from polymp.backends.jax.diagnostics.traced_call import Wrapped, called
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
@@ -74,19 +69,20 @@ class Audited(Wrapped):
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         if key in self._programs:
             program = self._programs[key]
-            facts = program.packed.run(arrays)
+            facts = program.twin.packed(arrays)
         else:
             program = measured(self.fn, args, kwargs)
             with progress.line("audit") as line:
                 line.stage("compiling the program that measures")
-                facts = program.packed.run(arrays)
+                facts = program.twin.packed(arrays)
             self._programs[key] = program
         broke = None
         if program.unlisted:
             facts = jax.device_get(facts)  # to look at now, and for the audit
-            pairs = zip(program.events, program.packed.read(facts)[0], strict=True)
+            pairs = zip(program.events, program.twin.read(facts)[0], strict=True)
             peaks = (fact.peak for event, fact in pairs if event.site.key in program.unlisted)
-            if not (any(r.fault for r in self._measured) or all(map(_is_finite, peaks))):
+            finite = all(np.isfinite(peak).all() for peak in peaks)
+            if not (finite or any(r.fault for r in self._measured)):
                 broke = located(measured(self.fn, args, kwargs, once=True))
         scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
         self._measured.append(Run(program, facts, scale, broke))
@@ -112,16 +108,13 @@ def audit(fn: Callable[..., object], *args: object) -> Audited:
         print(audited.audit)
         policy = audited.audit.suggest().apply("amp")
 
-    `fn` itself is called as it is, so its results are what they are without, every bit of them.
-    What is measured is a twin of its traced program: every op's result and every gradient, in loops
-    and branches too. That program is compiled once for each set of types, and runs before `fn`; a
-    call takes three to four times as long. Largest magnitudes, Inf and NaN are of all values;
-    shares are of up to 2,048 values of each array, spread evenly, in a `while` loop of its last
-    round.
+    `fn` itself is called as it is: its results are the same, every bit of them. Measured is a twin
+    of its traced program, which is compiled once for each set of types and runs before `fn`: every
+    op's result and every gradient, but not inside of `while` loops and `shard_map`. Largest
+    magnitudes, Inf and NaN are of all values, shares of up to 2,048 of each array, spread evenly.
 
-    Gradients are found where the program takes them: they are what its backward pass hands to the
-    rest of it. A `GradScaler` among the arguments says by which scale to divide them, if
-    its `scale` or `value_and_grad` scales the loss.
+    Gradients are what the program's backward pass hands to the rest of it. A `GradScaler` among the
+    arguments says by which scale to divide them, if it scales the loss.
 
     Args:
         fn: a function of arrays, pytrees and flax modules; the outermost one, which jax.jit or
@@ -170,10 +163,6 @@ class Run(NamedTuple):
     fault: Fault | None  # of a call whose optimizer left what is not finite
 
 
-def _is_finite(numbers: "np.ndarray[Any, Any]") -> bool:
-    return bool(np.isfinite(numbers).all())
-
-
 def read(runs: Sequence[Run]) -> Audit:
     """Read what was measured, from the device."""
     audit = Audit()
@@ -181,10 +170,9 @@ def read(runs: Sequence[Run]) -> Audit:
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
     for program, packed, scale, broke in runs:
-        facts, peaks = program.packed.read(packed)
+        facts, peaks = program.twin.read(packed)
         audit.scale = float(np.asarray(scale))
-        forward = {call.module for call in program.calls if call.direction == FORWARD}
-        handed = short_names(_handed(program), forward)
+        handed = short_names(_handed(program))
         nodes = nodes_of(program, facts, peaks)
         masks = meant(nodes)
         for m, number in _results(program, facts, audit.scale):
@@ -282,67 +270,27 @@ def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[st
     return found
 
 
-# Names of gradients as those of modules: `layers.0.attn.kernel`, however a program returns them.
-#
-#     "[0][1]['layers'][0]['attn']['kernel'].value"   of a result of value_and_grad
-#     "params['layers'][0]['attn']['kernel']"         of an argument
-#     "[1][0].mu['layers'][0]['attn']['kernel']"      of Adam's state: the same gradient went to it
-
-
-def short_names(found: Mapping[int, Sequence[str]], modules: Iterable[str]) -> dict[int, list[str]]:
-    """Return short names for expressions.
-
-    A name begins where it, but for its last part, is the path of a module that ran. If no part of
-    an expression is one, the argument and the places in tuples are left out. Where two would have
-    one name, both keep more of what stands in front.
-    """
-    known = _known(modules)
-    options = {
-        (value, text): _options(text, known)
-        for value, texts in found.items()
-        for text in dict.fromkeys(texts)
-    }
-    having = Counter(
-        name
-        for value, texts in found.items()
-        for name in {name for text in texts for name in options[value, text]}
-    )
+def short_names(found: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
+    """Short names for expressions; an expression itself where two values would have one name."""
     short = {}
     for value, texts in found.items():
-        own = {options[value, text][0] for text in texts}
-        names = (
-            next((name for name in options[value, text] if having[name] == 1), text)
-            for text in texts
-            if not any(options[value, text][0].endswith(f".{other}") for other in own)
-        )
-        short[value] = list(dict.fromkeys(names))
-    return short
+        names = {_path(text): text for text in texts}
+        moments = {name for name in names for other in names if name.endswith(f".{other}")}
+        short[value] = {name: text for name, text in names.items() if name not in moments}
+    having = Counter(name for names in short.values() for name in names)
+    return {
+        value: [name if having[name] == 1 else text for name, text in names.items()]
+        for value, names in short.items()
+    }
 
 
-def _known(modules: Iterable[str]) -> dict[str, str]:
-    """The paths of modules and of those around them; without a class in front, as linen has it."""
-    known: dict[str, str] = {}
-    for module in modules:
-        parts = module.split(".") if module else []
-        for end in range(1, len(parts) + 1):
-            known[".".join(parts[:end])] = ".".join(parts[:end])
-            if parts[0][:1].isupper() and end > 1:
-                known.setdefault(".".join(parts[1:end]), ".".join(parts[:end]))
-    return known
+def _path(text: str) -> str:
+    """A name as those of modules: "layers.0.up.kernel" of "[0][1]['layers'][0]['up']['kernel']".
 
-
-def _options(text: str, known: Mapping[str, str]) -> list[str]:
-    """Names for an expression, the shortest first."""
-    parts = re.findall(r"[^\[\]'\"./]+", text.removesuffix(".value"))  # of flax's variables
-    parts = [part for part in parts if part != "~"]  # in haiku's names of modules
-    starts = range(len(parts) - 1)
-    owned = (at for at in starts if ".".join(parts[at:-1]) in known)
-    plain = next((at for at in range(len(parts)) if not parts[at].isdigit()), 0)
-    if plain == 0 and text[:1] not in "[." and len(parts) > 1:  # an argument, by its name
-        plain = next((at for at in range(1, len(parts)) if not parts[at].isdigit()), 0)
-    first = next(owned, None)
-    names = [] if first is None else [f"{known['.'.join(parts[first:-1])]}.{parts[-1]}"]
-    start = plain if first is None else first - 1
-    if start == 0 and all(part.isdigit() for part in parts):
-        return [text]
-    return [*names, *(".".join(parts[at:]) for at in range(start, -1, -1)), text]
+    Without the argument, the places in tuples, and the collection of linen that it stands in.
+    """
+    parts = re.findall(r"[^\[\]'\"./~]+", text.removesuffix(".value"))  # of flax's variables
+    start = 1 if text[:1] not in "[." and len(parts) > 1 else 0
+    while start < len(parts) and (parts[start].isdigit() or parts[start] == "params"):
+        start += 1
+    return ".".join(parts[start:]) or text

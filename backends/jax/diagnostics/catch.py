@@ -154,7 +154,7 @@ class Catch(CaughtStep, Generic[P, R]):
             linked = self._recorded.linked(good)
         recorded = self._recorded
         recorded.add(linked, tree)
-        self._fed |= recorded.calls[-1].fed
+        self._fed |= {leaf.at: at for at, leaf in enumerate(linked) if isinstance(leaf, Made)}
         self.step += 1
         result = self._fn(*positional, **named)
         leaves, of_result = jax.tree.flatten(result)
@@ -246,29 +246,29 @@ class Catch(CaughtStep, Generic[P, R]):
     def _replayed(self, last: Leaves | None) -> tuple[BadStep, Leaves | None]:
         calls = self._recorded.calls
         here, many = self.step - len(calls), len(calls)
-        if donated([leaf for call in calls[1:] for leaf in call.leaves]):  # the first's were copied
+        given = (leaf for call in calls[1:] for leaf in call.leaves)  # the first's were copied
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
             return BadStep(self.step - 1, SOMETHING, undone=0, note=_DONATED), None
         losses: list[float] = []
-        for run in self._recorded.repeated(self._fn, last):
-            found_losses = self._losses(jax.tree.leaves(run.result))
+        repeated = enumerate(self._recorded.repeated(self._fn, last))
+        for at, (call, before, result, state) in repeated:
+            again = self._losses(jax.tree.leaves(result))
             pairs = [
-                (float(was), float(found_losses[at]), was.dtype.name)
-                for at, was in calls[run.at].losses.items()
-                if at in found_losses
+                (float(was), float(again[place]), was.dtype.name)
+                for place, was in call.losses.items()
+                if place in again
             ]
             # It is another training: see the note.
             if first_difference(pairs, on_cpu=jax.default_backend() == "cpu"):
-                found_each = [bad_loss(call.losses) for call in calls]
-                bad = next((at for at, words in enumerate(found_each) if words), many - 1)
-                before = tuple(float(x) for call in calls[:bad] for x in call.losses.values())
-                found = found_each[bad] or SOMETHING
-                return BadStep(here + bad, found, None, before, 0, _UNREPEATED), None
-            found = bad_loss(found_losses) or self._described(run.state, calls[run.at].tree)
-            if found:
-                fault, note = _located(self._fn, run.before, calls[run.at].tree)
-                step, undone = here + run.at, many - run.at
-                return BadStep(step, found, fault, tuple(losses), undone, note), run.before
-            losses += [float(loss) for loss in found_losses.values()]
+                words = [bad_loss(call.losses) for call in calls]
+                bad = next((n for n, found in enumerate(words) if found), many - 1)
+                seen = tuple(float(x) for call in calls[:bad] for x in call.losses.values())
+                found = words[bad] or SOMETHING
+                return BadStep(here + bad, found, None, seen, 0, _UNREPEATED), None
+            if found := bad_loss(again) or self._described(state, call.tree):
+                fault, note = _located(self._fn, before, call.tree)
+                return BadStep(here + at, found, fault, tuple(losses), many - at, note), before
+            losses += map(float, again.values())
         return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
 
     def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
@@ -329,20 +329,6 @@ class Call(NamedTuple):
     leaves: Leaves  # of these; what the call before returned is a `Made`
     losses: dict[int, Any]  # that it returned, by their places in the results
 
-    @property
-    def fed(self) -> dict[int, int]:
-        """For each place in the results before that came back, its place in the arguments."""
-        return {leaf.at: i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Made)}
-
-
-class Run(NamedTuple):
-    """A repeated call."""
-
-    at: int  # its number; 0 is the first that was recorded
-    before: Leaves  # of its arguments, in memory of their own
-    result: object
-    state: dict[int, Any]  # of the next call's arguments, by place, those that this call returned
-
 
 class RecordedCalls:
     """The calls of a step since a copy of its arguments."""
@@ -389,11 +375,16 @@ class RecordedCalls:
         found = {made.at: reference() for made, reference in self._results.values()}
         return {at: x for at, x in found.items() if x is not None and not x.is_deleted()}
 
-    def repeated(self, step: Callable[..., object], last: Leaves | None = None) -> Iterator[Run]:
-        """Repeat the calls, one at a time."""
+    def repeated(
+        self, step: Callable[..., object], last: Leaves | None = None
+    ) -> Iterator[tuple[Call, Leaves, object, dict[int, Any]]]:
+        """Repeat the calls, one at a time.
+
+        Of each: a copy of its arguments, its result, and what the next call reads of it, by place.
+        """
         leaves = copied(self._start)
         following = [*(call.leaves for call in self.calls[1:]), last]
-        for at, (call, after) in enumerate(zip(self.calls, following, strict=True)):
+        for call, after in zip(self.calls, following, strict=True):
             before = copied(leaves)
             given, named = jax.tree.unflatten(call.tree, leaves)
             try:
@@ -403,17 +394,12 @@ class RecordedCalls:
             made = jax.tree.leaves((result, (given, named)))
             state = {i: made[x.at] for i, x in enumerate(after or ()) if isinstance(x, Made)}
             leaves = [state.get(i, x) for i, x in enumerate(after or ())]
-            yield Run(at, before, result, state)
+            yield call, before, result, state
 
 
 def copied(leaves: Sequence[Any]) -> Leaves:
     """Return leaves with the arrays among them copied, since a step may donate or change them."""
     return [x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves]
-
-
-def donated(leaves: Sequence[Any]) -> bool:
-    """Return whether one of some leaves is gone, because a call has taken its memory."""
-    return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
 # Whether the losses of a training are finite; found out on the device.

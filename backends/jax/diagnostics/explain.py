@@ -18,21 +18,20 @@ from polymp.backends.jax.autocast.fp8_operands import IN_8_BITS, In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
-from polymp.backends.jax.diagnostics.call_site import (
+from polymp.backends.jax.diagnostics.traced_call import (
+    CLOSED,
+    Record,
     Scope,
     Site,
     equations,
-    scope_in,
-    source,
-)
-from polymp.backends.jax.diagnostics.traced_call import (
-    Record,
     op_named,
     parameters,
     planned_call,
+    scope_in,
+    source,
     traced,
 )
-from polymp.backends.jax.jaxprs import Inner, Walk
+from polymp.backends.jax.jaxprs import Walk
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.report import Report
@@ -107,13 +106,13 @@ def with_sites(
     """The calls of a program, in its order, each with its equations.
 
     An equation is one if it reads a value that `counts`, or rounds an integer; None for an equation
-    that reads floats and is no shard_map.
+    that reads floats and is not CLOSED.
     """
     of = counts or float_dtype
     groups: list[list[Site]] = []
     known: dict[tuple[str, str], list[list[Site]]] = {}
     for site in equations(closed):
-        if site.scope.call not in record.calls or site.eqn.primitive.name == "shard_map":
+        if site.scope.call not in record.calls or site.eqn.primitive.name in CLOSED:
             if _computes(site.eqn, of):
                 groups.append([site])
             continue
@@ -267,7 +266,7 @@ def _computes(eqn: Equation, counts: Callable[[Atom], object]) -> bool:
     if name == "convert_element_type":
         rounds = counts is not float_dtype and float_dtype(eqn.outvars[0]) in LOW_DTYPES
         return _is_cast(eqn) or (rounds and not float_dtype(eqn.invars[0]))
-    if name in _SILENT or (name == "shard_map" and counts is float_dtype):
+    if name in _SILENT or (name in CLOSED and counts is float_dtype):
         return False
     return any(counts(v) for v in eqn.invars if not hasattr(v, "val"))
 
@@ -291,48 +290,43 @@ _Place = tuple[Scope, tuple[int, ...]]
 
 # A variable, by the place of the program that it is in, as `Site.parent`.
 _Variable = tuple[tuple[int, ...], Atom]
-_Makers = frozenset[_Variable]
-
-_NONE: _Makers = frozenset()
+_Maker = _Variable | None
 
 
-class _Kept(Walk[_Makers, _Place]):
+class _Kept(Walk[_Maker, _Place]):
     """Finds the float32 and 8-bit values that forward equations make and others read.
 
-    The facts about a value are the variables that it may be of the equations that make it, inside
-    of calls, loops and branches; the innermost and first of these stands for all.
+    The fact about a value is the variable that it is of the equation that makes it, inside of
+    calls, loops and branches; of several, the innermost and first.
     """
 
     def __init__(self, closed: ClosedProgram) -> None:
         self.bytes: dict[_Variable, int] = {}
-        self.program(closed, [_NONE] * len(compat.binders(closed)[1]), (Scope(), ()))
+        self.program(closed, [None] * len(compat.binders(closed)[1]), (Scope(), ()))
 
-    def number(self, value: object) -> _Makers:
-        return _NONE
+    def number(self, value: object) -> _Maker:
+        return None
 
-    def join(self, one: _Makers, other: _Makers) -> _Makers:
-        return one | other
+    def join(self, one: _Maker, other: _Maker) -> _Maker:
+        makers = filter(None, (one, other))
+        return min(makers, key=lambda maker: (-len(maker[0]), maker[0]), default=None)
 
     def inner(self, around: _Place, eqn: Equation, at: int, which: int) -> _Place:
         return scope_in(around[0], eqn.source_info.name_stack), (*around[1], at, which)
 
-    def looped(self, program: Inner, operands: list[_Makers], around: _Place) -> list[_Makers]:
-        return self.turned(program, operands, around)[1]
-
     def equation(
-        self, at: int, eqn: Equation, values: list[_Makers], around: _Place
-    ) -> Sequence[_Makers]:
+        self, at: int, eqn: Equation, values: list[_Maker], around: _Place
+    ) -> Sequence[_Maker]:
         if scope_in(around[0], eqn.source_info.name_stack).direction != FORWARD:
-            for v, makers in zip(eqn.invars, values, strict=True):
-                if makers:
-                    first = min(makers, key=lambda maker: (-len(maker[0]), maker[0]))
-                    self.bytes.setdefault(first, bytes_of(v))
+            for v, maker in zip(eqn.invars, values, strict=True):
+                if maker is not None:
+                    self.bytes.setdefault(maker, bytes_of(v))
         return super().equation(at, eqn, values, around)
 
-    def leaf(self, eqn: Equation, values: list[_Makers], around: _Place) -> Sequence[_Makers]:
+    def leaf(self, eqn: Equation, values: list[_Maker], around: _Place) -> Sequence[_Maker]:
         scope, place = scope_in(around[0], eqn.source_info.name_stack), around[1]
         own = IN_8_BITS | {"float32"} if scope.direction == FORWARD else frozenset()
-        return [frozenset([(place, v)]) if float_dtype(v) in own else _NONE for v in eqn.outvars]
+        return [(place, v) if float_dtype(v) in own else None for v in eqn.outvars]
 
 
 # FLOPs of products and convolutions, from their shapes; a multiply-add is two.

@@ -7,7 +7,7 @@ XLA may fuse the two differently, and last digits of what is measured may be oth
 that ends a call becomes an event, and so do casts and products that make float16: the largest
 magnitude of its result, a sample of it, and, in float16, what float32 makes of the same operands.
 What other equations read and make is followed, for the events around them, before a twin is traced.
-Loops and branches hand out what was measured inside.
+Scans and branches hand out what was measured inside; a `while` loop and a shard_map are one event.
 """
 
 import math
@@ -20,24 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_float
-from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, LAYOUT, OURS
+from polymp.backends.jax.arrays import is_float, largest_magnitude
+from polymp.backends.jax.autocast.evaluate import update_in
+from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, FREE, LAYOUT, OURS
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
-from polymp.backends.jax.diagnostics import measures
-from polymp.backends.jax.diagnostics.call_site import (
+from polymp.backends.jax.diagnostics.explain import with_sites
+from polymp.backends.jax.diagnostics.traced_call import (
+    CLOSED,
     Key,
+    Placed,
     Site,
+    Traced,
     equations,
     is_update,
+    traced,
 )
-from polymp.backends.jax.diagnostics.explain import with_sites
-from polymp.backends.jax.diagnostics.measures import Facts, is_measured
-from polymp.backends.jax.diagnostics.traced_call import Traced, traced
-from polymp.backends.jax.jaxprs import Inner, Walk, inside, interpreted, scanned
+from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
+from polymp.diagnostics.magnitudes import BINS, SHIFT
+from polymp.dtypes import FORMATS
 from polymp.rules.row import LOW
 
 
@@ -67,10 +70,10 @@ class Event(NamedTuple):
         return self.site.scope.direction
 
 
-class MeasuredCall(Walk[Origin, tuple[int, ...]]):
+class MeasuredCall(Placed[Origin]):
     """A call as it was traced: its events, and where the values that they read come from."""
 
-    packed: "Packed"  # `Twin.run`, compiled
+    twin: "Twin"
 
     def __init__(self, traced: Traced, once: bool) -> None:
         self.traced, self.closed = traced, traced.closed
@@ -90,17 +93,11 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
         captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
         self.names = [*traced.names, *captured]
         self.events: list[Event] = []  # in order
-        self.numbers: dict[Key, int] = {}  # by equation, that of its event
-        self.leaves: dict[Key, int] = {}  # equations without programs; how many events are before
+        self.numbers: dict[Key, int | None] = {}  # by equation, that of its event; None without one
         self.handed: set[int] = set()  # events of the backward that the rest of the program reads
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
-        self.results = interpreted(  # where they come from
-            self.closed,
-            ends[: len(invars)],
-            lambda at, eqn, values: self.equation(at, eqn, values, ()),
-            self.number,
-            ends[len(invars) :],
-        )
+        own = ends[len(invars) :]
+        self.results = self.program(self.closed, ends[: len(invars)], (), own)  # their origins
 
     def call_of(self, site: Site) -> Call | None:
         """The call that an equation is part of."""
@@ -133,7 +130,7 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
         own, ends = {id(s.eqn) for s in sites}, []
         for s in sites:
             name = s.eqn.primitive.name
-            if name != "shard_map" and any(is_measured(v.aval) for v in s.eqn.outvars):
+            if name not in CLOSED and any(is_measured(v.aval) for v in s.eqn.outvars):
                 by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
                 taken = name == "convert_element_type" and by & own
                 if not by or (by - own and not taken):
@@ -156,29 +153,13 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
             one.events | other.events, one.outside | other.outside, one.given or other.given
         )
 
-    def inner(self, around: tuple[int, ...], eqn: Equation, at: int, which: int) -> tuple[int, ...]:
-        return *around, at, which
-
-    def equation(
-        self, at: int, eqn: Equation, values: list[Origin], around: tuple[int, ...]
-    ) -> Sequence[Origin]:
-        if eqn.primitive.name == "shard_map":  # what is inside is not measured
-            return self.leaf(eqn, values, around)
-        return super().equation(at, eqn, values, around)
-
-    def looped(
-        self, program: Inner, operands: list[Origin], around: tuple[int, ...]
-    ) -> list[Origin]:
-        _, outs = self.turned(program, operands, around)
-        return outs  # which come from what the loop began with only if its body reads that
-
     def leaf(
         self, eqn: Equation, values: list[Origin], around: tuple[int, ...]
     ) -> Sequence[Origin]:
         key, through = (around, id(eqn)), reduce(self.join, values, Origin())
         site, events = self.sites[key], self.events
-        if key not in self.leaves:
-            self.leaves[key] = len(events)
+        if key not in self.numbers:
+            self.numbers[key] = None
             if site.scope.direction == FORWARD:
                 backward = (n for n in through.events if events[n].direction == BACKWARD)
                 self.handed.update(backward)
@@ -187,7 +168,7 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
             some = any(is_measured(getattr(v, "val", v.aval)) for v in eqn.invars)
             name = eqn.primitive.name
             alone = name in _ALONE and eqn.outvars[0].aval.dtype == np.float16
-            tells = name == "shard_map" or (not made and name not in LAYOUT)
+            tells = name in CLOSED or (not made and name not in LAYOUT)
             counts = group is not None or key in self.unlisted
             if counts or (some and (alone or tells)):
                 self.numbers[key] = len(events)
@@ -195,12 +176,12 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
                 events.append(Event(site, inputs, outside, dtype, through.given, group, numbers))
-        elif key in self.numbers:
-            event = events[number := self.numbers[key]]
+        elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
+            event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))
             events[number] = event._replace(later=later)
-        if key in self.numbers and key not in self.unlisted:
-            through = Origin(frozenset([self.numbers[key]]))
+        if (number := self.numbers[key]) is not None and key not in self.unlisted:
+            through = Origin(frozenset([number]))
         return [through] * len(eqn.outvars)
 
     def _constants(self, site: Site) -> tuple[tuple[int, float], ...]:
@@ -217,22 +198,33 @@ class MeasuredCall(Walk[Origin, tuple[int, ...]]):
 # Equations that are events wherever they make float16, though a call may go on after them.
 _ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
 
+# What was not measured.
+_NOTHING: Any = np.empty(0, np.float32)
+_NO_BINS: Any = np.empty(0, np.int32)
+
+
+class Facts(NamedTuple):
+    """Measurements of an event, as arrays; with one axis more inside of a `scan`."""
+
+    # float32 [], the largest magnitude; NaN if a value is NaN, -1 if nothing ran; float64 of
+    # float64.
+    peak: Any = np.float32(-1)
+    # float32 [3], of low results: the largest magnitude in float32, and in float16 the shares of
+    # values that became Inf and zero; empty for others.
+    lost: Any = _NOTHING
+    sample: Any = _NO_BINS  # int32 [n], bins of the values; empty but of the end of a call
+    # float32 [k, 6], what it was given, where that is asked for; else empty
+    operands: Any = np.empty((0, 6), np.float32)
+
+
 # What an equation, or a program, makes: results, and the facts of the events in it.
 _Made = tuple[list[jax.Array], list[Facts]]
 
-# What a measured `while` carries: its own state, the facts of the rounds so far, and their number.
-_Carried = tuple[list[jax.Array], list[Facts], jax.Array]
 
-
-class Twin:
+class Twin(Placed[jax.Array]):
     """The program of a call in which its events are measured."""
 
-    def __init__(
-        self,
-        call: MeasuredCall,
-        ask: int | None = None,
-        samples: bool = True,
-    ) -> None:
+    def __init__(self, call: MeasuredCall, once: bool, ask: int | None = None) -> None:
         self.call = call
         self.ask = ask  # an event whose operands are measured: those of its call
         self._asked: set[Key] = set()  # the equations of that call
@@ -246,52 +238,75 @@ class Twin:
         self._came: dict[int, tuple[jax.Array, dict[int, jax.Array]]] = {}
         # Of what it was given: dtype, shape, and its place among the inputs.
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
-        self.samples = samples  # which take as long to compile as the rest
+        self._samples = not once  # which take as long to compile as the rest
         self._outside: Sequence[jax.Array] = ()
+        self._facts: list[Facts] = []  # of the events so far, of the program that is gone through
+        self._shapes: list[tuple[int, ...]] = []  # of each fact
+        options = quick_options(call.traced.arrays) if once else None
+        self.packed: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
+
+    def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """The results of `run` as one array, in float32 or wider.
+
+        It has hundreds of results of a few numbers: to make an array of its own of each takes the
+        host longer than the device needs to compute it.
+        """
+        leaves, self._structure = jax.tree.flatten(self.run(arrays))
+        self._shapes = [tuple(x.shape) for x in leaves]
+        dtype = jnp.result_type(np.float32, *(x.dtype for x in leaves if is_float(x)))
+        rows = [lax.convert_element_type(x, dtype).reshape(x.size) for x in leaves]
+        return lax.concatenate(rows, 0) if rows else jnp.zeros(0)
+
+    def read(self, packed: jax.Array) -> tuple[list[Facts], list[Any]]:
+        """The results of `run`, of `packed`, as numpy arrays. Waits for the device."""
+        ends = np.cumsum(list(map(math.prod, self._shapes)), dtype=int)
+        rows = np.split(np.asarray(packed), ends)[:-1]  # what is left is empty
+        leaves = [row.reshape(shape) for row, shape in zip(rows, self._shapes, strict=True)]
+        made: tuple[list[Facts], list[Any]] = jax.tree.unflatten(self._structure, leaves)
+        return made
 
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         closed = self.call.closed
         self._outside = outside = (*arrays, *compat.opened(closed)[1])
-        _, facts = self._program(closed, outside[: len(arrays)], (), outside[len(arrays) :])
-        peaks = [measures.peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
-        return facts, peaks
+        self._facts = []
+        self.program(closed, arrays, (), outside[len(arrays) :])
+        peaks = [peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
+        return self._facts, peaks
 
-    def _program(
-        self,
-        closed: ClosedProgram,
-        values: Sequence[jax.Array],
-        place: tuple[int, ...],
-        consts: Sequence[jax.Array] | None = None,
+    def _measured(
+        self, closed: ClosedProgram, values: Sequence[jax.Array], place: tuple[int, ...]
     ) -> _Made:
-        """A program, with the facts of the events in it, in order."""
-        facts: list[Facts] = []
+        """A program inside, with the facts of the events in it, in order."""
+        before, self._facts = self._facts, []
+        outs = self.program(closed, values, place)
+        facts, self._facts = self._facts, before
+        return outs, facts
 
-        def equation(at: int, eqn: Equation, read: list[jax.Array]) -> Sequence[jax.Array]:
-            with eqn.ctx.manager:
-                outs, found = self._equation(eqn, read, place, at)
-            facts.extend(found)
-            return outs
+    def number(self, value: Any) -> jax.Array:
+        made: jax.Array = value
+        return made
 
-        return interpreted(closed, values, equation, None, consts), facts
+    def equation(
+        self, at: int, eqn: Equation, values: list[jax.Array], around: tuple[int, ...]
+    ) -> Sequence[jax.Array]:
+        control = {"scan": self._scan, "cond": self._cond}.get(eqn.primitive.name)
+        with eqn.ctx.manager:
+            if control is None:
+                return super().equation(at, eqn, values, around)
+            outs, facts = control(eqn, values, (*around, at))
+        self._facts += facts
+        return outs
 
-    def _equation(
-        self, eqn: Equation, read: list[jax.Array], parent: tuple[int, ...], at: int
-    ) -> _Made:
-        name, programs, place = eqn.primitive.name, inside(eqn), (*parent, at)
-        control = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(name)
-        if control is not None:
-            return control(eqn, read, place)
-        if programs and name != "shard_map":
-            return self._program(programs[0].closed, read, (*place, 0))
-        key = parent, id(eqn)
-        outs = list(compat.put(eqn.primitive, read, eqn.params))
-        if key not in self.call.leaves:  # of the condition of a `while`
-            return outs, []
+    def leaf(
+        self, eqn: Equation, values: list[jax.Array], around: tuple[int, ...]
+    ) -> Sequence[jax.Array]:
+        key, outs = (around, id(eqn)), list(compat.put(eqn.primitive, values, eqn.params))
         if key in self._asked:
-            self._follow(eqn, read, outs)
-        number = self.call.numbers.get(key)
-        return outs, [] if number is None else [self._fact(number, eqn, read, outs)]
+            self._follow(eqn, values, outs)
+        if (number := self.call.numbers.get(key)) is not None:
+            self._facts.append(self._fact(number, eqn, values, outs))
+        return outs
 
     def _fact(
         self, number: int, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]
@@ -299,16 +314,16 @@ class Twin:
         """The facts of an event."""
         event, made = self.call.events[number], [x for x in outs if is_measured(x)]
         ends = event.group is not None
-        facts = Facts(measures.peak(*made) if made else jnp.float32(-1))
-        if event.dtype in LOW:
-            facts = facts._replace(lost=measures.lost(eqn, args, outs, event.numbers))
-        if ends and self.samples:
-            facts = facts._replace(sample=measures.sample(made[0]))
+        facts = Facts(peak(*made) if made else jnp.float32(-1))
+        if event.dtype in LOW and eqn.primitive.name not in CLOSED:
+            facts = facts._replace(lost=lost(eqn, args, outs, event.numbers))
+        if ends and self._samples:
+            facts = facts._replace(sample=sample(made[0]))
         if number == self.ask:
             places = {id(x): at for at, x in enumerate(self._outside)}
             values = list(self._came[id(outs[0])][1].values())
             self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
-            rows = list(map(measures.operand, values))
+            rows = list(map(operand, values))
             facts = facts._replace(operands=jnp.stack(rows)) if rows else facts
         return facts
 
@@ -324,97 +339,42 @@ class Twin:
     # Control
 
     def _scan(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
-        def turn(_: None, values: list[jax.Array]) -> tuple[None, Sequence[jax.Array], list[Facts]]:
-            return None, *self._program(inside(eqn)[0].closed, values, (*place, 0))
+        (body,) = inside(eqn)
+        fixed, first, over = body.split(read)
 
-        outs, facts = scanned(eqn, turn, read, None)
-        if eqn.params["reverse"]:  # rounds in the order in which they ran
+        def turn(state: list[jax.Array], row: list[jax.Array]) -> tuple[list[jax.Array], _Made]:
+            outs, facts = self._measured(body.closed, [*fixed, *state, *row], (*place, 0))
+            return outs[: body.carries], (outs[body.carries :], facts)
+
+        reverse = eqn.params["reverse"]
+        last, (rows, facts) = lax.scan(turn, first, over, length=body.times, reverse=reverse)
+        if reverse:  # rounds in the order in which they ran
             facts = jax.tree.map(lambda x: x[::-1], facts)
-        return outs, facts
-
-    def _while(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
-        body, condition = inside(eqn)
-        tested = condition.of(read)[: condition.fixed]
-        fixed, start, _ = body.split(read)
-
-        def round_(state: list[jax.Array]) -> _Made:
-            outs, facts = self._program(body.closed, [*fixed, *state], (*place, 0))
-            return outs, [fact._replace(when=measures.outer(fact.when)) for fact in facts]
-
-        def body_of(carried: _Carried) -> _Carried:
-            state, before, number = carried
-            state, facts = round_(state)
-            after = [measures.after(*both, number) for both in zip(before, facts, strict=True)]
-            return state, after, number + 1
-
-        def test(carried: _Carried) -> jax.Array:
-            (going,), _ = self._program(condition.closed, [*tested, *carried[0]], (*place, 1))
-            return going
-
-        nothing = list(map(measures.absent, jax.eval_shape(round_, start)[1]))
-        outs, facts, _ = lax.while_loop(test, body_of, (start, nothing, jnp.int32(0)))
-        return outs, facts
+        return [*last, *rows], facts
 
     def _cond(self, eqn: Equation, read: list[jax.Array], place: tuple[int, ...]) -> _Made:
         branches = inside(eqn)
         values = branches[0].of(read)
 
-        def made(number: int) -> tuple[ClosedProgram, list[Facts]]:
-            """A branch that is measured, and the shapes of the facts of its events."""
+        def measured(number: int) -> Any:
+            closed, own = branches[number].closed, (*place, number)
+            return jax.jit(lambda values: self._measured(closed, values, own))
 
+        # Jitted, and so traced once: else a branch in a branch in a branch is traced eight times.
+        runs = list(map(measured, range(len(branches))))
+        shapes = [run.eval_shape(values)[1] for run in runs]
+
+        def branch(number: int) -> Callable[..., _Made]:
             def run(*values: jax.Array) -> _Made:
-                return self._program(branches[number].closed, values, (*place, number))
-
-            program, (_, shapes) = jax.make_jaxpr(run, return_shape=True)(*values)
-            return program, shapes
-
-        # Traced once: else a branch in a branch in a branch is traced eight times.
-        programs, shapes = zip(*map(made, range(len(branches))), strict=True)
-
-        def branch_of(number: int) -> Callable[..., object]:
-            def run(*values: jax.Array) -> _Made:
-                made = jaxpr_as_fun(programs[number])(*values)
-                count = len(compat.opened(branches[number].closed)[0].outvars)
-                parts = [list(map(measures.absent, found)) for found in shapes]
-                parts[number] = jax.tree.unflatten(jax.tree.structure(shapes[number]), made[count:])
-                return made[:count], list(chain.from_iterable(parts))
+                outs, facts = runs[number](values)
+                parts = [list(map(absent, found)) for found in shapes]
+                parts[number] = facts
+                return outs, list(chain.from_iterable(parts))
 
             return run
 
-        outs, facts = lax.switch(read[0], list(map(branch_of, range(len(branches)))), *values)
+        outs, facts = lax.switch(read[0], list(map(branch, range(len(branches)))), *values)
         return outs, facts
-
-
-# A program that measures has hundreds of results of a few numbers each. To make an array of its
-# own of each takes the host longer than the device needs to compute it.
-
-
-class Packed:
-    """A function of arrays, compiled, whose results leave the device as one array.
-
-    `run` returns its results packed, in float32 or wider, and `read` takes them apart.
-    """
-
-    def __init__(
-        self, fn: Callable[..., object], options: dict[str, bool | int] | None = None
-    ) -> None:
-        self.fn = fn
-        self._shapes: list[tuple[int, ...]] = []  # of each result
-        self.run: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
-
-    def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        leaves, self._structure = jax.tree.flatten(self.fn(arrays))
-        self._shapes = [tuple(x.shape) for x in leaves]
-        dtype = jnp.result_type(np.float32, *(x.dtype for x in leaves if is_float(x)))
-        rows = [lax.convert_element_type(x, dtype).reshape(x.size) for x in leaves]
-        return lax.concatenate(rows, 0) if rows else jnp.zeros(0)
-
-    def read(self, packed: jax.Array) -> Any:
-        """Return the results of a call of `run` as numpy arrays. Waits for the device."""
-        ends = np.cumsum(list(map(math.prod, self._shapes)), dtype=int)
-        rows = np.split(np.asarray(packed), ends)[:-1]  # what is left is empty
-        leaves = [row.reshape(shape) for row, shape in zip(rows, self._shapes, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
 
 
 def measured(
@@ -425,8 +385,7 @@ def measured(
 ) -> MeasuredCall:
     """A call, traced, with a twin that is not run yet."""
     call = MeasuredCall(traced(fn, args, kwargs), once)
-    options = quick_options(call.traced.arrays) if once else None
-    call.packed = Packed(Twin(call, samples=not once).run, options)
+    call.twin = Twin(call, once)
     return call
 
 
@@ -463,3 +422,142 @@ def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, s
     for program in (program for eqn in jaxpr.eqns for program in inside(eqn)):
         _readers(program.closed, found)
     return found
+
+
+# Measurements of an equation's results, as arrays. What every event has is made by `jax.lax`: to
+# trace a function of `jax.numpy` takes several times longer.
+
+# Of a larger array, every n-th value is in the sample, about as many as these.
+SAMPLE = 2048
+
+# In a sample, the place of a value that was not there: of a branch that was not taken.
+ABSENT = BINS
+
+
+def is_measured(x: Any) -> bool:
+    """True for a float or complex array with values."""
+    name = getattr(getattr(x, "dtype", None), "name", "")
+    return (name in FORMATS or name.startswith("complex")) and math.prod(np.shape(x)) > 0
+
+
+def real(x: jax.Array) -> jax.Array:
+    """A complex array's real and imaginary numbers; another array as it is.
+
+    |z| itself may be Inf where both of them are finite.
+    """
+    if not jnp.iscomplexobj(x):
+        return x
+    return lax.concatenate([lax.expand_dims(part, (0,)) for part in (lax.real(x), lax.imag(x))], 0)
+
+
+def peak(*arrays: jax.Array) -> jax.Array:
+    """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
+    arrays = tuple(map(real, arrays))
+    wide = [np.float64 if x.dtype == np.float64 else np.float32 for x in arrays]
+    sizes = [lax.convert_element_type(*both) for both in zip(arrays, wide, strict=True)]
+    peaks = [largest_magnitude(x, range(x.ndim)) for x in sizes]
+    return reduce(jnp.maximum, peaks)
+
+
+def few(x: jax.Array) -> jax.Array:
+    """A sample of an array's values, in one row."""
+    x = real(x)
+    flat = lax.reshape(x, (x.size,))
+    step = -(-x.size // SAMPLE)
+    return flat if step <= 1 else lax.slice(flat, (0,), (x.size,), (step,))
+
+
+def sample(x: jax.Array) -> jax.Array:
+    """The bins of a sample of an array's values; int32."""
+    bits = lax.bitcast_convert_type(lax.convert_element_type(few(x), np.float32), np.int32)
+    return lax.bitwise_and(lax.shift_right_logical(bits, np.int32(SHIFT)), np.int32(BINS - 1))
+
+
+def lost(
+    eqn: Equation,
+    args: list[jax.Array],
+    outs: Sequence[jax.Array],
+    numbers: Sequence[tuple[int, float]],
+) -> jax.Array:
+    """The loss in a low dtype, by the same equation on the same operands in float32.
+
+    Operands that are constants of the program are those that it has, before they were rounded.
+    """
+    counts = outs[0].dtype == np.float16 or eqn.primitive.name in _SATURATE or numbers
+    exact = dict(numbers)
+    args = [
+        lax.full(np.shape(x), exact[at], np.float32) if at in exact else x
+        for at, x in enumerate(args)
+    ]
+    wide = in_float32(eqn, args) if counts else None
+    if wide is None:
+        return jnp.zeros(0, jnp.float32)
+    if outs[0].dtype != np.float16:
+        return jnp.stack([peak(wide), 0, 0])
+    some, low = few(wide), few(outs[0]).astype(jnp.float32)
+    burst = jnp.mean((jnp.isinf(low) & jnp.isfinite(some)).astype(jnp.float32))
+    vanished = jnp.mean(((low == 0) & (some != 0)).astype(jnp.float32))
+    return jnp.stack([peak(wide), burst, vanished])
+
+
+def operand(x: jax.Array) -> jax.Array:
+    """Smallest, largest finite magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
+    values = jnp.ravel(real(x)).astype(jnp.float32)
+    size = jnp.abs(values)
+    finite = jnp.isfinite(size)
+    some = jnp.where(finite & (size > 0), size, jnp.inf)
+    most = jnp.where(finite, size, 0)
+    shares = [
+        jnp.mean(s.astype(jnp.float32))
+        for s in (size == 0, jnp.isinf(size), jnp.isnan(size), values < 0)
+    ]
+    return jnp.stack([jnp.min(some), jnp.max(most), *shares])
+
+
+def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:
+    """The first result of an equation whose low dtypes are float32; None if it has no such form."""
+    wide = [wider(x) for x in args]
+    if eqn.primitive.name == "convert_element_type":
+        x = jnp.asarray(wide[0])
+        return x if is_measured(x) else lax.convert_element_type(x, np.float32)
+    if eqn.primitive.name not in _WIDENS:
+        return None
+    params = {key: _wider_param(value) for key, value in eqn.params.items()}
+    if params.get("update_jaxpr") is not None:
+        params["update_jaxpr"] = update_in(params["update_jaxpr"], "float32")
+    try:
+        made: jax.Array = compat.put(eqn.primitive, wide, params)[0]
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return None if made.dtype in _LOW else made
+
+
+# In bfloat16, where no range is lost, what of these becomes 1.
+_SATURATE = {"logistic", "tanh", "erf", "convert_element_type"}
+
+_WIDENS = FREE | {"polymp_contraction"}
+
+
+def wider(x: jax.Array) -> jax.Array:
+    """The array in float32 if it is in a low dtype."""
+    low = getattr(x, "dtype", None) in _LOW
+    return jnp.asarray(x).astype(jnp.float32) if low else x
+
+
+def _wider_param(value: object) -> object:
+    if isinstance(value, str):
+        return "float32" if value in ("float16", "bfloat16") else value
+    return np.dtype(np.float32) if isinstance(value, np.dtype) and value in _LOW else value
+
+
+_LOW = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+
+
+def absent(shape: Facts) -> Facts:
+    """The facts of an event that did not run."""
+    # Constants of a program, where `jax.numpy` would add equations.
+    pairs = zip(shape, _ABSENT, strict=True)
+    return Facts(*(np.full(x.shape, value, x.dtype) for x, value in pairs))
+
+
+_ABSENT = (-1, 0, ABSENT, 0)

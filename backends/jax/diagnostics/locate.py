@@ -7,26 +7,23 @@ that made it.
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import Literal
 
 from polymp import progress
-from polymp.backends.jax.compat.programs import Atom
-from polymp.backends.jax.diagnostics.call_site import (
-    function_of,
-    optimizer_of,
-)
+from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
+    Facts,
     MeasuredCall,
     Twin,
+    is_measured,
     measured,
     quick_options,
 )
-from polymp.backends.jax.diagnostics.measures import Facts, is_measured
+from polymp.backends.jax.diagnostics.traced_call import CLOSED, function_of, optimizer_of
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import (
     DIVIDING,
@@ -88,21 +85,21 @@ def located(program: MeasuredCall) -> Fault | None:
     """Run a program that was made to be measured once, and return its fault."""
     with progress.line("locate") as line:
         line.stage("compiling the program that measures")
-        facts, peaks = program.packed.read(program.packed.run(program.traced.arrays))
+        facts, peaks = program.twin.read(program.twin.packed(program.traced.arrays))
         found = blame(nodes_of(program, facts, peaks))
         if found is None:
             return None
         # XLA drops all of the twin but what leads to these operands.
         line.stage("compiling what leads to the op")
-        twin = Twin(program, found.node, samples=False)
+        twin = Twin(program, once=True, ask=found.node)
         look = jax.jit(
             lambda arrays: twin.run(arrays)[0][found.node].operands,
             compiler_options=quick_options(program.traced.arrays),
         )
         operands = np.asarray(look(program.traced.arrays))
-    bad = _bad(program.events[found.node], facts[found.node])
-    if bad.found:  # in a loop, those of that round
-        operands = operands[bad.at]
+    bad, round_ = _bad(facts[found.node])
+    if bad:  # in a loop, those of that round
+        operands = operands[round_]
     rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
     inputs = []
     for at, (dtype, shape, place) in enumerate(twin.given):
@@ -113,22 +110,14 @@ def located(program: MeasuredCall) -> Fault | None:
     return fault(program, found, inputs, facts)
 
 
-class _Bad(NamedTuple):
-    """Where an event's result was first not finite."""
-
-    found: str = ""  # "Inf", "NaN", or "" if it never was
-    first: tuple[int, ...] = ()  # the round of each loop around it
-    at: tuple[int, ...] = ()  # the place of that round in its facts
-
-
-def _bad(event: Event, fact: Facts) -> _Bad:
+def _bad(fact: Facts) -> tuple[str, tuple[int, ...]]:
+    """Say "Inf" or "NaN" of a result, and the first round of each scan around it; "" of neither."""
     peaks = np.asarray(fact.peak)
-    found = []
-    for at in map(tuple, np.argwhere(~np.isfinite(peaks))):
-        scans, whiles = iter(at), iter(fact.when[at])
-        rounds = tuple(int(next(whiles if counts else scans)) for _, counts in event.site.loops)
-        found.append(_Bad("NaN" if np.isnan(peaks[at]) else "Inf", rounds, at))
-    return min(found, key=lambda bad: bad.first, default=_Bad())
+    rounds = np.argwhere(~np.isfinite(peaks))
+    if not len(rounds):
+        return "", ()
+    first = tuple(rounds[0].tolist())
+    return "NaN" if np.isnan(peaks[first]) else "Inf", first
 
 
 def nodes_of(
@@ -139,16 +128,16 @@ def nodes_of(
     returned = {at for origin in program.results for at in origin.events}
     nodes = []
     for at, (event, fact) in enumerate(zip(program.events, facts, strict=True)):
-        bad, first, round_ = _bad(event, fact)
+        bad, first = _bad(fact)
         call = program.call_of(event.site)
-        burst = bool(bad) and event.dtype == "float16" and (call is None or call.op not in DIVIDING)
+        name, op = event.site.eqn.primitive.name, "" if call is None else call.op
+        burst = bool(bad) and event.dtype == "float16" and name not in CLOSED and op not in DIVIDING
         vanished, ones = 0.0, False
         if fact.lost.size:
-            burst = bool(bad) and bool(np.isfinite(fact.lost[round_][0]))
+            burst = bool(bad) and bool(np.isfinite(fact.lost[first][0]))
             vanished = float(fact.lost[..., 2].max())
             ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
         numbers = {x for _, x in event.numbers if rounded(x, event.dtype) is not None}
-        name = event.site.eqn.primitive.name
         nodes.append(
             Node(
                 (*event.inputs, *event.later),
@@ -162,9 +151,9 @@ def nodes_of(
                 bool(event.dtype),
                 name == "is_finite",
                 name == "convert_element_type",
-                tuple(place for place, _ in event.site.loops),
+                event.site.scans,
                 first,
-                "" if call is None else call.op,
+                op,
                 at in program.late,
                 ones,
                 # A loss is returned; the largest of a mask, which is one number, too, is not.
@@ -190,9 +179,9 @@ def fault(
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
         kind, why = "index", _outside(event)
     remedy = ""
-    if kind == "operation" and event.site.eqn.primitive.name == "shard_map":
+    if kind == "operation" and event.site.eqn.primitive.name in CLOSED:
         kind, why = "inside", "its inputs are finite, and ops inside of it were not looked at"
-        remedy = "Locate in the function that it maps, with a device's part of its arguments."
+        remedy = _INSIDE[event.site.eqn.primitive.name]
     if kind == "saturation" and not event.inputs and not event.outside:
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in program.late:
@@ -210,34 +199,32 @@ def fault(
             lost = f"{optimizer}'s eps {zero}"
         call = call._replace(direction=UPDATE)
         remedy = of_optimizer("jax", kind, event.dtype, largest, lost)
-    became, *_ = _bad(first, facts[found.first])
+    became, _ = _bad(facts[found.first])
     beside = other if found.first != found.node else None
     cause = kind, why
     made = Fault.of(call._replace(row=row), cause, event.dtype, operands, became, beside)
     return made._replace(remedy=remedy)
 
 
+_INSIDE = {
+    "shard_map": "Locate in the function that it maps, with a device's part of its arguments.",
+    "while": "Locate in the function that is a round of it, with what the loop carries.",
+}
+
+
 def _without_eps(program: MeasuredCall, event: Event) -> str:
     """The function of optax that divides by zero with an eps of zero: in the program it adds 0."""
-    divides = event.site.eqn.primitive.name
-    if divides not in ("div", "rsqrt", "pow"):
+    name = optimizer_of(event.site.eqn.source_info.traceback)
+    if not name or event.site.eqn.primitive.name not in ("div", "rsqrt", "pow"):
         return ""
-    makers = {v: s for s in program.sites.values() for v in s.eqn.outvars}
-    read: Atom | None = event.site.eqn.invars[-1 if divides == "div" else 0]
-    for _ in range(_STEPS):
-        site = None if read is None or isinstance(read, Literal) else makers.get(read)
-        if site is None:
-            return ""
-        eqn = site.eqn
-        numbers = [x.val for x in eqn.invars if isinstance(x, Literal)]
-        if eqn.primitive.name == "add" and numbers:
-            name = optimizer_of(eqn.source_info.traceback)
-            return name if all(float(x) == 0 for x in numbers) else ""
-        read = next((x for x in eqn.invars if not isinstance(x, Literal)), None)
-    return ""
-
-
-_STEPS = 4  # back from a division to the eps in it: over roots and casts
+    added = [
+        float(x.val)
+        for eqn in (site.eqn for site in program.sites.values())
+        if eqn.primitive.name == "add" and optimizer_of(eqn.source_info.traceback) == name
+        for x in eqn.invars
+        if isinstance(x, Literal) and is_float(x.aval)
+    ]
+    return name if added and not any(added) else ""
 
 
 def _outside(event: Event) -> str:

@@ -24,11 +24,11 @@ from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat.programs import Equation
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
-from polymp.backends.jax.diagnostics.traced_call import traced
-from polymp.backends.jax.jaxprs import inside, interpreted
+from polymp.backends.jax.diagnostics.traced_call import Placed, traced
+from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import EXACT, Run, movement
 from polymp.diagnostics.run_record import RunRecord
@@ -112,15 +112,11 @@ class Program:
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
         given, found = [Value(x) for x in self._flat], list[Run]()
-        most = max(1, TOGETHER // max(self._kernels.numbers, 1))
-        for start in range(1, count + 1, most):
-            some = range(start, min(start + most, count + 1))
-            seeds = np.array([0, *some], np.uint32)  # the first run, of seed 0, is not moved
-            outs = Evaluation(self._kernels, seeds).program(self.closed, given)
+        for seeds in self._kernels.seeds(count):
+            outs = Evaluation(self._kernels, seeds).program(self.closed, given, ())
             xs = [(np.asarray(out.x), out.runs) for out in outs]
-            found += [
-                self._run([x[i + 1] if runs else x for x, runs in xs]) for i in range(len(some))
-            ]
+            runs = range(1, len(seeds))
+            found += [self._run([x[i] if several else x for x, several in xs]) for i in runs]
         return found
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
@@ -142,7 +138,7 @@ class Program:
 
 # A program, one equation after the other.
 
-_NOWHERE: frozenset[int] = frozenset()
+NOWHERE: frozenset[int] = frozenset()
 
 
 class Value(NamedTuple):
@@ -151,8 +147,9 @@ class Value(NamedTuple):
     x: Any
     runs: bool = False  # one axis more, the first: a run for each seed; else all are alike
     fixed: bool = False  # made of random bits and constants by what every machine rounds alike
-    # For `record`, where it comes from; of what a scan stacks, a list with those of each turn.
-    sources: Any = _NOWHERE
+    # For `record`, where it comes from: places of rows, and ~n for input n; of what a scan stacks,
+    # a list with those of each turn.
+    sources: Any = NOWHERE
 
     @property
     def first(self) -> Any:
@@ -160,7 +157,7 @@ class Value(NamedTuple):
         return self.x[0] if self.runs else self.x
 
 
-class Evaluation:
+class Evaluation(Placed[Value]):
     """Runs programs for some seeds, of which the first, 0, moves nothing; None for one run."""
 
     def __init__(self, kernels: "Kernels", seeds: Any) -> None:
@@ -171,17 +168,11 @@ class Evaluation:
         """The value of a number in a program."""
         return Value(value, fixed=True)
 
-    def program(
-        self, closed: ClosedProgram, args: Sequence[Value], parent: tuple[int, ...] = ()
-    ) -> list[Value]:
-        """The results of a closed jaxpr."""
-        return interpreted(closed, args, functools.partial(self.equation, parent), self.number)
-
     def equation(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[Value]
+        self, at: int, eqn: Equation, values: list[Value], around: tuple[int, ...]
     ) -> Sequence[Value]:
         """The results of an equation."""
-        place, programs = (*parent, at), inside(eqn)
+        place = *around, at
         match eqn.primitive.name:
             case "scan":
                 return self._scan(place, eqn, values)
@@ -189,9 +180,10 @@ class Evaluation:
                 return self._while(place, eqn, values)
             case "cond":
                 taken = int(values[0].first)  # in all runs: no rounding takes another
-                return self.program(programs[taken].closed, values[1:], (*place, taken))
-            case name if programs and name != "shard_map":
-                return self.program(programs[0].closed, values, (*place, 0))
+                return self.program(inside(eqn)[taken].closed, values[1:], (*place, taken))
+        return super().equation(at, eqn, values, around)
+
+    def leaf(self, eqn: Equation, values: list[Value], around: tuple[int, ...]) -> Sequence[Value]:
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             outs = compat.put(eqn.primitive, [value.first for value in values], eqn.params)
             return list(map(Value, outs))  # the array of the first run, in all of them
@@ -307,46 +299,50 @@ class Kernels:
     """The compiled equations of a program; those of one kind, as of equal layers, are one."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
-        self.device = device_of(arrays)
+        devices = [d for x in arrays if isinstance(x, jax.Array) for d in x.devices()]
+        self.device = (devices or jax.devices())[0]  # one of several
         self.numbers = sum(x.size for x in arrays if hasattr(x, "size"))
         options = quick_options(arrays) or {}
         if self.numbers >= _SMALL:
             options.pop("xla_backend_optimization_level", None)
         self._options: _Options = tuple(options.items())
-        self._known: dict[Hashable, _Kind] = {}
+        self._known: dict[tuple[int, bool], Callable[..., Any]] = {}
+
+    def seeds(self, probes: int) -> "np.ndarray[Any, Any]":
+        """The seeds of so many probes, a row for those that run at once; 0 in front moves nothing.
+
+        All rows have as many, as far as memory allows.
+        """
+        most = max(1, TOGETHER // max(self.numbers, 1))
+        at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
+        seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
+        return np.pad(seeds, ((0, 0), (1, 0)))
 
     def of(self, eqn: Equation, still: bool) -> Callable[..., Any]:
-        """`_evaluated` for an equation."""
+        """`_evaluated` for an equation, compiled."""
         own = id(eqn), still
         if own not in self._known:
-            self._known[own] = _Kind(eqn, still, rounds_operands(eqn, self.device))
-        return functools.partial(self.jitted(_evaluated, "kind"), kind=self._known[own])
+            narrow = rounds_operands(eqn, self.device)
+            fn = functools.partial(_evaluated, eqn, still, narrow)
+            made: Callable[..., Any] = jax.jit(fn, compiler_options=dict(self._options))
+            params = tuple(sorted(eqn.params.items(), key=itemgetter(0)))
+            avals = tuple(v.aval for v in eqn.invars)
+            with contextlib.suppress(TypeError):  # a parameter has no hash
+                kind = eqn.primitive, params, avals, still, narrow, self._options
+                made = _KERNELS.setdefault(kind, made)
+            self._known[own] = made
+        return self._known[own]
 
     def jitted(self, fn: Callable[..., Any], *static: str) -> Callable[..., Any]:
         """A function of arrays, compiled."""
         return _jitted(fn, self._options, static)
 
 
-class _Kind:
-    """How an equation is evaluated; equal for all of one primitive and one kind of arguments."""
-
-    def __init__(self, eqn: Equation, still: bool, narrow: str) -> None:
-        self.how = eqn, still, narrow
-        params = tuple(sorted(eqn.params.items(), key=itemgetter(0)))
-        self._key: Hashable = eqn.primitive, params, tuple(v.aval for v in eqn.invars), self.how[1:]
-        try:
-            self._hash = hash(self._key)
-        except TypeError:  # a parameter has no hash
-            self._key, self._hash = id(self), id(self)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Kind) and self._key == other._key
+# Programs of one process share what is compiled; equations of one primitive, one set of parameters
+# and one kind of arguments are one.
+_KERNELS: dict[Hashable, Callable[..., Any]] = {}
 
 
-# Programs of one process share what is compiled.
 @functools.cache
 def _jitted(
     fn: Callable[..., Any], options: _Options, static: tuple[str, ...]
@@ -358,21 +354,22 @@ def _jitted(
 
 
 def _evaluated(
-    given: list[Any], seeds: Any, kind: _Kind
+    eqn: Equation, still: bool, narrow: str, given: list[Any], seeds: Any
 ) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
     """The results of an equation.
 
     If not `still`, also how far its rounding moves the numbers of some; in one run, the root mean
     square of that.
     """
-    eqn, still, narrow = kind.how
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
     def run(seed: Any, *given: Any) -> list[Any]:
-        if narrow:
-            moved = zip(given, rounded(given, narrow, seed), strict=True)
-            given = tuple(jnp.where(seed > 0, other, x) for x, other in moved)
+        if narrow:  # operands are moved by their rounding; equal numbers alike in every product
+            unit, move = rounding.unit_roundoff(narrow), np.uint32(0)
+            moved = (shifted(x, unit * _magnitude(x), seed, move) for x in given)
+            pairs = zip(given, moved, strict=True)
+            given = tuple(jnp.where(seed > 0, other, x) for x, other in pairs)
         return list(_put(eqn, given))
 
     if eqn.effects or seeds is None or not (narrow or any(runs)):
@@ -417,12 +414,6 @@ def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
 # By how much the rounding of an equation moves its results.
 
 
-def device_of(arrays: Sequence[object]) -> jax.Device:
-    """The device that a program of some arrays runs on, one of several."""
-    found = (d for x in arrays if isinstance(x, jax.Array) for d in x.devices())
-    return next(found, None) or jax.devices()[0]
-
-
 def rounds_operands(eqn: Equation, device: jax.Device) -> str:
     """The format to which a product rounds its float32 operands; "" if it keeps them.
 
@@ -442,14 +433,6 @@ def rounds_operands(eqn: Equation, device: jax.Device) -> str:
         return "tf32" if has_it and of_both != {lax.Precision.HIGHEST} else ""
     default = bool(of_both & {None, lax.Precision.DEFAULT})
     return "bfloat16" if device.platform == "tpu" and default else ""
-
-
-def rounded(values: Sequence[Any], to: str, seed: Any) -> list[Any]:
-    """Operands, moved by their rounding to a format; equal numbers alike in every product."""
-    if not to:
-        return list(values)
-    by = rounding.unit_roundoff(to)
-    return [shifted(x, by * _magnitude(x), seed, np.uint32(0)) for x in values]
 
 
 def amount(

@@ -10,14 +10,13 @@ summed up in numpy. Of each array only the numbers leave the device that
 """
 
 import contextlib
-import functools
 import math
 import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +28,18 @@ from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array, is_float, is_typed
 from polymp.backends.jax.compat.programs import Equation
-from polymp.backends.jax.diagnostics.call_site import Key, source
 from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
-    TOGETHER,
+    NOWHERE,
     Evaluation,
     Kernels,
     Value,
     rounds_operands,
     wide,
 )
-from polymp.backends.jax.diagnostics.traced_call import Wrapped, called, traced
-from polymp.backends.jax.jaxprs import inside, interpreted
+from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, source, traced
+from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.run_record import (
@@ -148,13 +146,11 @@ def record(
             params, opt_state = recorded(params, opt_state, x)
         polymp.compare("before.rec", "run.rec")
 
-    `fn` itself is called as it is, so its results are what they are without, every bit of them.
-    Recorded is its traced program, which runs before `fn`, equation by equation: each array that
-    goes in, the result of each op call, forward and backward, and each array that comes out. Arrays
-    that come back as an argument went in are recorded as updates of it, and gradients by the
-    argument that they are of. A `scan` has rows of each turn, branches of the one that is taken. An
-    optimizer of optax is followed, without rows of its own; so are `while` loops and `shard_map`,
-    whose results are recorded. Callbacks that return a result are called once more.
+    `fn` itself is called as it is: its results are the same, every bit of them. Recorded is its
+    traced program, which runs before `fn`, equation by equation: each array that goes in, the
+    result of each op call, forward and backward, and each array that comes out, an argument that
+    comes back as an update of it. A `scan` has rows of each turn. An optimizer of optax has none;
+    `while` loops and `shard_map` have their results. Callbacks with a result are called once more.
 
     On CPUs a recorded call takes five to ten times as long as `fn` without probes, and 30 to 40
     times with eight, if its arrays are large: each equation is a program of its own. With small
@@ -191,12 +187,6 @@ def record(
 
 # A call as it is recorded.
 
-# Where an array comes from: places of rows, and ~n for input n; of what a scan stacks, a list with
-# those of each turn.
-_Sources: TypeAlias = Any
-
-_NOWHERE: frozenset[int] = frozenset()
-
 
 class _Summary(NamedTuple):
     """A row, and its numbers on the device."""
@@ -228,10 +218,7 @@ class _Program:
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels = Kernels([*self.call.traced.arrays, *compat.opened(self.call.closed)[1]])
-        most = max(1, TOGETHER // max(self.kernels.numbers, 1))
-        at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
-        seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
-        self._seeds = np.pad(seeds, ((0, 0), (1, 0)))  # the first run, of seed 0, is not moved
+        self._seeds = self.kernels.seeds(probes)
 
     def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
         """Runs with numbers of all arrays; of some probes each."""
@@ -291,7 +278,7 @@ class _Walk(Evaluation):
         self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
-        self.ends: frozenset[int] = _NOWHERE  # rows that the program returns, or what is made of
+        self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
         self.left_out = Counter[str]()
 
     def run(self, arrays: Sequence[jax.Array]) -> None:
@@ -300,13 +287,12 @@ class _Walk(Evaluation):
         self._outside = [*arrays, *compat.opened(closed)[1]]
         counted = [_is_counted(v.aval) for v in self._call.inputs]
         ends = [
-            Value(x, sources=frozenset([~n]) if counted[n] else _NOWHERE)
+            Value(x, sources=frozenset([~n]) if counted[n] else NOWHERE)
             for n, x in enumerate(self._outside)
         ]
         count = len(arrays)
-        equation = functools.partial(self.equation, ())
-        outs = interpreted(closed, ends[:count], equation, self.number, ends[count:])
-        made = _NOWHERE.union(*(_all(out.sources) for out in outs))
+        outs = self.program(closed, ends[:count], (), ends[count:])
+        made = NOWHERE.union(*(_all(out.sources) for out in outs))
         first = len(self.summaries)
         for at, out in enumerate(outs):
             if is_float(out.x):
@@ -315,30 +301,31 @@ class _Walk(Evaluation):
         del self._outside
 
     def equation(
-        self, parent: tuple[int, ...], at: int, eqn: Equation, values: list[Value]
+        self, at: int, eqn: Equation, values: list[Value], around: tuple[int, ...]
     ) -> Sequence[Value]:
-        name, place = eqn.primitive.name, (*parent, at)
-        if inside(eqn) and name not in ("while", "shard_map"):
-            return super().equation(parent, at, eqn, values)
-        reads = _NOWHERE.union(*(_all(value.sources) for value in values))
+        name = eqn.primitive.name
+        if inside(eqn) and name not in CLOSED:
+            return super().equation(at, eqn, values, around)
+        reads = NOWHERE.union(*(_all(value.sources) for value in values))
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            made = super().equation(parent, at, eqn, values)
+            made = super().equation(at, eqn, values, around)
             return self._referring(eqn, values, made, reads)
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
         sizes: dict[int, Any] = {}
+        if name in CLOSED:
+            call: Call | None = self._left_out(
+                name.replace("while", "while loop"), (*around, at), eqn
+            )
+        else:
+            call, rows = self._ended((around, id(eqn))), rows[:1]
+        if eqn.effects and not eqn.outvars:
+            return []
         if name == "while":
-            call: Call | None = self._left_out("in a while loop", place, eqn)
             self._loops += 1
-            made = super().equation(parent, at, eqn, values)
+            made = super().equation(at, eqn, values, around)
             self._loops -= 1
         else:
-            if name == "shard_map":
-                call = self._left_out("in a shard_map", place, eqn)
-            else:
-                call, rows = self._ended((parent, id(eqn))), rows[:1]
-            if eqn.effects and not eqn.outvars:
-                return []
             self._line.step()
             made, sizes = self.computed(eqn, values, own=call is not None)
             if call is not None and narrow:
@@ -358,7 +345,7 @@ class _Walk(Evaluation):
         self.left_out["on references, which jax.new_ref makes"] += 1
         pairs = zip((*eqn.invars, *eqn.outvars), (*given, *made), strict=True)
         for place in (id(value.x) for v, value in pairs if compat.is_reference(v.aval)):
-            reads |= self._written.get(place, _NOWHERE)
+            reads |= self._written.get(place, NOWHERE)
             self._written[place] = reads
         return [value._replace(sources=reads) for value in made]
 
@@ -374,12 +361,12 @@ class _Walk(Evaluation):
         patterns = self._program.patterns
         return not self._loops and bool(run_record.selected([call.module], patterns))
 
-    def _left_out(self, reason: str, place: tuple[int, ...], eqn: Equation) -> Call:
+    def _left_out(self, what: str, place: tuple[int, ...], eqn: Equation) -> Call:
         """Count the calls inside an equation; it stands for them, as one."""
         sites = [s for s in self._call.sites.values() if s.parent[: len(place)] == place]
         count = len({self._call.of_event[s.key] for s in sites if s.key in self._call.of_event})
         if count and not self._loops:
-            self.left_out[reason] += count
+            self.left_out[f"in a {what}"] += count
         direction = sites[0].scope.direction if sites else FORWARD
         where = module_of(sites), source(eqn.source_info.traceback), direction
         dtypes = tuple(v.aval.dtype.name for v in eqn.invars if is_float(v.aval))
@@ -404,7 +391,7 @@ class _Walk(Evaluation):
         kind: str,
         name: str,
         value: Value,
-        reads: frozenset[int] = _NOWHERE,
+        reads: frozenset[int] = NOWHERE,
         call: Call | None = None,
         own: Any = 0.0,
     ) -> frozenset[int]:
@@ -455,10 +442,10 @@ def _read(arrays: Sequence[RecordedArray], ends: frozenset[int]) -> tuple[Record
     )
 
 
-def _all(sources: _Sources) -> frozenset[int]:
+def _all(sources: Any) -> frozenset[int]:
     if isinstance(sources, frozenset):
         return sources
-    return _NOWHERE.union(*map(_all, sources))
+    return NOWHERE.union(*map(_all, sources))
 
 
 def _difference(x: Any, old: Any) -> Any:
@@ -569,15 +556,8 @@ def _few(x: Any) -> Any:
 # Which results are arguments, changed, or gradients of them.
 
 
-class _Paired(NamedTuple):
-    """An argument that a result is the update or the gradient of."""
-
-    kind: str
-    place: int  # among the inputs
-
-
-def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
-    """By result, the argument it belongs to.
+def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, int]]:
+    """By result, the kind of its row, and the place among the inputs of the argument that it is of.
 
     Results of an argument's structure, dtypes and shapes are its update if they are made of it and
     of a gradient, without an op that changes the shape; its gradient if they come out of the
@@ -590,23 +570,23 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, _Paired]:
             parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
     variables = compat.opened(call.closed)[0].outvars
     results = [n for n, v in enumerate(variables) if is_float(v.aval)]
-    found: dict[int, _Paired] = {}
+    found: dict[int, tuple[str, int]] = {}
     for at in results:
         if at in found:
             continue
         alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
         most = max(map(len, alike), default=0)
         alike = [pairs for pairs in alike if len(pairs) == most]
-        taken = {to.place for to in found.values()}
+        taken = {place for _, place in found.values()}
         new = [
             pairs
             for pairs in alike
             if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
         ]
         if new:
-            found.update((n, _Paired(UPDATE, to)) for n, to in new[0])
+            found.update((n, (UPDATE, to)) for n, to in new[0])
         elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
-            found.update((n, _Paired(GRADIENT, to)) for n, to in alike[0])
+            found.update((n, (GRADIENT, to)) for n, to in alike[0])
     return found
 
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from polymp.backends.jax.arrays import AsyncCopy, is_float
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
-from polymp.backends.jax.diagnostics.measures import few
+from polymp.backends.jax.diagnostics.instrument import few
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.low_weights import LowWeightsState
 from polymp.weights import LostUpdates, LostUpdatesWatch

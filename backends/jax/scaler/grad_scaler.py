@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import reprlib
 import sys
 import threading
 import warnings
@@ -26,7 +25,7 @@ from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.scaler import optimizer_step, tree_math
 from polymp.backends.jax.scaler.optimizer_step import factor, look
-from polymp.backends.jax.scaler.tree_math import is_scalable, parts_of, shown_dtype
+from polymp.backends.jax.scaler.tree_math import is_scalable, parts_of
 from polymp.code_origin import outside
 from polymp.errors import ScalerWarning
 from polymp.scaling import (
@@ -261,16 +260,20 @@ class GradScaler:
             that for the next step. Finite, bool [], is True if all gradients are.
 
         Raises:
-            TypeError: `fun` is no function; when called, it returned something else.
+            TypeError: as `jax.value_and_grad` raises it.
         """
-        given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in given):
-            raise TypeError(f"argnums must be an int or several of them, got {argnums!r}.")
-        scaled_loss = _with_scale(self.scale, fun, has_aux)
-        differentiated = jax.value_and_grad(scaled_loss, argnums, has_aux=True, allow_int=allow_int)
+
+        def scaled(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[Any, Any]]:
+            # The scaled loss divided by the scale may differ from the loss in its last bits.
+            out: Any = fun(*args, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            return self.scale(loss), (loss, aux)
+
+        differentiated = jax.value_and_grad(scaled, argnums, has_aux=True, allow_int=allow_int)
 
         def call(*args: object, **kwargs: object) -> tuple[tuple[Any, Any], GradScaler, jax.Array]:
             (_, (loss, aux)), grads = differentiated(*args, **kwargs)
+            loss = jnp.asarray(loss)
             value = (loss, aux) if has_aux else loss
             if not self.enabled:
                 return (value, grads), self, jnp.asarray(True)
@@ -371,46 +374,6 @@ jax.tree_util.register_pytree_with_keys(
     lambda rest, first: _make(*first, *rest),
     lambda it: ((it.state,), (it.rule, it.enabled)),
 )
-
-
-def _with_scale(
-    scale: Callable[[jax.Array], jax.Array], fun: Callable[..., object], has_aux: bool
-) -> Callable[..., tuple[jax.Array, tuple[jax.Array, Any]]]:
-    """Wrap a loss function so that it returns the scaled loss to differentiate, and its own."""
-    # The scaled loss divided by the scale may differ from that in its last bits.
-    if not callable(fun):
-        raise TypeError(
-            f"value_and_grad needs the function that computes the loss, got {reprlib.repr(fun)}."
-        )
-
-    def scaled_fun(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[jax.Array, object]]:
-        out: Any
-        aux: object
-        out, aux = fun(*args, **kwargs), None
-        if has_aux:
-            if not isinstance(out, tuple) or len(out) != 2:
-                raise TypeError(
-                    "with has_aux=True, the function given to value_and_grad must return (loss, "
-                    f"aux), got {_shown(out)}."
-                )
-            out, aux = out
-        if _shown(out) not in _LOSSES:
-            hint = " Or pass has_aux=True, if it returns (loss, aux)." if not has_aux else ""
-            raise TypeError(
-                f"the function given to value_and_grad must return a loss that is one float, got "
-                f"{_shown(out)}. Reduce it to one, by .mean() for instance.{hint}"
-            )
-        loss = jnp.asarray(out)
-        return scale(loss), (loss, aux)
-
-    return scaled_fun
-
-
-_LOSSES = ("float16[]", "bfloat16[]", "float32[]", "float64[]")
-
-
-def _shown(x: object) -> str:
-    return shown_dtype(x) if tree_math.is_carried(x) else f"{type(x)}"
 
 
 # The rules of the scalers that a thread was warned of: each step makes another scaler.

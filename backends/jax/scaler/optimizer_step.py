@@ -9,6 +9,8 @@ GPUs are the exception: there XLA reads the predicate of a conditional on the ho
 the device in every step, while a select becomes part of the optimizer's own loops, which read the
 old state anyway. So there the step is always taken, with zeros for gradients if it is skipped, and
 the results are selected.
+
+`expect_scaler` checks a step that no scaler takes.
 """
 
 from __future__ import annotations

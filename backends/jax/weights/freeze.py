@@ -31,9 +31,7 @@ from polymp.backends.jax.autocast.frame import (
     declared,
 )
 from polymp.backends.jax.autocast.function_calls import FUNCTION_CALL, FunctionCall
-from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.planner import PlanCache
-from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.autocast.transform import (
     ARRAY,
     AutocastFunction,
@@ -45,8 +43,7 @@ from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.jaxprs import RULED, Inner, inside
 from polymp.backends.jax.modules import nnx
 from polymp.errors import PolicyError
-from polymp.rules.policy import Region, Why
-from polymp.rules.row import Rule
+from polymp.rules.policy import Region
 
 T = TypeVar("T")
 
@@ -406,7 +403,7 @@ class LowPlan:
     """A plan with low inputs."""
 
     def __init__(self, plan: Plan, dtype: str, inputs: Low, allowed: Low) -> None:
-        self.region, self.dtype = plan.region, dtype
+        self.dtype = dtype
         places = enumerate(compat.binders(plan.jaxpr)[1])
         self.env: dict[Atom, Low] = {v: frozenset({i}) for i, v in places if i in inputs}
         self.wide: dict[int, Wide] = {}  # by input, the first read that is not in the low dtype
@@ -513,31 +510,13 @@ class LowPlan:
         return moved._replace(inside=whole.lowered(tuple(plans), dtypes)), made
 
     def reader(self, step: Step, dtype: str | None) -> str:
-        """Who reads, in which dtype, by which row, and where it is written; as a clause."""
-        eqn, name = step.eqn, step.eqn.primitive.name
-        region, _ = NameStacks().place(eqn.source_info.name_stack, self.region)
-        if isinstance(eqn, FunctionCall):
-            op, region, spelled = eqn.op, eqn.region, ""
-            name = op
-        else:
-            spelled = spelling(eqn)
-            op, spelled = op_of(spelled), f"jax:{spelled}"
-        where = compat.where_written(eqn)
-        policy = region.policy
-        if not region.enabled:
-            row = "autocast is off there"
-        elif name == "convert_element_type":
+        """Who reads, in which dtype, and where it is written; as a clause."""
+        eqn, where = step.eqn, compat.where_written(step.eqn)
+        if eqn.primitive.name == "convert_element_type":
             return f"a cast to {eqn.params['new_dtype'].name} reads it ({where})"
-        elif policy is None or eqn.primitive.name not in known_functions.FREE | {FUNCTION_CALL}:
-            row = "it runs as written"
-        else:
-            winner = policy.at(region.scope).winner(op, region.dtype, spelled)
-            row = str(Why(op or name, region.dtype, region.scope, winner, policy.name))
-            if step.fallback and step.kind is Kind.BIND:
-                row = f"{row}, but {step.fallback}"
-            elif winner is not None and winner.rule is Rule.LOWER and dtype == "float32":
-                row = "it runs as written, as its own arguments ask"
-        return f"{name!r} reads it in {dtype}: {row} ({where})"
+        name = eqn.op if isinstance(eqn, FunctionCall) else eqn.primitive.name
+        does = f"reads it in {dtype}" if step.in_8_bits is None else "quantises it to 8 bits"
+        return f"{name!r} {does} ({where})"
 
 
 def _fills_alike(eqn: Equation, dtype: str) -> bool:

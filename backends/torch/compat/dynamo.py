@@ -1,4 +1,4 @@
-"""torch.compile's front end: functions that it skips, or runs while it traces; addresses."""
+"""The front end of torch.compile and torch.export: functions that it skips; regions in graphs."""
 
 import sys
 from collections.abc import Callable

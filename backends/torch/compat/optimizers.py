@@ -1,9 +1,9 @@
 """torch.optim and torch.nn: steps, state and hooks; torch.amp's scaler; modules."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -124,10 +124,7 @@ def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
     return len(inspect.signature(inspect.unwrap(make)).parameters) - 2
 
 
-# torch.nn: calls of modules, recurrent weights, clipping.
-
-
-F = TypeVar("F", bound=Callable[..., Any])
+# torch.nn: calls of modules, recurrent weights.
 
 
 def flatten_rnn_weights(weights: list[torch.Tensor], *options: Any) -> None:

@@ -151,21 +151,83 @@ class Call(NamedTuple):
     losses: dict[int, torch.Tensor]  # by their places in the results, on their devices
 
 
-class StateCopy:
+# `TrainingState`: a copy of all that a training step changes; and the search for what that is.
+#
+# A `Snapshot` of parameters, buffers, gradients, optimizers and random numbers; schedulers and loss
+# scalers are copied by `state_dict` and `load_state_dict`.
+
+
+class TrainingState(Snapshot):
+    """A copy of a training's state."""
+
+    def __init__(self, objects: TrainingObjects) -> None:
+        self.named = named_tensors(objects)
+        tensors = list(self.named.values())
+        super().__init__(
+            tensors,
+            grads=tensors,
+            optimizers=objects.optimizers,
+            modules=own_modules(part for model in objects.models for part in model.modules()),
+            random_numbers=True,
+        )
+        self._others = [(it, state) for it in objects.others if (state := _state_of(it))]
+
+    def put_back(self) -> None:
+        """Give the training the state that it had when this was made."""
+        super().put_back()
+        for it, state in self._others:
+            it.load_state_dict(copy.deepcopy(state))
+
+
+def _state_of(it: Any) -> Any:
+    """Return a copy of an object's `state_dict`; None, with a warning, if it cannot be had."""
+    try:
+        return copy.deepcopy(it.state_dict())
+    except Exception as error:
+        warn(
+            f"catch leaves out {type(it).__name__}, whose state_dict() raised "
+            f"{type(error).__name__}: {error}. It stays as it is when steps are undone."
+        )
+        return None
+
+
+def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a training by name, each once.
+
+    A parameter that only an optimizer has is called by its place in the optimizer's groups.
+    """
+    named: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    many = len(objects.models) > 1
+    for at, model in enumerate(objects.models):
+        prefix = f"{type(model).__name__}{at}." if many else ""
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            if id(t) not in seen:
+                seen.add(id(t))
+                named[prefix + name] = t
+    for it in objects.optimizers:
+        for at, group in enumerate(it.param_groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    named[f"param_groups[{at}]['params'][{i}]"] = p
+    return named
+
+
+class StateCopy(TrainingState):
     """The state of the training before a step, and the calls since."""
 
     def __init__(self, objects: TrainingObjects) -> None:
+        super().__init__(objects)
         self.objects = objects
-        self.state = TrainingState(objects)
         self.scaled = _has_scaler(objects)
-        self._named = named_tensors(objects)
-        self._names = {id(t): name for name, t in self._named.items()}
+        self._names = {id(t): name for name, t in self.named.items()}
         self.calls: list[Call] = []
-        self._memory = {*map(storage_key, self._named.values())}
+        self._memory = {*map(storage_key, self.named.values())}
         # Of the calls' arguments, by tensor: the version that was copied, and the copy.
         self._copies: Any = WeakTensorKeyDictionary()
         self._arrays = BatchCopies()
-        self._versioned = [t for t in self._named.values() if not t.is_inference()]
+        self._versioned = [t for t in self.named.values() if not t.is_inference()]
         self.left = self.versions()  # when the last call ended
 
     def versions(self) -> list[int]:
@@ -183,7 +245,7 @@ class StateCopy:
 
     def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> Named:
         """Return the gradients that an optimizer steps with, by name; without one, all."""
-        own = self._named.values() if optimizer is None else with_gradients(optimizer)
+        own = self.named.values() if optimizer is None else with_gradients(optimizer)
         named = [(self._names.get(id(p), f"parameter {at}"), p.grad) for at, p in enumerate(own)]
         return {f"the gradient of {name}": grad for name, grad in named if grad is not None}
 
@@ -351,7 +413,7 @@ class Catch(CaughtStep, Generic[P, R]):
     def _replayed(self, copy: StateCopy) -> BadStep:
         objects, calls = copy.objects, copy.calls
         broken = TrainingState(objects)
-        copy.state.put_back()
+        copy.put_back()
         before_it: list[float] = []
         for at, call in enumerate(calls):
             call.settings.put_back()
@@ -540,65 +602,3 @@ def _device() -> torch.device:
 def values(result: Any) -> list[float]:
     """Return a step's losses as numbers. Waits for the device."""
     return [float(loss) for loss in losses(result).values()]
-
-
-# `TrainingState`: a copy of all that a training step changes; and the search for what that is.
-#
-# A `Snapshot` of parameters, buffers, gradients, optimizers and random numbers; schedulers and loss
-# scalers are copied by `state_dict` and `load_state_dict`.
-
-
-class TrainingState(Snapshot):
-    """A copy of a training's state."""
-
-    def __init__(self, objects: TrainingObjects) -> None:
-        tensors = list(named_tensors(objects).values())
-        super().__init__(
-            tensors,
-            grads=tensors,
-            optimizers=objects.optimizers,
-            modules=own_modules(part for model in objects.models for part in model.modules()),
-            random_numbers=True,
-        )
-        self._others = [(it, state) for it in objects.others if (state := _state_of(it))]
-
-    def put_back(self) -> None:
-        """Give the training the state that it had when this was made."""
-        super().put_back()
-        for it, state in self._others:
-            it.load_state_dict(copy.deepcopy(state))
-
-
-def _state_of(it: Any) -> Any:
-    """Return a copy of an object's `state_dict`; None, with a warning, if it cannot be had."""
-    try:
-        return copy.deepcopy(it.state_dict())
-    except Exception as error:
-        warn(
-            f"catch leaves out {type(it).__name__}, whose state_dict() raised "
-            f"{type(error).__name__}: {error}. It stays as it is when steps are undone."
-        )
-        return None
-
-
-def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a training by name, each once.
-
-    A parameter that only an optimizer has is called by its place in the optimizer's groups.
-    """
-    named: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    many = len(objects.models) > 1
-    for at, model in enumerate(objects.models):
-        prefix = f"{type(model).__name__}{at}." if many else ""
-        for name, t in (*model.named_parameters(), *model.named_buffers()):
-            if id(t) not in seen:
-                seen.add(id(t))
-                named[prefix + name] = t
-    for it in objects.optimizers:
-        for at, group in enumerate(it.param_groups):
-            for i, p in enumerate(group["params"]):
-                if id(p) not in seen:
-                    seen.add(id(p))
-                    named[f"param_groups[{at}]['params'][{i}]"] = p
-    return named

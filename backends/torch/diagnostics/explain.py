@@ -19,6 +19,7 @@ from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import Ran, call_of
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.modules.scoped import scoped_anew
+from polymp.backends.torch.snapshot import training_objects
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.rules import policy_files
@@ -74,7 +75,7 @@ def explaining(model: nn.Module | None = None, title: str = "") -> Iterator[Repo
             yield report
     finally:
         stream.close()  # an interrupt may have come before
-        report.fill(kept.finished(), *stream.region)
+        report._fill(kept.finished(), *stream.region)
 
 
 @overload
@@ -117,9 +118,9 @@ def explain(
         args: of the call; modules and tensors among them in any nesting.
         dtype: the low dtype of a region that is opened around the call, bfloat16 or float16, as a
             name, an alias such as "bf16", or a dtype; None to open none, unless a policy is given.
-        policy: of that region, and of the modules in the call, in place of the policy that `scoped`
-            gave them; it may have rules by module path. None for torch's own table of the device,
-            and for the scopes that the modules have.
+        policy: of that region, and of the modules among `fn`, its arguments and what it names, in
+            place of the policy that `scoped` gave them; it may have rules by module path. None for
+            torch's own table of the device, and for the scopes that the modules have.
         model: its modules are called by their paths; by default `fn` itself if it is a module.
         kwargs: of the call.
 
@@ -178,22 +179,14 @@ def open_region(
     stack.enter_context(autocast(device_of(call), low, policy=policy))
 
 
-def _models(tree: Any) -> list[nn.Module]:
-    """Return the modules among the leaves of a call that are not inside others of them."""
-    leaves = (getattr(leaf, "__self__", leaf) for leaf in tree_leaves(tree))
-    found = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, nn.Module)))
-    inside = {id(m) for one in found for m in one.modules() if m is not one}
-    return [one for one in found if id(one) not in inside]
+def _models(call: tuple[Any, Any, Any]) -> list[nn.Module]:
+    """Return the modules that a call works with."""
+    fn, args, kwargs = call
+    return training_objects(fn, [args, kwargs]).models
 
 
-def device_of(call: Any) -> str:
+def device_of(call: tuple[Any, Any, Any]) -> str:
     """Return the device type of the tensors in a call; "cpu" if there are none."""
-    return next((kind for t in _tensors(call) if (kind := t.device.type) != "cpu"), "cpu")
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif isinstance(leaf, nn.Module):
-            yield from leaf.parameters()
+    found = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    found += [p for model in _models(call) for p in model.parameters()]
+    return next((kind for t in found if (kind := t.device.type) != "cpu"), "cpu")

@@ -186,8 +186,8 @@ class _Meeting:
             return
         store = dist.distributed_c10d.PrefixStore("polymp.locate", distributed.default_store())
         came = store.add("came", 1)
-        meeting = -(-came // ranks)
-        full, all_came = meeting * ranks, f"all came to {meeting}"
+        full = -(-came // ranks) * ranks
+        all_came = f"{full} came"
         if came == full:
             store.set(all_came, "")
             return

@@ -182,11 +182,7 @@ class Recorder:
 class _Array:
     """An array of the record, whose numbers are still on its device."""
 
-    kind: str
-    name: str
-    module: str
-    source: str
-    direction: str
+    of: tuple[str, str, str, str, str]  # kind, name, module, source, direction
     dtype: torch.dtype
     shape: torch.Size
     op_call: OpCall | None = None
@@ -336,8 +332,8 @@ class _Step(Subscriber):
         array = self._arrays.pop(id(op_call), None)
         if array is None or op_call.direction != BACKWARD:
             if array is None:
-                named = op_call.op, place.module, place.source, op_call.direction
-                array = _Array(RESULT, *named, t.dtype, t.shape, op_call)
+                of = RESULT, op_call.op, place.module, place.source, op_call.direction
+                array = _Array(of, t.dtype, t.shape, op_call)
             array.dtype, array.shape, array.own = t.dtype, t.shape, norm
             array.narrow = rounds_operands(ran, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
@@ -379,7 +375,7 @@ class _Step(Subscriber):
     ) -> _Array:
         """Sum up an array; without a module, one of a parameter or buffer."""
         module = name.rpartition(".")[0] if module is None else module
-        array = _Array(kind, name, module, source, direction, t.dtype, t.shape)
+        array = _Array((kind, name, module, source, direction), t.dtype, t.shape)
         self._sum(array, t.detach(), self._probes.of(t) if probes is None else probes)
         return array
 
@@ -442,7 +438,7 @@ class _Step(Subscriber):
                 copy = None if moved is None else moved.clone()
                 self._old[name] = p.detach().clone(), copy
         if not closure and not self._probes.count:  # of its ops none is recorded
-            self.stream.pause()
+            self.stream.look_away()
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""
@@ -481,10 +477,11 @@ class _Step(Subscriber):
                 new = distributed.local(self._parameters[name]).detach()
             elif torch.equal(new, old):
                 continue
-            dtype = wide(new)
-            change, probes = new.to(dtype) - old.to(dtype), None
+            dtype, probes = wide(new), None
             if self._probes.count:
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
+            out = old if old.dtype is dtype else None  # no other memory, which takes time
+            change = torch.sub(new.to(dtype), old.to(dtype), out=out)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
             array.dtype = new.dtype
             norm = torch.linalg.vector_norm(new, dtype=dtype)
@@ -511,55 +508,33 @@ class _Step(Subscriber):
         found = []
         for at, array in enumerate(arrays):
             reads = sorted([p for r in array.reads if (p := places.get(r, at)) < at])
-            whole, changes, norm = numbers[3 * at : 3 * at + 3]
-            if isinstance(whole, int):
-                whole = summaries[whole]
-            else:
-                whole = summary.values(whole, array.shape.numel())
-            found.append(self._finished(array, tuple(reads), whole, changes, norm))
+            sums, *rest = numbers[3 * at : 3 * at + 3]
+            on_cpu = isinstance(sums, int)
+            whole = summaries[sums] if on_cpu else summary.values(sums, array.shape.numel())
+            found.append(self._finished(array, tuple(reads), whole, *rest))
         return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
 
     def _finished(
-        self,
-        array: _Array,
-        reads: tuple[int, ...],
-        whole: tuple[tuple[float, ...], int, int],
-        changes: Any,
-        norm: Any,
+        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any, norm: Any
     ) -> RecordedArray:
-        values, zeros, bad = whole
-        count = array.shape.numel()
+        values, zeros, bad = found
+        size = array.shape.numel()
         own, of_top = array.shares
         if rms := values[RMS]:
-            own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / count**0.5 / rms)
+            own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / size**0.5 / rms)
         spread: tuple[float, ...] = ()
         if changes is not None:
-            spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), count)
+            spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), size)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             spread = (0.0,) * len(values)
-        rule, run, inputs = "", "", tuple[str, ...]()
+        ran: tuple[str, tuple[str, ...], str] = "", (), ""
         if array.op_call is not None:
             call = call_of(array.op_call)
-            rule, inputs, run = call.rule, call.inputs, array.narrow or call.run
+            ran = call.rule, call.inputs, array.narrow or call.run
         dtype = dtype_names.NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
-        return RecordedArray(
-            array.kind,
-            array.name,
-            array.module,
-            array.source,
-            array.direction,
-            rule,
-            inputs,
-            run,
-            dtype,
-            tuple(array.shape),
-            zeros,
-            bad,
-            float(own) if rms else 0.0,
-            reads,
-            values,
-            spread,
-        )
+        counts = zeros, bad, float(own) if rms else 0.0
+        named = *array.of, *ran, dtype, tuple(array.shape)
+        return RecordedArray(*named, *counts, reads, values, spread)
 
 
 @cache

@@ -110,19 +110,17 @@ def pin(
         model.to("cuda", torch.bfloat16)         # all but those; theirs were never rounded
 
     Float parameters, their gradients and float buffers, such as running statistics, are cast to the
-    dtype now and stay in it through `to`, `half`, `bfloat16`, `double` and the like, and
-    through `load_state_dict(assign=True)`. They move between devices, and to memory formats, as
-    others do. Integer and complex tensors are left alone. A parameter that is tied to another
-    module of `module` is pinned there, too; so call pin on a model that has both.
+    dtype now and stay in it through `to`, `half`, `double` and the like, and through
+    `load_state_dict(assign=True)`. A parameter that is tied to another module of `module` is pinned
+    there, too; so call pin on a model that has both.
 
     This is about storage. The policy decides in which dtype the module's ops run: in a region, a
     pinned weight is cast for a matmul like any other. To run ops of a module in float32, use
     `scoped`.
 
-    The modules are changed in place: the class of each becomes a subclass of the same name. They
-    work with deepcopy, pickle and DistributedDataParallel; state_dict has no new keys. Casts that
-    do not call the module are not seen: `module.weight.data = ...`, another Parameter assigned by
-    hand, FSDP's own mixed precision.
+    The modules are changed in place: the class of each becomes a subclass of the same name. Casts
+    that do not call the module are not seen: `module.weight.data = ...`, another Parameter assigned
+    by hand, FSDP's own mixed precision.
 
     Args:
         module: any module, with its submodules; modules added later are not pinned.

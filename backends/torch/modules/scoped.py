@@ -118,15 +118,12 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
             logits = model(ids)              # lm_head in float32, the rest as amp says
 
     While a module is called, `policy.at(path)` is in force in every enabled region, polymp's or
-    torch.amp's, with the region's device, dtype and cache; outside of regions nothing changes. It
-    replaces the policy of a region around the model. A region with a policy of its own that is
-    entered inside a module replaces it in turn, up to the next module's call.
+    torch.amp's, in place of the region's own policy; outside of regions nothing changes. A region
+    with a policy that is entered inside a module replaces it in turn, up to the next module's call.
 
     A path is the module's name in `model.named_modules()`, the first for a module with several. The
-    model is changed in place: the class of each module becomes a subclass of the same name. It
-    works with deepcopy, pickle, DistributedDataParallel, DataParallel and torch.compile; state_dict
-    stays as it is. Scope a model before it is wrapped, because a wrapper puts its own name before
-    the paths.
+    model is changed in place: the class of each module becomes a subclass of the same name. Scope a
+    model before it is wrapped, because a wrapper puts its own name before the paths.
 
     Code outside of module calls has no path: parameters that a parent reads itself, as
     nn.MultiheadAttention does with `out_proj`, and `module.forward(...)`.
@@ -180,8 +177,7 @@ def _said_of(scoping: Scoping, model: nn.Module) -> str:
     paths = {path: firsts[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
     said = []
     for pattern in scoping.unmatched:
-        close = [repr(one) for one in scopes.nearest(pattern, firsts.values())]
-        hint = f"did you mean {' or '.join(close)}?" if close else _NAMES
+        hint = scopes.hint(pattern, firsts.values(), "it has no modules inside.")
         if pattern in paths:
             hint = f"that module goes by its first path, {paths[pattern]!r}."
         said.append(f"{pattern!r}: {hint}")
@@ -189,9 +185,6 @@ def _said_of(scoping: Scoping, model: nn.Module) -> str:
         f"scoped(): policy {scoping.policy.name!r} has rules for paths that no module of "
         f"{type(model).__name__} has. {' '.join(said)}"
     )
-
-
-_NAMES = "[name for name, _ in model.named_modules()] lists the paths."
 
 
 # A module whose calls open a region: for trainers that call the model and open none.

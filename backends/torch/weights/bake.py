@@ -41,10 +41,9 @@ def bake(
     The program needs no polymp. Parameters keep their names and dtypes, and are cast once for all
     their uses, or at each use if the region has `cache_enabled=False`. An op with a row stays
     whole; an op without one that is made of ops with rows is taken apart. Run the program outside
-    of regions: inside one it would be cast again. Rules for ops that a compiled kernel calls inside
-    itself, as relu calls clamp_min, are not written out. Where a module has a fast path that
-    torch.export does not take, as torch's transformer layers have without gradients and an LSTM on
-    a CPU, the program has the slow one, whose bits may differ.
+    of regions: inside one it would be cast again. Where a module has a fast path that torch.export
+    does not take, as torch's transformer layers have without gradients and an LSTM on a CPU, the
+    program has the slow one, whose bits may differ.
 
     Args:
         model: any module that torch.export can trace, non-strictly.

@@ -121,24 +121,19 @@ def freeze(
         print(handle)                        # what is stored low, what stayed, and why
 
     The model is called with the examples under `autocast(device_type, dtype, policy=policy)`. A
-    float32 parameter or buffer that does not require gradients, and that is cast to the low dtype
-    at every use, is stored in that dtype. The others stay: tensors that are trained, read in
-    float32, written, not used or pinned, or whose dtype the Python program reads. Tied weights stay
-    tied; tensors that share memory are stored low together or not at all. Then outputs, gradients
-    and the sequence of ops must be those of the model before, bit for bit. With gradients enabled
-    the examples run with and without them, else only without. Buffers, attributes, and the random
-    state of torch, Python and NumPy are put back after each run; other changes are not.
+    float32 parameter or buffer that is not trained, and that is cast to the low dtype at every use,
+    is stored in that dtype; tensors that share memory together or not at all. Then outputs,
+    gradients and the sequence of ops must be those of the model before, bit for bit. Buffers,
+    attributes, and the random state of torch, Python and NumPy are put back after each run.
 
-    Every call of a frozen model enters the region that it is frozen for, whatever region is around
-    it. Calls that go around the model, such as `model.encoder(x)`, `model.forward(x)` or a module
-    that another model shares, need the region around them. The model works with deepcopy, pickle
-    and torch.compile; freeze it before it is compiled, and in the mode, train or eval, in which it
-    will run. Its state_dict holds the low tensors; loading a float32 checkpoint rounds it as the
-    cast does.
+    Every call of a frozen model enters the region that it is frozen for. Calls that go around the
+    model, such as `model.encoder(x)` or `model.forward(x)`, need the region around them. Freeze it
+    before it is compiled, and in the mode, train or eval, in which it will run. Its state_dict
+    holds the low tensors; loading a float32 checkpoint rounds it as the cast does.
 
-    The comparison holds for calls that take the same branches as an example; give one for each
-    branch. Nothing is checked later: on another branch a weight may be read in the low dtype
-    without an error, and a stored weight that is made to require gradients is trained in it.
+    The comparison holds for calls that take the same branches as an example. Nothing is checked
+    later: on another branch a weight may be read in the low dtype without an error, and a stored
+    weight that is made to require gradients is trained in it.
 
     Args:
         model: any module; it is changed in place, and its parameters stay the same objects.

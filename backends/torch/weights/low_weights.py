@@ -42,19 +42,13 @@ def low_weights(
         split         the other 16 bits            14                             exact
         stochastic    nothing                      12                             right on average
 
-    Autocast on float32 parameters takes 18 bytes while it holds casts.
-
     Parameters stay the same objects; their memory, and that of their gradients, is low from now on.
     Call it after the optimizer is made and the model is on its device and sharded (FSDP2), and
-    before DDP, a scheduler and the first step. The returned optimizer is the one given, with a
-    class that is a subclass of its own.
+    before DDP, a scheduler and the first step.
 
     Where a region only casts a weight to its dtype, `master` and `split` train to the same bits as
     float32 parameters, up to the sum of several gradients of one weight. Weights that float32 ops
     read, such as those of norms, would be rounded there: `keep` finds them.
-
-    A step makes float32 parameters of at most 128 MiB, or of one parameter, at a time; for LBFGS,
-    and optimizers that are not of torch.optim, all of them, since such a step may look at all.
 
     Weights that are written by hand between two steps hold what was written. A write that raises no
     version of the parameter, as `p.data.copy_()`, keeps the old remainder in `split`, which is at

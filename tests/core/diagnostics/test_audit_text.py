@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.diagnostics import audit as audits
 from tests.support import reports
 from tests.support.reports import gradient, magnitudes, measured
 
@@ -30,32 +29,32 @@ def small() -> Any:
 PRINTED = """\
 audit of 3 steps
 
-loss scale: 2**10 = 1024; the largest at which no float16 gradient overflows: 2**14 = 16384
+loss scale: 1024; the largest at which no float16 gradient overflows: 16384
 gradients that become zero in float16: 67 % unscaled, none at 1024, none at 16384
 over, under, sub: percent of values that float16 would make Inf, zero, subnormal; here: those that
   float16 made so in this run
 
-op                        largest |x|  over  under  sub  here
--------------------  ----------------  ----  -----  ---  ----
+op                   largest |x|  over  under  sub  here
+-------------------  -----------  ----  -----  ---  ----
 
 -- forward: results of ops -------------------------------------------------------------------------
 net.up
-  linear model.py:1   2**16.1 = 7e+04    10              Inf
-  exp model.py:2     2**-20 = 9.5e-07                75
+  linear model.py:1        7e+04    10              Inf
+  exp model.py:2         9.5e-07                75
 (top level)
-  sum train.py:3       2**8.2 = 3e+02
+  sum train.py:3           3e+02
 
 -- recompute: the forward again, for the backward --------------------------------------------------
 net.up
-  linear model.py:1          2**0 = 1
+  linear model.py:1            1
 
 -- backward: gradients that ops made ---------------------------------------------------------------
 net.up
-  matmul model.py:1          2**0 = 1           50
+  matmul model.py:1            1           50
 
 -- backward: gradients of parameters ---------------------------------------------------------------
 net.up
-  weight             2**-16 = 1.5e-05           75   25"""
+  weight                 1.5e-05           75   25"""
 
 
 def test_printed_by_direction_and_module() -> None:
@@ -108,7 +107,7 @@ def test_no_cell_of_a_table_is_broken_over_many_lines(width: int) -> None:
     assert text.count("scaled_dot_product_attention") == 1
     assert text.count("attention.py:1234") == 3
     rows = text[text.index("-- forward") :].splitlines()
-    lines = {80: 3 * 4 + 1, 100: 2 + 1 + 2 + 1, 140: 4}[width]
+    lines = {80: 3 * 2 + 1, 100: 2 + 1 + 2 + 1, 140: 4}[width]
     assert len(rows) == 3 + 4 + lines  # sections and what is between them, modules, rows
 
 
@@ -122,7 +121,6 @@ def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> 
         "exp",
         "model.py:2",
         "in e5m2",
-        "-/100/-",
     ):
         assert words in page
     assert page.count("<tr") == 1 + len(audit.results) + len(audit.gradients)
@@ -130,14 +128,6 @@ def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> 
     assert "<script>" not in named.to_html().partition("<tbody>")[2].partition("</tbody>")[0]
     assert len(repr(audit.results[0])) < 400
     assert len(repr(audit)) < 100
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(0.0, "0"), (1.0, "2**0 = 1"), (65536.0, "2**16 = 65536"), (1e-3, "2**-10.0 = 0.001")],
-)
-def test_powers(value: float, words: str) -> None:
-    assert audits.power(value) == words
 
 
 # --- The orders of a table: by the program, and by what float16 loses -----------------------------

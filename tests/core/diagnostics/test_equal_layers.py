@@ -38,8 +38,8 @@ def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[st
         (["h.0.c.0", "h.0.c.1", "h.1.c.0", "h.1.c.1"], ["h.*.c.* x4"]),
         (["layers_0.up", "layers_1.up"], ["layers_*.up x2"]),
         (["h.9.up", "h.10.up", "h.8.up"], ["h.*.up x3"]),
-        # Another layer has none of it: not all layers, but neighbours among those that have it.
-        (["h.0.up", "h.1.gate", "h.2.up", "h.3.up"], ["h.0,2-3.up x3", "h.1.gate"]),
+        # Another layer has none of it.
+        (["h.0.up", "h.1.gate", "h.2.up", "h.3.up"], ["h.*.up x3", "h.1.gate"]),
         (["h.0", "g.1"], ["h.0", "g.1"]),
         (["h.0.a", "h.1.b"], ["h.0.a", "h.1.b"]),
         (["layer1", "layer2", ""], ["layer1", "layer2", "(top level)"]),
@@ -67,11 +67,6 @@ def test_rows_in_another_order_or_one_more_are_another_layer() -> None:
     assert len(of(one + other)) == 2
     assert len(of([*one, ("h.1", "a", 1)])) == 2
     assert of([*one, ("h.1", "a", 1), ("h.1", "b", 5)]) == [("h.*", 2, [("a", 2), ("b", 6)])]
-
-
-def test_layers_of_a_plain_sequence_of_ops_stay() -> None:
-    rows = [("0", "linear", 1), ("1", "relu", 1), ("2", "linear", 1)]
-    assert of(rows) == of(rows, fold=False)
 
 
 def test_no_count_is_lost_in_random_models() -> None:
@@ -152,10 +147,10 @@ def layered(layers: int = 24, bad: int | None = None) -> Audit:
 def test_an_audit_folds_and_shows_a_broken_layer() -> None:
     text = str(layered())
     assert text.count("h.*.up x24") == 2
-    assert "2**23 = 8.4e+06" in text, "the largest of all"
+    assert "8.4e+06" in text, "the largest of all"
     assert "48 rows in 2; fold=False lists each" in text
-    assert "2**22" not in text
-    assert "2**22 = 4.2e+06" in layered().table(fold=False)
+    assert "4.2e+06" not in text
+    assert "4.2e+06" in layered().table(fold=False)
     broken = str(layered(bad=5))
     assert {"h.0-4.up x5", "h.5.up", "h.6-23.up x18", "h.*.up x24"} <= {*broken.splitlines()}
 

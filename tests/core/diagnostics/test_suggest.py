@@ -287,14 +287,6 @@ def test_an_op_that_a_row_has_in_float32_already_is_left_to_the_program() -> Non
     assert a.suggest() == suggest(a, base="amp") != found
 
 
-def test_what_another_policy_says_is_suggested_for_the_one_that_ran() -> None:
-    exp = audit(measured("exp", "", burst=0.5))
-    assert suggest(exp, base="amp").rules == {"exp": "fp32"}
-    kept = polymp.policy("lean").why("softmax", "float16").row
-    spread = audit(measured("softmax", "", burst=0.5, row=kept))
-    assert suggest(spread, base="lean").rules == {"softmax": "fp32"}
-
-
 def test_a_policy_that_is_none_is_refused() -> None:
     with pytest.raises(PolicyError, match="ampp"):
         suggest(audit(measured()), base="ampp")

@@ -44,6 +44,18 @@ def test_products_of_few_rows_by_parameters_are_float32(rows):
     assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_results_are_those_of_float32_operands_rounded_once(rows):
+    """A fault, an operand that is rounded as well, is seen."""
+    args = inputs(rows)
+    few = autocast(lambda params, x: x @ params["up"], policy=FEW)(*args)
+    params, x = args
+    exact = x @ params["up"]
+    rounded = jnp.matmul(*(a.astype(jnp.bfloat16).astype(jnp.float32) for a in (x, params["up"])))
+    same = [bool((few == y.astype(jnp.bfloat16)).all()) for y in (exact, rounded)]
+    assert same == ([True, False] if rows <= MOST else [False, True])
+
+
 def test_other_products_run_by_their_rows():
     def attention(q, k, w):
         q, k = q * 2, k * 2  # computed, and no parameters
@@ -75,14 +87,12 @@ def test_frozen_parameters_give_the_same_bits(rows):
     serve, served = freeze(fn, params, x)
     assert bits(jax.jit(serve)(served, x)) == bits(jax.jit(fn)(params, x))
     assert served["up"].dtype == (jnp.float32 if rows <= MOST else jnp.bfloat16)
-    if rows <= MOST:
-        assert f"(few_rows = {MOST})" in serve.kept["['up']"]
 
 
 def test_a_parameter_that_was_stored_low_for_many_rows_is_refused_for_few():
     params, x = inputs(9)
     serve, served = freeze(autocast(net, policy=FEW), params, x)
-    with pytest.raises(polymp.PolicyError, match=r"takes longer than 1 row \(few_rows = 4\)"):
+    with pytest.raises(polymp.PolicyError, match="reads it in float32"):
         serve(served, x[:1])
     both, served = freeze(serve, params, x[:1])
     for rows in (1, 9):
@@ -112,5 +122,5 @@ def test_explain_says_why():
     report = explain(autocast(net, policy=FEW), *inputs(1))
     why = "casting the float32 parameter takes longer than 1 row (few_rows = 4)"
     assert report.fallbacks == {why: 2}
-    assert f"lower: 2 not lowered: {why}" in str(report)
+    assert f"lower  2 not lowered: {why}" in str(report)
     assert "not lowered" not in str(explain(autocast(net, policy=FEW), *inputs(9)))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from polymp import fp8
 from polymp.backends.jax.autocast.fp8_operands import VERBS, quantised
-from polymp.backends.jax.diagnostics.measures import peak
+from polymp.backends.jax.diagnostics.instrument import peak
 from polymp.dtypes import FORMATS
 from polymp.fp8 import RECIPES
 from polymp.jax import autocast

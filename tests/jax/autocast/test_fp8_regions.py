@@ -67,7 +67,7 @@ def test_freeze_leaves_the_weights_of_8_bit_products():
     params, fn = layers() | {"w3": jnp.ones((64, 40))}, autocast(loss, policy="fp8")
     serve, served = freeze(fn, params, batch())
     assert set(serve.stored) == {"['w3']"}, "which falls back"
-    assert "runs its product in 8 bits" in serve.kept["['w0']"]
+    assert "quantises it to 8 bits" in serve.kept["['w0']"]
     assert serve(served, batch()) == fn(params, batch())
 
 

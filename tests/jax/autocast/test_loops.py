@@ -24,6 +24,7 @@ from polymp.backends.jax.autocast.frame import Cast, Frame, ValueFacts
 from polymp.jax import autocast
 from tests.support.jax import forms, hlo, transformer
 from tests.support.jax.corpus_runs import QUICK, apart
+from tests.support.sizes import size
 
 # In a list, one layer says it all; a scan needs two, or it is no loop.
 SIZE = transformer.Size(layers=1, width=48, heads=4, hidden=80, vocabulary=56, batch=2, length=16)
@@ -60,8 +61,7 @@ MODELS: dict[str, tuple[Loss, bool]] = {
 
 
 def parameters(scanned: bool) -> transformer.Params:
-    size = replace(SIZE, layers=2) if scanned else SIZE
-    return transformer.parameters(size, scanned=scanned)
+    return transformer.parameters(replace(SIZE, layers=2) if scanned else SIZE, scanned=scanned)
 
 
 def mean_loss(loss: Loss) -> Loss:
@@ -262,8 +262,8 @@ LOSSES = {
 
 def contractions(version: str, scanned: bool) -> list[Any]:
     """Those of a compiled train step, of one layer where each has its own instructions."""
-    size = SMALL if scanned else replace(SMALL, layers=1)
-    args = transformer.parameters(size, scanned=scanned), transformer.tokens(size)
+    model = SMALL if scanned else replace(SMALL, layers=1)
+    args = transformer.parameters(model, scanned=scanned), transformer.tokens(model)
     return hlo.contractions(compiled(transformer.train_step(LOSSES[version]), *args).as_text())
 
 
@@ -302,13 +302,15 @@ def test_residuals_count_copies_and_not_arguments():
     assert kept(lambda w, x: (jnp.sin(x @ w) * jnp.sin(x @ w)).sum()) > 2 * 4 * 4
 
 
+@pytest.mark.sized
 @multiplied_low
 def test_the_gradient_is_at_least_as_exact_as_bfloat16_by_hand():
     """Rounding is random, so one seed may go either way by a little: the median of several."""
     errors: dict[str, list[float]] = {"autocast": [], "by hand": []}
     graded = {version: jax.jit(jax.grad(loss)) for version, loss in LOSSES.items()}
+    model = replace(SMALL, layers=size(1, 2))
     for seed in range(5):
-        args = transformer.parameters(SMALL, seed), transformer.tokens(SMALL, seed)
+        args = transformer.parameters(model, seed), transformer.tokens(model, seed)
         for version, found in errors.items():
             found.append(apart(graded[version](*args), graded["float32"](*args)))
     assert 1e-4 < statistics.median(errors["autocast"]) <= statistics.median(errors["by hand"])

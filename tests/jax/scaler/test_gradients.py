@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax
@@ -273,42 +272,21 @@ def test_disabled_it_is_jaxs_own():
     assert (after.enabled, bool(finite)) == (False, True)
 
 
-SCALAR = "Reduce it to one, by .mean() for instance."
-HINT = f"{SCALAR} Or pass has_aux=True, if it returns (loss, aux)."
-NEEDS = "the function given to value_and_grad must return a loss that is one float, got "
-
-
 @pytest.mark.parametrize(
-    ("fun", "has_aux", "message"),
+    ("fun", "has_aux"),
     [
-        (lambda w: w, False, f"{NEEDS}float32[3]. {HINT}"),
-        (lambda w: 3, False, f"{NEEDS}int32[]. {HINT}"),
-        (lambda w: True, False, f"{NEEDS}bool[]. {HINT}"),
-        (lambda w: w[0] + 0j, False, f"{NEEDS}complex64[]. {HINT}"),
-        (lambda w: None, False, f"{NEEDS}<class 'NoneType'>. {HINT}"),
-        (lambda w: (w.sum(), 1), False, f"{NEEDS}<class 'tuple'>. {HINT}"),
-        (lambda w: (w, 1), True, f"{NEEDS}float32[3]. {SCALAR}"),
-        (lambda w: w.sum(), True,
-            "with has_aux=True, the function given to value_and_grad must return (loss, aux), got "
-            "float32[]."),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_function_that_returns_no_loss(fun, has_aux, message, enabled):
-    run = GradScaler(enabled=enabled).value_and_grad(fun, has_aux=has_aux)
-    for call in (run, jax.jit(run)):
-        with pytest.raises(TypeError) as raised:
-            call(W)
-        assert raised.value.args[0] == message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([3.0], "value_and_grad needs the function that computes the loss, got 3.0."),
-        ([loss_fn, "w"], "argnums must be an int or several of them, got 'w'."),
+        (lambda w: w, False),
+        (lambda w: 3, False),
+        (lambda w: w[0] + 0j, False),
+        (lambda w: (w.sum(), 1), False),
+        (lambda w: (w, 1), True),
+        (lambda w: w.sum(), True),
+        (3.0, False),
     ],
 )
-def test_what_is_no_function_is_refused_at_once(arguments, message):
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        GradScaler().value_and_grad(*arguments)
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_function_that_returns_no_loss_raises_as_with_jax(fun, has_aux, enabled):
+    run = GradScaler(enabled=enabled).value_and_grad(fun, has_aux=has_aux)
+    for call in (run, jax.jit(run)):
+        with pytest.raises(TypeError):
+            call(W)

@@ -249,25 +249,19 @@ def test_what_is_stored_and_that_the_bits_are_the_same(it):
 
 
 REASONS = {
-    "a_gain_in_float32": (
-        "g",
-        "'mul' reads it in float32: mul in bfloat16: policy 'amp' has no row for it",
-    ),
-    "read_low_and_wide": ("w", "'exp' reads it in float32: exp in bfloat16: fp32 (runs in"),
+    "a_gain_in_float32": ("g", "'mul' reads it in float32 ("),
+    "read_low_and_wide": ("w", "'exp' reads it in float32 ("),
     "returned": ("w", "it is handed on in float32, as a result"),
     "unread": ("unread", "nothing reads it"),
     "carried": ("w", "a scan carries it in float32 ("),
     "chosen_by_a_branch": ("v", "it is handed on in float32, as a result"),
-    "off": ("w", "'dot_general' reads it in float32: autocast is off there ("),
-    "in_regions_of_two_dtypes": ("v", "'dot_general' reads it in float16: linear in float16"),
+    "off": ("w", "'dot_general' reads it in float32 ("),
+    "in_regions_of_two_dtypes": ("v", "'dot_general' reads it in float16 ("),
     "cast_by_the_user": ("v", "a cast to float16 reads it ("),
-    "of_a_higher_precision": (
-        "w",
-        "'dot_general' reads it in float32: linear in bfloat16: lower (runs in the region's dtype)",
-    ),
+    "of_a_higher_precision": ("w", "'dot_general' reads it in float32 ("),
     "with_rules_of_their_own": ("v", "a function with a derivative rule takes it in float32 ("),
     "of_other_dtypes": ("i", "it is int32, not float32"),
-    "around_a_known_function": ("g", "'mul' reads it in float32"),
+    "around_a_known_function": ("g", "'mul' reads it in float32 ("),
 }
 
 
@@ -389,8 +383,7 @@ def test_a_call_that_reads_a_stored_parameter_wide():
         jax.jit(serve, static_argnames="squash")(served, X, squash=True)
     text = str(caught.value)
     assert text.startswith(
-        "['w'] is stored in bfloat16, but with these arguments 'exp' reads it in float32: exp in "
-        "bfloat16: fp32 (runs in float32), by the row exp = fp32, policies/torch-cuda.toml ("
+        "['w'] is stored in bfloat16, but with these arguments 'exp' reads it in float32 ("
     )
     assert f"test_freeze.py:{line}:" in text
     assert text.endswith(

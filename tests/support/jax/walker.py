@@ -22,28 +22,10 @@ LOW = ("bfloat16", "float16")
 
 # torch's documentation, "CUDA Ops that can autocast to float32", as the primitives of JAX that do
 # the work. Losses, norms, softmax and its relatives come as the sums and exponentials inside them.
-FLOAT32 = {
-    "acos": "acos",
-    "asin": "asin",
-    "cosh": "cosh",
-    "cumprod": "cumprod",
-    "cumsum": "cumsum",
-    "cumlogsumexp": "logsumexp, cumulated",
-    "erf_inv": "erfinv",
-    "exp": "exp",
-    "exp2": "exp, of another base",
-    "expm1": "expm1",
-    "integer_pow": "pow, reciprocal",
-    "log": "log, log10, log2",
-    "log1p": "log1p, softplus",
-    "pow": "pow",
-    "reduce_prod": "prod",
-    "reduce_sum": "sum, norm, losses, layer_norm",
-    "rsqrt": "rsqrt, layer_norm",
-    "sinh": "sinh",
-    "square": "pow",
-    "tan": "tan",
-}
+FLOAT32 = frozenset(
+    """acos asin cosh cumprod cumsum cumlogsumexp erf_inv exp exp2 expm1 integer_pow log log1p pow
+    reduce_prod reduce_sum rsqrt sinh square tan""".split()
+)
 
 # Sums that differentiation makes: of the cotangents of a broadcast, of the ties of a maximum. torch
 # documents that backward runs in the dtypes of forward, so what is low there is summed as it is.

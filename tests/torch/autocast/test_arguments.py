@@ -1,7 +1,4 @@
-"""The arguments of `autocast`, checked as torch checks them, and classes that inherit from it.
-
-torch.autocast gets the same arguments; attributes, exceptions and warnings must be the same.
-"""
+"""The arguments of `autocast`, checked as torch checks them, and classes that inherit from it."""
 
 from __future__ import annotations
 

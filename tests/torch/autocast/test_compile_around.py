@@ -243,9 +243,6 @@ def test_a_tag_that_the_user_sets_later_stays_and_so_does_ours() -> None:
     assert tag() == ours
 
 
-# --- graph breaks --------------------------------------------------------------------------------
-
-
 PLACES = ("before", "at its start", "in the middle", "at its end", "after")
 
 
@@ -356,9 +353,6 @@ def test_a_region_from_outside_is_guarded(count: Count, net: Net, x: torch.Tenso
         for region in regions + regions:
             assert_same([compiled(x, region)], [function(x, region)])
     assert count.graphs == len(regions)
-
-
-# --- torch.export --------------------------------------------------------------------------------
 
 
 class Exported(Net):

@@ -1,8 +1,4 @@
-"""Whole models under polymp and under torch.autocast: the same bits in outputs and gradients.
-
-`models` runs them, in a process of its own, so that torch's outcomes come from a torch that does
-not know polymp.
-"""
+"""Whole models under polymp and under torch.autocast: the same bits in outputs and gradients."""
 
 from __future__ import annotations
 

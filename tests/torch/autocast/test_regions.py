@@ -60,9 +60,6 @@ def test_a_region_entered_in_one_grad_mode_and_used_in_another(mode, x, w) -> No
     assert torch.equal(gradient, torch.autograd.grad(mm(x, w, FP16).float().sum(), w)[0])
 
 
-# --- two devices ----------------------------------------------------------------------------------
-
-
 def two_devices() -> dict[str, torch.dtype]:
     """Dtypes of a product on each device, of softmax (a rule on CUDA only), of a mix of both."""
     on_cpu, on_cuda = torch.empty(4, 4), torch.empty(4, 4, device="cuda")

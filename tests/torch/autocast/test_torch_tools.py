@@ -24,8 +24,6 @@ LOW = (BF16, FP16)
 OFF: dict[str, Any] = {"enabled": False}
 
 
-# --- torch.utils.checkpoint -----------------------------------------------------------------------
-
 KEEPS_TANH = {"name": "keeps_tanh", "rules": {"linear": "lower", "tanh": "fp32"}}
 
 

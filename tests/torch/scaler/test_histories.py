@@ -237,8 +237,6 @@ def test_a_wrong_scaler_is_noticed() -> None:
         assert play(wrong, game, history) != expected
 
 
-# --- fused optimizers, which divide by themselves: nothing reads the scale before the end --------
-
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # With momentum torch's kernel for 16 bits does not give the same twice (2.13, on a CPU).
     "sgd": lambda p: torch.optim.SGD(p, 0.1, 0.9 * (p[0].element_size() > 2), fused=True),

@@ -58,9 +58,6 @@ class Run:
         return self.scaler.state_dict()
 
 
-# --- losses that are not finite ------------------------------------------------------------------
-
-
 @everywhere
 @pytest.mark.parametrize("at", range(3))
 def test_one_lost_loss_among_three_microbatches_spoils_the_step(by, at) -> None:
@@ -190,9 +187,6 @@ def test_a_first_scale_that_is_interrupted_at_any_line_can_be_made_again() -> No
         assert run.w.tolist() == [0.5, -2.5]
 
 
-# --- rows of skips -------------------------------------------------------------------------------
-
-
 def play(run: Run, rows: list[int], good: int = 1) -> None:
     for row in rows:
         for _ in range(row):
@@ -289,9 +283,6 @@ def test_the_message_says_when_the_gradients_that_overflowed_are_gone() -> None:
     run.w.grad.zero_()
     with pytest.raises(StuckError, match="No gradient here has Inf or NaN now"):
         run.scaler.update()
-
-
-# --- honest use ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["behind the region", "inside", "inside, after another loss"])

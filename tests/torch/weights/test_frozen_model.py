@@ -29,9 +29,6 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-# --- where it may be called -----------------------------------------------------------------------
-
-
 REGIONS = {
     "none": contextlib.nullcontext,
     "its own": lambda: autocast("cpu", policy="lean"),
@@ -78,9 +75,6 @@ def test_without_gradients_only_that_is_tried(x: torch.Tensor) -> None:
         freeze(outside, (x,))
         assert not outside.weight.is_inference()
     assert {*seen} == {False}
-
-
-# --- taking it back, and taking it along ----------------------------------------------------------
 
 
 def test_remove_gives_back_the_same_parameters_bit_for_bit(x: torch.Tensor) -> None:
@@ -201,9 +195,6 @@ def test_pinned_weights_stay(x: torch.Tensor) -> None:
     assert handle.stored == ("last.weight",)
     assert handle.kept["first.weight"] == "pinned to float32"
     assert bits(model(x)) == bits(plainly(other, x))
-
-
-# --- a weight that is stored low wrongly is noticed, and nothing else is changed ------------------
 
 
 @pytest.fixture

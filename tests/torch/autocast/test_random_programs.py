@@ -1,4 +1,4 @@
-"""Random programs of regions, run with polymp and with torch.autocast used correctly: equal bits."""
+"""Random programs of regions, run with polymp and with torch.autocast used well: equal bits."""
 
 from __future__ import annotations
 

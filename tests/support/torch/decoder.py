@@ -52,8 +52,7 @@ class Attention(nn.Module):
             scores = scores * self.scale
         scores = scores.masked_fill(~self.seen, self.mask)
         mixed = F.softmax(scores, -1).to(q.dtype) @ split(self.value(x))
-        out: Tensor = self.out(mixed.transpose(-2, -3).flatten(-2))
-        return out
+        return self.out(mixed.transpose(-2, -3).flatten(-2))
 
 
 class Feed(nn.Module):
@@ -64,8 +63,7 @@ class Feed(nn.Module):
         self.approximate = "tanh" if fault == "gelu" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
-        return out
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
 class Block(nn.Module):
@@ -92,8 +90,7 @@ class Block(nn.Module):
             x = x + mixed
         if self.fault == "dropout":
             x = F.dropout(x, 0.1, training=True)
-        out: Tensor = x + self.feed(self.after(x))
-        return out
+        return x + self.feed(self.after(x))
 
 
 class Decoder(nn.Module):
@@ -112,8 +109,7 @@ class Decoder(nn.Module):
         x = self.table(tokens)
         for block in self.blocks:
             x = block(x)
-        scores: Tensor = self.head(self.norm(x))
-        return scores
+        return self.head(self.norm(x))
 
 
 class Training:

@@ -29,13 +29,6 @@ Amp = Any
 BF16, FP16 = torch.bfloat16, torch.float16
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
-PROGRAMS: dict[str, Callable[[Amp], Any]] = {}
-
-
-def program(function: Callable[[Amp], Any]) -> Callable[[Amp], Any]:
-    PROGRAMS[function.__name__.replace("_", "-")] = function
-    return function
-
 
 def weight() -> torch.Tensor:
     return torch.eye(4).requires_grad_()
@@ -61,7 +54,6 @@ def after_a_change(amp: Amp, change: Callable[[torch.Tensor], Any]) -> float:
         return torch.mm(X, w)[0, 0].item()
 
 
-@program
 def two_dtypes_on_one_weight(amp: Amp) -> str:
     w = weight()
     with amp.autocast("cpu", BF16):
@@ -70,7 +62,6 @@ def two_dtypes_on_one_weight(amp: Amp) -> str:
             return name(torch.mm(X, w))
 
 
-@program
 def uses_around_a_region_of_another_dtype(amp: Amp) -> float:
     w = weight()
     with amp.autocast("cpu", BF16):
@@ -79,7 +70,6 @@ def uses_around_a_region_of_another_dtype(amp: Amp) -> float:
             pass
         other = torch.mm(torch.full((1, 4), 2.0**-9), w)
     (one + other).sum().backward()
-    assert w.grad is not None
     return float(w.grad[0, 0])
 
 
@@ -90,12 +80,10 @@ WRITES: tuple[Callable[[torch.Tensor], Any], ...] = (
 )
 
 
-@program
 def weight_written_in_a_region(amp: Amp) -> list[float]:
     return [after_a_change(amp, torch.no_grad()(write)) for write in WRITES]
 
 
-@program
 def optimizer_stepped_in_a_region(amp: Amp) -> list[float]:
     def step(w: torch.Tensor, **kind: bool) -> None:
         w.grad = -torch.eye(4)
@@ -105,7 +93,6 @@ def optimizer_stepped_in_a_region(amp: Amp) -> list[float]:
     return [after_a_change(amp, partial(step, **kind)) for kind in kinds]
 
 
-@program
 def casts_of_another_thread(amp: Amp) -> float:
     """A weight is written while another thread is in a region and has used it."""
     w, used, done = weight(), threading.Event(), threading.Event()
@@ -128,7 +115,6 @@ def casts_of_another_thread(amp: Amp) -> float:
     return second
 
 
-@program
 def casts_after_another_thread_left(amp: Amp) -> bool:
     """True if a cast is kept although another thread left a region in between."""
     w = weight()
@@ -144,7 +130,6 @@ def casts_after_another_thread_left(amp: Amp) -> bool:
     return bool(first.next_functions[1][0] is second.next_functions[1][0])  # type: ignore[union-attr]
 
 
-@program
 def one_object_entered_twice(amp: Amp) -> bool:
     region = amp.autocast("cpu")
     with region, region:
@@ -152,7 +137,6 @@ def one_object_entered_twice(amp: Amp) -> bool:
     return on()
 
 
-@program
 def recursive_decorated_function(amp: Amp) -> bool:
     @amp.autocast("cpu")
     def down(n: int) -> None:
@@ -163,7 +147,6 @@ def recursive_decorated_function(amp: Amp) -> bool:
     return on()
 
 
-@program
 def decorated_function_in_two_threads(amp: Amp) -> bool:
     """True if a thread is left in a region although it has returned from all its calls."""
     inside, leave = threading.Event(), threading.Event()
@@ -189,7 +172,6 @@ def decorated_function_in_two_threads(amp: Amp) -> bool:
     return left_on[0]
 
 
-@program
 def decorated_generator(amp: Amp) -> list[str]:
     @amp.autocast("cpu")
     def generate() -> Any:
@@ -199,7 +181,6 @@ def decorated_generator(amp: Amp) -> list[str]:
     return list(generate())
 
 
-@program
 def decorated_async_generator(amp: Amp) -> list[str]:
     @amp.autocast("cpu")
     async def generate() -> Any:
@@ -213,7 +194,6 @@ def decorated_async_generator(amp: Amp) -> list[str]:
     return asyncio.run(collect())
 
 
-@program
 def decorated_coroutines_interleaved(amp: Amp) -> list[Any]:
     @amp.autocast("cpu")
     async def work() -> str:
@@ -226,7 +206,6 @@ def decorated_coroutines_interleaved(amp: Amp) -> list[Any]:
     return [*asyncio.run(both()), on()]
 
 
-@program
 def with_blocks_interleaved(amp: Amp) -> bool:
     """True if two tasks that wait inside their regions leave autocast on."""
 
@@ -259,7 +238,6 @@ def kinds(value: Any) -> list[str]:
     return [type(value).__name__, name(first)]
 
 
-@program
 def region_inside_a_region_of_torch(amp: Amp) -> str:
     w = weight()
     with torch.autocast("cpu", FP16):
@@ -295,7 +273,6 @@ def scaled(amp: Amp, **arguments: Any) -> Any:
     return scaler, lambda: step(scaler, optimizer, p.sum())
 
 
-@program
 def lowered_growth_interval(amp: Amp) -> float:
     scaler, again = scaled(amp, growth_interval=100)
     for _ in range(4):
@@ -305,7 +282,6 @@ def lowered_growth_interval(amp: Amp) -> float:
     return float(scaler.get_scale())
 
 
-@program
 def state_without_an_entry(amp: Amp) -> Any:
     """The scale after a load that failed: half of a state, or all of the old one."""
     scaler, _ = scaled(amp)
@@ -332,7 +308,6 @@ def one_step(
     return p.item(), scaler.get_scale()
 
 
-@program
 def backward_after_update_of_losses_in_a_list(amp: Amp) -> Any:
     """Two losses and optimizers; the first one overflows, the second one has a gradient of 1."""
     params = [torch.zeros(1, requires_grad=True) for _ in range(2)]
@@ -354,7 +329,6 @@ def overflow(p: torch.Tensor) -> torch.Tensor:
     return (p * 3e38 * 3e38).sum()
 
 
-@program
 def two_hundred_overflows_and_a_good_step(amp: Amp) -> list[str]:
     """Parameter and scale, for a plain and for a fused optimizer."""
     made = []
@@ -367,7 +341,6 @@ def two_hundred_overflows_and_a_good_step(amp: Amp) -> list[str]:
     return made
 
 
-@program
 def growth_beyond_2_to_126(amp: Amp) -> list[bool]:
     """Whether scale and inverse are normal float32 numbers after a growth."""
     p, optimizer, _ = trained(amp)
@@ -378,7 +351,6 @@ def growth_beyond_2_to_126(amp: Amp) -> list[bool]:
     return [bool(t.isfinite() and t >= smallest) for t in (scale, scale.reciprocal())]
 
 
-@program
 def quotient_that_overflows(amp: Amp) -> list[float]:
     """A gradient of 1e40: finite at a scale of 2**-10, and not when it is divided by that."""
 
@@ -388,7 +360,6 @@ def quotient_that_overflows(amp: Amp) -> list[float]:
     return [x for fused in (False, True) for x in one_step(amp, loss_of, 2.0**-10, fused=fused)]
 
 
-@program
 def quotient_that_overflows_before_it_is_clipped(amp: Amp) -> list[Any]:
     p = torch.zeros(2, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0)
@@ -400,7 +371,6 @@ def quotient_that_overflows_before_it_is_clipped(amp: Amp) -> list[Any]:
     return [repr(x) for x in p.tolist()]
 
 
-@program
 def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
     """The parameter after a skipped and a good step, where unwritten memory is NaN."""
     p, optimizer, scaler = trained(amp, momentum=0.5, fused=True)
@@ -413,7 +383,6 @@ def fused_momentum_whose_first_step_is_skipped(amp: Amp) -> str:
     return repr(p.item())
 
 
-@program
 def optimizer_without_gradients(amp: Amp) -> Any:
     """An idle optimizer beside one with a gradient."""
     p, busy, scaler = trained(amp)
@@ -460,7 +429,6 @@ def with_gradients_of(amp: Amp, dtype: torch.dtype) -> list[Any]:
     return [*made, scaler.get_scale()]
 
 
-@program
 def gradients_in_compressed_rows(amp: Amp) -> list[float]:
     scaler = amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
@@ -471,7 +439,6 @@ def gradients_in_compressed_rows(amp: Amp) -> list[float]:
     return [float(x) for x in matrix.grad.values()]
 
 
-@program
 def step_that_tells_it_was_skipped(amp: Amp) -> list[Any]:
     p, optimizer, scaler = trained(amp)
     told: list[Any] = []
@@ -488,7 +455,6 @@ def warned_of(run: Callable[[], Any]) -> list[str]:
     return [w.category.__name__ for w in caught]
 
 
-@program
 def scaler_of_a_bfloat16_region(amp: Amp) -> list[str]:
     def train() -> None:
         scaler = amp.GradScaler("cpu")
@@ -510,7 +476,6 @@ def then(amp: Amp, run: Callable[[Any], Any], look: Callable[[Any], Any]) -> str
     return repr(look(scaler))
 
 
-@program
 def state_that_had_lost_its_scale(amp: Amp) -> list[str]:
     def load(scaler: Any, lost: float) -> None:
         scaler.load_state_dict(scaler.state_dict() | {"growth_interval": 7, "scale": lost})
@@ -521,7 +486,6 @@ def state_that_had_lost_its_scale(amp: Amp) -> list[str]:
     ]
 
 
-@program
 def first_scale_that_is_not_positive_and_finite(amp: Amp) -> list[str]:
     def scales(first: float, made: list[float]) -> str:
         def make(_: Any) -> None:
@@ -532,14 +496,12 @@ def first_scale_that_is_not_positive_and_finite(amp: Amp) -> list[str]:
     return [scales(first, []) for first in (0.0, -8.0, INF)]
 
 
-@program
 def first_scale_without_an_inverse(amp: Amp) -> list[str]:
     """float32 holds 1e-40, and not 1e40. Another scale beyond the bounds is as in torch.amp."""
     made = [one_step(amp, lambda p: p.sum() * 0.125, first) for first in (1e-40, 1e38)]
     return [repr(x) for pair in made for x in pair]
 
 
-@program
 def constants_set_out_of_range(amp: Amp) -> list[str]:
     def after(name: str, value: float) -> str:
         run, look = (methodcaller(f"set_{name}", value), methodcaller(f"get_{name}"))
@@ -557,8 +519,22 @@ def updated(amp: Amp, *news: Any) -> list[str]:
 SGD = partial(torch.optim.SGD, lr=0.5)
 LBFGS = partial(torch.optim.LBFGS, lr=0.5, max_iter=1)
 
-
-PROGRAMS |= {
+FUNCTIONS: tuple[Callable[[Amp], Any], ...] = (
+    two_dtypes_on_one_weight, uses_around_a_region_of_another_dtype, weight_written_in_a_region,
+    optimizer_stepped_in_a_region, casts_of_another_thread, casts_after_another_thread_left,
+    one_object_entered_twice, recursive_decorated_function, decorated_function_in_two_threads,
+    decorated_generator, decorated_async_generator, decorated_coroutines_interleaved,
+    with_blocks_interleaved, region_inside_a_region_of_torch, lowered_growth_interval,
+    state_without_an_entry, backward_after_update_of_losses_in_a_list,
+    two_hundred_overflows_and_a_good_step, growth_beyond_2_to_126, quotient_that_overflows,
+    quotient_that_overflows_before_it_is_clipped, fused_momentum_whose_first_step_is_skipped,
+    optimizer_without_gradients, gradients_in_compressed_rows, step_that_tells_it_was_skipped,
+    scaler_of_a_bfloat16_region, state_that_had_lost_its_scale,
+    first_scale_that_is_not_positive_and_finite, first_scale_without_an_inverse,
+    constants_set_out_of_range,
+)  # fmt: skip
+PROGRAMS: dict[str, Callable[[Amp], Any]] = {
+    **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},
     "cast-inputs-in-a-named-tuple": lambda amp: kinds(inside_forward(amp, Pair(X, X))),
     "cast-inputs-in-a-mapping": lambda amp: kinds(
         inside_forward(amp, collections.OrderedDict(a=X))

@@ -80,7 +80,6 @@ def step(
     with autocast(x.device.type, torch.bfloat16, policy=policy):
         y = (model if run is None else run)(x)
     (y.float() ** 2).sum().backward()
-    assert x.grad is not None
     found = {"output": y.detach(), "input": x.grad}
     for name, p in model.named_parameters():
         if p.grad is not None:

@@ -56,19 +56,12 @@ KINDS: dict[str, Kind] = {
 graph_break = torch._dynamo.graph_break
 
 
-def kind(function: Kind) -> Kind:
-    KINDS[function.__name__] = function
-    return function
-
-
-@kind
 def rows_by_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
     rows = torch.zeros(3, 8)
     rows[MASK] = y[:2].float()
     return net.second(rows)
 
 
-@kind
 def a_loop_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
     turns = 0
     while y.abs().sum() > 0 and turns < 2:
@@ -76,13 +69,11 @@ def a_loop_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@kind
 def an_assertion(net: Net, y: torch.Tensor) -> torch.Tensor:
     assert y.isfinite().all()
     return net.second(y)
 
 
-@kind
 def a_warning(net: Net, y: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -90,7 +81,6 @@ def a_warning(net: Net, y: torch.Tensor) -> torch.Tensor:
     return net.second(y)
 
 
-@kind
 def a_generator(net: Net, y: torch.Tensor) -> torch.Tensor:
     def rows() -> Iterator[torch.Tensor]:
         for at in range(3):
@@ -100,7 +90,6 @@ def a_generator(net: Net, y: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(rows()))
 
 
-@kind
 def a_closure_that_writes(net: Net, y: torch.Tensor) -> torch.Tensor:
     def step() -> None:
         nonlocal y
@@ -111,7 +100,6 @@ def a_closure_that_writes(net: Net, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@kind
 def an_error_caught(net: Net, y: torch.Tensor) -> torch.Tensor:
     try:
         graph_break()
@@ -129,7 +117,6 @@ def block() -> Iterator[None]:
     yield
 
 
-@kind
 def a_context(net: Net, y: torch.Tensor) -> torch.Tensor:
     with block():
         graph_break()
@@ -142,21 +129,18 @@ class Pair(NamedTuple):
     times: int
 
 
-@kind
 def containers(net: Net, y: torch.Tensor) -> torch.Tensor:
     pair = Pair(y, 2)
     graph_break()
     made = tree_map(net.second, {"a": pair.tensor})
-    return made["a"] * pair.times  # type: ignore[no-any-return]
+    return made["a"] * pair.times
 
 
-@kind
 def a_compiled_function_inside(net: Net, y: torch.Tensor) -> torch.Tensor:
     graph_break()
-    return torch.compile(net.second, backend="aot_eager")(y)  # type: ignore[no-any-return]
+    return torch.compile(net.second, backend="aot_eager")(y)
 
 
-@kind
 def no_gradients(net: Net, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         graph_break()
@@ -164,21 +148,18 @@ def no_gradients(net: Net, y: torch.Tensor) -> torch.Tensor:
     return net.second(y) + z
 
 
-@kind
 def inference(net: Net, y: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         z = net.second(y)
     return net.second(y) + z.clone()
 
 
-@kind
 def a_hook_of_a_tensor(net: Net, y: torch.Tensor) -> torch.Tensor:
     y = y * 1
     y.register_hook(lambda g: g * (2 + 0 * g.sum().item()))
     return net.second(y)
 
 
-@kind
 def a_hook_of_a_module(net: Net, y: torch.Tensor) -> torch.Tensor:
     handle = net.second.register_forward_hook(lambda module, inputs, result: result * 2)
     y = net.second(y)
@@ -186,20 +167,18 @@ def a_hook_of_a_module(net: Net, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@kind
 def a_gradient_inside(net: Net, y: torch.Tensor) -> torch.Tensor:
     leaf = y.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(net.second(leaf).float().sum(), leaf)
     return net.second(y) + gradient
 
 
-@kind
 def a_checkpoint(net: Net, y: torch.Tensor) -> torch.Tensor:
     def inner(y: torch.Tensor) -> torch.Tensor:
         graph_break()
         return net.second(torch.relu(y))
 
-    return checkpoint(inner, y, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(inner, y, use_reentrant=False)
 
 
 class Unchanged(torch.overrides.TorchFunctionMode):
@@ -207,13 +186,11 @@ class Unchanged(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@kind
 def a_mode(net: Net, y: torch.Tensor) -> torch.Tensor:
     with Unchanged():
         return net.second(y)
 
 
-@kind
 def a_view_written(net: Net, y: torch.Tensor) -> torch.Tensor:
     y = y.clone()
     y[0].add_(1)
@@ -222,26 +199,32 @@ def a_view_written(net: Net, y: torch.Tensor) -> torch.Tensor:
     return net.second(y)
 
 
-@kind
 def a_parameter_written(net: Net, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         net.second.bias.add_(0)
     return net.second(y)
 
 
-@kind
 def random_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(0)
     return net.second(y * torch.rand(3, 8))
 
 
-@kind
 def a_disabled_region_with_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
     with autocast("cpu", enabled=False):
         return rows_by_mask(net, y)
 
 
-@kind
 def the_dtype_of_the_region(net: Net, y: torch.Tensor) -> torch.Tensor:
     graph_break()
     return net.second(y).to(torch.get_autocast_dtype("cpu"))
+
+
+FUNCTIONS: tuple[Kind, ...] = (
+    rows_by_mask, a_loop_on_data, an_assertion, a_warning, a_generator, a_closure_that_writes,
+    an_error_caught, a_context, containers, a_compiled_function_inside, no_gradients, inference,
+    a_hook_of_a_tensor, a_hook_of_a_module, a_gradient_inside, a_checkpoint, a_mode,
+    a_view_written, a_parameter_written, random_numbers, a_disabled_region_with_a_mask,
+    the_dtype_of_the_region,
+)  # fmt: skip
+KINDS |= {function.__name__: function for function in FUNCTIONS}

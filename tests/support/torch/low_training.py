@@ -29,8 +29,7 @@ class Tokens(nn.Module):
         h = self.embedding(x)
         q, k, v = self.qkv(self.norm(h)).chunk(3, -1)
         h = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        out: torch.Tensor = self.head(self.last(h))
-        return out
+        return self.head(self.last(h))
 
 
 def mlp() -> nn.Module:
@@ -114,10 +113,9 @@ def train(
 def weights(model: nn.Module, optimizer: Any = None) -> dict[str, torch.Tensor]:
     """The weights in float32: what an optimizer with low weights steps on."""
     if hasattr(optimizer, "float32_state_dict"):
-        state: dict[str, torch.Tensor] = optimizer.float32_state_dict(model)
-        return state
+        return optimizer.float32_state_dict(model)
     return {name: t.detach().float() for name, t in model.state_dict().items()}
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return seen(one) == seen(other)  # type: ignore[no-any-return]
+    return seen(one) == seen(other)

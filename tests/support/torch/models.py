@@ -315,7 +315,7 @@ def outcome(
         except Exception as error:
             return {"error": (type(error).__name__, str(error))}
     gradients, buffers = [t.grad for t in leaves], list(module.buffers())
-    return seen(  # type: ignore[no-any-return]
+    return seen(
         {"outputs": tree_leaves(outputs), "loss": loss, "gradients": gradients, "buffers": buffers}
     )
 

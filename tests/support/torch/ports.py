@@ -44,8 +44,7 @@ class Layer(nn.Module):
         q, k, v = (split(getattr(self, name)(x)) for name in ("query", "key", "value"))
         mixed = F.scaled_dot_product_attention(q, k, v, seen[:, None, None, :])
         x = self.attention_norm(x + self.out(mixed.transpose(1, 2).flatten(2)))
-        y: Tensor = self.norm(x + self.down(F.gelu(self.up(x), approximate=self.approximate)))
-        return y
+        return self.norm(x + self.down(F.gelu(self.up(x), approximate=self.approximate)))
 
 
 class BertModel(nn.Module):
@@ -64,8 +63,7 @@ class BertModel(nn.Module):
         x = self.norm(x)
         for layer in self.layers:
             x = layer(x, seen)
-        scores: Tensor = self.head(torch.tanh(self.pooler(x[:, self.pooled])))
-        return scores
+        return self.head(torch.tanh(self.pooler(x[:, self.pooled])))
 
 
 class Residual(nn.Module):
@@ -109,8 +107,7 @@ class ResNetModel(nn.Module):
             x = block(x)
         x = F.avg_pool2d(x, 2)
         x = x if self.flat == "NCHW" else x.permute(0, 2, 3, 1)
-        scores: Tensor = self.head(x.flatten(1))
-        return scores
+        return self.head(x.flatten(1))
 
 
 class BlockModel(nn.Module):
@@ -130,8 +127,7 @@ class BlockModel(nn.Module):
             + self.attention(y * self.scale if self.scale != 1 else y, y, y, need_weights=False)[0]
         )
         x = x + self.down(self.activation(self.up(self.after(x))))
-        scores: Tensor = self.head(x.mean(1))
-        return scores
+        return self.head(x.mean(1))
 
 
 MODELS: dict[str, Any] = {"bert": BertModel, "resnet": ResNetModel, "block": BlockModel}

@@ -141,19 +141,16 @@ class Child:
 
     def ask(self, program: Program, library: str = "Correct") -> Callable[[], list[Any]]:
         """Have a program run there; a function that waits for what was seen of it."""
-        assert self.process.stdin is not None
         pickle.dump((library, program), self.process.stdin)
         self.process.stdin.flush()
 
         def answer() -> list[Any]:
-            assert self.process.stdout is not None
             return cast("list[Any]", pickle.load(self.process.stdout))
 
         return answer
 
     def close(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             pipe.close()
         self.process.wait()
 

@@ -458,7 +458,6 @@ def closure() -> Notes:
             calls.append(at)
             if at == 1 and len(calls) == 2 and dist.get_rank() == dist.get_world_size() - 1:
                 grad = named(cut.model)["a.weight"].grad
-                assert grad is not None
                 local(grad).fill_(NAN)
             return loss
 

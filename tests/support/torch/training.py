@@ -49,8 +49,7 @@ class _Spoil(torch.autograd.Function):
 
 def spoiled(x: torch.Tensor, factor: float) -> torch.Tensor:
     """The same values; in the backward pass their gradient is multiplied by the factor."""
-    made: torch.Tensor = _Spoil.apply(x, factor)
-    return made
+    return _Spoil.apply(x, factor)
 
 
 class Log(list[Any]):

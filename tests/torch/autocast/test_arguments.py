@@ -1,7 +1,4 @@
-"""The arguments of `autocast`, checked as torch checks them, and classes that inherit from it.
-
-torch.autocast gets the same arguments; attributes, exceptions and warnings must be the same.
-"""
+"""The arguments of `autocast`, checked as torch checks them, and classes that inherit from it."""
 
 from __future__ import annotations
 
@@ -206,9 +203,7 @@ def test_a_subclass_that_overrides_enter_and_exit(x: torch.Tensor, w: torch.Tens
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_the_device_spellings_are_subclasses_with_torch_s_arguments(
-    x: torch.Tensor, w: torch.Tensor
-) -> None:
+def test_the_device_spellings_are_subclasses_with_torch_s_arguments(x, w) -> None:
     assert issubclass(cpu.autocast, autocast)
     assert issubclass(cuda.autocast, autocast)
     with cpu.autocast(True, FP16, False):

@@ -208,9 +208,7 @@ HIGHER_ORDER = (
 
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
 @pytest.mark.parametrize("function", HIGHER_ORDER, ids=lambda f: f.__name__)
-def test_in_functions_that_are_graphs_of_their_own(
-    function: Any, count: Count, net: Net, x: torch.Tensor
-) -> None:
+def test_in_functions_that_are_graphs_of_their_own(function, count, net, x) -> None:
     result = torch.compile(function, fullgraph=True, backend=count)(net, x)
     assert dtypes(result) == [FP16]
     assert_same(result, function(net, x), net)

@@ -72,9 +72,7 @@ def around(function: Callable[[], Any], region: Ambient) -> Any:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", ORDERS)
-def test_no_graph_is_used_in_another_region(
-    order: str, count: Count, net: Net, x: torch.Tensor
-) -> None:
+def test_no_graph_is_used_in_another_region(order, count, net, x) -> None:
     def function() -> Any:
         return torch.relu(net.first(x)), net.second(x)
 
@@ -105,9 +103,7 @@ def test_a_region_around_a_compiled_region(count: Count, net: Net, x: torch.Tens
             assert_same(result, around(lambda: one_region(net, x), region))
 
 
-def test_the_weights_of_a_compiled_model_may_change(
-    count: Count, net: Net, x: torch.Tensor
-) -> None:
+def test_the_weights_of_a_compiled_model_may_change(count, net, x) -> None:
     compiled = torch.compile(net, fullgraph=True, backend=count)
     with autocast("cpu", dtype=FP16):
         first = compiled(x)
@@ -247,9 +243,6 @@ def test_a_tag_that_the_user_sets_later_stays_and_so_does_ours() -> None:
     assert tag() == ours
 
 
-# --- graph breaks --------------------------------------------------------------------------------
-
-
 PLACES = ("before", "at its start", "in the middle", "at its end", "after")
 
 
@@ -302,9 +295,7 @@ BROKEN = [
 @pytest.mark.sized
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(("name", "ruled"), BROKEN)
-def test_breaks_of_all_kinds_keep_the_region(
-    name: str, ruled: bool, count: Count, net: Net
-) -> None:
+def test_breaks_of_all_kinds_keep_the_region(name, ruled, count, net) -> None:
     x, given = torch.ones(3, 8), RELU32 if ruled else F16
 
     def inside() -> torch.Tensor:
@@ -329,9 +320,7 @@ MADE_OUTSIDE = {
 
 
 @pytest.mark.parametrize("make", MADE_OUTSIDE.values(), ids=MADE_OUTSIDE)
-def test_a_region_made_outside(
-    make: Callable[[], Any], count: Count, net: Net, x: torch.Tensor
-) -> None:
+def test_a_region_made_outside(make, count, net, x) -> None:
     """Before torch 2.14, dynamo enters only what it sees made, and torch's own class."""
     region = make()
 
@@ -364,9 +353,6 @@ def test_a_region_from_outside_is_guarded(count: Count, net: Net, x: torch.Tenso
         for region in regions + regions:
             assert_same([compiled(x, region)], [function(x, region)])
     assert count.graphs == len(regions)
-
-
-# --- torch.export --------------------------------------------------------------------------------
 
 
 class Exported(Net):

@@ -1,8 +1,4 @@
-"""`custom_fwd` and `custom_bwd`: which dtypes and which state forward and backward see.
-
-The reports of the scenarios in `functions` under polymp's decorators must equal those under
-torch's, and wrong decorators must change them.
-"""
+"""`custom_fwd` and `custom_bwd`: which dtypes and which state forward and backward see."""
 
 from __future__ import annotations
 
@@ -285,9 +281,6 @@ def test_backward_keeps_the_policy_of_forward() -> None:
     assert report == seen
 
 
-# --- cast_inputs ---------------------------------------------------------------------------------
-
-
 def received(fwd: Any, region: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the arguments that the body of a decorated forward gets, called with a bare ctx."""
 
@@ -376,9 +369,6 @@ def test_tensors_of_another_device_are_not_cast() -> None:
             assert torch.is_autocast_enabled("cuda")
         with autocast("cpu"):
             assert decorated(SimpleNamespace(), *both) == ([FP32, FP32], False)
-
-
-# --- ways to write it ----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

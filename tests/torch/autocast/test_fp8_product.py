@@ -23,9 +23,6 @@ from tests.support.torch.fp8_models import policy
 AO = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp"}
 
 
-# --- against torchao ------------------------------------------------------------------------------
-
-
 def run(recipe, x, weight, gradient, forward=None):
     """The result and both gradients of a product; by default ours, in a region."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -115,8 +112,6 @@ def test_the_comparison_notices_a_fault(monkeypatch):
     monkeypatch.setattr(fp8_product.fp8, "inverse", lambda scale: 1 / scale * (1 + 2**-7))
     assert not any(map(torch.equal, run("rowwise", *given), theirs))
 
-
-# --- quantisation against ml_dtypes ---------------------------------------------------------------
 
 SCALES = (1.0, 0.5, 448.0, 1e-3, 3.7, 2.0**-20, 2.0**20, 1.2345e-10, 9.87e8)
 

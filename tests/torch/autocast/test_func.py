@@ -245,9 +245,7 @@ def test_without_a_policy_transforms_do_what_they_do_under_torch(without_polymp:
 
 @pytest.mark.sized
 @pytest.mark.parametrize("policy", ["amp", "lean", "matmul"])
-def test_under_a_policy_no_transform_fails_that_torch_can_do(
-    policy: str, without_polymp: Any
-) -> None:
+def test_under_a_policy_no_transform_fails_that_torch_can_do(policy, without_polymp) -> None:
     from polymp.torch import autocast
 
     _, expected = without_polymp
@@ -295,9 +293,7 @@ OTHER_RULES = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("title", list(OPS)[:PLAIN:2])
-def test_under_other_rules_dtypes_are_those_of_the_plain_call(
-    title: str, dtype: torch.dtype
-) -> None:
+def test_under_other_rules_dtypes_are_those_of_the_plain_call(title, dtype) -> None:
     from polymp.torch import autocast
 
     op, batch = OPS[title]

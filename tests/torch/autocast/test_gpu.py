@@ -86,9 +86,7 @@ def recurrent(
 @pytest.mark.parametrize("python", [False, True], ids=["native", "python"])
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("title", RECURRENT)
-def test_recurrent_layers_keep_torchs_own_way_to_cudnn(
-    title: str, low: torch.dtype, python: bool
-) -> None:
+def test_recurrent_layers_keep_torchs_own_way_to_cudnn(title, low, python) -> None:
     """A warning, such as that weights lie apart, is an error here."""
     theirs, kernels_of_torch = recurrent(title, lambda: torch.autocast(DEVICE, low))
     with all_python(DEVICE) if python else contextlib.nullcontext():
@@ -102,9 +100,7 @@ def test_recurrent_layers_keep_torchs_own_way_to_cudnn(
 
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("title", RECURRENT)
-def test_recurrent_layers_that_a_policy_lowers_have_their_weights_in_one_buffer(
-    title: str, low: torch.dtype
-) -> None:
+def test_recurrent_layers_that_a_policy_lowers_have_their_weights_in_one_buffer(title, low) -> None:
     got, called = recurrent(title, lambda: autocast(DEVICE, low, policy="matmul"))
     assert got[0].dtype is low
     assert {t.dtype for t in got[-2:]} == {FP32}, "gradients of parameters"
@@ -213,9 +209,7 @@ BACKENDS = {
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_backend_of_attention_bit_for_bit(
-    backend: str, mask: str, low: torch.dtype, python: bool
-) -> None:
+def test_every_backend_of_attention_bit_for_bit(backend, mask, low, python) -> None:
     run = functools.partial(attention, BACKENDS[backend], mask)
     theirs, again = run(torch.autocast, low), run(torch.autocast, low)
     with all_python(DEVICE) if python else contextlib.nullcontext():
@@ -339,7 +333,6 @@ class Loop:
 
     def forward_and_backward(self) -> None:
         for w in self.weights:
-            assert w.grad is not None
             w.grad.zero_()
         with autocast(DEVICE, dtype=FP16):
             y = self.net(self.x)

@@ -30,8 +30,7 @@ def gemma() -> nn.Module:
         num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         attn_implementation="eager", use_cache=False,
     )  # fmt: skip
-    model: nn.Module = Gemma2ForCausalLM(config)
-    return model
+    return Gemma2ForCausalLM(config)
 
 
 LOW = ("bfloat16", "float16")

@@ -38,7 +38,6 @@ def test_leaving_out_of_order_across_devices_restores_cache_flag_and_policies() 
     b.__enter__()
     a.__exit__()
     left = regions.policy_of("xpu")
-    assert left is not None
     assert left.name == "b"
     assert regions.policy_of("cpu") is None
     assert torch.is_autocast_cache_enabled()

@@ -1,8 +1,4 @@
-"""Whole models under polymp and under torch.autocast: the same bits in outputs and gradients.
-
-`models` runs them, in a process of its own, so that torch's outcomes come from a torch that does
-not know polymp.
-"""
+"""Whole models under polymp and under torch.autocast: the same bits in outputs and gradients."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ ENGINES = tuple(stage for stage in STAGES if stage != "torch")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcomes]:
     path = tmp_path_factory.mktemp("models") / "outcomes"
     forks.program(RUN, path)
-    loaded: dict[str, Outcomes] = pickle.loads(path.read_bytes())
-    return loaded
+    return pickle.loads(path.read_bytes())
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

@@ -1,8 +1,4 @@
-"""Every op that torch registers for autocast, in a polymp region and under torch's own autocast.
-
-`ops` has the calls, `run_ops` makes them, in one process for each device; here the outcomes are
-compared: dtypes, every bit of results and gradients, and exceptions.
-"""
+"""Every op that torch registers for autocast, in a region of polymp and under torch's own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Random programs of regions, run with polymp and with torch.autocast used correctly: equal bits.
-
-`programs` says what a program is and runs it, `run_programs` holds torch's side. Here the programs
-are made up and the two sides compared.
-"""
+"""Random programs of regions, run with polymp and with torch.autocast used well: equal bits."""
 
 from __future__ import annotations
 

@@ -122,9 +122,7 @@ def test_the_weights_are_cast_into_the_buffer_that_the_layer_would_ask_for(
         assert torch.equal(ours, theirs)
 
 
-def test_what_needs_no_buffer_is_left_alone(
-    flattened: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_no_buffer_is_left_alone(flattened, monkeypatch) -> None:
     _, args, overload, prepare = as_called("LSTM", False, monkeypatch)
     assert autocast_kernel.recurrent_arguments(overload, "cpu") is None
     assert autocast_kernel.recurrent_arguments("lstm_cell", "cuda") is None
@@ -155,9 +153,7 @@ def call_below(weights: torch.dtype) -> Any:
         ("keep", FP16, "float32, float16, float16, float16, float16, float16, float32, float32"),
     ],
 )
-def test_the_buffer_is_kept_or_made_anew_never_cast(
-    rule: str, weights: torch.dtype, seen: str
-) -> None:
+def test_the_buffer_is_kept_or_made_anew_never_cast(rule, weights, seen) -> None:
     """A cast of it would have cuDNN's old layout, and a kernel told so would read it."""
     policy = policy_files.load({"rules": {"_cudnn_rnn": rule}})
     found = on_cuda(call_below(weights), lambda: inside("cuda", policy=policy))
@@ -168,7 +164,6 @@ def test_the_table_knows_which_builds_have_the_kernel() -> None:
     here = {name for name in torch_table.BUILDS if name in torch_table.kernels("cuda")}
     assert here == {name for name, built in torch_table.BUILDS.items() if built}
     row = torch_table.row("cuda", "_cudnn_rnn", "float16")
-    assert row is not None
     assert row.rule is Rule.LOWER
 
 

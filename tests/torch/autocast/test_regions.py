@@ -28,9 +28,7 @@ ERRORS = (ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, StopIteratio
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_exception_passes_and_restores_every_depth(
-    kind: type[BaseException], x: torch.Tensor, w: torch.Tensor
-) -> None:
+def test_an_exception_passes_and_restores_every_depth(kind, x, w) -> None:
     error, seen = kind("on purpose"), []
 
     def fail() -> None:
@@ -49,9 +47,7 @@ def test_an_exception_passes_and_restores_every_depth(
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_region_entered_in_one_grad_mode_and_used_in_another(
-    mode: Any, x: torch.Tensor, w: torch.Tensor
-) -> None:
+def test_a_region_entered_in_one_grad_mode_and_used_in_another(mode, x, w) -> None:
     with mode():
         region = autocast("cpu", dtype=FP16)
         with region:
@@ -62,9 +58,6 @@ def test_a_region_entered_in_one_grad_mode_and_used_in_another(
     assert not y.requires_grad
     (gradient,) = torch.autograd.grad(z.float().sum(), w)
     assert torch.equal(gradient, torch.autograd.grad(mm(x, w, FP16).float().sum(), w)[0])
-
-
-# --- two devices ----------------------------------------------------------------------------------
 
 
 def two_devices() -> dict[str, torch.dtype]:

@@ -24,8 +24,6 @@ LOW = (BF16, FP16)
 OFF: dict[str, Any] = {"enabled": False}
 
 
-# --- torch.utils.checkpoint -----------------------------------------------------------------------
-
 KEEPS_TANH = {"name": "keeps_tanh", "rules": {"linear": "lower", "tanh": "fp32"}}
 
 
@@ -78,9 +76,7 @@ RULED = {"dtype": FP16, "policy": KEEPS_TANH}
     [{"dtype": BF16}, {"dtype": FP16}, OFF, RULED],
     ids=["bf16", "fp16", "off", "policy"],
 )
-def test_checkpoint_recomputes_in_the_region(
-    arguments: dict[str, Any], reentrant: bool, where: str
-) -> None:
+def test_checkpoint_recomputes_in_the_region(arguments, reentrant, where) -> None:
     seen, ours = checkpointed(autocast, reentrant, where, **arguments)
     amp = autocast if arguments is RULED else torch.autocast
     expected, plain = checkpointed(amp, None, where, **arguments)
@@ -147,9 +143,7 @@ def test_functions_under_vmap_are_recomputed_as_they_ran(reentrant: bool) -> Non
 
 @pytest.mark.parametrize("outer", [autocast, torch.autocast], ids=["ours outside", "torch outside"])
 @pytest.mark.parametrize("given", [{"dtype": BF16}, {"dtype": FP16}, {}, OFF], ids=short)
-def test_regions_of_ours_and_of_torch_nest(
-    outer: Any, given: dict[str, Any], x: torch.Tensor, w: torch.Tensor
-) -> None:
+def test_regions_of_ours_and_of_torch_nest(outer, given, x, w) -> None:
     inner = torch.autocast if outer is autocast else autocast
     at = FP32 if given == OFF else given.get("dtype", FP16)
     with outer("cpu", dtype=FP16, cache_enabled=False):
@@ -173,9 +167,7 @@ def _jit_is_deprecated() -> Iterator[None]:
 @pytest.mark.usefixtures("_jit_is_deprecated")
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("place", ["around", "inside", "decorated"])
-def test_a_jit_trace_holds_the_casts(
-    place: str, dtype: torch.dtype, x: torch.Tensor, w: torch.Tensor
-) -> None:
+def test_a_jit_trace_holds_the_casts(place, dtype, x, w) -> None:
     weight = w.detach()
 
     def trace(amp: Any) -> Any:

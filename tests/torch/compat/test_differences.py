@@ -103,8 +103,7 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
 
 def outcomes(package: str) -> dict[str, Any]:
     program = f"from tests.support.torch import differences; differences.main({package!r})"
-    found: dict[str, Any] = json.loads(forks.program(program))
-    return found
+    return json.loads(forks.program(program))
 
 
 @pytest.fixture(scope="module")

@@ -196,9 +196,7 @@ def gaps(base: Any, results: Any, grads: Any, loss: Any, found: Sequence[Any]) -
 
 
 @pytest.mark.parametrize(("whose", "sent"), [("polymp", torch.float32), ("torch", BF16)])
-def test_two_ranks_compute_what_one_does_up_to_rounding(
-    notes: Any, whose: str, sent: torch.dtype
-) -> None:
+def test_two_ranks_compute_what_one_does_up_to_rounding(notes, whose, sent) -> None:
     """Torch's `fully_shard` rounds every parameter; polymp's those that the region casts anyway."""
     measured = tolerated(made(), data(), sent)
     for of_rank in notes:

@@ -135,9 +135,7 @@ AROUND = {
 @pytest.mark.parametrize(
     "patterns", [*itertools.combinations(PATTERNS, 1), *itertools.combinations(PATTERNS, 2)]
 )
-def test_what_holds_in_a_module_is_the_policy_at_its_path(
-    x: torch.Tensor, around: str, patterns: tuple[str, ...]
-) -> None:
+def test_what_holds_in_a_module_is_the_policy_at_its_path(x, around, patterns) -> None:
     rules = ("keep", "fp32")
     rows = {pattern: {"exp": rule} for pattern, rule in zip(patterns, rules, strict=False)}
     policy = polymp.policy("amp").override(scopes=rows)
@@ -447,7 +445,6 @@ def test_replicas_of_data_parallel(x: torch.Tensor) -> None:
     scoped(model, HEAD)
     twin = model._replicate_for_data_parallel()
     for name, child in model._modules.items():
-        assert child is not None
         twin._modules[name] = child._replicate_for_data_parallel()
     twin.lm_head.weight = nn.Parameter(torch.zeros(5, 8))
     twin.lm_head.bias = model.lm_head.bias
@@ -486,9 +483,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("around", ["polymp", "torch"])
 @pytest.mark.parametrize("how", ["reentrant", "not reentrant", "compiled"])
-def test_recomputation_runs_under_the_same_policies(
-    x: torch.Tensor, around: str, how: str, count: Count
-) -> None:
+def test_recomputation_runs_under_the_same_policies(x, around, how, count) -> None:
     """A module carries its policy into torch's checkpoint."""
     x = x.requires_grad_(how != "compiled")
     again = partial(checkpoint, use_reentrant=how == "reentrant")

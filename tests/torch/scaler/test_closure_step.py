@@ -1,7 +1,4 @@
-"""Steps with a closure: every evaluation is scaled, unscaled and checked; a spoiled one is undone.
-
-LBFGS evaluates it as often as it searches. `Sam` has gradients before it calls the closure.
-"""
+"""Steps with a closure: every evaluation is scaled and checked; a spoiled one is undone."""
 
 from __future__ import annotations
 

@@ -215,9 +215,6 @@ def test_a_finding_goes_to_the_cpu_only_by_waiting() -> None:
     assert mode.seen == [("cpu", False)]
 
 
-# --- what is not torch's own ---------------------------------------------------------------------
-
-
 class KeepsLists(optim.Optimizer):
     """Its history cannot be put back by exchanging tensors."""
 
@@ -353,9 +350,6 @@ def test_a_step_that_raises_is_undone_where_it_was_to_be_skipped(steps: int, fou
     assert (w.tolist() == before) == bool(found)
     if found:
         assert str(optimizer.state_dict()["state"]) == str(was)
-
-
-# --- a fused SGD whose first step is skipped -----------------------------------------------------
 
 
 # What the gradients are, before they are scaled: the first two steps are skipped.

@@ -48,9 +48,6 @@ class Run:
         self.optimizer.step()
 
 
-# --- flagged --------------------------------------------------------------------------------------
-
-
 def test_a_step_without_a_scaler_warns_once_for_each_optimizer() -> None:
     first, second = Run(), Run(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True))
     with expect_scaler(), warnings.catch_warnings(record=True) as caught:
@@ -103,9 +100,6 @@ def test_a_closure_with_a_region_in_it_is_flagged_at_the_next_step() -> None:
         run.optimizer.step(closure)
         with pytest.raises(UnscaledError):
             run.optimizer.step(closure)
-
-
-# --- not flagged ----------------------------------------------------------------------------------
 
 
 def iterate(run: Run, scaler: Any, times: int = 1, *, by_hand: bool = False) -> None:

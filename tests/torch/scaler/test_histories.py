@@ -201,9 +201,7 @@ def scales(scaler: Any, optimizer_of: Any, history: Any) -> list[Any]:
     start=st.fixed_dictionaries({"init_scale": st.sampled_from([2.0**16, 1e30, 3.0])} | factors),
     history=st.lists(shapes, min_size=1, max_size=12),
 )
-def test_losses_that_are_not_finite_and_gradient_penalties(
-    kind: str, start: Any, history: Any
-) -> None:
+def test_losses_that_are_not_finite_and_gradient_penalties(kind, start, history) -> None:
     options = {"skip_on": "device"} if kind == "undone" else {}
     make = OPTIMIZERS["loop" if kind == "undone" else kind]
     ours = scales(GradScaler("cpu", **start, **options), make, history)
@@ -238,8 +236,6 @@ def test_a_wrong_scaler_is_noticed() -> None:
     for wrong in (NoBackoff, ForgetsTheCount):
         assert play(wrong, game, history) != expected
 
-
-# --- fused optimizers, which divide by themselves: nothing reads the scale before the end --------
 
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # With momentum torch's kernel for 16 bits does not give the same twice (2.13, on a CPU).

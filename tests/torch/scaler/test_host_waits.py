@@ -199,9 +199,7 @@ def copies(op: Any, args: Any, kwargs: Any) -> str | None:
 
 
 @pytest.mark.parametrize("name", ["SGD, on device", "Adam, capturable", "Muon, on device"])
-def test_nothing_comes_over_from_the_host_in_a_capture(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_comes_over_from_the_host_in_a_capture(name, monkeypatch) -> None:
     """Not in the first `scale`, which makes the state, nor in the first step on the device."""
     monkeypatch.setattr(accelerators, "cuda_missing", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

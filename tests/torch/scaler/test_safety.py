@@ -58,9 +58,6 @@ class Run:
         return self.scaler.state_dict()
 
 
-# --- losses that are not finite ------------------------------------------------------------------
-
-
 @everywhere
 @pytest.mark.parametrize("at", range(3))
 def test_one_lost_loss_among_three_microbatches_spoils_the_step(by, at) -> None:
@@ -190,9 +187,6 @@ def test_a_first_scale_that_is_interrupted_at_any_line_can_be_made_again() -> No
         assert run.w.tolist() == [0.5, -2.5]
 
 
-# --- rows of skips -------------------------------------------------------------------------------
-
-
 def play(run: Run, rows: list[int], good: int = 1) -> None:
     for row in rows:
         for _ in range(row):
@@ -273,9 +267,7 @@ def test_the_message_says_what_was_seen_and_what_to_try() -> None:
         ((1.0, 1.0), "the loss scale is 4 (its lower bound).", "loss itself"),
     ],
 )
-def test_the_message_says_what_was_skipped_and_at_which_scale(
-    kinds: tuple[float, float], said: str, unsaid: str
-) -> None:
+def test_the_message_says_what_was_skipped_and_at_which_scale(kinds, said, unsaid) -> None:
     run = Run(stuck_after=2, min_scale=4.0)
     run.skip(kinds[0])
     with pytest.raises(StuckError) as raised:
@@ -291,9 +283,6 @@ def test_the_message_says_when_the_gradients_that_overflowed_are_gone() -> None:
     run.w.grad.zero_()
     with pytest.raises(StuckError, match="No gradient here has Inf or NaN now"):
         run.scaler.update()
-
-
-# --- honest use ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["behind the region", "inside", "inside, after another loss"])

@@ -77,9 +77,7 @@ THOUSANDTH = scaling.checked(ScaleRule(2.0, 0.1, 1, 1e-3))
     st.booleans(),
 )
 @example([(0, None)] * 5 + [(1, None)] * 7 + [(0, None)], [], THOUSANDTH, False)
-def test_its_bound_is_never_above_the_scale(
-    history: Any, waits: list[int], rule: ScaleRule, far: bool
-) -> None:
+def test_its_bound_is_never_above_the_scale(history, waits, rule, far) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Event", Late)
         patch.setattr(Late, "waits", list(waits))

@@ -276,9 +276,7 @@ OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), OWN, ids=lambda v: str(v)[:40])
-def test_wrong_arguments_raise_what_names_them(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_wrong_arguments_raise_what_names_them(arguments, error, message) -> None:
     assert outcome(lambda: GradScaler(**{"device": "cpu"} | arguments)) == (error, message)
 
 
@@ -293,9 +291,7 @@ NEW = f"new_scale must be from min_scale to max_scale, {2.0**-126!r} to {2.0**12
     ],
     ids=str,
 )
-def test_a_new_scale_that_is_none_changes_nothing(
-    new: Any, error: type[Exception], message: str
-) -> None:
+def test_a_new_scale_that_is_none_changes_nothing(new, error, message) -> None:
     scaler = ready(GradScaler)
     before, looked = scaler.state_dict(), sgd()
     scaler.step(looked)
@@ -421,9 +417,7 @@ def test_a_finding_on_any_device_skips_the_whole_step_and_counts_once(which: int
 
 @pytest.mark.parametrize("factor", [2.0, 0.5], ids=["sum", "mean"])
 @pytest.mark.parametrize("kind", ["host", "fused", "undone"])
-def test_sums_and_means_of_findings_over_ranks_skip_and_count_once(
-    kind: str, factor: float
-) -> None:
+def test_sums_and_means_of_findings_over_ranks_skip_and_count_once(kind, factor) -> None:
     """Fused kernels of torch skip for 1 and for nothing else."""
     w = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([w], lr=0.5, fused=kind == "fused")

@@ -162,9 +162,6 @@ def test_without_gradients_too(x):
             check(net(), x, region=REGIONS["own"], graded=False)
 
 
-# --- what is in the graph ------------------------------------------------------------------------
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.LogSoftmax(-1), nn.Linear(8, 8))
@@ -267,9 +264,6 @@ def test_shapes_may_be_dynamic(x):
         with REGIONS["own"]():
             expected = model(more)
         assert same(program.module()(more), expected)
-
-
-# --- regions, scopes and ops of the user's own ---------------------------------------------------
 
 
 class Nested(nn.Module):
@@ -413,8 +407,6 @@ def test_a_region_in_a_branch_is_refused(x):
         "out. Enter it around the control flow."
     )
 
-
-# --- what becomes of the program -----------------------------------------------------------------
 
 ELSEWHERE = """
 import sys, warnings

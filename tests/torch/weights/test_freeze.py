@@ -23,9 +23,6 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-# --- what is stored -------------------------------------------------------------------------------
-
-
 def test_what_is_only_cast_is_stored_low_and_each_other_says_why_it_stays(x: torch.Tensor) -> None:
     model, other = Mixed(), Mixed()
     handle = freeze(model, (x,))
@@ -294,9 +291,6 @@ def test_one_that_stays_keeps_all_that_share_its_memory(x: torch.Tensor) -> None
         freeze(read, (x,))
     with pytest.raises(PolicyError, match=r"requires_grad_\(False\)"):
         freeze(trained, (x,))
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_what_is_no_model_or_no_example_is_refused(x: torch.Tensor) -> None:

@@ -29,9 +29,6 @@ pytestmark = pytest.mark.usefixtures("left_as_found")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-# --- where it may be called -----------------------------------------------------------------------
-
-
 REGIONS = {
     "none": contextlib.nullcontext,
     "its own": lambda: autocast("cpu", policy="lean"),
@@ -78,9 +75,6 @@ def test_without_gradients_only_that_is_tried(x: torch.Tensor) -> None:
         freeze(outside, (x,))
         assert not outside.weight.is_inference()
     assert {*seen} == {False}
-
-
-# --- taking it back, and taking it along ----------------------------------------------------------
 
 
 def test_remove_gives_back_the_same_parameters_bit_for_bit(x: torch.Tensor) -> None:
@@ -157,9 +151,7 @@ saved = partial(through_file, weights_only=False)
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled, saved])
 @pytest.mark.parametrize("policy", [None, "lean"])
-def test_it_goes_with_copies_and_the_handle_with_it(
-    way: Any, policy: str | None, x: torch.Tensor
-) -> None:
+def test_it_goes_with_copies_and_the_handle_with_it(way, policy, x) -> None:
     model = Mixed().eval()
     original = bits(model.first.weight)
     handle = freeze(model, (x,), policy=policy)
@@ -205,9 +197,6 @@ def test_pinned_weights_stay(x: torch.Tensor) -> None:
     assert bits(model(x)) == bits(plainly(other, x))
 
 
-# --- a weight that is stored low wrongly is noticed, and nothing else is changed ------------------
-
-
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """An analysis that sees no reading: whatever is cast once is stored low."""
@@ -240,9 +229,7 @@ READ_TOO: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("use", READ_TOO)
-def test_a_weight_that_is_read_in_float32_too_is_noticed(
-    use: str, x: torch.Tensor, blind: None
-) -> None:
+def test_a_weight_that_is_read_in_float32_too_is_noticed(use, x, blind) -> None:
     function, op = READ_TOO[use]
     model = Uses(function)
     before = held(model)
@@ -256,9 +243,7 @@ def test_a_weight_that_is_read_in_float32_too_is_noticed(
     assert held(model) == before
 
 
-def test_results_alone_show_it_too(
-    x: torch.Tensor, blind: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_alone_show_it_too(x, blind, monkeypatch) -> None:
     monkeypatch.setattr(freeze_usage, "first_difference", lambda one, other: None)
     model = Uses(READ_TOO["a sum"][0])
     with pytest.raises(PolicyError, match="does not run with weights in bfloat16"):
@@ -296,9 +281,7 @@ def test_a_weight_that_backward_reads_stays(x: torch.Tensor) -> None:
     assert handle.kept == {"weight": "read in float32 by aten.abs.default"}
 
 
-def test_gradients_are_compared(
-    x: torch.Tensor, blind: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_compared(x, blind, monkeypatch) -> None:
     monkeypatch.setattr(freeze_usage, "first_difference", lambda one, other: None)
     model = Uses(backward)
     assert freeze(model, (x,)).stored == ("weight", "other.weight", "other.bias")
@@ -362,9 +345,7 @@ def test_an_example_that_raises_leaves_the_model_as_it_was(x: torch.Tensor) -> N
     assert after["other.weight"] == before["other.weight"]
 
 
-def test_an_interrupt_leaves_the_model_as_it_was(
-    x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_the_model_as_it_was(x, monkeypatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 

@@ -76,9 +76,7 @@ def test_a_gpu_stores_and_reads_the_bits_of_a_cpu(device: str, mode: str) -> Non
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_five_steps_have_the_bits_of_a_loop_on_a_cpu(
-    device: str, how: str, name: str, mode: str
-) -> None:
+def test_five_steps_have_the_bits_of_a_loop_on_a_cpu(device, how, name, mode) -> None:
     got = trained(device, mode, lambda x: EXACT[name](x, **{how: True}))
     assert got == trained("cpu", mode, EXACT[name])
     assert got != trained("cpu", mode, lambda x: torch.optim.SGD(x, lr=2**-6)), "it cannot fail"
@@ -87,9 +85,7 @@ def test_five_steps_have_the_bits_of_a_loop_on_a_cpu(
 @pytest.mark.parametrize("mode", ["master", "split"])
 @pytest.mark.parametrize("how", ["foreach", "fused"])
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_the_weights_are_those_of_float32_on_the_same_device(
-    device: str, how: str, mode: str
-) -> None:
+def test_the_weights_are_those_of_float32_on_the_same_device(device, how, mode) -> None:
     g = torch.Generator().manual_seed(0)
     low, wide = (nn.Parameter(torch.ones(65, 64, device=device)) for _ in range(2))
     optimizer = low_weights(torch.optim.AdamW([low], lr=1e-3, **{how: True}), mode)
@@ -105,9 +101,7 @@ def test_the_weights_are_those_of_float32_on_the_same_device(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_a_capturable_optimizer_trains(
-    device: str, mode: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_capturable_optimizer_trains(device, mode, request) -> None:
     if device == "cpu":
         request.getfixturevalue("capturable_here")
     torch.manual_seed(0)

@@ -101,9 +101,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["fsdp2", "ddp", "resumed"])
-def test_two_ranks_have_the_bits_of_one_process(
-    how: str, mode: str, ranks: list[dict[Any, Any]]
-) -> None:
+def test_two_ranks_have_the_bits_of_one_process(how, mode, ranks) -> None:
     """Weights, what is beside them and Adam's state; "resumed": from a checkpoint of the ranks."""
     expected = alone(mode)
     for notes in ranks:

@@ -56,9 +56,7 @@ def test_a_run_goes_on_exactly(mode: str, order: str, saved_at: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
-def test_state_stays_float32_and_what_is_beside_keeps_its_bits(
-    mode: str, default: torch.dtype
-) -> None:
+def test_state_stays_float32_and_what_is_beside_keeps_its_bits(mode, default) -> None:
     """torch casts a state to the dtype of its parameter, which would be bfloat16."""
     model, optimizer = start(mode)
     go(model, optimizer, 0, 3)

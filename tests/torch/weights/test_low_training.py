@@ -206,9 +206,7 @@ class Run:
 @pytest.mark.parametrize("kind", OPTIMIZERS_LOW_HISTORIES)
 @settings(max_examples=size(6, 60))
 @given(events=EVENTS)
-def test_an_exact_mode_has_the_bits_of_float32(
-    mode: str, kind: str, events: list[tuple[str, int]]
-) -> None:
+def test_an_exact_mode_has_the_bits_of_float32(mode, kind, events) -> None:
     plain, low = Run(kind, None), Run(kind, mode)
     for event, seed in events:
         plain.happens(event, seed)

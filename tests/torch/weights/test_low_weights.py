@@ -70,7 +70,6 @@ def test_bytes_a_parameter_with_adam(mode: str, beside: int, most: float) -> Non
         optimizer.step()
     alive: list[torch.Tensor] = []
     for p in model.parameters():
-        assert p.grad is not None
         alive += [p, p.grad, *(t for t in optimizer.state[p].values() if torch.is_tensor(t))]
     stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
     each = sum(stored.values()) / sum(p.numel() for p in model.parameters())

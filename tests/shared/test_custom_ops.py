@@ -630,51 +630,55 @@ def test_one_wrong_side_leaves_nothing_of_the_other() -> None:
 LATE = {
     "torch": (
         """
-        import torch, polymp
-        from polymp.torch import autocast
-        
-        @torch.library.custom_op("late::op", mutates_args=())
-        def op(x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-        
-        op.register_fake(torch.empty_like)
-        x = torch.ones(3, dtype=torch.bfloat16)
-        
-        def run(policy, call=op):
-            with autocast("cpu", policy=policy):
+import torch, polymp
+from polymp.torch import autocast
+
+@torch.library.custom_op("late::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+op.register_fake(torch.empty_like)
+x = torch.ones(3, dtype=torch.bfloat16)
+
+def run(policy, call=op):
+    with autocast("cpu", policy=policy):
         print(call(x).dtype)
-        
-        compiled = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
-        run(None)
-        run("amp")
-        run("amp", compiled)
-        polymp.register_op("late_op", "fp32", torch=op)
-        run(None)
-        run("amp")
-        run({"rules": {"class:custom": "keep"}})
-        torch._dynamo.reset()
-        run("amp", compiled)
-        """, ["torch.bfloat16"] * 3 + ["torch.float32"] * 2 + ["torch.bfloat16", "torch.float32"]),
+
+compiled = torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)
+run(None)
+run("amp")
+run("amp", compiled)
+polymp.register_op("late_op", "fp32", torch=op)
+run(None)
+run("amp")
+run({"rules": {"class:custom": "keep"}})
+torch._dynamo.reset()
+run("amp", compiled)
+""",
+        ["torch.bfloat16"] * 3 + ["torch.float32"] * 2 + ["torch.bfloat16", "torch.float32"],
+    ),
     "jax": (
         """
-        import jax, jax.numpy as jnp, polymp
-        from polymp.jax import autocast
-        
-        def op(x):
-            return x + 1
-        
-        def run(x):
-            return op(x @ jnp.eye(3))
-        
-        x = jnp.ones((3, 3))
-        for call in (autocast(run), jax.jit(autocast(run))):
-            print(call(x).dtype)
-        polymp.register_op("late_op", "fp32", jax=op)
-        for call in (autocast(run), jax.jit(autocast(run))):
-            print(call(x).dtype)
-        print(autocast(run, policy={"rules": {"linear": "lower", "class:custom": "keep"}})(x).dtype)
-        """, ["bfloat16"] * 2 + ["float32"] * 2 + ["bfloat16"]),
-}  # fmt: skip
+import jax, jax.numpy as jnp, polymp
+from polymp.jax import autocast
+
+def op(x):
+    return x + 1
+
+def run(x):
+    return op(x @ jnp.eye(3))
+
+x = jnp.ones((3, 3))
+for call in (autocast(run), jax.jit(autocast(run))):
+    print(call(x).dtype)
+polymp.register_op("late_op", "fp32", jax=op)
+for call in (autocast(run), jax.jit(autocast(run))):
+    print(call(x).dtype)
+print(autocast(run, policy={"rules": {"linear": "lower", "class:custom": "keep"}})(x).dtype)
+""",
+        ["bfloat16"] * 2 + ["float32"] * 2 + ["bfloat16"],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LATE)

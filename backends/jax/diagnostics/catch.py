@@ -68,16 +68,12 @@ def catch(
         for batch in batches:
             params, opt_state, loss = step(params, opt_state, batch)
 
-    Every call checks on the device, without a wait, that the floats among the results are finite;
-    results with one element count, such as the loss. Every `every` calls the arguments are checked
-    and copied. When something is not finite, the calls are repeated from the last copy up to the
-    first bad one, and `locate` names the op. Arguments that an earlier call returned are the state,
-    and are computed again; others, such as the batch, are kept for up to `every` calls, and must
-    not be donated.
-
-    Gradients are inside of the step. If one is not finite and the loss is, that shows in the state,
-    up to `every` calls later, and the step that had it is named. A norm of them that the step
-    returns is checked at every call.
+    Every call checks on the device, without a wait, that results with one element are finite, such
+    as the loss. Every `every` calls the arguments are checked and copied. When something is not
+    finite, the calls are repeated from the last copy up to the first bad one, and `locate` names
+    the op. Arguments that an earlier call returned are the state, and are computed again; others,
+    such as the batch, are kept until then, and must not be donated. Gradients are inside of the
+    step: one that is not finite shows in the state, unless the step returns their norm.
 
     Args:
         step: does one step of training: jitted or not, with any optimizer and scaler, or without.

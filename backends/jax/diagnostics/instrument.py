@@ -136,7 +136,8 @@ class MeasuredCall(Placed[Origin]):
                 if not by or (by - own and not taken):
                     ends.append(s)
                 last = s
-        if ends and not once and _updates(last):
+        tracebacks = (last.written, last.eqn.source_info.traceback) if ends else ()
+        if not once and any(map(is_update, tracebacks)):  # also in a branch of an optimizer
             returned = (s for s in ends if any(0 in readers.get(v, ()) for v in s.eqn.outvars))
             self.unlisted.update(s.key for s in returned)
         else:
@@ -404,11 +405,6 @@ def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
     if jax.__version_info__ < (0, 11):  # a newer XLA has no such option
         options["xla_cpu_use_fusion_emitters"] = False
     return options
-
-
-def _updates(site: Site) -> bool:
-    """True for what an optimizer or a loss scaler does, also in a branch of theirs."""
-    return is_update(site.written) or is_update(site.eqn.source_info.traceback)
 
 
 def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, set[int]]:

@@ -57,7 +57,7 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The tests that are part of lint.
 LINTED := tests/core/test_layers.py tests/core/test_docstrings.py
 
-.PHONY: demo test pytest test-long test-faults test-versions test-oldest test-newest test-frameworks lint types verifytypes docs dist bench gpu clean
+.PHONY: demo test pytest test-long test-faults test-versions test-oldest test-newest test-frameworks lint style types verifytypes docs dist bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -65,8 +65,8 @@ demo: $(READY)
 	$(PY) examples/compare.py
 
 # Types are checked beside the first of the tests: that is one process, and there are cores to spare.
-test: lint
-	@$(MAKE) --no-print-directory -j2 types pytest PYTEST="$(PYTEST) $(LINTED:%=--ignore=%)"
+test: style
+	@$(MAKE) --no-print-directory -j2 types pytest
 
 pytest: $(READY)
 	POLYMP_REQUIRE=jax,keras,$(ADAPTED) $(PY) $(PYTEST) -m "not long"
@@ -86,12 +86,14 @@ test-frameworks: .venv-frameworks/.ready .venv-newest/.ready
 	POLYMP_REQUIRE=$(ADAPTED) .venv-frameworks/bin/python $(PYTEST) $(ADAPTERS)
 	POLYMP_REQUIRE=$(ADAPTED),keras .venv-newest/bin/python $(PYTEST) $(ADAPTERS) tests/jax/trainers
 
-lint: $(READY)
+lint: style
+	$(PY) -m pytest -q $(LINTED)
+
+style: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	.venv/bin/pydoclint --config=pyproject.toml $(DOCUMENTED)
 	$(PY) -m ruff check --preview --select DOC501 $(DOCUMENTED)
-	$(PY) -m pytest -q $(LINTED)
 
 types: $(READY)
 	$(PY) -m mypy

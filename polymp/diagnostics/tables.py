@@ -125,10 +125,7 @@ class TableKind(NamedTuple, Generic[R]):
     def arranged(
         self, rows: Iterable[R], sort: str = PROGRAM, fold: bool = True
     ) -> list[ModuleRows[R]]:
-        """Rows by section and module, equal layers as one.
-
-        By cost, modules are sorted in their section, and rows in their module.
-        """
+        """Rows by section and module, equal layers as one; by cost, both are sorted."""
         if sort not in (PROGRAM, COST):
             raise ValueError(
                 f'sort={sort!r} is no order of these rows: write "{PROGRAM}" or "{COST}".'

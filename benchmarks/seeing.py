@@ -1,4 +1,4 @@
-"""The cost of `explain`, `audit`, `locate` and `catch` of a training step, beside the step.
+"""The cost of `explain`, `audit`, `locate`, `catch` and `record`, beside a training step.
 
 In JAX nothing runs for `explain`: it traces the example's loss and gradient, and reads what it
 finds off the trace; the base is `jax.make_jaxpr` of the same function. In torch the step runs; the
@@ -7,11 +7,11 @@ base is the step without anybody looking.
 `audit` is of the example's whole training steps, with its optimizer and scaler, in processor time
 on one core: of a step inside the block in torch, of a call in JAX, with its twin compiled. What it
 takes to enter the block, and to read all when it ends, is a row of its own. In torch the same is
-measured of a 24-layer BERT, and `locate` where nothing is wrong; beside them is a mode that sees
-every op and does nothing. In JAX the first calls of `audit` and `locate`, which compile, are
-compared with the first call of the step. The sizes are those that the example has on this machine,
-but for float16 in torch its small ones: a step of the others takes seconds there on a CPU. The
-record has them. `make bench` runs it.
+measured of a 24-layer BERT, `locate` where nothing is wrong, and `record` without probes; beside
+them is a mode that sees every op and does nothing. In JAX the first calls of `audit` and `locate`,
+which compile, are compared with the first call of the step. The sizes are those that the example
+has on this machine, but for float16 in torch its small ones: a step of the others takes seconds
+there on a CPU. The record has them. `make bench` runs it.
 """
 
 import argparse
@@ -44,6 +44,7 @@ BAR = 2.0  # explain in JAX, against make_jaxpr
 AUDIT_BAR = {"torch": 2.0, "JAX": 2.5}
 BERT_BAR = 3.0  # audit
 LOCATE_BAR = 8.0  # of the same BERT
+RECORD_BAR = 2.0  # likewise
 FIRST_BAR = 3.0  # audit and locate in JAX, against a first step
 CATCH_BAR = 1.03
 LAYERS = (2, 8)  # of the model explained in JAX
@@ -194,6 +195,23 @@ def seen_in_torch(training: Training, device: str = "cpu") -> dict[str, Timed]:
     return {name: clocked(run, device) for name, run in programs.items()}
 
 
+def recorded_in_torch(training: Training, *probes: int, device: str = "cpu") -> dict[str, Timed]:
+    """A training step: alone, and recorded with some numbers of probes."""
+    model, _, step = training
+
+    def recorded(count: int) -> Program:
+        recorder = polymp.torch.record(None, model, probes=count)
+
+        def once() -> None:
+            with recorder:
+                step()
+
+        return once
+
+    programs: dict[str, Program] = {"step": step} | {str(n): recorded(n) for n in probes}
+    return {name: clocked(run, device) for name, run in programs.items()}
+
+
 def audited_in_torch(training: Training, device: str = "cpu") -> dict[str, Timed]:
     """A training step: alone, in an audit of several, and by the whole of it."""
     model, scaler, step = training
@@ -305,6 +323,8 @@ def of_bert(rounds: int) -> Iterator[Row]:
     base, nothing, located = measure(seen_in_torch(training), rounds, warm=1).values()
     yield row("a mode that does nothing, torch, 24-layer BERT: step / plain step", base, nothing)
     yield row("locate, torch, 24-layer BERT, nothing wrong / step", base, located, LOCATE_BAR)
+    base, recorded = measure(recorded_in_torch(training, 0), rounds, warm=1).values()
+    yield row("record, torch, 24-layer BERT, no probes / step", base, recorded, RECORD_BAR)
     wide = bert(WIDE)
     base, inside, _ = measure(audited_in_torch(wide), rounds, warm=1).values()
     yield row(f"audit, torch, 24-layer BERT of width {WIDE}: step / plain step",
@@ -312,6 +332,9 @@ def of_bert(rounds: int) -> Iterator[Row]:
     base, _, located = measure(seen_in_torch(wide), rounds, warm=1).values()
     yield row(f"locate, torch, 24-layer BERT of width {WIDE}, nothing wrong / step",
               base, located, LOCATE_BAR)  # fmt: skip
+    base, recorded = measure(recorded_in_torch(wide, 0), rounds, warm=1).values()
+    yield row(f"record, torch, 24-layer BERT of width {WIDE}, no probes / step",
+              base, recorded, RECORD_BAR)  # fmt: skip
 
 
 def first_calls(rounds: int) -> Iterator[Row]:
@@ -392,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rows = [each for part in args.only for each in PARTS[part](args.rounds)]
-    title = "explain, audit, locate and catch, compared with the training step that they examine"
+    title = "explain, audit, locate, catch and record, compared with the step that they examine"
     show(title, rows)
     print(f"Bars missed: {', '.join(missed(rows)) or 'none'}.")
     record = {

@@ -133,27 +133,9 @@ def seeing(here: Here) -> dict[str, Any]:
             for each in pairs
         )
         beside(f"catch, torch, {name}: step / plain step", base, caught, benchmark.CATCH_BAR)
-        base, *recorded = measure(_recorded(training, device), max(rounds // 3, 1), 1).values()
+        programs = benchmark.recorded_in_torch(training, 0, 8, device=device)
+        base, *recorded = measure(programs, max(rounds // 3, 1), 1).values()
         for probes, times in zip((0, 8), recorded, strict=True):
             beside(f"record, torch, {name}, {probes} probes: step / plain step", base, times)
     title = "explain, audit, locate, catch and record, compared with the step that they examine"
     return {"machine": machine("torch", device=device), "tables": {title: rows}}
-
-
-def _recorded(training: Any, device: str) -> dict[str, Any]:
-    """A training step: alone, and recorded without probes and with eight."""
-    import seeing as benchmark
-
-    model, _, step = training
-
-    def recorded(probes: int) -> Callable[[], None]:
-        recorder = polymp.torch.record(None, model, probes=probes)
-
-        def once() -> None:
-            with recorder:
-                step()
-
-        return once
-
-    programs = {"step": step} | {str(n): recorded(n) for n in (0, 8)}
-    return {name: benchmark.clocked(run, device) for name, run in programs.items()}

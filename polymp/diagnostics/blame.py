@@ -294,15 +294,19 @@ def larger_eps(dtype: str) -> float:
     return 1e-4 if dtype == "float16" else 1e-8
 
 
-def of_optimizer(framework: str, kind: str, dtype: str, largest: float, lost: str = "") -> str:
+def of_optimizer(
+    framework: str, kind: str, dtype: str, largest: float, lost: str = "", tried: bool = False
+) -> str:
     """Return the change that helps where an optimizer made a value that is not finite.
 
-    `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0".
+    `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0", and `tried`
+    says whether the step was finite with a larger one.
     """
     wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
     if kind == "number":
+        how = ", with which this step was tried and is finite" if tried else ""
         or_wide = f", or {wide}" if dtype in LOW else "."
-        give = f"Give it eps={larger_eps(dtype):g}{or_wide}{UNTRIED}"
+        give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
         return f"{lost}, so that it divides by zero. {give}"
     if kind == "overflow":
         return f"{wide[0].upper()}{wide[1:]}{UNTRIED}"

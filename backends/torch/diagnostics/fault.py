@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import distributed, modes
+from polymp.backends.torch.compat import distributed, modes, optimizers
 from polymp.backends.torch.diagnostics.measure import (
     Lost,
     RangeTable,
@@ -20,6 +20,7 @@ from polymp.backends.torch.diagnostics.measure import (
     real,
 )
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, call_of, tensors
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import (
@@ -29,6 +30,7 @@ from polymp.diagnostics.blame import (
     UPDATE,
     Node,
     blame,
+    larger_eps,
     meant,
     of_optimizer,
     rounded,
@@ -315,10 +317,26 @@ class Update:
         self._read = self._measured(self._state(optimizer) | grads)
         self._wrote: Ranges = {}
         self._lost = lost_eps(optimizer)
+        self._tried = self._try(optimizer) if self._lost else None
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step has written."""
         self._wrote = self._measured(self._state(optimizer))
+
+    def _try(self, optimizer: torch.optim.Optimizer) -> Ranges | None:
+        """Take the step with a larger eps, and undo it; None if it cannot be taken."""
+        params = [*self._params.values()]
+        before = Snapshot(params, grads=params, optimizers=[optimizer], random_numbers=True)
+        try:
+            for group in optimizer.param_groups:
+                if lost := {p.dtype for p in group["params"]} & self._lost.keys():
+                    group["eps"] = max(larger_eps(dtype_names.NAMES[dtype]) for dtype in lost)
+            optimizers.step_without_hooks(type(optimizer))(optimizer)
+            return self._measured(self._state(optimizer))
+        except Exception:  # of a user's optimizer, which the step itself will raise
+            return None
+        finally:
+            before.put_back()
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters and their moments, by name."""
@@ -347,7 +365,7 @@ class Update:
         name, dtype = made[0], self._dtypes[made[0]]
         run, lost = dtype_names.NAMES[dtype], self._lost.get(dtype, "")
         kind, why = "operation", f"its inputs are finite and {name} is not, in {run} or wider"
-        if lost and self._params.keys() >= {*made}:  # an eps is in no moment
+        if lost and (self._tried is None or not self._bad(self._tried)):
             kind, why = "number", f"{NO_EPS} in {run}"
         elif run == "float16" and _bad(self._ranges.read([self._wrote[name]])) == "Inf":
             kind = "overflow"
@@ -364,7 +382,8 @@ class Update:
             inputs = (Operand.of_ends(dtype_names.NAMES[kind_of], shape, ends, grad),)
         remedy, largest = "", max((operand.largest for operand in inputs), default=0.0)
         if kind != "input":
-            remedy = of_optimizer("torch", kind, run, largest, lost)
+            tried = self._tried is not None
+            remedy = of_optimizer("torch", kind, run, largest, lost, tried)
         return Fault(
             f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
             self._place.module, self._place.source, UPDATE, kind, run, None, inputs,

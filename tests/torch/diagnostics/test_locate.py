@@ -277,3 +277,16 @@ def test_in_torchs_own_regions_and_without_any(
 def test_a_model_that_is_none_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^locate\(model=...\) needs a torch.nn.Module, got 'net'"):
         locate(lambda: None, model="net")  # type: ignore[arg-type]
+
+
+def test_a_large_learning_rate_is_not_blamed_on_an_eps_that_is_zero() -> None:
+    w = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    adam = torch.optim.Adam([w], lr=1e6, eps=1e-8)
+
+    def step() -> None:
+        w.sum().backward()
+        adam.step()
+
+    fault = locate(step)
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("Adam.step", "overflow")

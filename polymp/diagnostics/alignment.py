@@ -42,21 +42,24 @@ def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     ours, theirs = {*ours}, list(theirs)
     plain: dict[str, list[str]] = {}
     for path in ours - {*theirs}:
-        plain.setdefault(_plain(path), []).append(path)
-    names: dict[str, str] = {}
+        for form in _forms(path):
+            plain.setdefault(form, []).append(path)
+    names, taken = dict[str, str](), set[str]()
     for path in theirs:
-        found = [] if path in ours else plain.pop(_plain(path), [])  # one of ours has one
-        names[path] = found[0] if len(found) == 1 else path
+        forms = () if path in ours else _forms(path)
+        found = (mine[0] for form in forms if len(mine := plain.get(form, [])) == 1)
+        names[path] = next((one for one in found if one not in taken), path)
+        taken.add(names[path])
     return names
 
 
-def _plain(path: str) -> str:
-    """The path without parts "layers" and a class name in front.
+def _forms(path: str) -> dict[str, None]:
+    """The path without parts "layers"; and without a class name in front.
 
     Modules of a list are "blocks_0" in flax linen: they are "blocks.0" here. Equinox adds the class
     of each of its layers, "up.eqx.nn.Linear", and torch.compile "_orig_mod": they are left out.
     """
     plain = re.sub(r"\.eqx\.nn\.\w+|\._orig_mod\b|^_orig_mod\.", "", path)
-    first, *parts = re.sub(r"_(\d+)(?=\.|$)", r".\1", plain).split(".")
-    whole = parts if first[:1].isupper() else [first, *parts]
-    return ".".join(part for part in whole if part != "layers")
+    parts = re.sub(r"_(\d+)(?=\.|$)", r".\1", plain).split(".")
+    starts = (0, 1) if parts[0][:1].isupper() else (0,)
+    return {".".join(part for part in parts[at:] if part != "layers"): None for at in starts}

@@ -480,7 +480,8 @@ class _Step(Subscriber):
             dtype, probes = wide(new), None
             if self._probes.count:
                 probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
-            out = old if old.dtype is dtype else None  # no other memory, which takes time
+            reuses = old.dtype is dtype and not old.is_inference()  # other memory takes time
+            out = old if reuses else None
             change = torch.sub(new.to(dtype), old.to(dtype), out=out)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
             array.dtype = new.dtype

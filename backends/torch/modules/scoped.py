@@ -6,7 +6,7 @@ of ops are in `autocast`.
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -105,8 +105,8 @@ def scoped_anew(models: Sequence[nn.Module], policy: Policy) -> Iterator[None]:
         for module, place in were:
             subclass.restore(module, Scoped)
             stack.callback(subclass.extend, module, Scoped, place)
-        for model in models if policy.scopes else ():
-            stack.enter_context(scoped(model, policy))
+        for scoping in _scoped(models, policy) if policy.scopes else ():
+            stack.enter_context(scoping)
         yield
 
 
@@ -145,9 +145,14 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"scoped() takes a torch.nn.Module and a policy, not {model!r}.")
-    loaded = policy_files.load(policy)
-    modules = dict(model.named_modules())
-    for path, module in modules.items():
+    return _scoped([model], policy_files.load(policy))[0]
+
+
+def _scoped(models: Sequence[nn.Module], policy: Policy) -> list[Scoping]:
+    """Put the scopes of a policy on models, and warn of those that none of them has."""
+    each = [dict(model.named_modules()) for model in models]
+    places = dict[nn.Module, ModuleScope]()
+    for path, module in (item for modules in each for item in modules.items()):
         what = subclass.check(module, path, "scoped")
         if module._compiled_call_impl is not None:
             raise TypeError(f"{what} is compiled by its own compile(). Scope it before that.")
@@ -157,33 +162,35 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
                 f"{what} is scoped already, by policy {name!r}. "
                 "Take that off first, by remove() of the handle that scoped() returned."
             )
-    places = {path: _module_scope(loaded.at(path)) for path in modules}
+        places.setdefault(module, _module_scope(policy.at(path)))
     try:
-        for path, module in modules.items():
-            subclass.extend(module, Scoped, places[path])
-        scoping = Scoping(loaded, modules)
-        if scoping.unmatched:
-            warnings.warn(_said_of(scoping, model), PolicyWarning, stacklevel=outside())
-        return scoping
+        for module, place in places.items():
+            subclass.extend(module, Scoped, place)
+        scopings = [Scoping(policy, modules) for modules in each]
+        if unmatched := set.intersection(*(set(scoping.unmatched) for scoping in scopings)):
+            said = _said_of(policy, sorted(unmatched), models)
+            warnings.warn(said, PolicyWarning, stacklevel=outside())
+        return scopings
     except BaseException:  # without a handle, nobody could take the scopes off
-        for module in modules.values():
+        for module in places:
             subclass.restore(module, Scoped)
         raise
 
 
-def _said_of(scoping: Scoping, model: nn.Module) -> str:
+def _said_of(policy: Policy, patterns: Iterable[str], models: Sequence[nn.Module]) -> str:
     """Return a warning with the patterns that match nothing, and what may have been meant."""
-    firsts = {id(module): path for path, module in model.named_modules()}
-    paths = {path: firsts[id(m)] for path, m in model.named_modules(remove_duplicate=False)}
+    firsts = {id(m): path for model in models for path, m in model.named_modules()}
+    every = (it for model in models for it in model.named_modules(remove_duplicate=False))
+    paths = {path: firsts[id(module)] for path, module in every}
     said = []
-    for pattern in scoping.unmatched:
+    for pattern in patterns:
         hint = scopes.hint(pattern, firsts.values(), "it has no modules inside.")
         if pattern in paths:
             hint = f"that module goes by its first path, {paths[pattern]!r}."
         said.append(f"{pattern!r}: {hint}")
     return (
-        f"scoped(): policy {scoping.policy.name!r} has rules for paths that no module of "
-        f"{type(model).__name__} has. {' '.join(said)}"
+        f"scoped(): policy {policy.name!r} has rules for paths that no module of "
+        f"{' or '.join(type(model).__name__ for model in models)} has. {' '.join(said)}"
     )
 
 

@@ -27,7 +27,7 @@ from polymp.backends.torch.autocast import kernel_registry
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
-from polymp.errors import PolicyError
+from polymp.errors import PolicyError, PolicyWarning
 from polymp.rules import decision_log
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
@@ -438,6 +438,17 @@ def test_scopes_are_as_they_were_after_an_error() -> None:
         explain(model, torch.ones(1, 3), dtype="bfloat16", policy="amp")
     with autocast("cpu", BF16):
         assert model(torch.ones(1, 4)).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("error")
+def test_paths_of_a_policy_are_those_of_one_of_the_modules() -> None:
+    model, criterion = Headed(), nn.MSELoss()
+    named = explain(
+        lambda x: criterion(model(x), x[:, :2]), torch.ones(1, 4), dtype="bfloat16", policy=HEAD
+    )
+    assert ("head", "linear", "float32") in dtypes_by_op(named)
+    with pytest.raises(PolicyWarning, match="no module of MSELoss has"):
+        explain(criterion, *torch.ones(2, 3), dtype="bfloat16", policy=HEAD)
 
 
 def test_a_policy_with_paths_needs_a_module() -> None:

@@ -19,6 +19,7 @@ from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.perturb import Moved
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import (
+    AMAX,
     BLOCK,
     ELEMENTS,
     GRADIENT,
@@ -685,6 +686,17 @@ def test_a_step_that_raises_is_not_recorded(tmp_path: Path) -> None:
     with recorder:
         training.step()
     assert [step.number for step in recorder.record.steps] == [1]
+
+
+def test_an_optimizer_may_step_in_inference_mode() -> None:
+    model = nn.Linear(2, 2)
+    recorder = record(None, model, probes=0)
+    with recorder:
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.inference_mode():
+            torch.optim.SGD(model.parameters(), 0.5).step()
+    updates = [a.values[AMAX] for a in recorder.record.steps[0].arrays if a.kind == UPDATE]
+    assert updates == pytest.approx([0.5, 0.5])
 
 
 def test_a_recorder_is_not_entered_twice() -> None:

@@ -360,8 +360,11 @@ def _side(row: Difference, call: Call | None) -> str:
         _CASTS: casts if call.casts else "no cast",
         ("times",): f"ran {text_table.plural(call.times, 'time')}",
     }
-    shown = (x for names, x in words.items() if not row.changed or {*names} & {*row.changed})
-    return "; ".join(filter(None, (*shown, call.source)))
+    if not row.changed:  # a call of one side alone
+        shown = [x for x in words.values() if x not in ("no cast", "ran 1 time")]
+    else:
+        shown = [x for names, x in words.items() if {*names} & {*row.changed}]
+    return "; ".join(filter(None, [*shown, call.source]))
 
 
 def _differences(ones: Sequence[Call], others: Sequence[Call]) -> Iterator[Difference]:

@@ -280,7 +280,10 @@ def checked(of: str, dtype: object, probes: int, **functions: object) -> str | N
         raise ValueError(f"{of}(): probes={probes!r} is too few. Write 2 or more.")
     for argument, function in functions.items():
         if not callable(function):
-            raise TypeError(f"{of}: {argument} is no function: {reprlib.repr(function)}.")
+            raise TypeError(
+                f"{of}: {argument} is no function: {reprlib.repr(function)}. Write "
+                f"{of}({', '.join(functions)}, ...)."
+            )
     return None if name == "float32" else name
 
 

@@ -274,16 +274,20 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
-        if self.is_here():  # else it is another thread's optimizer, or a part of another one
+        if self._steps_here():
             with Own(), torch.no_grad():
                 self.hear.stepping(optimizer, closure_of(args[1:], kwargs) is not None)
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> None:
-        if self.is_here() or self.looks_away == threading.get_ident():
+        if self._steps_here():
             with Own(), torch.no_grad():
                 self.hear.stepped(optimizer, closure_of(args[1:], kwargs) is not None)
+
+    def _steps_here(self) -> bool:
+        """Return whether an optimizer, or a part of one that steps, is of this thread."""
+        return self.is_here() or self.looks_away == threading.get_ident()
 
     def look_away(self) -> None:
         """Follow nothing until `go_on`; free of cost if no other mode is inside of this one."""

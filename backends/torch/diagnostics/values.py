@@ -171,7 +171,9 @@ class Values(Subscriber):
             self._provenance.look_at_parameters()
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        if not closure:  # the ops of an update are not the model's; those of a closure are
+        # The ops of an update are not the model's; those of a closure are. One update is looked at
+        # as a whole, also if it is of other optimizers.
+        if not closure and not self.stream.looks_away:
             self.stream.look_away()
             place, *_ = self.stream.where(sys._getframe(1))
             at = place, len(self.events), self.ranges, self._provenance

@@ -699,6 +699,28 @@ def test_an_optimizer_may_step_in_inference_mode() -> None:
     assert updates == pytest.approx([0.5, 0.5])
 
 
+class Both(torch.optim.Optimizer):
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1))], {})
+        self.parts = parts
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def test_optimizers_that_another_one_steps_are_recorded() -> None:
+    model = nn.Linear(2, 2)
+    recorder = record(None, model, probes=0)
+    parts = (torch.optim.SGD([p], 0.5) for p in model.parameters())
+    with recorder:
+        model(torch.ones(1, 2)).sum().backward()
+        Both(*parts).step()
+    (step,) = recorder.record.steps
+    assert [a.name for a in step.arrays if a.kind == UPDATE] == ["weight", "bias"]
+    assert [*step.settings] == ["Both 1", "SGD 1", "SGD 2"]
+
+
 def test_a_recorder_is_not_entered_twice() -> None:
     with record(None) as recorder:
         with pytest.raises(RuntimeError, match="records a step already: leave its block first"):

@@ -356,6 +356,7 @@ def test_a_gradient_that_went_to_several_arrays() -> None:
         (["[1][0]['w']", "[1][1]['w']"], ["[1][0]['w']", "[1][1]['w']"]),
         (["p['w']", "q['w']"], ["p['w']", "q['w']"]),
         (["[0]", "[1]"], ["[0]", "[1]"]),
+        (["[0]['w'].value", "[1]['w'].value"], ["[0]['w']", "[1]['w']"]),
     ],
 )
 def test_names_that_would_be_alike_are_the_expressions(texts: list[str], names: list[str]) -> None:

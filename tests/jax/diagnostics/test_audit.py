@@ -175,6 +175,12 @@ def test_a_while_loop_has_no_rows_inside_and_is_looked_at() -> None:
     assert (fault.op, fault.kind) == ("while_loop", "inside")
 
 
+def test_a_step_that_is_all_a_while_loop_was_measured() -> None:
+    audited = audit(lambda x: lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, x))
+    audited(X)
+    assert not audited.audit.suggest()
+
+
 def test_what_did_not_run_is_absent() -> None:
     audited = audit(lambda p, x: lax.cond(p, jnp.exp, jnp.sin, x))
     audited(True, X)

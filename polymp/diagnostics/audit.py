@@ -74,7 +74,7 @@ class Audit(Shown):
             PolicyError: no such policy.
             ValueError: nothing was measured.
         """
-        if not self.results and self.fault is None:
+        if not self.steps:
             raise ValueError(
                 "nothing was measured: first run a step in the block of polymp.torch.audit, or "
                 "call the function that polymp.jax.audit returns."
@@ -135,7 +135,7 @@ class Audit(Shown):
         """The title, then lines on the whole run."""
         lines = [f"audit of {text_table.plural(self.steps, 'step')}"]
         if not self.results:
-            lines.append(f"outside of optimizers, {NOTHING_RAN}")
+            lines.append(f"outside of optimizers and JAX's while loops, {NOTHING_RAN}")
         if self.fault is not None:
             lines += ["first value that is not finite:", str(self.fault)]
         if self.backward:

@@ -274,6 +274,7 @@ def short_names(found: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
     """Short names for expressions; an expression itself where two values would have one name."""
     short = {}
     for value, texts in found.items():
+        texts = [text.removesuffix(".value") for text in texts]  # of flax's variables
         names = {_path(text): text for text in texts}
         moments = {name for name in names for other in names if name.endswith(f".{other}")}
         short[value] = {name: text for name, text in names.items() if name not in moments}
@@ -289,7 +290,7 @@ def _path(text: str) -> str:
 
     Without the argument, the places in tuples, and the collection of linen that it stands in.
     """
-    parts = re.findall(r"[^\[\]'\"./~]+", text.removesuffix(".value"))  # of flax's variables
+    parts = re.findall(r"[^\[\]'\"./~]+", text)
     start = 1 if text[:1] not in "[." and len(parts) > 1 else 0
     while start < len(parts) and (parts[start].isdigit() or parts[start] == "params"):
         start += 1

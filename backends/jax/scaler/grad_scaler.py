@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import reprlib
 import sys
 import threading
 import warnings
@@ -260,12 +261,17 @@ class GradScaler:
             that for the next step. Finite, bool [], is True if all gradients are.
 
         Raises:
-            TypeError: as `jax.value_and_grad` raises it.
+            TypeError: as `jax.value_and_grad` raises it, when the function is called.
         """
 
         def scaled(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[Any, Any]]:
             # The scaled loss divided by the scale may differ from the loss in its last bits.
             out: Any = fun(*args, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    "value_and_grad(has_aux=True) needs a function that returns (loss, aux), got "
+                    f"{reprlib.repr(out)}."
+                )
             loss, aux = out if has_aux else (out, None)
             return self.scale(loss), (loss, aux)
 

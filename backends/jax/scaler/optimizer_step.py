@@ -32,7 +32,7 @@ from polymp import scaling
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import inside
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import tree_math
@@ -257,8 +257,9 @@ def expect_scaler(
 
     The step is traced and not run; a jitted one may have run before. Steps without gradients, and
     gradients in bfloat16 or float32, are fine, and so is a step that differentiates a loss which an
-    enabled `GradScaler` has multiplied: of several losses, one is enough. The scalers of other
-    libraries are not known.
+    enabled `GradScaler` has multiplied, or the cotangent of one: of several losses, one is enough.
+    The scalers of other libraries are not known, nor whether a cotangent is scaled that the step is
+    given.
 
     Args:
         train_step: a function, jitted or not.
@@ -318,13 +319,24 @@ def _traced(
 def _backward(
     closed: ClosedProgram, back: bool = False, scaled: bool = False
 ) -> Iterator[tuple[Equation, bool]]:
-    """Yield the equations of backward passes, innermost ones, and whether each is in `scale`."""
+    """Yield the equations of backward passes, innermost ones, and whether each is in `scale`.
+
+    Or reads what `scale` made of a cotangent, before the pass.
+    """
+    made = set[Atom]()
     for eqn in compat.opened(closed)[0].eqns:
         stack = eqn.source_info.name_stack
         here = (
             back or compat.in_backward(stack),
             scaled or regions.SCALED in compat.scope_names(stack),
         )
+        if here[0]:
+            here = (
+                True,
+                here[1] or any(type(v) is not core.Literal and v in made for v in eqn.invars),
+            )
+        elif here[1]:
+            made.update(eqn.outvars)
         programs = inside(eqn)
         if here[0] and not programs:
             yield eqn, here[1]

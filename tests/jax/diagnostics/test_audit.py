@@ -175,6 +175,12 @@ def test_a_while_loop_has_no_rows_inside_and_is_looked_at() -> None:
     assert (fault.op, fault.kind) == ("while_loop", "inside")
 
 
+def test_a_step_that_is_all_a_while_loop_was_measured() -> None:
+    audited = audit(lambda x: lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, x))
+    audited(X)
+    assert not audited.audit.suggest()
+
+
 def test_what_did_not_run_is_absent() -> None:
     audited = audit(lambda p, x: lax.cond(p, jnp.exp, jnp.sin, x))
     audited(True, X)
@@ -356,6 +362,7 @@ def test_a_gradient_that_went_to_several_arrays() -> None:
         (["[1][0]['w']", "[1][1]['w']"], ["[1][0]['w']", "[1][1]['w']"]),
         (["p['w']", "q['w']"], ["p['w']", "q['w']"]),
         (["[0]", "[1]"], ["[0]", "[1]"]),
+        (["[0]['w'].value", "[1]['w'].value"], ["[0]['w']", "[1]['w']"]),
     ],
 )
 def test_names_that_would_be_alike_are_the_expressions(texts: list[str], names: list[str]) -> None:

@@ -168,10 +168,10 @@ def weighted(w, x, weight):
     return jax.grad(lambda w: low(w, x) * weight)(w)
 
 
-def pulled(w, x):
+def pulled(w, x, scale=lambda cotangent: cotangent):
     """By a cotangent of ones, which is the loss's own."""
     value, pull = jax.vjp(lambda w: low(w, x), w)
-    return pull(jnp.ones_like(value))
+    return pull(scale(jnp.ones_like(value)))
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool]] = {
@@ -193,6 +193,8 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], bool]] = {
     "constant factor": (lambda w, x: weighted(w, x, 1024.0), (W, X), False),
     "cotangent": (pulled, (W, X), False),
     "cotangent, jitted": (jax.jit(pulled), (W, X), False),
+    "scaled cotangent": (lambda s, w, x: pulled(w, x, s.scale), (S, W, X), True),
+    "scaled gradient": (lambda s, w, x: s.scale(pulled(w, x)[0]), (S, W, X), False),
 }  # fmt: skip
 
 

@@ -281,6 +281,8 @@ def test_disabled_it_is_jaxs_own():
         (lambda w: (w.sum(), 1), False),
         (lambda w: (w, 1), True),
         (lambda w: w.sum(), True),
+        (lambda w: w[:2], True),
+        (lambda w: (w.sum(), 1, 2), True),
         (3.0, False),
     ],
 )

@@ -67,8 +67,8 @@ class Shown:
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same lines, and a table to sort by any column and to filter.
 
-        The page loads nothing, so it can be mailed or kept with a run. It begins with the rows that
-        cost most; see `table`.
+        The page loads nothing, so it can be mailed or kept with a run. Its rows are in the order of
+        `table(sort="cost")`.
 
         Args:
             path: file to write it to as well, in UTF-8.

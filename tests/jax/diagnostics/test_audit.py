@@ -173,6 +173,8 @@ def test_a_while_loop_has_no_rows_inside_and_is_looked_at() -> None:
     fault = audited.audit.fault
     assert fault is not None
     assert (fault.op, fault.kind) == ("while_loop", "inside")
+    assert "\nnot measured: 2 calls in a while loop\n" in str(audited.audit)
+    assert audited.audit.to_dict()["left_out"] == {"in a while loop": 2}
 
 
 def test_what_did_not_run_is_absent() -> None:
@@ -208,6 +210,7 @@ def test_inside_vmap_remat_and_shard_map() -> None:
     audited = audit(lambda x: sharded(x) * 2)
     assert bits(audited(X)) == bits(sharded(X) * 2)
     assert rows(audited)["mul"].largest == pytest.approx(2 * math.exp(3), rel=1e-6)
+    assert audited.audit.left_out == {"in a shard_map": 1}
 
 
 def test_loops_branches_and_others_are_measured_without_a_bit_of_change() -> None:

@@ -41,6 +41,8 @@ class Audit(Shown):
         fault: the op that the first value that is not finite came from; None if all were finite.
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
+        left_out: how many calls were not measured, by the reason: in JAX, those in a `while` loop
+            and those in a `shard_map`.
     """
 
     results: Sequence[Measured] = ()
@@ -48,6 +50,7 @@ class Audit(Shown):
     fault: Fault | None = None
     steps: int = 0
     scale: float = 1.0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def suggest(self, base: policy_files.Source = "amp") -> "Suggestion":
         """Suggest a change with which the audited steps train: rows, a dtype or a loss scale.
@@ -138,6 +141,9 @@ class Audit(Shown):
             lines.append(f"outside of optimizers and JAX's while loops, {NOTHING_RAN}")
         if self.fault is not None:
             lines += ["first value that is not finite:", str(self.fault)]
+        if self.left_out:
+            calls = (f"{text_table.plural(n, 'call')} {why}" for why, n in self.left_out.items())
+            lines.append(f"not measured: {', '.join(calls)}")
         if self.backward:
             lines += _scales(self)
         return [*lines, *([_LEGEND] if self.results or self.gradients else [])]
@@ -157,6 +163,7 @@ class Audit(Shown):
             "scale": self.scale,
             "fitting_scale": self.fitting_scale(),
             "fault": None if self.fault is None else str(self.fault),
+            "left_out": dict(self.left_out),
             "results": [m.to_dict() for m in self.results],
             "gradients": [m.to_dict() for m in self.gradients],
         }

@@ -29,6 +29,12 @@ _TAKES_UP = frozenset(
     "min amax amin where masked_fill relu".split()
 )
 
+# Of these, ops that give another result for Inf if their bound is larger than the number it was.
+_BOUNDS = frozenset("clamp clamp_min clamp_max maximum minimum".split())
+
+# Ops that take up an Inf as that of a mask, also where it was made by an overflow.
+_MASKED = frozenset("softmax log_softmax logsumexp exp max amax".split())
+
 # Ops whose results may be exactly what an exact 1 made.
 OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 
@@ -84,6 +90,7 @@ class Node(NamedTuple):
     single: bool = False  # its result is one number, as a loss is
     call: Hashable = None  # of the op that it is part of; nodes of one call share their inputs
     returned: bool = False  # the program returns its result
+    ended: bool = False  # it is a minimum with a bound that its dtype ends before
 
 
 class Blame(NamedTuple):
@@ -146,30 +153,55 @@ def _with_calls(nodes: Sequence[Node]) -> list[Node]:
 
 
 def meant(nodes: Sequence[Node]) -> set[int]:
-    """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do."""
+    """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do.
+
+    Those of an overflow are not, whatever op takes them up, unless it takes them for a mask's.
+    """
     (reaches, hidden), constants = _bad_ones(nodes), set[int]()
-    untested = _reaching(nodes, _readers(nodes), tests=False)
+    readers = _readers(nodes)
+    untested, overflown = _reaching(nodes, readers, tests=False), _overflown(nodes, readers)
     for at, node in enumerate(nodes):
         spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
         if (node.given or spoilt) and spoilt <= constants and not (node.spoiled or node.burst):
             constants.add(at)
     ends = [(untested if at in constants else reaches)[at] for at in range(len(nodes))]
     bad = (at for at, node in enumerate(nodes) if node.bad == "Inf")
-    return {at for at in bad if not (ends[at] or hidden[at])}
+    return {at for at in bad if not (ends[at] or hidden[at] or at in overflown)}
+
+
+def _overflown(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> set[int]:
+    """The nodes with an Inf of an overflow that other ops than those of masks take up."""
+    masked, found = [True] * len(nodes), set[int]()
+    for at in range(len(nodes) - 1, -1, -1):
+        of_values = (r for r in readers[at] if nodes[r].value)
+        masked[at] = all(masked[r] if nodes[r].bad else nodes[r].op in _MASKED for r in of_values)
+    for at, node in enumerate(nodes):
+        spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
+        made = node.burst and not (spoilt or node.given or node.spoiled or masked[at])
+        if node.bad and (made or spoilt & found):
+            found.add(at)
+    return found
 
 
 def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
     """For each node, whether its Inf or NaN reaches an end, and whether a number hides its Inf.
 
     An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is 0.
-    A softmax or a clamp, though, gives the same for Inf and for the number it was.
+    A softmax or a clamp, though, gives the same for Inf and for the number it was; but not a clamp
+    in a wider dtype, whose bound may be above that number.
     """
     readers = _readers(nodes)
     hidden = [
-        node.burst and not node.cast and not all(nodes[r].op in _TAKES_UP for r in readers[at])
+        node.burst and not node.cast and not all(_takes_up(node, nodes[r]) for r in readers[at])
         for at, node in enumerate(nodes)
     ]
     return _reaching(nodes, readers), hidden
+
+
+def _takes_up(node: Node, reader: Node) -> bool:
+    """True if an op gives the same for an Inf that a node made and for the number it was."""
+    wider = reader.op in _BOUNDS and reader.run != node.run
+    return reader.op in _TAKES_UP and not (wider or reader.ended)
 
 
 def _spoils(nodes: Sequence[Node], of: int, at: int) -> bool:

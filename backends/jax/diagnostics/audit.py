@@ -110,7 +110,8 @@ def audit(fn: Callable[..., object], *args: object) -> Audited:
 
     `fn` itself is called as it is: its results are the same, every bit of them. Measured is a twin
     of its traced program, which is compiled once for each set of types and runs before `fn`: every
-    op's result and every gradient, but not inside of `while` loops and `shard_map`. Largest
+    op's result and every gradient, but not inside of `while` loops and `shard_map`: the audit says
+    how many calls are in there. Largest
     magnitudes, Inf and NaN are of all values, shares of up to 2,048 of each array, spread evenly.
 
     Gradients are what the program's backward pass hands to the rest of it. A `GradScaler` among the
@@ -169,7 +170,9 @@ def read(runs: Sequence[Run]) -> Audit:
     audit.steps = len(runs)
     results: dict[Hashable, list[Measured]] = {}
     gradients: dict[str, list[Measured]] = {}
+    left_out = Counter[str]()
     for program, packed, scale, broke in runs:
+        left_out |= program.left_out
         facts, peaks = program.twin.read(packed)
         audit.scale = float(np.asarray(scale))
         handed = short_names(_handed(program))
@@ -186,6 +189,7 @@ def read(runs: Sequence[Run]) -> Audit:
         if audit.fault is None and (found := blame(nodes)) is not None:
             operands = largest(program, program.events[found.node], peaks)
             audit.fault = fault(program, found, tuple(operands), facts)
+    audit.left_out = dict(left_out)
     audit.results = [together(many) for many in results.values()]
     audit.gradients = [together(many) for many in gradients.values()]
     return audit

@@ -36,6 +36,7 @@ from polymp.diagnostics.blame import (
     rounded,
 )
 from polymp.diagnostics.call_record import BACKWARD
+from polymp.dtypes import FORMATS
 from polymp.rules.row import LOW
 
 
@@ -133,6 +134,7 @@ def nodes_of(
         name, op = event.site.eqn.primitive.name, "" if call is None else call.op
         burst = bool(bad) and event.dtype == "float16" and name not in CLOSED and op not in DIVIDING
         vanished, ones = 0.0, False
+        top = FORMATS[event.dtype].max if event.dtype in FORMATS else math.inf
         if fact.lost.size:
             burst = bool(bad) and bool(np.isfinite(fact.lost[first][0]))
             vanished = float(fact.lost[..., 2].max())
@@ -160,6 +162,7 @@ def nodes_of(
                 single=at in returned and event.site.eqn.outvars[0].aval.shape == (),
                 call=program.of_event.get(event.site.key),
                 returned=at in returned,
+                ended=op == "minimum" and bool(np.any(fact.peak == top)),
             )
         )
     return nodes

@@ -56,6 +56,8 @@ class Event:
     single: bool  # True if its result is one number
     given: bool = False  # True if a number among its arguments is not finite
     ranges: range = range(0)  # of its results, by their numbers in a `RangeTable`
+    # Of what it makes beside its first result, such as the maxima of aminmax.
+    beside: range = range(0)
     lost: Lost | None = None  # the values that float16 made Inf or zero; None if that is not known
     numbers: tuple[float, ...] = ()  # numbers in the program that its dtype made zero
     operands: tuple[torch.Tensor, ...] = ()  # measurements of `reads`, if they were made
@@ -199,7 +201,7 @@ class Provenance:
 
 def first_fault(events: list[Event], ranges: RangeTable, provenance: Provenance) -> Fault | None:
     """Return the fault of a run: where the first value that is not finite came from."""
-    bad = [_bad(ranges.read(event.ranges)) for event in events]
+    bad = [_bad(ranges.read((*event.ranges, *event.beside))) for event in events]
     if not any(bad):
         return None
     spoiled = provenance.spoiled()

@@ -90,9 +90,11 @@ class Values(Subscriber):
             return
         origins, inputs = self._read_by
         results = [t for t in made if measurable(t)]
+        beside: list[torch.Tensor] = []
         if op_call.direction != BACKWARD and not isinstance(result, list):
             # Those of other shapes are statistics, such as the mean beside a norm.
-            results = [t for t in results if t.shape == results[0].shape]
+            beside = [t for t in results[1:] if t.shape == results[0].shape]
+            del results[1:]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
         single = bool(results) and results[0].numel() == 1
@@ -106,6 +108,7 @@ class Values(Subscriber):
         event = Event(op_call, origins, run, self._seen(reads), ran.func, single, given)
         if not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
+        event.beside = self.ranges.add_each(beside)
         self._keep(event, results, inputs, lambda: _wide(ran, results))
         for t in made:
             self._provenance.made(t, len(self.events) - 1)

@@ -30,6 +30,7 @@ def looped(*inputs: int, rounds: int, loop: str = "a", **more: Any) -> Node:
 
 MADE, WIDE = node(bad="Inf"), node(run="float32")
 CAST = node(0, bad="Inf", burst=True, cast=True)
+BURST = node(0, bad="Inf", burst=True)
 # The nodes of a run, who is to blame, and for what.
 WHO: dict[str, tuple[list[Node], tuple[int, str] | None]] = {
     "nothing ran": ([], None),
@@ -42,6 +43,15 @@ WHO: dict[str, tuple[list[Node], tuple[int, str] | None]] = {
     "an Inf of float32, too, that is taken up": ([node(), node(0, bad="Inf"), node(1)], None),
     "an overflow that is taken up: x / Inf is 0": (
         [node(), node(0, bad="Inf", burst=True), node(0, 1)],
+        (1, "overflow"),
+    ),
+    "an overflow that a clamp takes up": ([node(), BURST, node(1, op="clamp")], None),
+    "an overflow that a wider clamp makes a number of": (
+        [node(), BURST, node(1, op="clamp", run="float32")],
+        (1, "overflow"),
+    ),
+    "an overflow that becomes the largest number": (
+        [node(), BURST, node(1, op="minimum", ended=True)],
         (1, "overflow"),
     ),
     "a mask of -1e9 in float32 that is cast and taken up": ([WIDE, CAST, node(1)], None),
@@ -84,6 +94,17 @@ def test_an_overflow_is_told_from_an_operation_without_a_result() -> None:
     found = blame([node(), node(0, bad="NaN", run="float32")])
     assert found is not None
     assert found.why == "its inputs are finite and its result is not, in float32 or wider"
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"), [("softmax", {1, 2}), ("tanh", set()), ("where", set())]
+)
+def test_an_overflow_is_no_mask_but_for_a_softmax(taken: str, expected: set[int]) -> None:
+    ops = [node(), BURST, node(1, bad="Inf", run="float32", op="to"), node(2, op=taken)]
+    constants = [*ops[:1], node(0, bad="Inf", given=True), *ops[2:]]
+    assert module.meant(constants) == {1, 2}
+    ops[1] = ops[1]._replace(cast=True)  # else its Inf is hidden, which `meant` knew
+    assert module.meant(ops) == expected
 
 
 def test_a_mask_is_not_to_blame_for_what_an_op_makes_of_a_whole_row_of_it() -> None:

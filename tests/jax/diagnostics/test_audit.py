@@ -173,6 +173,8 @@ def test_a_while_loop_has_no_rows_inside_and_is_looked_at() -> None:
     fault = audited.audit.fault
     assert fault is not None
     assert (fault.op, fault.kind) == ("while_loop", "inside")
+    assert "\nnot measured: 2 calls in a while loop\n" in str(audited.audit)
+    assert audited.audit.to_dict()["left_out"] == {"in a while loop": 2}
 
 
 def test_a_step_that_is_all_a_while_loop_was_measured() -> None:
@@ -214,6 +216,7 @@ def test_inside_vmap_remat_and_shard_map() -> None:
     audited = audit(lambda x: sharded(x) * 2)
     assert bits(audited(X)) == bits(sharded(X) * 2)
     assert rows(audited)["mul"].largest == pytest.approx(2 * math.exp(3), rel=1e-6)
+    assert audited.audit.left_out == {"in a shard_map": 1}
 
 
 def test_loops_branches_and_others_are_measured_without_a_bit_of_change() -> None:
@@ -280,6 +283,35 @@ def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(masked: Any, 
     assert found.fault is None
     asked = found.suggest()  # without a scaler, small gradients vanish in float16
     assert (asked.rules, asked.scopes, asked.dtype) == ({}, {}, None)
+
+
+@pytest.mark.parametrize("taken", [jnp.tanh, lambda x: jnp.clip(x, -100, 100)])
+def test_an_overflow_that_an_op_takes_up_is_in_its_row(taken: Any) -> None:
+    audited = audit(autocast(lambda x: taken(x @ x.T), dtype="float16"))
+    audited(jnp.full((4, 64), 400.0))
+    found = audited.audit
+    product = found.results[0].magnitudes
+    assert found.fault is None
+    assert product.inf
+    assert product.burst == product.shares("float16").overflow == 1
+    assert "linear" in found.suggest().rules
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_bound_beyond_float16_hides_no_overflow(mean: bool) -> None:
+    """In float16 it is 65504; if a sum in float32 reads it, the bound itself."""
+
+    @autocast(dtype="float16")
+    def bounded(x: Any) -> Any:
+        least = jnp.minimum((x @ x.T).astype(jnp.float32), 1e5)
+        return jnp.mean(least) if mean else least
+
+    audited = audit(bounded)
+    audited(jnp.full((4, 64), 400.0))
+    fault = audited.audit.fault
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("linear", "overflow")
+    assert "linear" in audited.audit.suggest().rules
 
 
 # Gradients

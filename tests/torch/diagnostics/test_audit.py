@@ -484,3 +484,22 @@ def test_a_view_of_a_buffer_with_an_odd_number_of_bytes_is_measured() -> None:
         low = pool[:256].view(torch.bfloat16).view(8, 16)
         low.copy_((x * 1.1).bfloat16()).mul_(low)
     assert "mul" in [m.op for m in found.results]
+
+
+def test_a_second_result_of_an_op_is_no_value_of_it() -> None:
+    """`cross_entropy` also makes the total weight of its targets: the number of tokens."""
+    logits, targets = torch.randn(70_000, 4), torch.zeros(70_000, dtype=torch.long)
+    with polymp.torch.audit() as a:
+        nn.functional.cross_entropy(logits, targets)
+    (loss,) = (m.magnitudes for m in a.results if m.op == "nll_loss")
+    assert loss.values == 1
+    assert loss.largest < 10
+    assert loss.shares("float16").overflow == 0
+
+
+def test_an_inf_in_a_second_result_is_a_fault() -> None:
+    x = torch.arange(4.0)
+    with polymp.torch.audit() as a:
+        _, largest = x.masked_fill(x > 2, math.inf).aminmax()
+    assert largest.isinf()
+    assert a.fault is not None

@@ -81,6 +81,18 @@ def test_a_mask_that_float16_rounds_to_inf_is_no_fault() -> None:
     assert locate(lambda: 1 / (scores.half() * 1e4)) is not None, "x / Inf hides an overflow"
 
 
+@pytest.mark.parametrize("taken", [torch.tanh, torch.sigmoid, lambda x: x.clamp(max=100.0)])
+def test_an_overflow_that_an_op_takes_up_is_in_its_row(taken: Any) -> None:
+    x = torch.full((4, 64), 400.0)
+    with audit() as found, autocast("cpu", LOW):
+        taken(x @ x.mT)
+    product = found.results[0].magnitudes
+    assert found.fault is None
+    assert product.inf
+    assert product.burst == product.shares("float16").overflow == 1
+    assert "matmul" in found.suggest("torch-cpu").rules
+
+
 def spread(p: torch.Tensor) -> torch.Tensor:
     return (p.half() - p.half().mean()) / (p.half().std() + 1e-8)
 

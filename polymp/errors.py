@@ -3,7 +3,12 @@
 Where torch.amp raises, its exception type and message are the contract and these are not used.
 """
 
+import reprlib
+
 _LONGEST = 1000  # characters of a line of a message
+
+_repr = reprlib.Repr()
+_repr.maxother = 80
 
 
 def escaped(text: str) -> str:
@@ -11,6 +16,11 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def brief(value: object) -> str:
+    """The `repr` of a value that a user gave, shortened, in one line: of a model or a tensor."""
+    return " ".join(_repr.repr(value).split())
 
 
 def readable(text: str) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,11 +25,12 @@ Data = dict[str, Any]
 
 EXIT = """\
 exit codes:
-  0  done; diff: no difference; compare: rounding explains all; check, doctor: nothing is wrong
-  1  diff: there are differences; compare: rounding does not explain one; check: the policy is
-     wrong; doctor: something is wrong
-  2  the command could not be carried out: bad arguments, no such policy or record, a package is
-     missing
+  0  done; diff: no difference; compare: rounding explains all; check, doctor:
+     nothing is wrong
+  1  diff: there are differences; compare: rounding does not explain one; check:
+     the policy is wrong; doctor: something is wrong
+  2  the command could not be carried out: bad arguments, no such policy or
+     record, a package is missing
 """
 
 
@@ -95,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "records of runs."
     )
     end: Data = {"epilog": EXIT, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(prog="polymp", description=about, **end)
+    parser = argparse.ArgumentParser(prog="polymp", description=_wrapped(about), **end)
     parser.add_argument("--version", action="version", version=f"polymp {polymp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
 
@@ -106,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         draw: Callable[[Data, argparse.Namespace], Iterable[str | list[str]]],
         aliases: Sequence[str] = (),
     ) -> argparse.ArgumentParser:
-        sentence = text[0].upper() + text[1:] + "."
+        sentence = _wrapped(text[0].upper() + text[1:] + ".")
         added = commands.add_parser(name, help=text, description=sentence, aliases=aliases, **end)
         added.add_argument("--json", action="store_true", help="print JSON")
         added.set_defaults(collect=collect, draw=draw)
@@ -157,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     text = "time the model that the function returns with example inputs, in each dtype"
     examine.add_argument("--model", metavar="MODULE:FUNCTION", help=text)
     return parser
+
+
+def _wrapped(text: str) -> str:
+    """A text in lines of a help, which argparse leaves as they are."""
+    return textwrap.fill(text, 80)
 
 
 def _region_dtype(given: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from polymp._api import framework_of
 from polymp.diagnostics.audit import Audit, is_broken
 from polymp.dtypes import name as dtype_name
+from polymp.errors import brief
 from polymp.rules.policy_files import Source, load
 from polymp.rules.row import LOW
 
@@ -52,7 +53,7 @@ def assert_fits(
     """
     low = dtype_name(dtype, LOW, "assert_fits(): dtype")
     if not callable(fn):
-        raise TypeError(f"assert_fits needs a function or a module, got {fn!r}.")
+        raise TypeError(f"assert_fits needs a function or a module, got {brief(fn)}.")
     in_torch = framework_of((fn, args, kwargs), framework, "assert_fits") == "torch"
     audit, policy = (_in_torch if in_torch else _in_jax)(fn, args, kwargs, low, policy)
     suggestion = audit.suggest(policy)

@@ -260,8 +260,11 @@ def test_a_module_is_called_by_its_paths_and_a_policy_may_have_rows_for_them() -
 
 def test_bad_arguments_of_assert_fits() -> None:
     need("torch")
+    torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"^assert_fits needs a function or a module, got 3\."):
         assert_fits(3, X)
+    with pytest.raises(TypeError, match=r"^assert_fits needs .* got tensor\(\[\[.{60,80}\.$"):
+        assert_fits(torch.tensor(X), large)
     with pytest.raises(TypeError, match=r"^assert_fits\(\) finds no tensor"):
         assert_fits(large, X)
     with pytest.raises(ValueError, match=r"^assert_fits\(\): dtype 'float32'"):

@@ -7,7 +7,6 @@
 `AuditValues` measures; here its measurements become the records of an `Audit`.
 """
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from polymp.backends.torch.diagnostics.values import AuditValues
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured, together
 from polymp.diagnostics.magnitudes import followed
+from polymp.errors import brief
 
 
 def audit(
@@ -59,13 +59,13 @@ def audit(
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
-            f"audit(model) needs a torch.nn.Module, got {reprlib.repr(model)}. It is a context "
+            f"audit(model) needs a torch.nn.Module, got {brief(model)}. It is a context "
             "manager: write `with audit(model) as a:` around the step."
         )
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(
             "audit(model, scaler) is a context manager around steps, and needs the loss scaler in "
-            f"use, a GradScaler, got {reprlib.repr(scaler)}."
+            f"use, a GradScaler, got {brief(scaler)}."
         )
     return AuditBlock(model, scaler)
 

@@ -4,7 +4,6 @@ report = polymp.torch.explain(model, x, dtype=torch.bfloat16)
 with polymp.torch.explain() as report: ...      # forward, backward, any code
 """
 
-import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, overload
@@ -22,6 +21,7 @@ from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.backends.torch.snapshot import training_objects
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
+from polymp.errors import brief
 from polymp.rules import policy_files
 from polymp.rules.row import LOW
 
@@ -133,7 +133,7 @@ def explain(
         Exception: any that the call raises.
     """
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"explain(model=...) needs a torch.nn.Module, got {reprlib.repr(model)}.")
+        raise TypeError(f"explain(model=...) needs a torch.nn.Module, got {brief(model)}.")
     if fn is None:
         if args or kwargs or (dtype, policy) != (None, None):
             raise TypeError(
@@ -143,7 +143,7 @@ def explain(
         return explaining(model)
     if not callable(fn):
         raise TypeError(
-            f"explain(fn, *args) needs a module or a function, got {reprlib.repr(fn)}. Give the "
+            f"explain(fn, *args) needs a module or a function, got {brief(fn)}. Give the "
             "function and its arguments, not what it returned."
         )
     if isinstance(fn, nn.Module) and not args and not kwargs:

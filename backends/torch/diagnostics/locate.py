@@ -6,7 +6,6 @@ tensors that it wrote get their old values back, so that training can go on.
 
 import gc
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +30,7 @@ from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import stepping
 from polymp.diagnostics.audit_records import Fault
+from polymp.errors import brief
 
 
 def locate(
@@ -74,12 +74,12 @@ def locate(
     """
     if not callable(step_fn):
         raise TypeError(
-            f"locate(step_fn, *args) needs a function, got {step_fn!r}. Give the function and its "
-            "arguments, not what it returned."
+            f"locate(step_fn, *args) needs a function, got {brief(step_fn)}. Give the function and "
+            "its arguments, not what it returned."
         )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
-            f"locate(model=...) needs a torch.nn.Module, got {reprlib.repr(model)}. If it is an "
+            f"locate(model=...) needs a torch.nn.Module, got {brief(model)}. If it is an "
             "argument of the step, bind it: locate(functools.partial(step, model=...))."
         )
     leaves = tree_leaves((args, kwargs))

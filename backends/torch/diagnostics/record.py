@@ -9,7 +9,6 @@
 how far rounding moves them.
 """
 
-import reprlib
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,6 +56,7 @@ from polymp.diagnostics.run_record import (
     checked,
     selected,
 )
+from polymp.errors import brief
 
 
 def record(
@@ -111,7 +111,7 @@ def record(
         RecordError: there is no folder for the file, or a pattern matches no module of the model.
     """
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"record(path, model) needs a torch.nn.Module, got {reprlib.repr(model)}.")
+        raise TypeError(f"record(path, model) needs a torch.nn.Module, got {brief(model)}.")
     options = checked(path, probes, modules, every, steps)
     if model is not None:
         paths = [name for name, _ in model.named_modules()]

@@ -28,7 +28,7 @@ from polymp.backends.torch.autocast.regions import NONE, SCOPE, Code, codes
 from polymp.backends.torch.compat import dynamo, modes
 from polymp.backends.torch.modules import subclass
 from polymp.code_origin import outside
-from polymp.errors import PolicyError, PolicyWarning
+from polymp.errors import PolicyError, PolicyWarning, brief
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
 
@@ -144,7 +144,7 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
         PolicyWarning: patterns of the policy match no module of the model.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"scoped() takes a torch.nn.Module and a policy, not {model!r}.")
+        raise TypeError(f"scoped() takes a torch.nn.Module and a policy, not {brief(model)}.")
     return _scoped([model], policy_files.load(policy))[0]
 
 

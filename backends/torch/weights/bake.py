@@ -18,7 +18,7 @@ from polymp.backends.torch.autocast.autocast_kernel import op_on
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.weights.freeze_usage import tensors
-from polymp.errors import PolicyError
+from polymp.errors import PolicyError, brief
 
 
 def bake(
@@ -64,7 +64,7 @@ def bake(
             inside; or a region is entered in a branch of control flow.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"bake() takes a torch.nn.Module and its inputs, not {model!r}.")
+        raise TypeError(f"bake() takes a torch.nn.Module and its inputs, not {brief(model)}.")
     subclass.check(model, "", "bake")
     if not isinstance(inputs, tuple):
         raise TypeError(

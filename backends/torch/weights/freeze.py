@@ -26,7 +26,7 @@ from polymp.backends.torch.modules.scoped import Scoped
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.backends.torch.weights import freeze_usage
 from polymp.backends.torch.weights.freeze_usage import Group, Original, memory, module_path, names
-from polymp.errors import PolicyError
+from polymp.errors import PolicyError, brief
 
 
 class Frozen(subclass.Handle):
@@ -220,7 +220,7 @@ def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Ori
 def _checked_examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, ...]]:
     """Check the example calls of a model; return a tuple of arguments for each."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"freeze() takes a torch.nn.Module and its inputs, not {model!r}.")
+        raise TypeError(f"freeze() takes a torch.nn.Module and its inputs, not {brief(model)}.")
     listed = inputs if isinstance(inputs, list) else [inputs]
     wrong = [type(one).__name__ for one in listed if not isinstance(one, tuple)]
     if wrong or not listed:

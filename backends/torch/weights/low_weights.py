@@ -15,6 +15,7 @@ from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
 from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, as_saved
+from polymp.errors import brief
 from polymp.weights import summary
 
 Forward = Callable[[], object]
@@ -79,7 +80,7 @@ def low_weights(
     kind: Any = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"low_weights() takes a torch.optim.Optimizer, got {optimizer!r:.80}. Write: "
+            f"low_weights() takes a torch.optim.Optimizer, got {brief(optimizer)}. Write: "
             "optimizer = low_weights(torch.optim.AdamW(model.parameters()))."
         )
     if isinstance(optimizer, LowOptimizer):
@@ -123,10 +124,13 @@ def _kept(
     """Return the parameters that the caller wants to keep, and why."""
     mine = {p for group in optimizer.param_groups for p in group["params"]}
     found: dict[torch.Tensor, str] = {}
-    several: Any = [keep] if isinstance(keep, torch.Tensor) or callable(keep) else keep
+    listed = isinstance(keep, Iterable) and not isinstance(keep, (torch.Tensor, str))
+    several: Any = keep if listed and not callable(keep) else [keep]
     for each in several:
-        leaf = isinstance(each, torch.Tensor) and each.is_leaf  # else a loss, not its function
-        if leaf or isinstance(each, nn.Module):
+        # Else a loss, not its function, or a batch. Another optimizer may have the parameter.
+        leaf = isinstance(each, torch.Tensor) and each.is_leaf
+        weight = leaf and (isinstance(each, nn.Parameter) or each.requires_grad or each in mine)
+        if weight or isinstance(each, nn.Module):
             why = keep[each] if isinstance(keep, Mapping) else "is in keep="
             params = each.parameters() if isinstance(each, nn.Module) else [each]
             found.update((p, why) for p in params if p in mine)
@@ -135,8 +139,8 @@ def _kept(
         else:
             raise TypeError(
                 "low_weights(keep=...) takes parameters, modules, and a function that runs the "
-                f"model in its region, got {each!r:.80}. Write keep=lambda: loss_of(model, batch), "
-                "or keep=[model.head, model.embedding.weight]."
+                f"model in its region, got {brief(each)}. Write keep=lambda: loss_of(model, "
+                "batch), or keep=[model.head, model.embedding.weight]."
             )
     return found
 

@@ -14,6 +14,7 @@ from polymp.backends.torch.autocast.dtype_names import NAMES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.snapshot import AsyncCopy
 from polymp.backends.torch.weights.low_weights import LowOptimizer
+from polymp.errors import brief
 from polymp.weights import LostUpdatesWatch
 
 # The first step that is looked at, if `every` is no less: a warm-up has begun by then.
@@ -98,7 +99,7 @@ class UpdateWatch(LostUpdatesWatch):
     def __init__(self, optimizer: torch.optim.Optimizer, every: int = 1000) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"UpdateWatch() takes a torch.optim.Optimizer, got {optimizer!r:.80}. Write: "
+                f"UpdateWatch() takes a torch.optim.Optimizer, got {brief(optimizer)}. Write: "
                 "watch = UpdateWatch(optimizer)."
             )
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:

@@ -149,10 +149,13 @@ def test_bad_arguments(argv, polymp, capsys):
 
 
 @pytest.mark.parametrize("command", ["", "policies", "show", "diff", "check", "doctor", "compare"])
-def test_help_has_the_exit_codes(command, polymp, capsys):
+def test_help_has_the_exit_codes_and_fits_a_terminal(command, polymp, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match=r"^0$"):
         polymp(*command.split(), "--help")
-    assert cli.EXIT in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert cli.EXIT in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 # --- docs/command-line.md shows what the commands print -------------------------------------------

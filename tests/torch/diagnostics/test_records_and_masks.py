@@ -218,6 +218,11 @@ def test_what_was_not_measured_gets_no_suggestion() -> None:
         raise AssertionError("entered")
     with (again := audit()), pytest.raises(RuntimeError, match="was entered before"), again:
         raise AssertionError("entered")
+    sgd: Any = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(
+        TypeError, match=r"needs a torch.nn.Module, got SGD \( Parameter .* \)\. It"
+    ):
+        audit(sgd)
     net: Any = "net"
     with pytest.raises(
         TypeError, match=r"needs a torch.nn.Module, got 'net'\. It is .*with audit\("

@@ -309,6 +309,8 @@ def test_what_is_no_model_or_no_example_is_refused(x: torch.Tensor) -> None:
         freeze(model, (x,), [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module and its inputs, not <function"):
         freeze(plainly, (x,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"and its inputs, not \(tensor\(\[\[.{60,80}\.$"):
+        freeze((torch.ones(8, 8),), model)  # type: ignore[arg-type]
     assert held(model) == before
 
 

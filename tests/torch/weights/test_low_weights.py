@@ -385,6 +385,21 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         TypeError,
         KEEP.format("<class 'torch.nn.modules.normalization.LayerNorm'>"),
     ),
+    **{
+        f"{keep!r}": (
+            lambda model, keep=keep: low_weights(adamw(model), keep=keep),
+            TypeError,
+            KEEP.format(repr(keep)),
+        )
+        for keep in (3, None, "head", torch.ones(1))
+    },
+    "the model": (
+        lambda model: low_weights(model),
+        TypeError,
+        "low_weights() takes a torch.optim.Optimizer, got Sequential( (0): Linear(in_features=..."
+        "atures=32, out_features=4, bias=True) ). Write: optimizer = "
+        "low_weights(torch.optim.AdamW(model.parameters())).",
+    ),
     "a function that opens no region": (
         lambda model: low_weights(adamw(model), keep=lambda: model(batch("mlp", 0)[0])),
         ValueError,

@@ -286,25 +286,24 @@ class LostUpdatesWatch:
         self._instead = instead  # what to write in place of the user's optimizer
         self._warned = False
         # Names and dtypes of parameters, a copy of their counts, and whether these are of updates
-        # whose gradient is not 0, or of all.
-        self._sent: tuple[Sequence[tuple[str, str]], Any, bool] | None = None
+        # whose gradient is not 0, or of all; the oldest first.
+        self._sent: tuple[tuple[Sequence[tuple[str, str]], Any, bool], ...] = ()
 
     def _send(self, names: Sequence[tuple[str, str]], copy: Any, *, gradients: bool = True) -> None:
-        """Note counts that are on their way, an `AsyncCopy`, unless others still are."""
-        if self._sent is None:
-            self._sent = names, copy, gradients
+        """Note counts that are on their way, an `AsyncCopy`."""
+        self._sent = (*self._sent, (names, copy, gradients))
 
     def _arrive(self, *, wait: bool = False) -> None:
         """Read the counts that have arrived, and warn of them, once."""
-        if self._sent is None or not (wait or self._sent[1].is_ready()):
-            return
-        (names, copy, gradients), self._sent = self._sent, None
-        rows = zip(names, copy.values().tolist(), strict=True)
-        self.records = tuple(LostUpdates(*name, *row) for name, row in rows)
-        if not self._warned and share(self.records) >= TOO_MANY:
-            self._warned = True
-            text = message(self.records, self._instead, gradients=gradients)
-            warnings.warn(text, LowWeightsWarning, stacklevel=outside())
+        while self._sent and (wait or self._sent[0][1].is_ready()):
+            (names, copy, gradients), *rest = self._sent
+            self._sent = tuple(rest)
+            rows = zip(names, copy.values().tolist(), strict=True)
+            self.records = tuple(LostUpdates(*name, *row) for name, row in rows)
+            if not self._warned and share(self.records) >= TOO_MANY:
+                self._warned = True
+                text = message(self.records, self._instead, gradients=gradients)
+                warnings.warn(text, LowWeightsWarning, stacklevel=outside())
 
 
 def share(records: Sequence[LostUpdates]) -> float:

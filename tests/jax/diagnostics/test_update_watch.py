@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from polymp.backends.jax.arrays import AsyncCopy
 from polymp.errors import LowWeightsWarning
 from polymp.jax import UpdateWatch, low_weights
 
@@ -76,6 +77,17 @@ def test_weights_that_learn_or_are_not_plain_low_ones_are_not_named(tx, params, 
     watch = UpdateWatch(every=2, first=1)
     train(tx, params, watch, 6, grads)
     assert [(record.updates, record.lost) for record in watch.finish()] == records
+
+
+def test_the_last_records_are_of_the_last_step(monkeypatch):
+    """Also where the host is so far ahead that no counts have arrived."""
+    monkeypatch.setattr(AsyncCopy, "is_ready", lambda copy: False)
+    watch = UpdateWatch(every=1, first=1)
+    for w in (1, 1, 2):
+        watch.watch([jnp.full(8, w, jnp.bfloat16)])
+    with pytest.warns(LowWeightsWarning, match="100% of the updates"):
+        (record,) = watch.finish()
+    assert (record.updates, record.lost) == (8, 0)
 
 
 def test_traced_parameters_are_refused():

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polymp import text_table
@@ -24,7 +24,7 @@ from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
-from polymp.rules.row import Rule
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling import LARGEST
 
@@ -373,7 +373,20 @@ def _suggested(audit: Audit, policy: Policy) -> Suggestion:
         return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
     if fault is not None and (fault.direction != BACKWARD or audit.scale <= 1):
         return _raised([fault], policy)
-    return _scale(audit, policy)
+    found = _scale(audit, policy)
+    return found or replace(found, reasons=(*found.reasons, *_beyond(audit)))
+
+
+def _beyond(audit: Audit) -> Iterator[str]:
+    """Say of a run in other dtypes which values float16 would make Inf, the first of them."""
+    if _in_float16(audit):
+        return
+    # What a region runs in float32, one of float16 runs in float32, too.
+    rows = [m for m in audit.results if m.run in LOW or not m.region]
+    beyond = (m for m in (*rows, *audit.gradients) if m.magnitudes.largest > _TOP)
+    if (first := next(beyond, None)) is not None:
+        holds = f"{_at(first)}: it holds {first.magnitudes.largest:.3g}, and {_FIRST} ends at"
+        yield f"{holds} {_TOP:g}; this run is in other dtypes."
 
 
 def is_broken(audit: Audit) -> bool:
@@ -565,7 +578,7 @@ def _scale(audit: Audit, policy: Policy) -> Suggestion:
         if worst is None or scale > 1 or _vanished(worst) <= PART or fits is None or fits <= scale:
             return Suggestion()
         why = f"{_at(worst)}: {_vanished(worst):.0%} of its values are zero in float16"
-    if not any((m.region or m.run) == "float16" for m in audit.results):
+    if not _in_float16(audit):
         if fits is None:  # all are zero in this run, too
             return Suggestion()
         needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
@@ -579,6 +592,10 @@ def _scale(audit: Audit, policy: Policy) -> Suggestion:
         return Suggestion(dtype="bfloat16", reasons=(why,))
     why = f"{why} at a loss scale of {scale:g}; try {fits:g}."
     return Suggestion(init_scale=fits, reasons=(why,))
+
+
+def _in_float16(audit: Audit) -> bool:
+    return any((m.region or m.run) == _FIRST for m in audit.results)
 
 
 def _vanished(m: Measured) -> float:

@@ -29,7 +29,7 @@ from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, NameStack
 from polymp.backends.jax.jaxprs import Walk, inside
 from polymp.backends.jax.modules import nnx
-from polymp.backends.jax.scaler import grad_scaler, optimizer_step
+from polymp.backends.jax.scaler import grad_scaler, optimizer_step, tree_math
 from polymp.diagnostics.blame import rounded
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.rules import decision_log
@@ -319,8 +319,14 @@ def _is_of_user(traceback: object, filename: str | None, line: int | None) -> bo
 @cache
 def is_update(traceback: object) -> bool:
     """True for what an optimizer of optax, or a loss scaler, does."""
-    files = (code.co_filename for code in compat.frames(traceback).codes)
-    return any(file in _SCALING or _OPTAX in file for file in files)
+    codes = compat.frames(traceback).codes
+    return any(_OPTAX in code.co_filename or _scales(code) for code in codes)
+
+
+def _scales(code: CodeType) -> bool:
+    """True for a loss scaler's code, but for what calls a function for its value and gradients."""
+    calls = code.co_qualname.startswith("GradScaler.value_and_grad.")
+    return code.co_filename in _SCALING and not calls
 
 
 @cache
@@ -331,7 +337,7 @@ def optimizer_of(traceback: object) -> str:
 
 
 _OPTAX = f"{os.sep}optax{os.sep}_src{os.sep}"
-_SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step))
+_SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step, tree_math))
 _NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
 
 

@@ -314,6 +314,41 @@ def test_a_bound_beyond_float16_hides_no_overflow(mean: bool) -> None:
     assert "linear" in audited.audit.suggest().rules
 
 
+# Loss scalers
+
+
+def updated(grads: Any, w: Any) -> Any:
+    return w - 0.1 * grads
+
+
+def unscaled(loss: Any, scaler: Any, w: Any) -> Any:
+    grads, finite = scaler.unscale(jax.grad(lambda w: scaler.scale(loss(w)))(w))
+    return updated(grads, w), scaler.update(finite)
+
+
+SCALED: dict[str, Any] = {
+    "step": lambda loss, scaler, w: scaler.step(
+        jax.grad(lambda w: scaler.scale(loss(w)))(w), updated, w
+    ),
+    "unscale": unscaled,
+    "value_and_grad": lambda loss, scaler, w: scaler.value_and_grad(loss)(w),
+}
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("how", SCALED)
+def test_what_a_scaler_computes_has_no_rows_and_what_it_calls_has(how: str, low: bool) -> None:
+    def loss(w: Any) -> Any:
+        return jnp.exp(w).sum()
+
+    of = autocast(loss, dtype="float16") if low else loss
+    audited = audit(lambda scaler, w: SCALED[how](of, scaler, w))
+    audited(GradScaler(1024.0), jnp.ones((4, 4)))
+    own = {"mul", "sub"} if how == "unscale" else set()
+    assert {*rows(audited)} == {"exp", "sum"} | own
+    assert all(m.source for m in audited.audit.results)
+
+
 # Gradients
 
 

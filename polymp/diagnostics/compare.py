@@ -351,12 +351,12 @@ def _compared(
         raise RecordError(f"step {one.number} of {empty.name!r} has no calls to compare.")
     across = ours.header.get("framework") != theirs.header.get("framework")
     pairs = record_pairs.Pairs(left, right, across)
-    if not pairs.twins:
+    rows, first = pairs.rows()
+    if not pairs.twins and (first is None or first.one is None or first.other is None):
         raise RecordError(
             f"{ours.name!r} and {theirs.name!r} share nothing: no array of one has a counterpart "
             "in the other by name, op or values. Are they records of the same model?"
         )
-    rows, first = pairs.rows()
     apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
     if apart:
         news = [
@@ -470,6 +470,13 @@ def _notes(
     rows: Sequence[Compared],
 ) -> Iterator[str]:
     """Sentences on the parts that were not compared, and why."""
+    for at in range(2):
+        shared = {step.number for step in records[1 - at].steps}
+        if more := [step for step in records[at].steps if step.number not in shared]:
+            yield (
+                f"not compared: {text_table.plural(len(more), 'step')} of {names[at]} that "
+                f"{names[1 - at]} has not: {_numbers(more)}"
+            )
     for name, record, step in zip(names, records, steps, strict=True):
         for reason, count in step.left_out.items():
             yield f"not compared: {text_table.plural(int(count), 'call')} of {name}, {reason}"
@@ -482,6 +489,11 @@ def _notes(
             )
         if record.cut:
             yield f"{name} ends in a step that is not whole, which was left out"
+    if all(COMPILED in step.left_out for step in steps):
+        yield (
+            "both runs are compiled: how far rounding moves what compiled code makes is not known, "
+            "so any difference of it counts; compare each with a record of the eager model"
+        )
     passed = [row.array for row in rows if row.verdict == PASSED]
     if calls := [array for array in passed if array.kind == RESULT]:
         hidden = "the other run is compiled there, or " * any(COMPILED in s.left_out for s in steps)
@@ -489,9 +501,22 @@ def _notes(
             f"not compared: {text_table.plural(len(calls), 'call')} that only one run makes; "
             f"{hidden}a call that reads them has the same values in both"
         )
-    # The state of an optimizer is read by its updates alone.
-    made = ((a, step.arrays) for step in steps for a in step.arrays if a.kind == RESULT)
-    used = {id(arrays[r]) for a, arrays in made for r in a.reads}
+    # The state of an optimizer is read by its updates alone. Compiled code does not tell what it
+    # reads: beside it count the inputs of calls that the other run makes outside of it.
+    pairs = [(row.one, row.other) for row in rows if row.one is not None and row.other is not None]
+    outside = {
+        id(a)
+        for pair in pairs
+        if all(a.kind == RESULT and a.name != COMPILED for a in pair)
+        for a in pair
+    }
+    used = {
+        id(step.arrays[r])
+        for step, other in (steps, steps[::-1])
+        for a in step.arrays
+        if a.kind == RESULT and (COMPILED not in other.left_out or id(a) in outside)
+        for r in a.reads
+    }
     if inputs := [a.name for a in passed if a.kind == INPUT and id(a) in used]:
         some = ", ".join(inputs[:3]) + (", ..." if len(inputs) > 3 else "")
         ends = {array.name for array in passed if array.kind in (GRADIENT, UPDATE)}

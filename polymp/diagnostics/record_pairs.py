@@ -66,8 +66,12 @@ class Compared(NamedTuple):
 
     @property
     def array(self) -> RecordedArray:
-        """The array of the first run, or else of the other."""
-        array = self.one or self.other
+        """The array of the first run, or else of the other.
+
+        Of compiled code that is off, the code's own: beside it stands one of the calls that it is.
+        """
+        compiled = self.other is not None and self.other.name == COMPILED
+        array = self.other if compiled and self.verdict == UNEXPLAINED else self.one or self.other
         assert array is not None
         return array
 
@@ -361,7 +365,13 @@ class Pairs:
             rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
         if first is not None and (first.one is None or first.other is None):
-            first = self._with_partner(first)
+            lone, first = first, self._with_partner(first)
+            if lone.array.name == COMPILED and first is not lone:  # one row for both
+                rows = [
+                    first if r is lone else r
+                    for r in rows
+                    if r is lone or (r.one is not first.one and r.other is not first.other)
+                ]
         return rows, first
 
     def _left(self) -> set[int]:
@@ -416,6 +426,12 @@ class Pairs:
             mine, theirs, taken = theirs, mine, {*aligned}
             twins = {j: i for i, j in twins.items()}
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
+        if row.array.name == COMPILED:
+            end = _same_end(mine, at, theirs)
+            if end is None or end in taken:
+                return row
+            pair = (at, end) if row.one is not None else (end, at)
+            return self._pair(*pair)._replace(verdict=UNEXPLAINED)
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []
@@ -439,6 +455,35 @@ def _alone(array: RecordedArray, other: Side, healed: bool) -> str:
     # The other run may have made it in compiled code.
     hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
     return PASSED if healed or hidden or array.kind == INPUT else ALONE
+
+
+def _same_end(side: Side, at: int, other: Side) -> int | None:
+    """The result with which the other run ends what is compiled here; None if it is not known.
+
+    In both, the same ops come after it in the module. It is the last of the same shape and module
+    that none of the calls before these reads.
+    """
+    array = side.arrays[at]
+
+    def ran(run: Side, start: int) -> list[int]:
+        top = _path(side.modules[at])
+        inside = (i for i in run.results if _path(run.modules[i])[: len(top)] == top)
+        return [i for i in inside if i >= start and run.arrays[i].direction == array.direction]
+
+    after, calls = ran(side, at + 1), ran(other, 0)
+    calls, rest = calls[: len(calls) - len(after)], calls[len(calls) - len(after) :]
+    names = [
+        [shared_name(x.arrays[i].name) for i in ends] for x, ends in ((side, after), (other, rest))
+    ]
+    if names[0] != names[1]:
+        return None
+    ends = (j for j in reversed(calls) if not {*calls}.intersection(other.readers[j]))
+    return next((j for j in ends if other.arrays[j].shape == array.shape), None)
+
+
+def _path(module: str) -> list[str]:
+    """The parts of a module path, without the one that torch.compile adds."""
+    return [part for part in module.split(".") if part not in ("", "_orig_mod")]
 
 
 def _ends(shape: tuple[int, ...]) -> set[int]:

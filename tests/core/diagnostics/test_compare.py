@@ -169,6 +169,19 @@ def test_the_first_step_that_differs_is_shown() -> None:
         polymp.compare(record(arrays(fine), numbers=[7]), record(arrays(fine), numbers=[8]))
 
 
+def test_steps_that_only_one_record_has_are_in_the_notes() -> None:
+    ran = arrays(calls(1))
+    one = record(ran, ran, ran, numbers=(0, 1, 2))
+    other = record(ran, *[ran] * 9, numbers=range(2, 12), name="other.rec")
+    found = polymp.compare(one, other)
+    assert found.explained
+    assert "not compared: 2 steps of one.rec that other.rec has not: 0, 1" in found.notes
+    assert "not compared: 9 steps of other.rec that one.rec has not: 3 to 11" in found.notes
+    both = polymp.compare(one, record(ran, numbers=[1], name="other.rec"))
+    assert "not compared: 2 steps of one.rec that other.rec has not: 0, 2" in both.notes
+    assert not polymp.compare(one, one).notes
+
+
 # --- programs that are not the same ---------------------------------------------------------------
 
 
@@ -242,6 +255,61 @@ def test_ops_that_one_run_has_as_one_call() -> None:
     broken = against(fused(calls(3), bug=1e-3), layers=3)
     assert first_of(broken)[1].startswith("blocks.0.")
     assert first_of(broken)[0] in ("linear", "gelu", "linear_gelu", "add")
+
+
+def compiled(seed: int, epsilon: float = 1e-5, *, loss: bool) -> RunRecord:
+    """A record of the model compiled as a whole: its last result, and the calls of the loss."""
+    ran = arrays(with_loss(calls(4, epsilon=epsilon), loss=loss), seed)
+    end = ran[-4 if loss else -1]
+    code = end._replace(name="compiled", module="", inputs=(), own=0.0, reads=(), spread=())
+    rest = [a._replace(reads=(at,)) for at, a in enumerate(ran[-3:])] if loss else []
+    made = record([code, *rest], name=f"compiled{seed}.rec")
+    return made._replace(steps=(made.steps[0]._replace(left_out={"compiled": 1}),))
+
+
+def with_loss(program: list[Call], *, loss: bool) -> list[Call]:
+    """A program and the mean of the squares of its result, in three calls that keep its shape."""
+    if not loss:
+        return program
+    end = len(program) - 1
+    return [
+        *program,
+        ("mul", "", lambda x: x * 2.0, (end,)),
+        ("pow", "", np.square, (end + 1,)),
+        ("mean", "", lambda x: x.mean(keepdims=True), (end + 2,)),
+    ]
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_model_that_is_compiled_as_a_whole(loss: bool) -> None:
+    eager = record(arrays(with_loss(calls(4), loss=loss), 1))
+    same, off = compiled(2, loss=loss), compiled(3, epsilon=1e-2, loss=loss)
+    for pair in ((eager, same), (same, eager)):
+        found = polymp.compare(*pair)
+        assert found.explained, str(found)
+        assert "without a counterpart" not in " ".join(found.notes)
+    for pair in ((eager, off), (off, eager), (same, off)):
+        found = polymp.compare(*pair)
+        assert first_of(found) == ("compiled", "")
+        assert found.first is not None
+        assert found.first.one is not None
+        assert found.first.other is not None
+        assert {found.first.one.name, found.first.other.name} <= {"compiled", "add"}
+        assert any(row is found.first for row in found.rows), "one row for both"
+        assert "ROUNDING DOES NOT EXPLAIN compiled (model.py:30): off by" in str(found)
+        assert ("both runs are compiled" in " ".join(found.notes)) == (pair[0] is same)
+
+
+def test_compiled_code_with_an_end_that_is_not_known_stands_alone() -> None:
+    """The other call that comes after it may be part of the compiled code."""
+    eager = record(arrays(with_loss(calls(4), loss=True), 1))
+    off = compiled(3, epsilon=1e-2, loss=True)
+    code, after, *rest = off.steps[0].arrays
+    ran = code, after._replace(name="abs"), *rest, eager.steps[0].arrays[0]
+    found = polymp.compare(eager, off._replace(steps=(off.steps[0]._replace(arrays=ran),)))
+    assert first_of(found) == ("compiled", "")
+    assert found.first is not None
+    assert found.first.one is None
 
 
 def test_modules_of_other_names() -> None:

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
+from polymp.errors import brief
+
 # The field's own abbreviations.
 _SHORT = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 _SHORT |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
@@ -29,6 +31,13 @@ def terminal_width() -> int:
     return min(max(shutil.get_terminal_size((WIDTH, 0)).columns, _NARROWEST), _WIDEST)
 
 
+def _width(asked: int | None) -> int:
+    """The width of a table that a user asked for."""
+    if asked is not None and not isinstance(asked, int):
+        raise TypeError(f"table(width=...) is a number of characters, got {brief(asked)}.")
+    return terminal_width() if asked is None else asked
+
+
 def columns(
     heads: Sequence[str],
     rows: Iterable[str | Sequence[str]],
@@ -41,7 +50,7 @@ def columns(
     for those of numbers, and cells are broken between words. If that is not enough, words are
     broken, too; but a file and its line, such as "train.py:12", stay in one piece.
     """
-    rows, width = list(rows), terminal_width() if width is None else width
+    rows, width = list(rows), _width(width)
     cells = [row for row in rows if not isinstance(row, str)]
     wide = _widths(heads, cells)
     texts = {i: " ".join(row[i] for row in cells) for i in wide if heads[i] not in right}
@@ -96,12 +105,12 @@ def _line(parts: Iterable[str], wide: Iterable[int], right: Iterable[bool]) -> s
 
 def heading(name: str, width: int | None = None) -> str:
     """The line above a section of a table."""
-    return f"-- {name} ".ljust(terminal_width() if width is None else width, "-")
+    return f"-- {name} ".ljust(_width(width), "-")
 
 
 def folded(text: str, width: int | None = None) -> list[str]:
     """The lines of a text, those that are too long broken between words."""
-    width = terminal_width() if width is None else width
+    width = _width(width)
     found = list[str]()
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + _GAP)

@@ -78,10 +78,7 @@ class Audit(Shown):
             ValueError: nothing was measured.
         """
         if not self.steps:
-            raise ValueError(
-                "nothing was measured: first run a step in the block of polymp.torch.audit, or "
-                "call the function that polymp.jax.audit returns."
-            )
+            raise ValueError(f"nothing was measured: first {_RUN_A_STEP}.")
         return _suggested(self, policy_files.load(base))
 
     @property
@@ -139,6 +136,8 @@ class Audit(Shown):
         lines = [f"audit of {text_table.plural(self.steps, 'step')}"]
         if not self.results:
             lines.append(f"outside of optimizers and JAX's while loops, {NOTHING_RAN}")
+            if not self.steps:
+                lines.append(f"nothing was measured: first {_RUN_A_STEP}")
         if self.fault is not None:
             lines += ["first value that is not finite:", str(self.fault)]
         if self.left_out:
@@ -170,6 +169,11 @@ class Audit(Shown):
 
 
 # The table: a row for every op and parameter, below lines on the whole run.
+
+_RUN_A_STEP = (
+    "run a step in the block of polymp.torch.audit, or call the function that polymp.jax.audit "
+    "returns"
+)
 
 _PARAMETERS = "parameters"
 

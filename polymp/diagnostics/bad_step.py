@@ -189,7 +189,32 @@ class BatchCopies:
         return copy
 
 
-class CaughtStep:
+class NoBlock:
+    """A wrapper of steps, which `with` refuses in words."""
+
+    def __enter__(self) -> NoReturn:
+        """Say how it is used."""
+        raise TypeError(
+            "catch is not a context manager. Write step = catch(step), with the function that does "
+            "a training step, and call it for each batch."
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Never reached; `with` asks for it first."""
+
+
+class Decorator(NoBlock):
+    """The result of `catch` without a step: `wrap`, to be called with the step."""
+
+    def __init__(self, wrap: Callable[[Any], Any]) -> None:
+        self._wrap = wrap
+
+    def __call__(self, step: Callable[..., object]) -> Any:
+        """Return the wrapped step."""
+        return self._wrap(step)
+
+
+class CaughtStep(NoBlock):
     """A training step that `catch` has wrapped.
 
     It is no method of a class, all of whose objects would share its state.
@@ -221,16 +246,6 @@ class CaughtStep:
         if self._raises or not goes_on or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
         warn(str(report))
-
-    def __enter__(self) -> NoReturn:
-        """Say how it is used."""
-        raise TypeError(
-            "catch is not a context manager. Write step = catch(step), with the function that does "
-            "a training step, and call it for each batch."
-        )
-
-    def __exit__(self, *error: object) -> None:
-        """Never reached; `with` asks for it first."""
 
     def __get__(self, it: object, owner: type | None = None) -> Self:
         """Refuse to be called as a method."""

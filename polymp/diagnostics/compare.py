@@ -108,6 +108,9 @@ class Comparison:
 
         Returns:
             The text.
+
+        Raises:
+            TypeError: `width` is no whole number.
         """
         lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}", width)
         if self.first is not None:

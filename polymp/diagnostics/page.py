@@ -56,6 +56,7 @@ class Shown:
             The text.
 
         Raises:
+            TypeError: `width` is no whole number.
             ValueError: `sort` is neither "program" nor "cost".
         """
         table = self._table(sort, fold)

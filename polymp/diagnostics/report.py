@@ -30,7 +30,7 @@ from polymp.diagnostics.call_record import (
 )
 from polymp.diagnostics.page import Shown
 from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind, number
-from polymp.errors import escaped
+from polymp.errors import brief, escaped
 from polymp.rules.row import Row
 
 
@@ -166,7 +166,15 @@ class Report(Shown):
 
         Returns:
             The differences; false if there are none.
+
+        Raises:
+            TypeError: `other` is no report.
         """
+        if not isinstance(other, Report):
+            raise TypeError(
+                f"diff(other) compares with another report, got {brief(other)}. Write "
+                "report.diff(polymp.explain(model, x, policy=...))."
+            )
         return ReportDiff(self, other)
 
     def __repr__(self) -> str:

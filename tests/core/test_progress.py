@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -123,24 +120,6 @@ def test_jax(terminal: Stream) -> None:
         assert what in terminal.getvalue()
 
 
-@contextlib.contextmanager
-def standard_error(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Make standard error a pseudo-terminal, and yield the end that reads it."""
-    reader, writer = pytest.importorskip("pty").openpty()
-    with os.fdopen(writer, "w", buffering=1) as stream, os.fdopen(reader, "rb"):
-        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
-        os.set_blocking(reader, False)
-        yield reader
-
-
-def read(reader: int) -> str:
-    parts = list[bytes]()
-    with contextlib.suppress(BlockingIOError):  # there is no more
-        while part := os.read(reader, 4096):
-            parts.append(part)
-    return b"".join(parts).decode()
-
-
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
@@ -148,11 +127,10 @@ def read(reader: int) -> str:
         ("doctor --json", "doctor: asking the frameworks"),
     ],
 )
-def test_commands(argv: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch"), pytest.importorskip("tqdm")
-    with standard_error(monkeypatch) as reader:
-        assert cli.main(argv.split()) == 0
-        text = read(reader)
+def test_commands(argv: str, told: str, terminal: Stream) -> None:
+    pytest.importorskip("torch")
+    assert cli.main(argv.split()) == 0
+    text = terminal.getvalue()
     assert f"polymp {told} ..." in text
     assert text.endswith("\r"), "the line is wiped, and the cursor at its beginning"
     assert not text.split("\r")[-2].strip()

@@ -314,19 +314,6 @@ def test_a_run_that_diverges_is_still_shown(
     assert imread(tmp_path / "x.png").shape == (1140, 1500, 4)
 
 
-@pytest.mark.long  # the fixture `trained` runs the same script
-def test_another_text_one_dtype_and_a_progress_bar(tmp_path: Path) -> None:
-    text = tmp_path / "a [b] $c$ :smile:.txt"
-    text.write_text("to be or not to be, that is the question. " * 40)
-    given = ("--dtypes", "bfloat16", "--text", text, "--out", tmp_path / "x.png")
-    done = examples.run("train_torch.py", *TINY, "--steps", 2, *given)
-    assert done.returncode == 0
-    assert "bf16: 100%" in done.stderr
-    assert f"parameters learn {text.name}, 2 times 256 bytes" in done.stdout
-    assert f"saved {tmp_path / 'x.png'} and {tmp_path / 'x.json'}" in done.stdout
-    assert len(json.loads((tmp_path / "x.json").read_text())["runs"]) == 1
-
-
 def test_bytes_saved_are_what_the_backward_pass_needs_besides_the_parameters(parts: Any) -> None:
     model, x = torch.nn.Linear(10, 1, bias=False), torch.ones(4, 10)
     params = {"a": jnp.ones(10), "b": jnp.ones(10)}
@@ -386,12 +373,10 @@ BAD: tuple[tuple[str, str, str], ...] = (
     ("train_torch.py", "--dtypes bf16,bf16",
      f"argument --dtypes: got 'bf16,bf16', {DTYPE_NAMES}"),
     ("train_torch.py", "--steps 0", "argument --steps: got '0', give a whole number from 1 up"),
-    ("train_torch.py", "--seed 1.5", "argument --seed: got '1.5', give a whole number from 0 up"),
     ("train_torch.py", f"--seed {'9' * 30}",
      f"argument --seed: got '{'9' * 30}', give a whole number from 0 up"),
     ("train_torch.py", "--steps", "argument --steps: expected one argument"),
     ("train_torch.py", "--lr nan", "argument --lr: got 'nan', give a number above 0"),
-    ("train_torch.py", "--lr fast", "argument --lr: got 'fast', give a number above 0"),
     ("train_torch.py", "--width 50 --heads 3",
      "--width 50 cannot be split over --heads 3. Give a --width that is a multiple of 3."),
     ("train_torch.py", "--out {tmp}/curves.pdf",
@@ -409,14 +394,10 @@ BAD: tuple[tuple[str, str, str], ...] = (
      "--jax '{tmp}/none.json' cannot be read: No such file or directory. Run train_jax.py first."),
     ("compare.py", "--jax {tmp}/short",
      "--jax '{tmp}/short' does not hold the figures of train_jax.py. Run it again."),
-    ("compare.py", "--jax {tmp}/list.json",
-     "--jax '{tmp}/list.json' does not hold the figures of train_jax.py. Run it again."),
     ("compare.py", "--jax {tmp}/torch.json",
      "--jax '{tmp}/torch.json' holds figures of torch 2.0. Give those of train_jax.py."),
     ("compare.py", "--jax {tmp}/longer.json",
      f"the figures are of different jobs: steps is 60 in torch's and 61 in JAX's. {OTHER_JOB}"),
-    ("compare.py", "--jax {tmp}/other.json",
-     f"the figures are of different jobs: chance is 3.0 in torch's and 3.5 in JAX's. {OTHER_JOB}"),
     ("compare.py", "--jax {tmp}/x.txt",
      "the table '{tmp}/x.txt' would overwrite --jax. Choose another path."),
 )  # fmt: skip
@@ -458,8 +439,6 @@ def test_a_bad_argument_gets_one_line_and_writes_nothing(
         ("jax.json", figures("jax 0.1")),
         ("x.txt", figures("jax 0.1")),
         ("longer.json", figures("jax 0.1", steps=61)),
-        ("other.json", figures("jax 0.1", chance=3.5)),
-        ("list.json", "[1]"),
     ):
         (tmp_path / name).write_text(text)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -504,19 +483,6 @@ def test_a_gpu_that_cannot(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(bad.value) == message
     assert in_torch("cuda:1", ["fp16"]) == torch.device("cuda:1")
     assert [in_jax(name) for name in ("gpu", "gpu:1")] == ["gpu 0", "gpu 1"]
-
-
-def test_runs_that_diverged_in_one_dtype_are_still_compared(
-    parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "torch.json").write_text(figures("torch 2.0", loss=None))
-    (tmp_path / "jax.json").write_text(figures("jax 0.1"))
-    parts.compare.main([part.format(tmp=tmp_path) for part in (*FILES, "--out", "{tmp}/x.png")])
-    cells = {name: rest for name, *rest in examples.rows(capsys.readouterr().out)}
-    assert cells["loss after"] == ["nan", "2.0000"]
-    assert cells["against torch"] == ["-", "+nan %"]
-    assert cells["against fp32"] == ["-", "-"]
-    assert imread(tmp_path / "x.png").shape == (1260, 1800, 4)
 
 
 MISSING = (

@@ -25,6 +25,7 @@ from polymp.diagnostics.bad_step import (
     BadStep,
     BatchCopies,
     CaughtStep,
+    Decorator,
     LossChecks,
     LossVerbs,
     bad_loss,
@@ -93,7 +94,7 @@ def catch(
     """
     checked_arguments(step, every, on_bad)
     if step is None:
-        return lambda fn: catch(fn, every=every, on_bad=on_bad)
+        return Decorator(lambda fn: catch(fn, every=every, on_bad=on_bad))
     return Catch(step, every, on_bad == "raise")
 
 

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polymp.backends.jax.arrays import AsyncCopy, is_float
+from polymp.backends.jax.arrays import AsyncCopy, is_float, is_typed
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.instrument import few
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.low_weights import LowWeightsState
+from polymp.errors import brief
 from polymp.weights import LostUpdates, LostUpdatesWatch
 
 
@@ -77,11 +78,16 @@ class UpdateWatch(LostUpdatesWatch):
                 then not counted. None to count all, also rows of a table that no batch has read.
 
         Raises:
-            TypeError: the parameters are traced.
+            TypeError: the parameters are traced, or there is no array in them.
 
         Warns:
             LowWeightsWarning: a tenth of the updates or more were lost; once.
         """
+        if self._step == 0 and not any(map(is_typed, jax.tree.leaves(params))):
+            raise TypeError(
+                f"watch(params, opt_state) needs the parameters, a pytree of arrays, got "
+                f"{brief(params)}. Give it what the training step returned."
+            )
         step, self._step = self._step, self._step + 1
         self._arrive()
         since = (step - self._first) % self._every

@@ -85,7 +85,7 @@ def freeze(
             "before serving."
         )
     before = fn if isinstance(fn, Frozen) else None
-    autocast = before.function if before else _autocast_function(fn)
+    autocast = before.function if before else autocast_function(fn)
     apart = nnx.split_modules(params)
     leaves, tree = jax.tree.flatten(apart.parts)
     paths = list(map(jax.tree_util.keystr, apart.paths))
@@ -282,19 +282,24 @@ class Frozen:
         return traced._replace(plan=lowered.plan)
 
 
-def _autocast_function(fn: object) -> AutocastFunction:
+def autocast_function(
+    fn: object,
+    called: str = "freeze({}, params, ...)",
+    then: str = ", and put jax.jit and other transformations around what freeze returns",
+) -> AutocastFunction:
+    """The autocast function that a user gave, in a call of this form, or an error that shows it."""
     autocast = getattr(fn, "polymp", None)
     if not isinstance(autocast, AutocastFunction) or autocast.call is not fn:
         raise TypeError(
-            "freeze(fn, params, ...) needs a function that polymp.jax.autocast returned, got "
-            f"{_short(fn)}. Write freeze(autocast(fn), params, ...), and put jax.jit and other "
-            "transformations around what freeze returns."
+            f"{called.format('fn')} needs a function that polymp.jax.autocast returned, got "
+            f"{_short(fn)}. Write {called.format('autocast(fn)')}{then}."
         )
     if nnx.owned(autocast.fn, ())[1]:
+        whole = "autocast(lambda model, *args: model(*args))"
         raise TypeError(
-            "freeze(fn, params, ...) needs the parameters as first argument, but "
+            f"{called.format('fn')} needs the parameters as first argument, but "
             f"{_short(autocast.fn)} holds them itself. Write "
-            "freeze(autocast(lambda model, *args: model(*args)), model, ...)."
+            f"{called.replace('params', 'model').format(whole)}."
         )
     return autocast
 

@@ -29,7 +29,7 @@ from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.pin import leaf_path
-from polymp.backends.jax.weights.freeze import freeze
+from polymp.backends.jax.weights.freeze import Frozen, autocast_function, freeze
 from polymp.errors import PolicyError
 from polymp.rules import scopes
 from polymp.weights import Mode, Verbs, key, random16, summary
@@ -243,6 +243,8 @@ def _kept(keep: Any) -> dict[str, str]:
 
 def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
     """By path, the parameters that an autocast function reads in float32 or not at all, and why."""
+    if not isinstance(fn, Frozen):
+        autocast_function(fn, "low_weights(optimizer, keep=({}, params, ...))", "")
     apart = nnx.split_modules(params)
     leaves, tree = jax.tree.flatten(apart.parts)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_typed(x) else x for x in leaves]

@@ -40,6 +40,7 @@ from polymp.diagnostics.bad_step import (
     BadStep,
     BatchCopies,
     CaughtStep,
+    Decorator,
     LossChecks,
     LossVerbs,
     bad_loss,
@@ -122,7 +123,7 @@ def catch(
                 "state_dict() and load_state_dict(). Write of=[model, optimizer]."
             )
     if step is None:
-        return lambda fn: catch(fn, every=every, on_bad=on_bad, of=of)
+        return Decorator(lambda fn: catch(fn, every=every, on_bad=on_bad, of=of))
     return Catch(step, every, on_bad == "raise", of)
 
 

@@ -31,6 +31,15 @@ def test_a_report_does_not_differ_from_itself() -> None:
     assert str(diff) == "one and other: no difference"
 
 
+def test_what_is_no_report_is_refused() -> None:
+    with pytest.raises(TypeError) as error:
+        reports.in_torch().diff(3)  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "diff(other) compares with another report, got 3. Write "
+        "report.diff(polymp.explain(model, x, policy=...))."
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "told", "same"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,13 @@ def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
         text = str(reports.in_torch())
         assert max(map(len, text.splitlines())) == width
         assert text == reports.in_torch().table(width=width)
+
+
+@pytest.mark.parametrize("width", ["80", 80.0])
+def test_a_width_that_is_no_whole_number_is_refused(width: Any) -> None:
+    with pytest.raises(TypeError) as error:
+        reports.in_torch().table(width=width)
+    assert str(error.value) == f"table(width=...) is a number of characters, got {width!r}."
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 100])

@@ -96,6 +96,17 @@ def test_traced_parameters_are_refused():
         jax.jit(lambda p: watch.watch(p))(jnp.ones(3, jnp.bfloat16))
 
 
+@pytest.mark.parametrize("given", [3, None, {}, "params"])
+def test_what_is_no_parameters_is_refused(given):
+    watch = UpdateWatch()
+    with pytest.raises(TypeError) as error:
+        watch.watch(given)
+    assert str(error.value) == (
+        "watch(params, opt_state) needs the parameters, a pytree of arrays, got "
+        f"{given!r}. Give it what the training step returned."
+    )
+
+
 @pytest.mark.parametrize("arguments", [{"every": 0}, {"first": 0}])
 def test_steps_that_cannot_be_compared_are_refused(arguments):
     with pytest.raises(ValueError, match="both have to be 1 or more, since a step is compared"):

@@ -334,6 +334,11 @@ def refusals() -> dict[str, Any]:
             alone),
         "keep of a function alone": (
             lambda: low_weights(optax.adam(1e-2), keep=["w", (jax.nn.silu,)]), TypeError, alone),
+        "keep of a plain function": (
+            lambda: low_weights(optax.adam(1e-2), keep=(jax.nn.silu, params)), TypeError,
+            "low_weights(optimizer, keep=(fn, params, ...)) needs a function that "
+            "polymp.jax.autocast returned, got silu. Write low_weights(optimizer, "
+            "keep=(autocast(fn), params, ...))."),
         "path": (lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params), PolicyError,
             "low_weights(): keep has 'norm', which is the path of no float parameter. Paths are, "
             "for example, w."),

@@ -377,8 +377,8 @@ def _suggested(audit: Audit, policy: Policy) -> Suggestion:
         return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
     if fault is not None and (fault.direction != BACKWARD or audit.scale <= 1):
         return _raised([fault], policy)
-    found = _scale(audit, policy)
-    return found or replace(found, reasons=(*found.reasons, *_beyond(audit)))
+    scaled = _scale(audit, policy)
+    return scaled or replace(scaled, reasons=(*scaled.reasons, *_beyond(audit)))
 
 
 def _beyond(audit: Audit) -> Iterator[str]:

@@ -575,6 +575,8 @@ class GradScaler(DeviceState):
                 warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=level)
             self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
+        if not torch.compiler.is_compiling():
+            regions.stack.thread.scaled = True
         note(loss, self._noted_loss())
         return self._tensors()[0]
 
@@ -612,6 +614,7 @@ class GradScaler(DeviceState):
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
             regions.stack.thread.unscaled.clear()
+            regions.stack.thread.scaled = False
         entry["found_inf_per_device"] = found
         entry["loss"] = loss
         entry["optimizer"] = weakref.ref(optimizer)

@@ -329,6 +329,7 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
     regions.stack.thread.unscaled.clear()
+    regions.stack.thread.scaled = False
     settled: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -346,6 +347,7 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
             warnings.warn(_message(optimizer, on), ScalerWarning, stacklevel=3)
             settled.add(optimizer)
         entered.clear()
+        regions.stack.thread.scaled = False
 
     return register_optimizer_step_pre_hook(look)
 
@@ -362,6 +364,13 @@ def _stepped_by_a_scaler() -> bool:
 
 def _message(optimizer: torch.optim.Optimizer, devices: list[str]) -> str:
     named = " and ".join(map(repr, devices))
+    if regions.stack.thread.scaled:
+        return (
+            f"{type(optimizer).__name__} steps on gradients that came out of a float16 region "
+            f"({named}), and a loss was scaled, but no scaler takes the step: the gradients are "
+            "still multiplied by the scale. Write scaler.step(optimizer) in place of "
+            "optimizer.step(), and then scaler.update()."
+        )
     return (
         f"{type(optimizer).__name__} steps on gradients that came out of a float16 region "
         f"({named}) without a scaler: gradients below float16's smallest number are lost there. "

@@ -83,7 +83,21 @@ def test_a_scaled_loss_is_not_enough() -> None:
     run, scaler = Run(), GradScaler("cpu")
     with expect_scaler("raise"):
         scaler.scale(run.loss()).backward()
-        with pytest.raises(UnscaledError, match=r"in place of optimizer\.step\(\)"):
+        with pytest.raises(UnscaledError, match=r"in place of optimizer\.step\(\)") as raised:
+            run.optimizer.step()
+    assert str(raised.value) == (
+        "SGD steps on gradients that came out of a float16 region ('cpu'), and a loss was scaled, "
+        "but no scaler takes the step: the gradients are still multiplied by the scale. Write "
+        "scaler.step(optimizer) in place of optimizer.step(), and then scaler.update()."
+    )
+
+
+def test_a_loss_that_a_scaler_has_stepped_for_is_no_longer_scaled() -> None:
+    run, scaler = Run(), GradScaler("cpu")
+    with expect_scaler("raise"):
+        iterate(run, scaler)
+        run.backward()
+        with pytest.raises(UnscaledError, match="without a scaler"):
             run.optimizer.step()
 
 

@@ -148,7 +148,9 @@ class Comparison:
                 f"two frameworks: {called} of {self.names[0]}, {theirs:,} matched by their values"
             )
         if self.parted is None:
-            return f"the same program: {text_table.plural(ours, 'call')}"
+            part = any(note.startswith("not compared") for note in self.notes)
+            known = ", as far as it was compared" if part else ""
+            return f"the same program{known}: {text_table.plural(ours, 'call')}"
         differ = sum(bool(row.parts) for row in calls)
         return (
             f"the programs part at {_called(self.parted.array)}: {self.parted.parts} "

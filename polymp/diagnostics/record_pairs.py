@@ -366,7 +366,7 @@ class Pairs:
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
         if first is not None and (first.one is None or first.other is None):
             lone, first = first, self._with_partner(first)
-            if lone.array.name == COMPILED and first is not lone:  # one row for both
+            if _is_end(lone.array) and first.verdict == UNEXPLAINED:
                 rows = [
                     first if r is lone else r
                     for r in rows
@@ -426,12 +426,12 @@ class Pairs:
             mine, theirs, taken = theirs, mine, {*aligned}
             twins = {j: i for i, j in twins.items()}
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
-        if row.array.name == COMPILED:
-            end = _same_end(mine, at, theirs)
-            if end is None or end in taken:
-                return row
-            pair = (at, end) if row.one is not None else (end, at)
-            return self._pair(*pair)._replace(verdict=UNEXPLAINED)
+        if _is_end(row.array):
+            update = row.array.kind == UPDATE
+            k = _update(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
+            if k is not None and k not in taken:
+                pair = (at, k) if row.one is not None else (k, at)
+                return self._pair(*pair)._replace(verdict=UNEXPLAINED)
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []
@@ -455,6 +455,22 @@ def _alone(array: RecordedArray, other: Side, healed: bool) -> str:
     # The other run may have made it in compiled code.
     hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
     return PASSED if healed or hidden or array.kind == INPUT else ALONE
+
+
+def _is_end(a: RecordedArray) -> bool:
+    """True for what has one counterpart, even if its values are others."""
+    return a.kind == UPDATE or a.name == COMPILED
+
+
+def _update(side: Side, at: int, other: Side, twins: Mapping[int, int]) -> int | None:
+    """The other run's update of the parameter with the same values; None if none is known."""
+    name = INPUT, side.arrays[at].name
+    for i, j in twins.items():
+        a = side.arrays[i]
+        if (a.kind, a.name) == name and side.rms[i]:  # zeros may be the state of an optimizer
+            theirs = UPDATE, other.arrays[j].name
+            return next((k for k, b in enumerate(other.arrays) if (b.kind, b.name) == theirs), None)
+    return None
 
 
 def _same_end(side: Side, at: int, other: Side) -> int | None:

@@ -13,7 +13,7 @@ import pytest
 import polymp
 from polymp.diagnostics.compare import Comparison
 from polymp.diagnostics.record_pairs import ALONE, EXPLAINED, PASSED
-from polymp.diagnostics.run_record import RecordedArray, RecordError, RunRecord
+from polymp.diagnostics.run_record import UPDATE, RecordedArray, RecordError, RunRecord
 from tests.support import run_records
 from tests.support.run_records import Call, arrays, calls, record
 
@@ -167,6 +167,14 @@ def test_the_first_step_that_differs_is_shown() -> None:
     assert polymp.compare(one, one).step == 10
     with pytest.raises(RecordError, match=r"share no step: 'one\.rec' has steps 7, 'one\.rec' has"):
         polymp.compare(record(arrays(fine), numbers=[7]), record(arrays(fine), numbers=[8]))
+
+
+def test_the_header_claims_no_more_than_was_compared() -> None:
+    one = record(arrays(calls(1)))
+    loops = one._replace(steps=(one.steps[0]._replace(left_out={"in a while loop": 3}),))
+    found = polymp.compare(loops, loops)
+    assert "the same program, as far as it was compared: 4 calls" in str(found)
+    assert "not compared: 3 calls of one, in a while loop" in str(found)
 
 
 def test_steps_that_only_one_record_has_are_in_the_notes() -> None:
@@ -357,6 +365,30 @@ def test_two_frameworks_are_matched_by_values() -> None:
     assert first_of(found) == calls(4)[14][:2]
     assert found.first is not None
     assert found.first.other is not None, "beside the call that reads the same values"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None:
+    """As where two frameworks have Adam with another epsilon; each has its own names."""
+
+    def stepped(size: float, seed: int, prefix: str) -> list[RecordedArray]:
+        program = [*calls(2), ("step", "blocks.0.linear", lambda w: size * np.sign(w), (1,))]
+        ran = arrays(program, seed)
+        ran[1] = ran[1]._replace(name=f"{prefix}weight")
+        ran[-1] = ran[-1]._replace(kind=UPDATE, name=f"{prefix}weight", source="")
+        return ran
+
+    one = record(stepped(1e-3, 1, "blocks.0."))
+    pair = [one, record(stepped(8e-4, 2, "p."), framework="jax", name="jax.rec")]
+    found = polymp.compare(*(reversed(pair) if swapped else pair))
+    assert found.first is not None
+    assert found.first.one is not None
+    assert found.first.other is not None
+    assert {found.first.one.name, found.first.other.name} == {"blocks.0.weight", "p.weight"}
+    assert found.first.difference == pytest.approx(0.2, rel=0.01)
+    assert any(row is found.first for row in found.rows)
+    same = record(stepped(1e-3, 2, "p."), framework="jax", name="jax.rec")
+    assert polymp.compare(one, same).explained
 
 
 # --- ranks, and records that cannot be compared ---------------------------------------------------

@@ -6,13 +6,12 @@ No package is needed for it, so that a report can be printed wherever it can be 
 """
 
 import re
+import reprlib
 import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import zip_longest
-
-from polymp.errors import brief
 
 # The field's own abbreviations.
 _SHORT = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
@@ -34,7 +33,7 @@ def terminal_width() -> int:
 def _width(asked: int | None) -> int:
     """The width of a table that a user asked for."""
     if asked is not None and not isinstance(asked, int):
-        raise TypeError(f"table(width=...) is a number of characters, got {brief(asked)}.")
+        raise TypeError(f"table(width=...) is a number of characters, got {reprlib.repr(asked)}.")
     return terminal_width() if asked is None else asked
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -49,24 +48,6 @@ PARAMS = {"w": W, "v": W.T[:, :2]}
 # Results
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_results_are_those_of_the_function_to_the_last_bit(dtype: Any) -> None:
-    @jax.jit
-    def step(params: Any, state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(autocast(loss, dtype=dtype))(params, x)
-        updates, state = optax.sgd(0.1, 0.9).update(grads, state)
-        return optax.apply_updates(params, updates), state, value
-
-    audited = audit(step)
-    plain = watched = (PARAMS, optax.sgd(0.1, 0.9).init(PARAMS))
-    for _ in range(2):
-        *plain, value = step(*plain, X)
-        *watched, seen = audited(*watched, X)
-        assert bits((plain, value)) == bits((watched, seen))
-    assert audited.audit.steps == 2
-    assert len(audited._programs) == 1
-
-
 def test_the_function_itself_runs_and_once() -> None:
     calls = []
 
@@ -89,25 +70,12 @@ def test_donated_arguments_survive_the_measuring() -> None:
 
 
 def test_flax_modules_are_changed_once() -> None:
-    class Counting(nnx.Module):
-        def __init__(self) -> None:
-            self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-            self.calls = nnx.Variable(jnp.zeros(()))
-
-        def __call__(self, x: Any) -> Any:
-            self.calls[...] += 1
-            return self.layer(x)
-
-    model, other = Counting(), Counting()
+    model, other = (nnx.BatchNorm(3, rngs=nnx.Rngs(0)) for _ in range(2))
     audited = audit(lambda model, x: model(x).sum())
-    assert bits(audited(model, X)) == bits(other(X).sum())
-    audited(model, X)
-    assert float(model.calls[...]) == 2.0
+    for x in (X, X * 2):
+        assert bits(audited(model, x)) == bits(other(x).sum())
+    assert bits(nnx.state(model)) == bits(nnx.state(other))
     assert audited.audit.steps == 2
-    (row,) = (r for r in audited.audit.results if r.op == "linear")
-    assert row.magnitudes.largest == pytest.approx(
-        float(jnp.abs(X @ other.layer.kernel[...]).max())
-    )
 
 
 # Numbers
@@ -191,6 +159,7 @@ def test_what_did_not_run_is_absent() -> None:
     assert {*rows(audited)} == {"exp", "sin"}
     assert told(lambda x: lax.while_loop(lambda c: c.sum() > 1e9, jnp.exp, x), X) == {}
     assert told(lambda x: lax.scan(lambda c, _: (c * 2, None), x, None, length=0), X) == {}
+    assert told(lambda: 1.0) == {}
 
 
 def test_loops_in_branches_in_loops() -> None:
@@ -395,24 +364,34 @@ def test_a_scaler_that_scales_nothing_has_no_scale() -> None:
 # Names of gradients
 
 
+SHORT = {
+    "[0][1]['layers'][0]['up']['kernel'].value": "layers.0.up.kernel",
+    "params['layers'][2]['w']": "layers.2.w",
+    "['params']['Dense_0']['bias']": "Dense_0.bias",
+    ".layers[2].up.bias": "layers.2.up.bias",
+    "['mlp/~/linear_1']['b']": "mlp.linear_1.b",
+    "[1]['w']": "w",
+    "args[0]['w']": "w",
+    "w": "w",
+    "[0]": "[0]",
+    "params[0]": "params[0]",
+    "result": "result",
+}
+ALIKE = [  # which keep what tells them apart
+    (["[0]['gen']['h']['w']", "[0]['dis']['h']['w']"], ["gen.h.w", "dis.h.w"]),
+    (["[1][0]['w']", "[1][1]['w']"], ["[1][0]['w']", "[1][1]['w']"]),
+    (["p['w']", "q['w']"], ["p['w']", "q['w']"]),
+    (["[0]", "[1]"], ["[0]", "[1]"]),
+    (["[0]['w'].value", "[1]['w'].value"], ["[0]['w']", "[1]['w']"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("[0][1]['layers'][0]['up']['kernel'].value", "layers.0.up.kernel"),
-        ("params['layers'][2]['w']", "layers.2.w"),
-        ("['params']['Dense_0']['bias']", "Dense_0.bias"),
-        (".layers[2].up.bias", "layers.2.up.bias"),
-        ("['mlp/~/linear_1']['b']", "mlp.linear_1.b"),
-        ("[1]['w']", "w"),
-        ("args[0]['w']", "w"),
-        ("w", "w"),
-        ("[0]", "[0]"),
-        ("params[0]", "params[0]"),
-        ("result", "result"),
-    ],
+    ("texts", "names"), [*(([text], [name]) for text, name in SHORT.items()), *ALIKE]
 )
-def test_an_expression_becomes_a_name(text: str, name: str) -> None:
-    assert short_names({7: [text]}) == {7: [name]}
+def test_expressions_become_names(texts: list[str], names: list[str]) -> None:
+    found = short_names({at: [text] for at, text in enumerate(texts)})
+    assert [name for (name,) in found.values()] == names
 
 
 def test_a_gradient_that_went_to_several_arrays() -> None:
@@ -420,21 +399,6 @@ def test_a_gradient_that_went_to_several_arrays() -> None:
     texts = ["[0]['h']['w']", "[1][0].mu['h']['w']", "[1][0].nu['h']['w']"]
     assert short_names({3: texts}) == {3: ["h.w"]}
     assert short_names({3: ["[1]['a']", "[1]['b']"]}) == {3: ["a", "b"]}
-
-
-@pytest.mark.parametrize(
-    ("texts", "names"),
-    [
-        (["[0]['gen']['h']['w']", "[0]['dis']['h']['w']"], ["gen.h.w", "dis.h.w"]),
-        (["[1][0]['w']", "[1][1]['w']"], ["[1][0]['w']", "[1][1]['w']"]),
-        (["p['w']", "q['w']"], ["p['w']", "q['w']"]),
-        (["[0]", "[1]"], ["[0]", "[1]"]),
-        (["[0]['w'].value", "[1]['w'].value"], ["[0]['w']", "[1]['w']"]),
-    ],
-)
-def test_names_that_would_be_alike_are_the_expressions(texts: list[str], names: list[str]) -> None:
-    found = short_names({at: [text] for at, text in enumerate(texts)})
-    assert [name for (name,) in found.values()] == names
 
 
 # Calls
@@ -457,6 +421,7 @@ def test_types_are_traced_once_and_values_measured_anew() -> None:
                           ("float32", True)]  # fmt: skip
     assert max(r.magnitudes.largest for r in audited.audit.results) == 600.0
     assert audited.audit.steps == 7
+    assert audited.audit is audited.audit, "reading does not measure again"
     assert "7 calls measured" in repr(audited)
 
 
@@ -472,16 +437,6 @@ def test_static_arguments_and_what_cannot_be_hashed() -> None:
     audited = audit(lambda x, config: x * config.factor)
     audited(X, Config(2.0)), audited(X, Config(7.0))
     assert rows(audited)["mul"].largest == 21.0
-
-
-def test_reading_does_not_measure_again_and_more_calls_do() -> None:
-    audited = audit(lambda x: x * 2)
-    audited(X)
-    first = audited.audit
-    assert audited.audit is first
-    audited(X * 4)
-    assert audited.audit.results[0].magnitudes.values == 12
-    assert audited.audit.results[0].magnitudes.largest == 24.0
 
 
 def test_a_traced_call_is_refused() -> None:
@@ -524,9 +479,3 @@ def test_a_wrong_peak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles above compare with numpy: half of it would not pass."""
     monkeypatch.setattr(instrument, "peak", lambda *arrays: jnp.float32(1.0))
     assert told(lambda x: x * 2, X)["mul"].largest != 6.0
-
-
-def test_a_function_without_floats_has_nothing_to_show() -> None:
-    audited = audit(lambda: 1.0)
-    audited()
-    assert list(audited.audit.results) == []

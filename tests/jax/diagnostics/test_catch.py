@@ -76,11 +76,8 @@ def checked(step: Any, *args: Any) -> Any:
 def test_a_healthy_training_is_left_alone_and_the_state_before_a_bad_step_is_given(
     dtype: str, donate: bool
 ) -> None:
-    step, state, factors = (
-        catch(train_step(dtype, donate), every=3),
-        start(dtype),
-        [1.0, 0.5, 2.0, 1.5],
-    )
+    step, state = catch(train_step(dtype, donate), every=3), start(dtype)
+    factors = [1.0, 0.5, 2.0, 1.5]
     for factor in factors:
         *state, _ = step(*state, X * np.float32(factor))
     expected = by_hand(dtype, factors)

@@ -71,21 +71,10 @@ def test_a_gradient_that_a_scaler_skips_is_found() -> None:
 # Loops
 
 
-def in_scan(x: Any) -> Any:
-    return lax.scan(lambda c, _: (c * F16(100), None), x, None, length=4)[0]
-
-
 def in_while(x: Any) -> Any:
     return lax.while_loop(
         lambda c: c[0] < 4, lambda c: (c[0] + 1, c[1] * c[1].dtype.type(100)), (0, x)
     )[1]
-
-
-def test_of_a_scan_it_is_the_round_that_broke() -> None:
-    fault = fault_of(in_scan, jnp.array([1.0, 2.0, 0.0], F16))
-    assert (fault.op, fault.kind, fault.source) == ("mul", "overflow", line_of(in_scan))
-    assert fault.inputs == (operand(jnp.array([1e4, 2e4, 0.0], F16)),)
-    assert locate(in_scan, jnp.zeros(3, F16)) is None
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
@@ -234,10 +223,7 @@ def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
     options = instrument.quick_options([w, x])
     assert options is not None
     assert options["xla_backend_optimization_level"] == 0
-    quick, full = (jax.jit(small.twin.run, compiler_options=o)([w, x]) for o in (options, None))
-    for one, other in zip(quick[0], full[0], strict=True):
-        assert np.allclose(one.peak, other.peak, rtol=1e-2)
-    assert all(np.size(fact.sample) == 0 for fact in quick[0])
+    assert all(np.size(fact.sample) == 0 for fact in small.twin.run([w, x])[0])
 
 
 # What only a derivative breaks
@@ -339,8 +325,7 @@ def rounds_a_bound(z: Any) -> Any:
 
 
 def rounds_by_policy(z: Any) -> Any:
-    p = jax.nn.sigmoid(z)
-    return -jnp.log(1 - p).mean()
+    return -jnp.log(1 - jax.nn.sigmoid(z)).mean()
 
 
 @pytest.mark.parametrize("gradients", [False, True])

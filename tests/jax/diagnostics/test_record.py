@@ -256,7 +256,6 @@ def test_module_paths_and_names_of_parameters() -> None:
     mlp = equinox.nn.MLP(8, 4, 8, 1, key=jax.random.key(0))
     found = rows(equinox.filter_jit(lambda mlp, x: mlp(x)), mlp, x[0])
     assert "linear" in {r.name for r in found}
-    assert [r.module for r in rows(scanned, *parameters()) if r.name == "tanh"] == ["block"] * 3
 
 
 # Spreads
@@ -323,12 +322,6 @@ def test_a_mask_of_the_smallest_float32_does_not_hide_how_far_scores_are_moved(c
         return recorded.record
 
     assert polymp.compare(run(lambda x: x), run(lambda x: jnp.log(jnp.exp(x)))).explained
-
-
-def test_spreads_of_other_probes_are_much_the_same() -> None:
-    one, other = (rows(jax.grad(scanned), *parameters(), probes=n) for n in (16, 48))
-    for a, b in zip(one, other, strict=True):
-        assert moved(a) == moved(b) == 0 or 0.5 < moved(a) / moved(b) < 2
 
 
 # Calls
@@ -417,20 +410,11 @@ def test_only_functions_are_recorded_and_not_in_traced_code() -> None:
 
 def _two_steps(jitted: bool, edit: float = 0.0) -> run_record.RunRecord:
     """Two steps of a training; between them a weight is changed by `edit`."""
-    adam = optax.adam(1e-3)
-
-    def step(params: Any, state: Any, x: Any) -> Any:
-        loss = lambda p: jnp.mean((jnp.tanh(x @ p["w"] + p["b"]) @ p["v"] - 1) ** 2)  # noqa: E731
-        updates, state = adam.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    shapes = (16, 32), (32, 4), (8, 16)
-    w, v, x = (jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(shapes))
-    params = {"w": w, "v": v, "b": jnp.zeros(32)}
-    state = adam.init(params)
+    params, x = parameters()
+    state, step = optax.adam(1e-2).init(params), adam_step(unrolled)
     recorded = record(None, jax.jit(step) if jitted else step)
     for _ in range(2):
-        params, state = recorded(params, state, x)
+        params, state, _ = recorded(params, state, x)
         params = {**params, "w": params["w"] + edit}
     made: run_record.RunRecord = recorded.record
     return made

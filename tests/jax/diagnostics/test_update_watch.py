@@ -111,6 +111,3 @@ def test_what_is_no_parameters_is_refused(given):
 def test_steps_that_cannot_be_compared_are_refused(arguments):
     with pytest.raises(ValueError, match="both have to be 1 or more, since a step is compared"):
         UpdateWatch(**arguments)
-
-
-# --- the audit ------------------------------------------------------------------------------------

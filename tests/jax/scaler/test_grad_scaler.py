@@ -1,7 +1,4 @@
-"""`GradScaler` for JAX as a value: made, refused, shown, taken apart, and saved.
-
-A scaler out of a checkpoint is the scaler that went in, and the run goes on from there.
-"""
+"""`GradScaler` for JAX as a value: made, refused, shown, taken apart, and saved."""
 
 from __future__ import annotations
 

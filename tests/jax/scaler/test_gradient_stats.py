@@ -120,20 +120,22 @@ def test_names_are_paths():
         assert [g.name for g in GradScaler().report(tree).gradients] == names
 
 
-def test_traced_code_is_told_what_to_do():
-    match = r"Return the gradients from the jitted function, and call scaler\.report\(grads\)"
-    with pytest.raises(TypeError, match=match):
-        jax.jit(lambda g: GradScaler().report(g))(jnp.ones(2))
-    with pytest.raises(TypeError, match=match):
-        jax.jit(lambda s: s.report(np.ones(2)))(GradScaler())
+TRACED = r"Return the gradients from the jitted function, and call scaler\.report\(grads\)"
+BATCH = jax.vmap(lambda _: GradScaler())(jnp.arange(3))
 
 
-def test_a_batch_of_scalers_is_refused():
-    batch = jax.vmap(lambda _: GradScaler())(jnp.arange(3))
-    with pytest.raises(TypeError, match="batch of shape"):
-        batch.report(jnp.ones(3), scaled=False)
-    with pytest.raises(TypeError, match="batch of shape"):
-        batch.report(jnp.ones(3))
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: jax.jit(lambda g: GradScaler().report(g))(jnp.ones(2)), TRACED),
+        (lambda: jax.jit(lambda s: s.report(np.ones(2)))(GradScaler()), TRACED),
+        (lambda: BATCH.report(jnp.ones(3), scaled=False), "batch of shape"),
+        (lambda: BATCH.report(jnp.ones(3)), "batch of shape"),
+    ],
+)
+def test_where_there_is_no_report(call, match):
+    with pytest.raises(TypeError, match=match):
+        call()
 
 
 def test_one_program_and_one_array_to_the_host(monkeypatch):

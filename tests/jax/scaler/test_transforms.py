@@ -14,10 +14,9 @@ import optax
 import pytest
 from jax import export
 
-from polymp.backends.jax.scaler import optimizer_step
 from polymp.jax import GradScaler, autocast, upper
 from tests.support.jax.hlo import AS_FOR_USERS
-from tests.support.jax.scaler_tools import KINDS, flat, kinds, numbers, values, with_shape
+from tests.support.jax.scaler_tools import flat, with_shape
 
 
 def test_a_batch_of_scalers_under_vmap():
@@ -50,19 +49,6 @@ def test_microbatches_are_added_up_scaled_and_checked_once():
     assert run(scaler, jnp.arange(6.0).reshape(3, 2))[0] == 15.0
     new, after, finite = run(scaler, jnp.asarray([[1.0, 2.0], [np.inf, 1.0], [1.0, 1.0]]))
     assert (float(new), float(after.state.scale), bool(finite)) == (-1.0, 512.0, False)
-
-
-def test_a_scaler_is_carried_and_donated():
-    """Each of its arrays is a buffer of its own: none is given away twice."""
-    step = jax.jit(
-        lambda s, g, w: s.step(g, lambda g, w: w - g, w)[:2][::-1], donate_argnums=(0, 2)
-    )
-    first = GradScaler(2.0, growth_interval=1)
-    scaler, w = first, jnp.zeros(3)
-    for _ in range(3):
-        scaler, w = step(scaler, scaler.scale(jnp.ones(3)), w)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
-    assert (values(scaler), w.tolist(), kinds(scaler)) == ((16.0, 0), [-3.0] * 3, KINDS)
 
 
 # --- what it compiles to -------------------------------------------------------------------------
@@ -191,27 +177,6 @@ def test_an_update_with_effects_is_a_conditional_everywhere() -> None:
     jaxpr = jax.make_jaxpr(lambda scaler, grads, w: scaler.step(grads, update, w))
     conds = [e for e in flat(jaxpr(GradScaler(), w, w)) if e.primitive.name == "cond"]
     assert [e.params.get("branches_platforms") is None for e in conds] == [False, True]  # the check
-
-
-def test_steps_by_selection_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_step, "SELECTING", ("cpu", *optimizer_step.SELECTING))
-
-    def selected(*args: Any) -> Any:  # not traced before
-        return adam_step(*args)
-
-    text, _ = compiled(selected)
-    assert text.count(" conditional(") == 1  # of the check
-    w, x = jnp.ones(SHAPE), jax.random.normal(jax.random.key(0), (5, SHAPE[0]))
-    run, by_hand = jax.jit(selected), jax.jit(by_select)
-    ours = theirs = (w, ADAM.init(w))
-    scaler = other = GradScaler(2.0**126, growth_interval=2)
-    for _ in range(4):
-        ours, scaler, finite = run(scaler, *ours, x)
-        theirs, other, expected = by_hand(other, *theirs, x)
-        assert bool(finite) == bool(expected)
-        assert numbers(scaler.state) == numbers(other.state)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            assert np.allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
 def gradients(scaler, loss, w):

@@ -32,7 +32,6 @@ from polymp.rules import decision_log
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.torch import autocast, explain, scoped
-from tests.support import examples
 from tests.support import random_policies as programs
 from tests.support.sizes import size
 from tests.support.torch.each_op import EachOp, at_every_line, interrupted
@@ -288,20 +287,12 @@ def everything(module: nn.Module, run: Callable[[], Any]) -> Any:
     return seen([outputs, gradients, torch.get_rng_state(), list(module.buffers())])
 
 
-EXAMPLE = "transformer of the example"
-
-
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize(
-    ("title", "low"), [(EXAMPLE, BF16), (EXAMPLE, FP16), *((title, BF16) for title in MODELS)]
+    ("title", "low"), [("transformer", FP16), *((title, BF16) for title in MODELS)]
 )
 def test_results_are_bit_identical(title: str, low: torch.dtype) -> None:
-    if title in MODELS:
-        module, inputs = made(title)
-    else:
-        with examples.modules("train_torch") as found:
-            module = found.train_torch.Transformer(50, 16, 16, 2, 2)
-        inputs = (torch.randint(50, (2, 16)),)
+    module, inputs = made(title)
 
     def run(module: nn.Module) -> Any:
         with autocast("cpu", low):

@@ -758,32 +758,24 @@ GATES = {
 }
 
 
+def gated(gate: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> RunRecord:
+    """The record of a layer whose result is multiplied by what a gate makes of it."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 8), torch.randn(5, 4)
+    torch.manual_seed(seed)
+    with record(None, net) as recorder:
+        h = net(x)
+        (h * gate(h)).square().mean().backward()
+    return recorder.record
+
+
 @pytest.mark.parametrize("through", GATES)
 def test_a_call_of_one_run_is_followed_through_results_that_are_no_floats(through: str) -> None:
-    records = []
-    for gate in GATES[through]:
-        torch.manual_seed(0)
-        net, x = nn.Linear(4, 8), torch.randn(5, 4)
-        recorder = record(None, net)
-        with recorder:
-            h = net(x)
-            (h * gate(h)).square().mean().backward()
-        records.append(recorder.record)
-    found = polymp.compare(*records)
+    found = polymp.compare(*map(gated, GATES[through]))
     assert found.explained, str(found)
 
 
 def test_a_tensor_that_is_made_like_another_is_an_input_of_its_own() -> None:
-    records = []
-    for seed in (1, 2):
-        torch.manual_seed(0)
-        net, x = nn.Linear(4, 8), torch.randn(5, 4)
-        torch.manual_seed(seed)
-        recorder = record(None, net)
-        with recorder:
-            h = net(x)
-            (h * torch.randn_like(h)).square().mean().backward()
-        records.append(recorder.record)
-    found = polymp.compare(*records)
+    found = polymp.compare(*(gated(torch.randn_like, seed) for seed in (1, 2)))
     assert found.first.array.name == "operand 2 of mul", str(found)
     assert "THE RUNS BEGIN WITH OTHER NUMBERS" in str(found)

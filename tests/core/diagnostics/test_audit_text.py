@@ -115,13 +115,7 @@ def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> 
     audit = small()
     page = audit.to_html(tmp_path / "audit.html")
     assert (tmp_path / "audit.html").read_text(encoding="utf-8") == page
-    for words in (
-        "gradients that become zero",
-        "net.up",
-        "exp",
-        "model.py:2",
-        "in e5m2",
-    ):
+    for words in ("gradients that become zero", "net.up", "exp", "model.py:2", "in e5m2"):
         assert words in page
     assert page.count("<tr") == 1 + len(audit.results) + len(audit.gradients)
     named = reports.audit([measured("exp", "<script>", [1.0])], [])
@@ -168,8 +162,6 @@ def test_a_table_in_each_order(sort: str) -> None:
 
 
 def test_an_order_that_there_is_not() -> None:
-    with pytest.raises(ValueError, match="sort='price'") as raised:
+    said = '^sort=\'price\' is no order of these rows: write "program" or "cost"\\.$'
+    with pytest.raises(ValueError, match=said):
         unequal().table(sort="price")
-    assert str(raised.value) == (
-        'sort=\'price\' is no order of these rows: write "program" or "cost".'
-    )

@@ -28,6 +28,12 @@ def looped(*inputs: int, rounds: int, loop: str = "a", **more: Any) -> Node:
     return node(*inputs, bad="Inf", loops=(loop,), first=(rounds,), **more)
 
 
+def blamed(*nodes: Node) -> Blame:
+    found = blame(nodes)
+    assert found is not None
+    return found
+
+
 MADE, WIDE = node(bad="Inf"), node(run="float32")
 CAST = node(0, bad="Inf", burst=True, cast=True)
 BURST = node(0, bad="Inf", burst=True)
@@ -91,8 +97,7 @@ def test_an_overflow_is_told_from_an_operation_without_a_result() -> None:
         1, 1, "overflow",
         "its result is beyond float16's largest number, 65504; in float32 it is finite",
     )  # fmt: skip
-    found = blame([node(), node(0, bad="NaN", run="float32")])
-    assert found is not None
+    found = blamed(node(), node(0, bad="NaN", run="float32"))
     assert found.why == "its inputs are finite and its result is not, in float32 or wider"
 
 
@@ -110,8 +115,7 @@ def test_an_overflow_is_no_mask_but_for_a_softmax(taken: str, expected: set[int]
 def test_a_mask_is_not_to_blame_for_what_an_op_makes_of_a_whole_row_of_it() -> None:
     """A row that is masked as a whole: -inf, which is meant, and then NaN."""
     masked, softmax, loss = node(bad="Inf", given=True), node(0, bad="NaN"), node(1, bad="NaN")
-    found = blame([masked, softmax, loss])
-    assert found is not None
+    found = blamed(masked, softmax, loss)
     assert (found.node, found.first, found.kind) == (1, 1, "operation")
     assert found.why == "its result is NaN, from infinities that the program has as constants"
     assert who(node(bad="Inf", given=False), softmax, loss) == (0, "operation")
@@ -129,9 +133,7 @@ def test_what_a_call_was_given_is_the_cause_and_not_a_part_of_it() -> None:
             seen = bool(call) or own == 1
             made = [node(), node(0, bad="Inf"), *parts, last]
             assert who(*made) == (1 if seen else own + 1, "operation")
-            mask = [node(), node(0, bad="Inf", given=True), *parts, last]
-            found = blame(mask)
-            assert found is not None
+            found = blamed(node(), node(0, bad="Inf", given=True), *parts, last)
             assert found.node == own + 1
             assert ("inputs are finite" in found.why) == (not seen)
             argument = [node(), node(0, spoiled="x", call=call), *parts, last]
@@ -149,20 +151,17 @@ def test_an_input_that_is_not_finite_is_to_blame_by_its_name() -> None:
 def test_what_divides_by_a_zero_that_float16_made_is_not_to_blame() -> None:
     squares = node(0, vanished=0.9)
     root, quotient = node(1), node(0, 2, bad="NaN")
-    found = blame([node(), squares, root, quotient])
-    assert found is not None
+    found = blamed(node(), squares, root, quotient)
     assert (found.node, found.first, found.kind) == (1, 3, "underflow")
     assert found.why == "90% of its results are zero in float16 and are not in float32"
     given = squares._replace(cast=True, op="div")  # of what `div` reads
-    found = blame([node(), given, root, quotient])
-    assert found is not None
+    found = blamed(node(), given, root, quotient)
     assert found.why == "90% of an input of it becomes zero when it is cast to float16"
 
 
 def test_a_number_of_the_program_that_became_zero_is_the_cause() -> None:
     added = node(0, numbers=(1e-8, 1e-12))
-    found = blame([node(), added, node(0, 1, bad="Inf")])
-    assert found is not None
+    found = blamed(node(), added, node(0, 1, bad="Inf"))
     assert (found.node, found.kind) == (1, "number")
     assert found.why.startswith("the constant 1e-08, 1e-12, which keeps a value from zero, is")
 
@@ -228,8 +227,7 @@ def test_the_planted_source_is_the_one_to_blame(
 ) -> None:
     nodes, source = planted
     nodes[source] = nodes[source]._replace(**more)
-    found = blame(nodes)
-    assert found is not None
+    found = blamed(*nodes)
     assert (found.node, found.first) == (source, source)
     kind = "overflow" if "burst" in more else "input" if more else "operation"
     assert found.kind == kind
@@ -242,8 +240,7 @@ def test_a_planted_zero_is_found_behind_what_it_broke(planted: tuple[list[Node],
     zero = node(vanished=0.8)
     moved = [n._replace(inputs=tuple(i + 1 for i in n.inputs)) for n in nodes]
     moved[source] = moved[source]._replace(inputs=(0, *moved[source].inputs))
-    found = blame([zero, *moved])
-    assert found is not None
+    found = blamed(zero, *moved)
     assert (found.node, found.first, found.kind) == (0, source + 1, "underflow")
 
 
@@ -268,8 +265,7 @@ def test_a_test_of_an_input_is_not_its_use_and_a_test_of_a_result_is() -> None:
 
 
 def test_what_bfloat16_was_not_compared_with_is_told() -> None:
-    found = blame([node(bad="NaN", run="bfloat16")])
-    assert found is not None
+    found = blamed(node(bad="NaN", run="bfloat16"))
     assert found.why.endswith("not, in bfloat16; in float32 it was not tried")
 
 

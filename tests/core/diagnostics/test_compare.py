@@ -73,10 +73,8 @@ def test_without_probes_the_spread_is_an_estimate_and_a_note_says_so() -> None:
 
 
 def test_a_lower_dtype_is_explained_by_its_own_rounding() -> None:
-    one, other = (
-        record(arrays(calls(4), 1)),
-        record(arrays(calls(4), 2, "bfloat16"), name="low.rec"),
-    )
+    one = record(arrays(calls(4), 1))
+    other = record(arrays(calls(4), 2, "bfloat16"), name="low.rec")
     for pair in ((one, other), (other, one)):
         found = polymp.compare(*pair)
         assert found.explained
@@ -94,11 +92,8 @@ def test_a_lower_dtype_is_explained_by_its_own_rounding() -> None:
 def changed(program: list[Call], at: int, change: Callable[[Any], Any]) -> list[Call]:
     """A program with another result of one call."""
     name, module, fn, reads = program[at]
-    return [
-        *program[:at],
-        (name, module, lambda *xs: change(fn(*xs)), reads),
-        *program[at + 1 :],
-    ]
+    call = name, module, lambda *xs: change(fn(*xs)), reads
+    return [*program[:at], call, *program[at + 1 :]]
 
 
 @pytest.mark.parametrize("at", [2, 3, 4, 5, 7, 9, 13, 18])
@@ -131,10 +126,8 @@ def test_one_element_of_many_is_off() -> None:
 def test_a_fault_in_bfloat16_is_found_if_it_is_larger_than_its_rounding() -> None:
     program = calls(4)
     assert against(changed(program, 8, lambda x: x * 1.0002), dtype="bfloat16").explained
-    assert (
-        first_of(against(changed(program, 8, lambda x: x * 1.2), dtype="bfloat16"))
-        == program[8][:2]
-    )
+    found = against(changed(program, 8, lambda x: x * 1.2), dtype="bfloat16")
+    assert first_of(found) == program[8][:2]
 
 
 def test_a_parameter_that_differs_is_named_and_not_the_call_that_reads_it() -> None:
@@ -404,11 +397,8 @@ def ranks(folder: Path, name: str, *programs: list[Call]) -> Path:
 
 def test_ranks_are_compared_with_ranks(tmp_path: Path) -> None:
     fine, off = calls(2), calls(2, epsilon=1e-3)
-    one, same, other = (
-        ranks(tmp_path, "one.rec", fine, fine),
-        ranks(tmp_path, "same.rec", fine, fine),
-        ranks(tmp_path, "other.rec", fine, off),
-    )
+    one, same = (ranks(tmp_path, name, fine, fine) for name in ("one.rec", "same.rec"))
+    other = ranks(tmp_path, "other.rec", fine, off)
     assert polymp.compare(one, same).explained
     found = polymp.compare(one, str(other))
     assert (found.rank, found.explained) == (1, False)

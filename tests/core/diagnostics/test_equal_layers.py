@@ -127,8 +127,7 @@ def test_a_page_folds_too() -> None:
 
 
 def test_differences_fold() -> None:
-    one, other = deep(), deep(odd=None)
-    assert not one.diff(other)
+    one = deep()
     lean = Report([c._replace(run="float32") for c in one], "Deep", "bfloat16", "lean")
     diff = one.diff(lean)
     assert len(diff) == 97
@@ -153,13 +152,3 @@ def test_an_audit_folds_and_shows_a_broken_layer() -> None:
     assert "4.2e+06" in layered().table(fold=False)
     broken = str(layered(bad=5))
     assert {"h.0-4.up x5", "h.5.up", "h.6-23.up x18", "h.*.up x24"} <= {*broken.splitlines()}
-
-
-def test_a_record_is_what_it_was() -> None:
-    report = deep()
-    before = list(report.calls)
-    assert report.table()
-    assert report.to_html()
-    assert list(report.calls) == before
-    assert len(report) == 97
-    assert Report(before).casts == 48 * 3

@@ -11,15 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from polymp.diagnostics.magnitudes import (
-    INF,
-    NARROW,
-    SHIFT,
-    Shares,
-    joined,
-    lower_edge,
-    of_float,
-)
+from polymp.diagnostics.magnitudes import INF, NARROW, SHIFT, Shares, joined, lower_edge, of_float
 from polymp.dtypes import FORMATS
 from tests.conftest import need
 from tests.support.reports import magnitudes
@@ -155,12 +147,6 @@ def test_joined_weighs_what_was_lost_by_the_number_of_values() -> None:
     one, other = (magnitudes([1.0] * n) for n in (1, 3))
     found = joined([one._replace(burst=1.0, vanished=0.5), other._replace(vanished=0.5)])
     assert (found.burst, found.vanished) == (0.25, 0.5)
-
-
-@given(st.floats(width=32, allow_nan=False))
-def test_a_number_is_in_the_bin_of_its_float32(value: float) -> None:
-    bits = np.float32(value).view(np.uint32)
-    assert of_float(value) == (int(bits) & 0x7FFFFFFF) >> SHIFT
 
 
 def test_bins_begin_where_they_say_and_numbers_beyond_float32_are_infinite() -> None:

@@ -94,11 +94,6 @@ def test_the_mean_square_of_projections_is_that_of_the_array() -> None:
     assert np.abs(summary(one)[0][PROJECTIONS]) == pytest.approx(7.0 / (2 * BLOCK) ** 0.5)
 
 
-def test_each_rank_has_a_file_of_its_own() -> None:
-    assert run_record.for_rank("a/run.rec", 0, 1) == Path("a/run.rec")
-    assert run_record.for_rank("a/run.rec", 3, 4) == Path("a/run.rank3.rec")
-
-
 # --- files that are no whole records --------------------------------------------------------------
 
 

@@ -70,11 +70,6 @@ def test_an_op_that_overflows_runs_in_float32_in_its_module() -> None:
     assert policy.why("matmul", "float16", "head").rule is Rule.LOWER
 
 
-def test_without_a_module_the_row_holds_everywhere() -> None:
-    found = suggest(audit(measured("exp", "", burst=1e-6)), base="torch-cpu")
-    assert (found.rules, found.scopes) == ({"exp": "fp32"}, {})
-
-
 def test_a_fault_that_was_not_measured_is_enough() -> None:
     found = suggest(audit(fault=fault("overflow")))
     assert found.scopes == {"attention": {"matmul": "fp32"}}
@@ -108,6 +103,7 @@ def test_what_no_row_can_speak_of_is_told(spelling: str) -> None:
         ("a*", "a[*]"),
         ("net/~/linear", ""),
         ("a..b", ""),
+        ("", ""),
     ],
 )
 def test_a_module_becomes_a_pattern_that_matches_it_alone(module: str, scope: str) -> None:

@@ -20,7 +20,7 @@ import polymp.torch
 from polymp.backends.torch.diagnostics import measure
 from polymp.torch import autocast
 from tests.support.reports import magnitudes
-from tests.support.torch.audit_trainings import DTYPES, OPTIMIZERS, Training, same
+from tests.support.torch.audit_trainings import DTYPES, Training, same
 from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -49,8 +49,6 @@ CASES = [
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", CASES, ids=lambda what: "-".join(map(str, what)))
 def test_a_training_under_audit_is_the_same_to_the_last_bit(what: tuple[Any, ...]) -> None:
-    assert {it[1] for it in CASES} == {*DTYPES}
-    assert {it[2] for it in CASES} == {*OPTIMIZERS}
     plain, _ = trained(False, *what)
     watched, found = trained(True, *what)
     assert same(plain, watched)
@@ -76,28 +74,18 @@ def test_gradients_of_gradients_are_the_same() -> None:
     def run(audited: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
-
-        def penalised() -> list[torch.Tensor]:
+        with audit(net) if audited else nullcontext() as found:
             with autocast("cpu", torch.bfloat16):
                 y = net(x).float().sum()
             (g,) = torch.autograd.grad(y, x, create_graph=True)
             g.square().sum().backward()
-            return [y, g, *(p.grad for p in net.parameters() if p.grad is not None)]
-
-        with audit(net) if audited else nullcontext() as found:
-            made = penalised()
         assert not audited or found.steps == 2
-        return made
+        return [y, g, *(p.grad for p in net.parameters() if p.grad is not None)]
 
     assert same(run(False), run(True))
 
 
 # What it says
-
-
-def largest(t: torch.Tensor) -> float:
-    finite = t.detach().abs().float()
-    return float(finite[finite.isfinite()].max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,7 +145,7 @@ def test_each_backward_pass_has_its_own_scale() -> None:
         scale = again.scaler.get_scale()
         again.scaler.scale(again.loss(again.x)).backward()
         for name, p in again.model.named_parameters():
-            exact[name] = max(exact.get(name, 0.0), largest(p.grad) / scale)
+            exact[name] = max(exact.get(name, 0.0), float(p.grad.abs().max()) / scale)
         again.scaler.step(again.optimizer)
         again.scaler.update()
         again.optimizer.zero_grad()

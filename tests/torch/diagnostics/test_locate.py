@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,11 +46,7 @@ def test_all_that_a_step_writes_is_put_back(what: tuple[Any, ...], started: bool
 
 
 def test_a_replay_that_puts_nothing_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def nothing(_: Any) -> Any:
-        yield nullcontext()
-
-    monkeypatch.setattr(module, "_put_back", nothing)
+    monkeypatch.setattr(module, "_put_back", lambda _: nullcontext(nullcontext()))
     training = Training("convolution", "bf16")
     before = training.state()
     locate(training.step, model=training.model)
@@ -155,10 +151,8 @@ def test_what_the_step_has_of_no_op_is_not_called_an_argument() -> None:
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return torch.from_numpy(np.full(gradient.shape, np.nan, np.float32))
 
-    def step(x: torch.Tensor) -> None:
-        FromNumpy.apply(x * 2).sum().backward()
-
-    fault: Any = locate(step, torch.ones(3, requires_grad=True))
+    x = torch.ones(3, requires_grad=True)
+    fault: Any = locate(lambda x: FromNumpy.apply(x * 2).sum().backward(), x)
     assert (fault.kind, fault.direction) == ("input", "backward")
     assert fault.why.startswith("a tensor that no op computed (float32 3) is not finite")
 

@@ -110,7 +110,6 @@ def received(rank: int) -> Any:
 
 
 def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
-    """Notes by the name of the model."""
     alone = torch.ones(2)
     notes: dict[str, Any] = {name: replayed(name, rank) for name in MODELS}
     notes["caught"] = {name: caught(name, rank) for name in ("ddp", "fsdp2")}

@@ -37,13 +37,12 @@ from polymp.diagnostics.run_record import (
 from polymp.torch import GradScaler, audit, autocast, explain, record
 from tests.support.decoder import Config
 from tests.support.torch.decoder import Decoder
+from tests.support.torch.each_op import EachOp
 
 CONFIG = Config(2, width=16, heads=2, hidden=32, words=20, length=8, batch=2, mask=-1e4)
 
 
 class Training:
-    """A model, its optimizer, and a step."""
-
     def __init__(
         self,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
@@ -112,12 +111,10 @@ def test_the_numbers_of_a_tensor_are_those_of_the_definition(
 
 def test_integers_and_bools_have_numbers() -> None:
     for t in (torch.arange(-5, 100), torch.randn(50) > 0):
-        values, zeros, bad = summary.values(summary.sums(t).numpy(), t.numel())
-        assert (values, zeros, bad) == (
-            pytest.approx(run_record.summary(t.numpy())[0], rel=1e-12, abs=1e-12),
-            int((t == 0).sum()),
-            0,
-        )
+        values, *counts = summary.values(summary.sums(t).numpy(), t.numel())
+        want, *_ = run_record.summary(t.numpy())
+        assert values == pytest.approx(want, rel=1e-12, abs=1e-12)
+        assert counts == [int((t == 0).sum()), 0]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -208,7 +205,6 @@ def test_only_calls_in_some_modules_are_recorded() -> None:
     step = Training().recorded(modules=["blocks.1"])
     results = [a for a in step.arrays if a.kind == RESULT]
     assert results
-    assert {a.module.partition(".")[0] for a in results} == {"blocks"}
     assert all(a.module.startswith("blocks.1") for a in results)
     full = [a for a in Training().recorded().arrays if a.kind == RESULT]
     same = [a for a in full if a.module.startswith("blocks.1")]
@@ -487,20 +483,14 @@ def test_random_numbers_are_the_same_in_all_probes() -> None:
 
 
 def test_what_cannot_be_in_probes_is_counted() -> None:
-    class Fails(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            cosine = func is torch.ops.aten.cos.default
-            if cosine and self.calls:
-                raise RuntimeError("no")
-            self.calls += cosine
-            return func(*args, **(kwargs or {}))
+    def fails(op: Any, *_: Any) -> Any:
+        cosine = op is torch.ops.aten.cos.default
+        if cosine and again.seen:
+            raise RuntimeError("no")
+        return cosine or None
 
-        calls = 0
-
-    x, recorder = torch.randn(4), record(None, probes=2)
-    with Fails(), recorder:
+    again, x, recorder = EachOp(fails), torch.randn(4), record(None, probes=2)
+    with again, recorder:
         y = torch.cos(torch.sin(x))
         torch.view_as_real(torch.fft.fft(y)).sum()
         torch.eye(3).to_sparse().coalesce().mul(2.0)
@@ -784,32 +774,24 @@ GATES = {
 }
 
 
+def gated(gate: Callable[[torch.Tensor], torch.Tensor], seed: int = 0) -> RunRecord:
+    """The record of a layer whose result is multiplied by what a gate makes of it."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 8), torch.randn(5, 4)
+    torch.manual_seed(seed)
+    with record(None, net) as recorder:
+        h = net(x)
+        (h * gate(h)).square().mean().backward()
+    return recorder.record
+
+
 @pytest.mark.parametrize("through", GATES)
 def test_a_call_of_one_run_is_followed_through_results_that_are_no_floats(through: str) -> None:
-    records = []
-    for gate in GATES[through]:
-        torch.manual_seed(0)
-        net, x = nn.Linear(4, 8), torch.randn(5, 4)
-        recorder = record(None, net)
-        with recorder:
-            h = net(x)
-            (h * gate(h)).square().mean().backward()
-        records.append(recorder.record)
-    found = polymp.compare(*records)
+    found = polymp.compare(*map(gated, GATES[through]))
     assert found.explained, str(found)
 
 
 def test_a_tensor_that_is_made_like_another_is_an_input_of_its_own() -> None:
-    records = []
-    for seed in (1, 2):
-        torch.manual_seed(0)
-        net, x = nn.Linear(4, 8), torch.randn(5, 4)
-        torch.manual_seed(seed)
-        recorder = record(None, net)
-        with recorder:
-            h = net(x)
-            (h * torch.randn_like(h)).square().mean().backward()
-        records.append(recorder.record)
-    found = polymp.compare(*records)
+    found = polymp.compare(*(gated(torch.randn_like, seed) for seed in (1, 2)))
     assert found.first.array.name == "operand 2 of mul", str(found)
     assert "THE RUNS BEGIN WITH OTHER NUMBERS" in str(found)

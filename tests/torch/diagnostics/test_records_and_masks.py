@@ -218,16 +218,10 @@ def test_what_was_not_measured_gets_no_suggestion() -> None:
         raise AssertionError("entered")
     with (again := audit()), pytest.raises(RuntimeError, match="was entered before"), again:
         raise AssertionError("entered")
-    sgd: Any = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    with pytest.raises(
-        TypeError, match=r"needs a torch.nn.Module, got SGD \( Parameter .* \)\. It"
-    ):
-        audit(sgd)
-    net: Any = "net"
-    with pytest.raises(
-        TypeError, match=r"needs a torch.nn.Module, got 'net'\. It is .*with audit\("
-    ):
-        audit(net)
+    sgd = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    for no_module, said in ((sgd, r"SGD \( Parameter .* \)"), ("net", r"'net'")):
+        with pytest.raises(TypeError, match=rf"torch.nn.Module, got {said}\. It is .*with audit\("):
+            audit(no_module)
 
 
 def test_only_what_ran_ops_without_a_fault_is_called_healthy(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import reprlib
 import sys
 import threading
 import warnings
@@ -28,7 +27,7 @@ from polymp.backends.jax.scaler import optimizer_step, tree_math
 from polymp.backends.jax.scaler.optimizer_step import factor, look
 from polymp.backends.jax.scaler.tree_math import is_scalable, parts_of
 from polymp.code_origin import outside
-from polymp.errors import ScalerWarning
+from polymp.errors import ScalerWarning, brief
 from polymp.scaling import (
     NOT_NEEDED,
     SMALLEST_NORMAL,
@@ -261,8 +260,12 @@ class GradScaler:
             that for the next step. Finite, bool [], is True if all gradients are.
 
         Raises:
-            TypeError: as `jax.value_and_grad` raises it, when the function is called.
+            TypeError: `fun` is not callable; or as `jax.value_and_grad` raises it, at the call.
         """
+        if not callable(fun):
+            raise TypeError(
+                f"value_and_grad needs the function that computes the loss, got {brief(fun)}."
+            )
 
         def scaled(*args: object, **kwargs: object) -> tuple[jax.Array, tuple[Any, Any]]:
             # The scaled loss divided by the scale may differ from the loss in its last bits.
@@ -270,7 +273,7 @@ class GradScaler:
             if has_aux and not (isinstance(out, tuple) and len(out) == 2):
                 raise TypeError(
                     "value_and_grad(has_aux=True) needs a function that returns (loss, aux), got "
-                    f"{reprlib.repr(out)}."
+                    f"{brief(out)}."
                 )
             loss, aux = out if has_aux else (out, None)
             return self.scale(loss), (loss, aux)

@@ -280,7 +280,6 @@ def test_disabled_it_is_jaxs_own():
         (lambda w: w.sum(), True),
         (lambda w: w[:2], True),
         (lambda w: (w.sum(), 1, 2), True),
-        (3.0, False),
     ],
 )
 @pytest.mark.parametrize("enabled", [True, False])

@@ -199,4 +199,4 @@ def test_explain_shows_the_dtype_of_each_weight() -> None:
     assert {name: call.casts for name, call in rows.items()} == {
         "embedding": 0, "norm": 0, "qkv": 1, "out": 0, "last": 0, "head": 1,
     }  # fmt: skip
-    assert "fp32, bf16 x2" in str(report)
+    assert "fp32, bf16 x2" in report.table(120)

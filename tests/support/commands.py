@@ -12,7 +12,7 @@ XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
 
 
 def facts(*devices, frameworks=(TORCH, JAX), nvidia=False):
-    """What `gather` returns on a machine with these devices."""
+    """The frameworks and devices that `gather` finds on a machine made up."""
     return [dict(framework) for framework in frameworks], devices, nvidia
 
 

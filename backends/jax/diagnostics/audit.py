@@ -111,8 +111,8 @@ def audit(fn: Callable[..., object], *args: object) -> Audited:
     `fn` itself is called as it is: its results are the same, every bit of them. Measured is a twin
     of its traced program, which is compiled once for each set of types and runs before `fn`: every
     op's result and every gradient, but not inside of `while` loops and `shard_map`: the audit says
-    how many calls are in there. Largest
-    magnitudes, Inf and NaN are of all values, shares of up to 2,048 of each array, spread evenly.
+    how many calls are in there. Largest magnitudes, Inf and NaN are of all values, shares of up to
+    2,048 of each array, spread evenly.
 
     Gradients are what the program's backward pass hands to the rest of it. A `GradScaler` among the
     arguments says by which scale to divide them, if it scales the loss.

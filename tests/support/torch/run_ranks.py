@@ -493,7 +493,7 @@ SPOILED = 2, 1  # the step in which a loss is not finite, and the rank
 
 
 def beside_torch() -> Notes:
-    """What DDP and torch's scaler for FSDP do on our classes, and on torch's."""
+    """Run DDP and torch's scaler for FSDP on our classes, and on torch's."""
     warnings.filterwarnings("ignore", "GradScaler is not needed in a bfloat16 region")
     amps = {"polymp": Amp(autocast, GradScaler), "torch": Amp(torch.autocast, torch.amp.GradScaler)}
     notes: Notes = {}

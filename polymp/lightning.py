@@ -12,12 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from polymp import backends
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.versions import require
 
-backends.require("torch")
+require("torch")
 require("lightning")
 
 import lightning.pytorch.plugins.precision as plugins  # noqa: E402

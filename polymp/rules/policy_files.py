@@ -126,7 +126,7 @@ def _policy(
     where = where or f"policy {name!r}"
     check_keys(data, _KEYS, where)
     if data.keys().isdisjoint(("extends", "rules", "scopes")):
-        raise PolicyError(f'{where} has no rows. Write [rules], or extends = "amp".')
+        raise PolicyError(f'{where} has no rows. Write rows below [rules], or extends = "amp".')
     return from_data(data, name, where, _base(data.get("extends"), where, above))
 
 

@@ -283,7 +283,8 @@ def test_a_key_that_is_no_name_is_refused(data):
 
 def test_a_fault_that_is_not_in_a_table(folder):
     Path("own.toml").write_text('name = "mine"\n')
-    assert refusal("own.toml") == 'own.toml has no rows. Write [rules], or extends = "amp".'
+    why = 'has no rows. Write rows below [rules], or extends = "amp".'
+    assert refusal("own.toml") == f"own.toml {why}"
     Path("own.toml").write_text('halves = "drop"\n[rules]\n')
     assert refusal("own.toml") == "policy 'own': halves = 'drop' is not one of widen, raise."
     Path("own.toml").write_text("[rules\n")

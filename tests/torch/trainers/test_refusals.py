@@ -178,7 +178,15 @@ use, use_trainer = polymp.accelerate.use, polymp.transformers.use
 ACCELERATE, TRANSFORMERS = "polymp.accelerate.use()", "polymp.transformers.use()"
 
 TWICE = "Call it once, with the policy and the scaler."
-LATE = "comes too late: a model or an optimizer is prepared already."
+LATE = (
+    "comes too late: a model or an optimizer is prepared already. Call it right after "
+    "Accelerator(...) or Trainer(...)."
+)
+NO_REGION = (
+    "with mixed_precision='no' there is no region that a policy could act in. Write "
+    "Accelerator(mixed_precision='bf16') or TrainingArguments(bf16=True), or the same with fp16."
+)
+FP16 = "Accelerator(mixed_precision='fp16') or TrainingArguments(fp16=True)."
 MODES = "precision must be 'bf16-mixed' or '16-mixed'. Write {}('bf16-mixed', policy=...). "
 OTHERS = "Lightning's other modes work without it."
 NO_SCALER = "takes no scaler: loss scaling is for float16. Leave it out, or write"
@@ -243,8 +251,7 @@ REFUSALS = (
     ),
     Refusal(
         "too late", lambda: use(prepared(accelerator()), "lean"), ValueError,
-        f"{ACCELERATE} {LATE} Write accelerator = polymp.accelerate.use(Accelerator(...), ...), "
-        "and then accelerator.prepare(...).",
+        f"{ACCELERATE} {LATE}",
     ),
     Refusal(
         "twice", lambda: use(use(accelerator()), "lean"), ValueError,
@@ -252,8 +259,7 @@ REFUSALS = (
     ),
     Refusal(
         "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
-        f"{ACCELERATE} with Accelerator(mixed_precision='bf16') {NO_SCALER} "
-        "Accelerator(mixed_precision='fp16').",
+        f"{ACCELERATE} with mixed_precision='bf16' {NO_SCALER} {FP16}",
     ),
     Refusal(
         "fp16 with GradScalerKwargs that disable the scaler",
@@ -277,8 +283,7 @@ REFUSALS = (
     Refusal(
         "a Trainer that has prepared its model",
         lambda: use_trainer(prepared(trainer(bf16=True)), "lean"), ValueError,
-        f"{TRANSFORMERS} {LATE} Call it right after Trainer(...), before trainer.train(), "
-        "trainer.evaluate() and trainer.predict().",
+        f"{TRANSFORMERS} {LATE}",
     ),
     Refusal(
         "a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
@@ -292,8 +297,7 @@ REFUSALS = (
     Refusal(
         "a Trainer with a scaler for bf16",
         lambda: use_trainer(trainer(bf16=True), scaler=GradScaler("cpu")), ValueError,
-        f"{TRANSFORMERS} with TrainingArguments(bf16=True) {NO_SCALER} "
-        "TrainingArguments(fp16=True).",
+        f"{TRANSFORMERS} with mixed_precision='bf16' {NO_SCALER} {FP16}",
     ),
     # The same combinations in every adapter.
     Refusal(
@@ -356,12 +360,12 @@ REFUSALS = (
     Refusal(
         "accelerate: float16 without a scaler",
         lambda: use(accelerator("fp16"), scaler=OFF), ValueError,
-        f"polymp.accelerate.use() with Accelerator(mixed_precision='fp16') {DISABLED}",
+        f"polymp.accelerate.use() with mixed_precision='fp16' {DISABLED}",
     ),
     Refusal(
         "transformers: float16 without a scaler",
         lambda: use_trainer(trainer(fp16=True), scaler=OFF), ValueError,
-        f"polymp.transformers.use() with TrainingArguments(fp16=True) {DISABLED}",
+        f"polymp.transformers.use() with mixed_precision='fp16' {DISABLED}",
     ),
     Refusal(
         "Keras: float16 without a scaler",
@@ -373,15 +377,12 @@ REFUSALS = (
     Refusal(
         "accelerate: no mixed precision",
         lambda: use(accelerator("no"), SCOPED), ValueError,
-        "polymp.accelerate.use(): with mixed_precision='no' accelerate opens no region that a "
-        "policy could act in. Write Accelerator(mixed_precision='bf16') or "
-        "Accelerator(mixed_precision='fp16').",
+        f"{ACCELERATE}: {NO_REGION}",
     ),
     Refusal(
         "transformers: no mixed precision",
         lambda: use_trainer(trainer(), SCOPED), ValueError,
-        "polymp.transformers.use(): with mixed_precision='no' the Trainer opens no region that a "
-        "policy could act in. Write TrainingArguments(bf16=True) or TrainingArguments(fp16=True).",
+        f"{TRANSFORMERS}: {NO_REGION}",
     ),
     Refusal(
         "Keras: no mixed precision",
@@ -415,7 +416,7 @@ def test_rules_for_modules_hold(call: Callable[[], Any]) -> None:
 def test_nothing_has_changed_after_a_refusal() -> None:
     found = trainer()
     before = type(found), type(found.accelerator)
-    with pytest.raises(ValueError, match="opens no region"):
+    with pytest.raises(ValueError, match="there is no region"):
         use_trainer(found, "lean")
     assert (type(found), type(found.accelerator)) == before
     reset()

@@ -126,7 +126,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's own kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
-        if op in op_facts.READS or vocabulary().picks(vocabulary().of_aten(op)):
+        if op in op_facts.READS or vocabulary().op(vocabulary().of_aten(op)).picks:
             return device != "cpu"  # see `autocast_kernel`
         return op_facts.in_float32(op) and kernel(op, device) is None
     if ours is None or theirs is None:

@@ -183,7 +183,7 @@ class Policy:
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
-            self._winners[asked] = find_winner(self, *asked)
+            self._winners[asked] = _winner(self, *asked)
         return self._winners[asked]
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
@@ -370,8 +370,8 @@ class Policy:
         return tuple(row for row in self.rows if row not in used)
 
 
-def find_winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
-    """Return what `Policy.winner` returns, and keep nothing: for all ops at once."""
+def _winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
+    """Find the row that `Policy.winner` returns."""
     in_force = policy._in_force
     known = vocabulary().ops.get(op)
     lows = FULL.get(dtype, dtype), ""

@@ -18,7 +18,7 @@ from polymp.backends.torch.autocast import op_facts
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy, find_winner
+from polymp.rules.policy import Policy
 from polymp.rules.row import LOW, Apply, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
@@ -79,7 +79,7 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
     found: dict[str, Row] = {}
     op_of = dict.fromkeys(own, "") | spelled
     for overload, op in op_of.items():
-        won = find_winner(asked, op, dtype, f"aten:{overload}")
+        won = asked.winner(op, dtype, f"aten:{overload}")
         named = won is not None and won.of in (op, f"aten:{overload}", *lacking)
         low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
@@ -20,7 +20,7 @@ from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
 from polymp.fp8 import NOT_FLOAT16, RECIPES, REGION_DTYPE, recipe_of
 from polymp.rules import scopes
-from polymp.rules.row import LOW, Apply, Row, Rule, holds_in_scope, holds_instead, member, without
+from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, member, without
 from polymp.rules.vocabulary import nearest, vocabulary
 
 
@@ -496,7 +496,7 @@ def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     return value
 
 
-_OF_ROW = ("rule", "apply", "instead")
+_OF_ROW = ("rule", "instead")
 
 
 def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
@@ -542,8 +542,7 @@ def _told(value: object, of: str, where: str) -> Mapping[str, object]:
 
 def _row(of: str, value: Mapping[str, object], dtype: str, scope: str, where: str) -> Row:
     rule = member(Rule, value.get("rule"), dtype or "rule", where, f"for op {of!r}")
-    instead = str(value.get("instead", ""))
-    return Row(of, rule, dtype, scope, cast("Apply | None", value.get("apply")), instead, where)
+    return Row(of, rule, dtype, scope, str(value.get("instead", "")), where)
 
 
 def check_keys(

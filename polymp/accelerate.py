@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.modules.scoped import Scoping, open_region, opens_region, scoped
+from polymp.backends.torch.modules.scoped import Scoping, scoped
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -148,7 +148,7 @@ _attached: WeakKeyDictionary[nn.Module, Scoping] = WeakKeyDictionary()
 def _attach(model: nn.Module, policy: Policy | None) -> None:
     """Put a policy on a model whose forward accelerate calls in a region, in place of another."""
     before = _attached.get(model)
-    if opens_region(model) or policy == (before and before.policy):
+    if policy == (before and before.policy):
         return
     if before is not None:
         _attached.pop(model).remove()
@@ -168,8 +168,9 @@ class InUse:
         region, policy = self.polymp, self.polymp_policy
         if self.is_fsdp2 and policy is not None:  # type: ignore[attr-defined]
             for model in args:  # with FSDP2 accelerate opens no region
-                if isinstance(model, nn.Module) and not opens_region(model):
-                    open_region(model, policy, region.fast_dtype, region.device)
+                if isinstance(model, nn.Module):
+                    _attach(model, policy)
+                    model.forward = region(model.forward)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:

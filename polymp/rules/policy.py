@@ -467,7 +467,7 @@ def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     return value
 
 
-_OF_ROW = ("rule", "apply", "instead")
+_OF_ROW = ("rule", "instead")
 
 
 def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
@@ -505,8 +505,8 @@ def _entries(value: object, of: str, where: str) -> Mapping[str, object]:
 
 def _row(of: str, value: Mapping[str, Any], dtype: str, scope: str, where: str) -> Row:
     check_keys(value, _OF_ROW, where, of)
-    rule, apply, instead = (value.get(key) for key in _OF_ROW)
-    return Row(of, cast(Rule, rule), dtype, scope, apply, instead or "", where)
+    rule, instead = (value.get(key) for key in _OF_ROW)
+    return Row(of, cast(Rule, rule), dtype, scope, instead or "", where)
 
 
 def check_keys(data: Mapping[str, object], known: Sequence[str], where: str, op: str = "") -> None:

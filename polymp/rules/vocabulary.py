@@ -38,7 +38,6 @@ class Op:
     # Without primitive and function, the ops that it becomes in a JAX trace.
     traces: tuple[str, ...] = ()
     note: str = ""  # why a side is empty
-    fp32: str = ""  # how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way
     rule: str = ""  # of a registered op, how it runs under a policy that has no row for it
     # True if it picks numbers and changes none: run low, what it picked is rounded.
     picks: bool = False

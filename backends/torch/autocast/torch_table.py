@@ -19,7 +19,7 @@ from polymp.backends.torch.compat import dispatcher, modes
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
-from polymp.rules.row import LOW, Apply, Row, Rule
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 # So many tables are kept, those used last; kernels keep what they have read in them.
@@ -135,7 +135,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
         return False
     if theirs.rule is Rule.WIDEST and other.halves != policy(device).halves:
         return False
-    return (theirs.apply or ours.apply) == ours.apply and theirs.instead in ("", ours.instead)
+    return theirs.instead in ("", ours.instead)
 
 
 # `layer_norm` of a low input on CPUs: computed in float32, with the low input saved for
@@ -267,12 +267,6 @@ def _faults(row: Row, name: str) -> Iterator[str]:
     fault = schema_fault(op, name, row.rule)
     if fault and (name not in op_facts.ADD_IN_PLACE or row.of == f"aten:{name}"):
         yield f"has a rule for {name!r}, {fault}"
-    if row.apply is Apply.DTYPE_ARGUMENT and dtype_at(op) is None:
-        schema = op._schema
-        yield f"applies fp32 to {name!r} by its dtype argument, which it does not have: {schema}"
-    if row.apply is Apply.APPEND_DTYPE and name not in APPENDED:
-        only = ", ".join(APPENDED)
-        yield f"applies fp32 to {name!r} by an appended dtype, which only {only} can have."
 
 
 def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
@@ -303,18 +297,3 @@ def _hint(name: str) -> str:
     known = (o for op in vocabulary().ops.values() for o in op.aten if "::" not in o)
     close = difflib.get_close_matches(base.removeprefix("aten::"), sorted(known), n=3)
     return f"; did you mean {', '.join(close)}" if close else ""
-
-
-# Overloads with the same meaning and a dtype at the end, for Apply.APPEND_DTYPE.
-APPENDED = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-}
-
-
-def dtype_at(op: torch._ops.OpOverload) -> int | None:
-    """Return the place of an op's dtype argument, None if it has none."""
-    for at, argument in enumerate(op._schema.arguments):
-        if argument.name == "dtype":
-            return at
-    return None

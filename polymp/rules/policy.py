@@ -547,7 +547,7 @@ class Region:
         with suppress(ValueError):
             object.__setattr__(self, "dtype", dtypes.name(self.dtype))
         policy, here = self.policy, ("", self.dtype)
-        if not self.enabled or policy is None or self.dtype == REGION_DTYPE:
+        if not self.enabled or policy is None or not policy.fp8 or self.dtype == REGION_DTYPE:
             return
         if any(row.rule is Rule.FP8 and row.dtype in here for row in policy.rows):
             raise PolicyError(

@@ -9,7 +9,6 @@ calling the scaler. The policy is put on the models, and the scaler takes the pl
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -254,9 +253,5 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 def extend(instance: Any, mixin: type) -> None:
     """Give an object the methods of a mixin, before those of its own class."""
-    instance.__class__ = _extended(type(instance), mixin)  # type: ignore[arg-type]
-
-
-@cache
-def _extended(base: type, mixin: type) -> type:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    base = type(instance)
+    instance.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})

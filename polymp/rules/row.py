@@ -115,13 +115,6 @@ class Row:
         at = f" in {self.scope!r}" if self.scope else ""
         return f"{f' ({self.dtype})' if self.dtype else ''}{at}"
 
-    def under(self, policy: str) -> "Row":
-        """This row, whose source says by which policy it was inherited."""
-        folder, _, name = self.source.removesuffix(".toml").rpartition("/")
-        if folder != "policies" or name == policy:
-            return self
-        return replace(self, source=f"policy {policy} (row from {name})")
-
     def __str__(self) -> str:
         by = f", {self.source}" if self.source else ""
         return f"{self.of}{self.where} = {self.rule}{by}"

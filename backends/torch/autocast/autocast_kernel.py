@@ -189,7 +189,7 @@ class OpOnDevice:
         schema = op._schema.arguments
         # The arguments whose dtypes count for a rule, as in torch's `prioritize`.
         self._asked = tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in schema)
-        self._picks = vocabulary().picks(vocabulary().of_aten(name))
+        self._picks = vocabulary().op(vocabulary().of_aten(name)).picks
         self._into = name in op_facts.ADD_IN_PLACE
         self._in_float32 = op_facts.in_float32(name)
         self._steps = device == "cpu" and name in op_facts.STEPS_ON_CPU

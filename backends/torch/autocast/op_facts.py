@@ -114,7 +114,7 @@ WRITERS = (
 
 def in_float32(overload: str) -> bool:
     """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""
-    kind = vocabulary().kind_of(vocabulary().of_aten(overload))
+    kind = vocabulary().op(vocabulary().of_aten(overload)).kind
     return overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT
 
 

@@ -18,7 +18,7 @@ from polymp.backends.torch.autocast import op_facts
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy, find_winner
+from polymp.rules.policy import Policy
 from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
@@ -79,7 +79,7 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
     found: dict[str, Row] = {}
     op_of = dict.fromkeys(own, "") | spelled
     for overload, op in op_of.items():
-        won = find_winner(asked, op, dtype, f"aten:{overload}")
+        won = asked.winner(op, dtype, f"aten:{overload}")
         named = won is not None and won.of in (op, f"aten:{overload}", *lacking)
         low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
@@ -126,7 +126,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's own kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
-        if op in op_facts.READS or vocabulary().picks(vocabulary().of_aten(op)):
+        if op in op_facts.READS or vocabulary().op(vocabulary().of_aten(op)).picks:
             return device != "cpu"  # see `autocast_kernel`
         return op_facts.in_float32(op) and kernel(op, device) is None
     if ours is None or theirs is None:

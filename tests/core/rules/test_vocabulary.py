@@ -465,7 +465,7 @@ def test_ops_that_pick_and_ops_that_choose() -> None:
     picking = {name for name, op in words.ops.items() if op.picks}
     assert {"embedding", "gather", "index"} <= picking
     assert {words.ops[name].kind for name in picking} == {"indexing"}
-    assert words.picks("take")
-    assert all(map(words.chooses, ("clamp", "where", "cat", "pad")))
-    assert not any(map(words.picks, ("linear", "")))
-    assert not any(map(words.chooses, ("add", "")))
+    assert words.op("take").picks
+    assert all(words.op(name).chooses for name in ("clamp", "where", "cat", "pad"))
+    assert not any(words.op(name).picks for name in ("linear", ""))
+    assert not any(words.op(name).chooses for name in ("add", ""))

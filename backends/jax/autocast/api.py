@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from polymp.backends.jax.arrays import float_dtype, is_array, is_float
 from polymp.backends.jax.autocast import known_functions, regions
-from polymp.backends.jax.autocast.frame import ELIGIBLE, LOW_DTYPES
+from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
 from polymp.backends.jax.autocast.transform import transformed
 from polymp.errors import PolicyError
@@ -157,40 +157,6 @@ def lower(x: T) -> T:
     """
     marked: T = jax.tree.map(functools.partial(_marked, name=LOWER), x)
     return marked
-
-
-def call_in(fn: F, dtype: jax.typing.DTypeLike) -> F:
-    """Wrap a function so that it runs as written, on arguments that are cast to `dtype`.
-
-    For code that looks at dtypes while it is traced, such as a kernel that wants float16: under
-    autocast Python sees the dtypes as written. The casts are real ones, in a region or not.
-
-    Args:
-        fn: any function.
-        dtype: what float32, bfloat16 and float16 arrays among its arguments become.
-
-    Returns:
-        A function with `fn`'s signature; it returns what `fn` returns.
-
-    Raises:
-        TypeError: `fn` is not callable or `dtype` is not a float dtype.
-    """
-    if not callable(fn):
-        raise TypeError(f"call_in(fn, dtype) needs a function, got {reprlib.repr(fn)}")
-    to = float_dtype(dtype)
-
-    def cast(leaf: object) -> object:
-        if not is_array(leaf) or jax.dtypes.canonicalize_dtype(leaf.dtype).name not in ELIGIBLE:
-            return leaf
-        return jax.numpy.asarray(leaf).astype(to)
-
-    @functools.wraps(fn)
-    def call(*args: object, **kwargs: object) -> Any:
-        args, kwargs = jax.tree.map(cast, (args, kwargs))
-        with regions.as_written():
-            return fn(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 def _marked(leaf: object, name: str) -> object:

@@ -204,13 +204,17 @@ def result_as_asked(
     params: Params,
     run: str,
     out: str,
+    read: str = "",
     accumulator: str = "",
 ) -> jax.Array:
-    """Low operands, and the product's own result in the dtype asked for, or in another before."""
+    """Low operands, and the product's own result in the dtype asked for.
+
+    Or operands that are cast once more before, or a result in another dtype that is cast after.
+    """
     lhs, rhs, *rest = operands
+    low = (lax.convert_element_type(x, run) for x in (lhs, rhs))
     made = of.bind(
-        lax.convert_element_type(lhs, run),
-        lax.convert_element_type(rhs, run),
+        *(lax.convert_element_type(x, read or run) for x in low),
         *rest,
         **dict(params),
         preferred_element_type=np.dtype(accumulator or out),
@@ -224,48 +228,52 @@ def convolutions_low(*operands: jax.Array, of: core.Primitive, run: str, **how: 
     return result_as_asked(*operands, of=of, run=run, accumulator=low_result, **how)
 
 
-def widened(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
-) -> jax.Array:
+def widened(*operands: jax.Array, **how: Any) -> jax.Array:
     """Low operands, widened again for a float32 product: products of low values are exact in it."""
-    lhs, rhs, *rest = operands
-    wide = [
-        lax.convert_element_type(lax.convert_element_type(x, run), "float32") for x in (lhs, rhs)
-    ]
-    made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
-    return lax.convert_element_type(made, out)
+    return result_as_asked(*operands, read="float32", accumulator="float32", **how)
 
 
 def row_by_row(
     *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
-    """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS."""
+    """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS.
+
+    The kernel takes a lhs of two rows or more that is contracted on its last dimensions, and both
+    operands row by row in memory. A unit dimension after a transpose makes one lie so; the rhs of
+    few rows is not copied for it. The barriers keep XLA from folding the transpose into the
+    product: it would then run a slower kernel, or have none and raise.
+    """
     if run != "bfloat16" or of.name != "dot_general":
         # XLA's CPU kernels for these take float32.
         return widened(*operands, of=of, params=params, run=run, out=out)
     own, (lhs, rhs) = dict(params), operands
     numbers, sharding = own["dimension_numbers"], own["out_sharding"]
-    rows, columns = free_sizes(lhs, rhs, numbers)
-    batched = numbers[1][0]
-    asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
-    if (rows <= _FEW or columns <= _THIN) and not (batched or asked):
-        return _of_few_rows(lhs, rhs, numbers, own["precision"], run, out)
-    # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
-    # dimensions and both lie row by row in memory. A unit dimension after a transpose makes it lie
-    # so. The barriers keep XLA from folding the transpose into the product: it would then run a
-    # slower kernel, or have none and raise.
-    lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
     (lc, rc), (lb, rb) = numbers
     lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
-    at, after = len(lb), len(lb) + 1 + len(lf)  # where the unit dimensions come out
-    lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), (at,))
-    rhs = lax.expand_dims(rhs, (0,))
-    lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))
-    dims = (
-        (tuple(range(after, lhs.ndim)), tuple(d + 1 for d in rc)),
-        (tuple(range(at)), tuple(d + 1 for d in rb)),
-    )
-    if sharding is not None:
+    rows, columns = free_sizes(lhs, rhs, numbers)
+    asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+    few = (rows <= _FEW or columns <= _THIN) and not (lb or asked)
+    if few and columns <= _THIN and columns < rows:
+        turned = tuple({**own, "dimension_numbers": ((rc, lc), (rb, lb))}.items())
+        made = row_by_row(rhs, lhs, of=of, params=turned, run=run, out=out)
+        rf = made.ndim - len(lf)
+        return lax.transpose(made, (*range(rf, made.ndim), *range(rf)))
+    lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
+    lhs = lax.transpose(lhs, (*lb, *lf, *lc))
+    single = few and rows == 1
+    if single:  # it gets a row of zeros beside it
+        lhs = lax.reshape(lhs, (1, *lhs.shape[len(lf) :]))
+        lhs = lax.pad(lhs, np.zeros((), lhs.dtype), [(0, 1, 0), *[(0, 0, 0)] * len(lc)])
+    at = len(lb)  # where the unit dimensions come out, first that of the lhs
+    lhs = lax.expand_dims(lhs, (at,))
+    after = lhs.ndim - len(lc)
+    if few:
+        lhs, units = lax.optimization_barrier(lhs), [at]
+    else:
+        rhs, units = lax.expand_dims(rhs, (0,)), [at, after]
+        lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))
+        rc, rb = (tuple(d + 1 for d in dims) for dims in (rc, rb))
+    if sharding is not None and not few:
         spec = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
         spec = [*spec[:at], None, *spec[at : after - 1], None, *spec[after - 1 :]]
         spec = spec[: after + rhs.ndim - len(rc) - len(rb)]
@@ -273,13 +281,15 @@ def row_by_row(
     made = lax.dot_general(
         lhs,
         rhs,
-        dims,
+        ((tuple(range(after, lhs.ndim)), rc), (tuple(range(at)), rb)),
         precision=own["precision"],
         preferred_element_type=np.dtype("float32"),
-        out_sharding=sharding,
+        out_sharding=None if few else sharding,
     )
+    if single:
+        made = lax.reshape(made[:, :1], (*[1] * (1 + len(lf)), *made.shape[2:]))
     made = lax.optimization_barrier(made) if out == "float32" else made
-    return lax.convert_element_type(lax.squeeze(made, (at, after)), out)
+    return lax.convert_element_type(lax.squeeze(made, units), out)
 
 
 # Up to so many rows, to copy the other operand costs as much as to multiply by it. Measured at 1 to
@@ -300,46 +310,6 @@ def free_sizes(
         sizes.append(size if isinstance(size, int) else inf)
     rows, columns = sizes
     return rows, columns
-
-
-def _of_few_rows(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike,
-    run: str,
-    out: str,
-) -> jax.Array:
-    """The product of few rows, without the copy that the general form makes of the other operand.
-
-    XLA on CPU has the fast kernel from two rows on: a single row gets a row of zeros beside it.
-    """
-    (lc, rc), _ = numbers
-    rows, columns = free_sizes(lhs, rhs, numbers)
-    lf = [d for d in range(lhs.ndim) if d not in lc]
-    if columns <= _THIN and columns < rows:
-        turned = _of_few_rows(rhs, lhs, ((rc, lc), ((), ())), precision, run, out)
-        rf = turned.ndim - len(lf)
-        return lax.transpose(turned, (*range(rf, turned.ndim), *range(rf)))
-    few, other = (lax.convert_element_type(x, run) for x in (lhs, rhs))
-    shape = [lhs.shape[d] for d in lf]
-    few = lax.transpose(few, (*lf, *lc))
-    if rows == 1:
-        few = lax.reshape(few, (1, *few.shape[len(lf) :]))
-        zero = np.zeros((), few.dtype)
-        few = lax.pad(few, zero, [(0, 1, 0), *[(0, 0, 0)] * len(lc)])
-    few = lax.optimization_barrier(lax.expand_dims(few, (0,)))
-    made = lax.dot_general(
-        few,
-        other,
-        ((tuple(range(few.ndim - len(lc), few.ndim)), rc), ((), ())),
-        precision=precision,
-        preferred_element_type=np.dtype("float32"),
-    )
-    if rows == 1:
-        made = lax.reshape(made[:, :1], (1, *shape, *made.shape[2:]))
-    made = lax.optimization_barrier(made) if out == "float32" else made
-    return lax.convert_element_type(lax.squeeze(made, (0,)), out)
 
 
 def widened_or_few(

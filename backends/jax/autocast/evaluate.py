@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.contraction import contract
-from polymp.backends.jax.autocast.fp8_operands import Quantised, Shared, quantised_once
+from polymp.backends.jax.autocast.fp8_contraction import Shared, quantised_once
 from polymp.backends.jax.autocast.frame import Cast, Kind, Operand, Plan, Step, declared
 from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
 from polymp.fp8 import WEIGHT
@@ -47,11 +47,10 @@ def collector_paused() -> Iterator[None]:
 def run(plan: Plan, args: Sequence[object]) -> list[object]:
     """The outputs of a planned program, in the dtypes of `plan.outs`."""
     env: dict[Atom, Any] = {}
-    casts: dict[tuple[Atom, str], object] = {}
+    made: dict[Atom, dict[object, Any]] = {}  # by value, its casts by dtype, and its 8-bit forms
     constvars, invars = compat.binders(plan.jaxpr)
-    env.update(zip(constvars, plan.consts, strict=True))
+    env.update(zip(constvars, plan.jaxpr.consts, strict=True))
     env.update(zip(invars, args, strict=True))
-    made_in_8_bits: dict[_Form, Quantised] = {}
     several = _several(plan)
     record = decision_log.current()
 
@@ -63,16 +62,16 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
             return lax.full_like(env[atom], value, value.dtype) if atom.aval.shape else value
         if not shared:
             return cast(env[atom], dtype)
-        key = (atom, dtype)
-        if key not in casts:
-            casts[key] = cast(env[atom], dtype)
+        casts = made.setdefault(atom, {})
+        if dtype not in casts:
+            casts[dtype] = cast(env[atom], dtype)
         elif record is not None:
             record.spared(step, "shared")
-        return casts[key]
+        return casts[dtype]
 
     outer, here = source_info_util.current_name_stack(), compat.equation_context()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
-    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.consts, *args))
+    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.jaxpr.consts, *args))
     drops = [()] * len(plan.steps) if traced else plan.drops
     for step, drop in zip(plan.steps, drops, strict=True):
         eqn = step.eqn
@@ -82,7 +81,7 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
         with place, nullcontext() if eqn.ctx is here else eqn.ctx.manager:
             values = [read(o) for o in step.operands]
             if step.in_8_bits is not None:
-                values = _shared(step, values, several, made_in_8_bits)
+                values = _shared(step, values, several, made)
             outs = _step(step, values)
         if record is not None and step.kind is Kind.CAST:
             if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
@@ -90,10 +89,7 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in drop:
             env.pop(var, None)
-            for form in [form for form in made_in_8_bits if form.atom is var]:
-                del made_in_8_bits[form]
-            for dtype in _DTYPES if casts else ():
-                casts.pop((var, dtype), None)
+            made.pop(var, None)
     return list(map(read, plan.results))
 
 
@@ -124,7 +120,7 @@ def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
             outs = [_contracted(step, *values)]
         case Kind.INSIDE:
             assert step.inside is not None
-            outs = step.inside.emit(step, values)
+            outs = step.inside.emit(step.inside.plans, step, values)
     if step.returns is None:
         return outs
     return [
@@ -242,12 +238,16 @@ def _several(plan: Plan) -> frozenset[_Form]:
 
 
 def _shared(
-    step: Step, values: list[Any], several: frozenset[_Form], made: dict[_Form, Quantised]
+    step: Step,
+    values: list[Any],
+    several: frozenset[_Form],
+    made: dict[Atom, dict[object, Any]],
 ) -> list[Any]:
     """The operands of a product in 8 bits, with what other products take of them, too."""
     for at, form in _forms(step):
         if form in several:
-            if form not in made:
-                made[form] = quantised_once(values[at], *form[1:], differentiated=False)
-            values[at] = Shared(values[at], made[form])
+            forms = made.setdefault(form.atom, {})
+            if form not in forms:
+                forms[form] = quantised_once(values[at], *form[1:], differentiated=False)
+            values[at] = Shared(values[at], forms[form])
     return values

@@ -4,11 +4,12 @@ A handler takes a frame, an equation and its region, and returns the step that t
 and what is known of its results. `planner` has the table of handlers.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cache, cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, SupportsFloat, final
+from typing import Any, ClassVar, NamedTuple, SupportsFloat, final
 
 import jax
 import jax.extend.core as core
@@ -16,7 +17,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.fp8_operands import In8Bits
+from polymp.backends.jax.autocast.fp8_contraction import In8Bits
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
 from polymp.backends.jax.compat.programs import (
     Atom,
@@ -28,8 +30,9 @@ from polymp.backends.jax.compat.programs import (
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, Policy, Region
-from polymp.rules.row import Rule
+from polymp.rules.policy import Decision, Region
+from polymp.rules.row import Row, Rule
+from polymp.rules.vocabulary import vocabulary
 
 
 @final
@@ -138,7 +141,6 @@ class Plan:
     """A planned program."""
 
     jaxpr: ClosedProgram  # the program as traced
-    consts: Sequence[object]  # the values of its constants
     known: tuple[ValueFacts, ...]  # of its inputs
     region: Region  # that holds where no mark says otherwise
     steps: list[Step]  # in the order of the equations
@@ -164,34 +166,45 @@ class Plan:
         return drops[::-1]
 
 
-@dataclass(eq=False)
-class Inside:
+class Inside(NamedTuple):
     """The programs inside an equation, as they are planned, and how it is put back around them."""
 
-    plans: "tuple[Plan, ...]"  # of the programs, in the order of `jaxprs.inside`
-
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        """The results of the step for the values of its operands."""
-        raise NotImplementedError
-
-    def passed_on(self) -> Sequence[int]:
-        """The outputs of the programs that are the step's results as they come."""
-        return range(len(self.plans[0].outs))
-
-    def rounds(self) -> Mapping[int, str]:
-        """The outputs of the programs that the step casts, each with the dtype."""
-        return {}
-
-    def lowered(self, plans: "tuple[Plan, ...]", lows: Sequence[str | None]) -> Self:
-        """The same where some operands come low."""
-        return replace(self, plans=plans)
+    plans: Sequence[Plan]  # of the programs, in the order of `jaxprs.inside`
+    # Makes the results of the step from the plans and the values of its operands.
+    emit: Callable[[Sequence[Plan], Step, Sequence[object]], Sequence[object]]
 
 
-class Plans(Protocol):
-    """A `Planner`, as the frames of its programs see it."""
+# Plans of the programs inside an autocast function, the latest ones last. JAX hands out the same
+# jaxpr again for a jitted function, and finds what it compiled for one by the jaxpr: with the same
+# plan comes the same rewritten one. So too for the body of a loop.
+Plans = dict[Hashable, Plan]
 
-    stacks: NameStacks
-    op_plans: dict[Hashable, Any]
+# Plans that are kept, for all autocast calls of one function together.
+_KEPT = 512
+
+_UNKNOWN = (
+    "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
+    "dtypes it is written in."
+)
+
+
+class Planner:
+    """Plans the programs inside one traced program, each once.
+
+    It finds plans of earlier calls among those that are kept, and keeps its own there.
+    """
+
+    def __init__(self, planned: "Callable[[Frame], Plan]", kept: Plans) -> None:
+        FUNCTIONS.refresh()
+        self.planned = planned  # the walk; see `planner`
+        self.kept: Plans = {} if decision_log.current() is not None else kept
+        # What else plans depend on: jax's configuration, and the ops that are known by now.
+        known = len(vocabulary().registered), len(FUNCTIONS.ops)
+        self.settings: Hashable = (compat.trace_context(), *known)
+        self.plans: Plans = {}
+        self.stacks: NameStacks = NameStacks()
+        self.unknown: set[str] = set()
+        self.op_plans: dict[Hashable, Any] = {}
 
     def plan(
         self,
@@ -201,8 +214,27 @@ class Plans(Protocol):
         results: Sequence[str | None] | None = None,
         gradients: bool = False,
         keep: bool = False,
-    ) -> Plan: ...
-    def warn(self, name: str, message: str = ...) -> None: ...
+    ) -> Plan:
+        """The plan of a closed jaxpr; see `Frame`. Kept if JAX may hand out that jaxpr again."""
+        known = tuple(known)
+        key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
+        if key in self.plans:
+            return self.plans[key]
+        plan = self.kept.pop((self.settings, key), None) if keep else None
+        if plan is None:
+            plan = self.planned(Frame(self, jaxpr, known, region, results, gradients))
+        if keep:
+            self.kept[self.settings, key] = plan
+            if len(self.kept) > _KEPT:
+                self.kept.pop(next(iter(self.kept)), None)
+        self.plans[key] = plan
+        return plan
+
+    def warn(self, name: str, message: str = _UNKNOWN) -> None:
+        """Name a primitive whose inner program stays as written; once."""
+        if name not in self.unknown:
+            self.unknown.add(name)
+            warnings.warn(message.format(name), stacklevel=2)
 
 
 class Frame:
@@ -210,18 +242,16 @@ class Frame:
 
     def __init__(
         self,
-        planner: Plans,
+        planner: Planner,
         jaxpr: ClosedProgram,
         known: tuple[ValueFacts, ...],
         region: Region,
-        results: Sequence[str | None] | None,
-        gradients: bool,
+        results: Sequence[str | None] | None = None,
+        gradients: bool = False,
     ) -> None:
         self.planner = planner
         self.closed = jaxpr
-        self.jaxpr: OpenProgram
-        self.consts: Sequence[Any]
-        self.jaxpr, self.consts = compat.opened(jaxpr)
+        self.jaxpr: OpenProgram = jaxpr.jaxpr
         self.inputs = known
         self.region = region  # where no mark says otherwise
         self.results = results  # dtypes that the outputs must have; None leaves those as they come
@@ -230,7 +260,7 @@ class Frame:
         self.gradients = gradients
         constvars, invars = compat.binders(jaxpr)
         self.env: dict[Atom, ValueFacts] = {}
-        self.env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
+        self.env.update(zip(constvars, map(_constant, constvars, jaxpr.consts), strict=True))
         self.env.update(zip(invars, known, strict=True))
         self.steps: list[Step] = []
         # Of the equation at hand, without our marks.
@@ -289,35 +319,6 @@ class Frame:
         writes = [declared(v) for v in eqn.outvars]
         return self.step(eqn, map(declared, eqn.invars), writes), [ValueFacts(f) for f in writes]
 
-    def decision(
-        self,
-        op: str,
-        dtypes: tuple[str, ...],
-        region: Region,
-        spelled: str,
-        in_8_bits: "Callable[[], In8Bits | str] | None" = None,
-    ) -> Decision:
-        """Ask a region's policy for its decision about an op."""
-        policy = region.policy
-        assert policy is not None, "polymp.jax fills in the policy of every region"
-        decision = policy.decide(op, dtypes, region, f"jax:{spelled}")
-        if policy is not AS_CALLED and (found := decision_log.current()) is not None:
-            row = policy.at(region.scope).winner(op, region.dtype, f"jax:{spelled}")
-            if row is not None and region.enabled:
-                spelled = spelled and f"jax:{spelled}"
-                at = "jax", op, spelled, region.dtype, region.scope
-                entry = decision_log.Entry(*at, row, dtypes, decision, policy.name)
-                if decision.rule is Rule.FP8 and in_8_bits is not None:
-                    how = in_8_bits()
-                    if isinstance(how, str):
-                        entry = entry._replace(fallback=how)
-                    else:
-                        entry = entry._replace(recipe=how.recipe)
-                found.note(entry)
-        if decision.rule is Rule.FORBID:
-            raise ForbiddenOpError(_forbidden(policy, op or spelled, dtypes, region))
-        return decision
-
 
 Planned = tuple[Step, list[ValueFacts]]
 Handler = Callable[[Frame, Any, Region], Planned]  # of an equation, or of a `FunctionCall`
@@ -336,13 +337,30 @@ def _constant(var: Atom, value: object) -> ValueFacts:
     return literal(declared(var), number_of(value))
 
 
-def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> str:
-    row = policy.at(region.scope).winner(op, region.dtype)
-    instead = row.instead if row else ""
-    return (
-        f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(dtypes)}). "
-        f"Use {instead or 'another op'}, or give it another rule in the policy."
-    )
+def winner(op: str, region: Region, spelled: str = "") -> Row | None:
+    """The row of a region's policy that decides about an op."""
+    assert region.policy is not None, "polymp.jax fills in the policy of every region"
+    return region.policy.at(region.scope).winner(op, region.dtype, spelled)
+
+
+def decide(op: str, dtypes: tuple[str, ...], region: Region, spelled: str = "") -> Decision:
+    """Ask a region's policy for its decision about an op, and tell who records it."""
+    row, policy = winner(op, region, f"jax:{spelled}"), region.policy
+    assert policy is not None, "polymp.jax fills in the policy of every region"
+    decision = policy.decide(op, dtypes, region, f"jax:{spelled}")
+    record = None if policy is AS_CALLED or row is None else decision_log.current()
+    if record is not None and region.enabled:
+        own = spelled and f"jax:{spelled}"
+        at = "jax", op, own, region.dtype, region.scope
+        record.note(decision_log.Entry(*at, row, dtypes, decision, policy.name))
+    if decision.rule is Rule.FORBID:
+        instead = row.instead if row else ""
+        raise ForbiddenOpError(
+            f"policy {policy.name!r} forbids {op or spelled!r}, called here with "
+            f"({', '.join(dtypes)}). Use {instead or 'another op'}, or give it another rule in the "
+            "policy."
+        )
+    return decision
 
 
 # A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one,

@@ -6,9 +6,9 @@ one `FunctionCall`, which has the shape of an equation outside and of a closed j
 says how it runs. Inside it nothing else is asked: what is computed there has one dtype.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as core
@@ -24,8 +24,10 @@ from polymp.backends.jax.autocast.frame import (
     Planned,
     Step,
     ValueFacts,
+    decide,
     declared,
     fixed,
+    winner,
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
 from polymp.backends.jax.autocast.regions import AS_CALLED
@@ -48,7 +50,7 @@ def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     if not hard or any(map(fixed, eqn.invars)):
         return frame.as_written(eqn)
     name = eqn.primitive.name
-    decision = frame.decision(op_of(name), hard, region, name)
+    decision = decide(op_of(name), hard, region, name)
     if decision.rule is Rule.PARTS:
         return frame.as_written(eqn)
     reads = [(decision.run or k.dtype) if k.dtype else None for k in known]
@@ -165,8 +167,7 @@ def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
 
 
 def _rule(op: str, region: Region) -> Rule:
-    assert region.policy is not None, "polymp.jax fills in the policy of every region"
-    row = region.policy.at(region.scope).winner(op, region.dtype)
+    row = winner(op, region)
     return Rule.PARTS if row is None else row.rule
 
 
@@ -184,14 +185,14 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
         like = {shape for _, shape in main}
     decision = Decision(Rule.PARTS)
     if _rule(eqn.op, region) is not Rule.PARTS:
-        decision = frame.decision(eqn.op, tuple(hard), region, "")
+        decision = decide(eqn.op, tuple(hard), region)
     if decision.rule is Rule.LOWER and vocabulary().picks(eqn.op):
         decision = Decision(decision.rule, None, decision.run)
     elif decision.rule is Rule.LOWER:
         decision = decision._replace(out=decision.run)
     run = decision.run
     own = vocabulary().ops[eqn.op].rule  # a user's function, whose casts are its own
-    inside = replace(
+    own_region = replace(
         region,
         policy=AS_CALLED,
         enabled=decision.rule is not Rule.PARTS,
@@ -202,7 +203,7 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
     else:
         reads = [(run or k.dtype) if k.dtype else None for k in known]
     met = [k._replace(dtype=f) for k, f in zip(known, reads, strict=True)]
-    plan = frame.planner.plan(eqn, met, inside)
+    plan = frame.planner.plan(eqn, met, own_region)
     writes = tuple(k.dtype for k in plan.outs)
     outs = [k._replace(numbers=()) for k in plan.outs]
     returns = None
@@ -219,49 +220,32 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
             for f, v in zip(writes, eqn.outvars, strict=True)
         )
         outs = [k._replace(dtype=f) if f else k for k, f in zip(outs, returns, strict=True)]
-    if decision.rule is Rule.FP32_KEEP and not eqn.effects:
-        finals = tuple(k.dtype for k in outs)
-        kept = _Again((plan,), tuple(reads), returns)
-        return frame.step(eqn, [None] * len(reads), finals, inside=kept), outs
-    inlined = _Inlined((plan,), tuple(reads), returns)
-    return frame.step(eqn, reads, writes, returns=returns, inside=inlined), outs
+    again = decision.rule is Rule.FP32_KEEP and not eqn.effects
+    if again:
+        reads = [None] * len(reads)
+    inside = Inside((plan,), _computed_again if again else _inlined)
+    return frame.step(eqn, reads, writes, returns=returns, inside=inside), outs
 
 
-@dataclass(eq=False)
-class _Inlined(Inside):
-    """A function call that runs where it is."""
-
-    reads: tuple[str | None, ...]  # by operand, the dtype that the plan takes it in
-    # Dtype to cast each result to afterwards; None to leave them.
-    returns: tuple[str | None, ...] | None
-
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        return run(self.plans[0], values)
-
-    def passed_on(self) -> Sequence[int]:
-        outs = range(len(self.plans[0].outs))
-        return [i for i in outs if self.returns is None or self.returns[i] is None]
-
-    def rounds(self) -> Mapping[int, str]:
-        return {i: dtype for i, dtype in enumerate(self.returns or ()) if dtype is not None}
-
-    def lowered(self, plans: tuple[Plan, ...], lows: Sequence[str | None]) -> Self:
-        reads = tuple(low or f for low, f in zip(lows, self.reads, strict=True))
-        return replace(self, plans=plans, reads=reads)
+def _inlined(plans: Sequence[Plan], _: Step, values: Sequence[object]) -> Sequence[object]:
+    """The results of a function call that runs where it is."""
+    return run(plans[0], values)
 
 
-class _Again(_Inlined):
-    """A function call that returns the dtype of its operands: it saves them as they came alone.
+def _computed_again(
+    plans: Sequence[Plan], step: Step, values: Sequence[object]
+) -> Sequence[object]:
+    """Those of one that returns the dtype of its operands: it saves them as they came alone.
 
     For backward it is computed again, as a fused kernel would.
     """
+    (plan,) = plans
 
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        def section(*values: object) -> Sequence[object]:
-            pairs = zip(values, self.reads, strict=True)
-            outs = run(self.plans[0], [cast(v, f) if f else v for v, f in pairs])
-            finals = self.returns or [None] * len(outs)
-            return [cast(out, f) if f else out for out, f in zip(outs, finals, strict=True)]
+    def section(*values: object) -> Sequence[object]:
+        pairs = zip(values, plan.known, strict=True)
+        outs = run(plan, [cast(v, k.dtype) if k.dtype else v for v, k in pairs])
+        finals = step.returns or [None] * len(outs)
+        return [cast(out, f) if f else out for out, f in zip(outs, finals, strict=True)]
 
-        outs: Sequence[object] = jax.checkpoint(section)(*values)
-        return outs
+    outs: Sequence[object] = jax.checkpoint(section)(*values)
+    return outs

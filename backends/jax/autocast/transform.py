@@ -22,10 +22,12 @@ import jax.extend.core as core
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.contraction import contraction_p
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
-from polymp.backends.jax.autocast.frame import Plan, given
+from polymp.backends.jax.autocast.fp8_contraction import fp8_contraction_p
+from polymp.backends.jax.autocast.frame import Frame, Plan, Planner, Plans, given
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, code_of
-from polymp.backends.jax.autocast.planner import PlanCache, Planner
+from polymp.backends.jax.autocast.planner import planned
 from polymp.backends.jax.autocast.regions import NameStacks
 from polymp.backends.jax.compat.programs import ClosedProgram, OpenProgram
 from polymp.backends.jax.jaxprs import JITTED
@@ -71,7 +73,7 @@ def transformed(
                 "is traced. Wrap the functions that it calls."
             )
     code = code_of(fn) or code_of(type(fn).__call__) or type(fn)
-    kept = _PLANS.setdefault(code, PlanCache())
+    kept = _PLANS.setdefault(code, {})
     new = traced or trace
     by_path = region.policy is not None and bool(region.policy.scopes)
     once = is_jitted(fn) and traced is None and not by_path
@@ -139,7 +141,7 @@ def transformed(
 
 # By the code of a function that `autocast` takes, what is kept for it. Written where it is called,
 # `autocast(f)` is another object each time.
-_PLANS: weakref.WeakKeyDictionary[object, PlanCache] = weakref.WeakKeyDictionary()
+_PLANS: weakref.WeakKeyDictionary[object, Plans] = weakref.WeakKeyDictionary()
 
 _TRACED = (
     "polymp.jax.autocast traces {name}, as jax.jit does, so that its Python cannot branch on the "
@@ -150,8 +152,9 @@ _TRACED = (
 # cuDNN's kernels take low dtypes alone, and look while they are traced.
 _CUDNN = (
     "polymp.jax.autocast traces a function in the dtypes as written, and casts afterwards; cuDNN's "
-    "kernels ask for low ones before that. Cast around the call: call_in(functools.partial("
-    "jax.nn.dot_product_attention, implementation='cudnn'), jax.numpy.{low})(query, key, value)."
+    "kernels ask for low ones before that. Cast around the call: autocast(functools.partial("
+    "jax.nn.dot_product_attention, implementation='cudnn'), enabled=False)"
+    "(*(x.astype('{low}') for x in (query, key, value)))."
 )
 
 
@@ -161,9 +164,9 @@ def trace(
     tree: jax.tree_util.PyTreeDef,
     statics: Sequence[object],
     arrays: Sequence[object],
-    kept: PlanCache | None = None,
+    kept: Plans,
 ) -> PlannedCall:
-    """Trace and plan a function."""
+    """Trace and plan a function. The plan itself may hold its caller's arrays: it is not kept."""
     found: list[tuple[jax.tree_util.PyTreeDef, Sequence[object]]] = []
 
     def flat(*arrays: object) -> list[object]:
@@ -178,6 +181,7 @@ def trace(
 
     FUNCTIONS.border(flat)
     compat.follow_buffers(regions.is_enabled)
+    compat.check_nans(contraction_p, fp8_contraction_p)
     flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():
         try:
@@ -189,8 +193,8 @@ def trace(
             if region.enabled and "must be fp16/bf16" in str(error):
                 error.add_note(_CUDNN.format(low=region.dtype))
             raise
-        invars = compat.binders(jaxpr)[1]
-        plan = Planner(kept).plan_whole(jaxpr, map(given, invars), region)
+        inputs = tuple(map(given, compat.binders(jaxpr)[1]))
+        plan = planned(Frame(Planner(planned, kept), jaxpr, inputs, region))
     return PlannedCall(plan, *found[0])
 
 
@@ -244,7 +248,7 @@ def whole(plan: Plan) -> Evaluate:
         return evaluate
     (step,) = plan.steps
     given, returned = [*compat.binders(plan.jaxpr)[1]], [*step.eqn.outvars]
-    passes = [*step.operands] == given and [*plan.results] == returned and not plan.consts
+    passes = [*step.operands] == given and [*plan.results] == returned and not plan.jaxpr.consts
     if step.inside is None or not passes:
         return jax.jit(evaluate)
     # The call alone: what is compiled for its plan serves all calls that have the same one.

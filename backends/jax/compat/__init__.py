@@ -36,7 +36,6 @@ from polymp.backends.jax.compat.programs import Equation, JaxprEqnContext, NameS
 from polymp.backends.jax.compat.programs import binders as binders
 from polymp.backends.jax.compat.programs import close as close
 from polymp.backends.jax.compat.programs import dtypes_out as dtypes_out
-from polymp.backends.jax.compat.programs import function_name as function_name
 from polymp.backends.jax.compat.programs import has_program as has_program
 from polymp.backends.jax.compat.programs import lifted as lifted
 from polymp.backends.jax.compat.programs import only_arrays as only_arrays

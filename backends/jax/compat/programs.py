@@ -4,9 +4,9 @@ Not all of these are objects of jax's own: a call of a known function that is ta
 the same attributes as an equation, and as the program inside it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax._src.core as _core
@@ -14,9 +14,6 @@ import jax._src.interpreters.partial_eval as _partial_eval
 import jax._src.source_info_util as _source_info
 import jax.extend.core as core
 import numpy as np
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 JaxprEqnContext: TypeAlias = _core.JaxprEqnContext
 NameStack: TypeAlias = _source_info.NameStack
@@ -143,27 +140,21 @@ def dtypes_out(eqn: Equation, dtypes: Sequence[str | None]) -> tuple[str | None,
     return tuple(aval.dtype.name if hasattr(aval, "dtype") else None for aval in outs)
 
 
-def function_name(closed: ClosedProgram) -> str:
-    """The name of the function that a jaxpr was traced from. Since jax 0.4."""
-    name: str = opened(closed)[0].debug_info.func_name
-    return name
-
-
 def traced_from(closed: ClosedProgram) -> tuple[str | None, int | None, str]:
     """File, first line and name of the function that a jaxpr was traced from. Since jax 0.5."""
     info = opened(closed)[0].debug_info
     return info.func_filename, info.func_lineno, info.func_name
 
 
-def traced_as(fn: Callable[P, T], closed: ClosedProgram) -> Callable[P, T]:
-    """A function that does the same; what is traced from it says it is of the function of a jaxpr.
+def traced_as(fn: Any, closed: ClosedProgram) -> Any:
+    """A Python function that does the same; what is traced of it says it is of a jaxpr's function.
 
     A jaxpr's debug information comes of the code object of a function. Since jax 0.5.
     """
     filename, line, name = traced_from(closed)
-    if filename is None or not isinstance(fn, FunctionType):
-        return fn
-    code = fn.__code__.replace(co_filename=filename, co_firstlineno=line or 1, co_name=name)
+    code = fn.__code__
+    if filename is not None:
+        code = code.replace(co_filename=filename, co_firstlineno=line or 1, co_name=name)
     return FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
 
 

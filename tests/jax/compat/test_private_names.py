@@ -162,7 +162,6 @@ def test_where_a_jitted_function_was_written():
         return x
 
     jaxprs = [traced(fn, X).eqns[0].params["jaxpr"] for fn in (jax.nn.log_softmax, log_softmax)]
-    assert [compat.function_name(j) for j in jaxprs] == ["log_softmax"] * 2
     theirs, ours = map(compat.traced_from, jaxprs)
     code = log_softmax.__wrapped__.__code__
     assert ours == (code.co_filename, code.co_firstlineno, "log_softmax") != theirs
@@ -177,7 +176,7 @@ def test_what_is_traced_from_a_function_can_be_said_to_be_of_another():
     inner = jax.make_jaxpr(one)(X)
     made = jax.make_jaxpr(compat.traced_as(lambda x: jnp.cos(x), inner))(X)
     assert compat.traced_from(made) == compat.traced_from(inner)
-    assert compat.function_name(made) == "one"
+    assert made.jaxpr.debug_info.func_name == "one"
     assert [eqn.primitive.name for eqn in made.eqns] == ["cos"]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import inf, prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as core
@@ -28,9 +28,11 @@ from jax.sharding import AxisType
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import interpreted
 from polymp.dtypes import processor
+
+T = TypeVar("T")
 
 contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 
@@ -85,14 +87,19 @@ def _casts(jaxpr: ClosedProgram) -> bool:
 Params = tuple[tuple[str, Any], ...]
 
 
-def _abstract(
-    *avals: ShapedArray, of: core.Primitive, params: Params, run: str, out: str
+def abstract(
+    *avals: ShapedArray, of: core.Primitive, params: Params, run: str, out: str, **_: object
 ) -> ShapedArray:
-    lhs, rhs, *rest = avals
-    low = [aval.update(dtype=np.dtype(run), weak_type=False) for aval in (lhs, rhs)]
+    """The type of a contraction's result."""
+    own = [low(aval, run) for aval in own_operands(avals, of)]
     made: ShapedArray
-    made, _ = of.abstract_eval(*low, *rest, **dict(params), preferred_element_type=np.dtype(out))
+    made, _ = of.abstract_eval(*own, **dict(params), preferred_element_type=np.dtype(out))
     return made
+
+
+def own_operands(operands: Sequence[T], of: core.Primitive) -> Sequence[T]:
+    """Those of the primitive itself: a product in 8 bits has scales behind them."""
+    return operands[:2] if of is lax.dot_general_p else operands
 
 
 def _jvp(
@@ -134,21 +141,15 @@ def _batch(
 
 
 compat.run_eagerly(contraction_p)
-contraction_p.def_abstract_eval(_abstract)
+contraction_p.def_abstract_eval(abstract)
 
 # A contraction is lowered as this primitive, which is the same in the platform's form.
 form_p: core.Primitive = core.Primitive("polymp_contraction_form")
-form_p.def_abstract_eval(_abstract)
+form_p.def_abstract_eval(abstract)
 
 ad.primitive_jvps[contraction_p] = _jvp
 ad.primitive_transposes[contraction_p] = _transpose
 batching.primitive_batchers[contraction_p] = _batch
-
-# What remat asks of a rule: the forward and the backward equation, whether the result is unknown
-# and whether the backward pass has it, and the variables to save.
-Halves = tuple[
-    core.JaxprEqn | None, core.JaxprEqn | None, Sequence[bool], Sequence[bool], list[core.Var]
-]
 
 
 def remat_rule(
@@ -156,16 +157,19 @@ def remat_rule(
     unknown: Sequence[bool],
     kept: Sequence[bool],
     eqn: core.JaxprEqn,
-) -> Halves:
-    """Ask a rematerialisation policy about the primitive that an equation stands for."""
+) -> tuple[Any, ...]:
+    """Ask a rematerialisation policy about the primitive that an equation stands for.
+
+    Returns the forward and the backward equation, whether the result is unknown and whether the
+    backward pass has it, and the variables to save.
+    """
     missing = [
         x for x, has in zip(eqn.invars, kept, strict=True) if not has and not isinstance(x, Literal)
     ]
     if any(unknown):
         return None, eqn, [True], [True], missing
     of, run = eqn.params["of"], eqn.params["run"]
-    # A product in 8 bits has scales behind its two operands.
-    operands = eqn.invars[:2] if of is lax.dot_general_p else eqn.invars
+    operands = own_operands(eqn.invars, of)
     params = {**dict(eqn.params["params"]), "preferred_element_type": np.dtype(eqn.params["out"])}
     case = compat.remat_case(saveable(of, *(low(x.aval, run) for x in operands), **params))
     if case == "save":

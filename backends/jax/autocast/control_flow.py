@@ -32,7 +32,7 @@ from polymp.backends.jax.autocast.frame import (
     fits,
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import fixed_point, inside, with_programs
 from polymp.dtypes import widest
 from polymp.rules.policy import Region

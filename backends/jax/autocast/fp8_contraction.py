@@ -297,15 +297,6 @@ def contract_in_8_bits(
     return made
 
 
-def _abstract(
-    *avals: ShapedArray, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
-) -> ShapedArray:
-    low = [programs.low(aval, run) for aval in avals[:2]]
-    made: ShapedArray
-    made, _ = of.abstract_eval(*low, **dict(params), preferred_element_type=np.dtype(out))
-    return made
-
-
 def _jvp(
     primals: Sequence[jax.Array],
     tangents: Sequence[Any],
@@ -414,7 +405,7 @@ def _wide(flat: Sequence[jax.Array], how: In8Bits, run: str) -> list[jax.Array]:
 
 compat.run_eagerly(fp8_contraction_p)
 
-fp8_contraction_p.def_abstract_eval(_abstract)
+fp8_contraction_p.def_abstract_eval(programs.abstract)
 
 ad.primitive_jvps[fp8_contraction_p] = _jvp
 ad.primitive_transposes[fp8_contraction_p] = _transpose

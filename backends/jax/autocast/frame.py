@@ -8,19 +8,18 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, SupportsFloat, final
 
 import jax
 import jax.extend.core as core
 import numpy as np
-from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.fp8_contraction import In8Bits
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
-from polymp.backends.jax.compat.programs import (
+from polymp.backends.jax.compat import (
     Atom,
     ClosedProgram,
     Equation,
@@ -151,19 +150,6 @@ class Plan:
     as_written: bool  # True if it is the traced program, cast for cast
     # What emission keeps for this plan, such as its rewritten jaxpr.
     cache: dict[Hashable, Any] = field(default_factory=dict)
-
-    @cached_property
-    def drops(self) -> list[list[Atom]]:
-        """For each step, the variables that no later one reads."""
-        results = self.jaxpr.jaxpr.outvars
-        kept = {atom for atom in results if not isinstance(atom, Literal)}
-        drops = []
-        for step in reversed(self.steps):
-            atoms = step.eqn.invars
-            last = [a for a in atoms if not isinstance(a, Literal) and a not in kept]
-            kept.update(last)
-            drops.append(last)
-        return drops[::-1]
 
 
 class Inside(NamedTuple):

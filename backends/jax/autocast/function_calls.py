@@ -31,7 +31,7 @@ from polymp.backends.jax.autocast.frame import (
 )
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.compat.programs import Atom, Equation, JaxprEqnContext, SourceInfo
+from polymp.backends.jax.compat import Atom, Equation, JaxprEqnContext, SourceInfo
 from polymp.rules.policy import Decision, Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary

@@ -39,7 +39,7 @@ from polymp.backends.jax.autocast.frame import (
 )
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.compat import Atom, Equation
 from polymp.dtypes import FORMATS, widest
 from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules import decision_log

@@ -32,7 +32,7 @@ from polymp.backends.jax.autocast.frame import (
     declared,
 )
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.compat.programs import Atom
+from polymp.backends.jax.compat import Atom
 from polymp.backends.jax.jaxprs import JITTED
 from polymp.rules import decision_log
 from polymp.rules.policy import Region

@@ -15,7 +15,7 @@ from dataclasses import replace
 import jax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.compat.programs import NameStack
+from polymp.backends.jax.compat import NameStack
 from polymp.rules.policy import Policy, Region
 from polymp.rules.row import Row, Rule
 

@@ -17,7 +17,7 @@ from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_contraction import IN_8_BITS, In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.traced_call import (
     CLOSED,
     Record,

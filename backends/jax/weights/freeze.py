@@ -20,6 +20,13 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import known_functions, regions
+from polymp.backends.jax.autocast.api import (
+    ARRAY,
+    AutocastFunction,
+    PlannedCall,
+    trace,
+    transformed,
+)
 from polymp.backends.jax.autocast.frame import (
     Cast,
     Inside,
@@ -32,14 +39,7 @@ from polymp.backends.jax.autocast.frame import (
     declared,
 )
 from polymp.backends.jax.autocast.function_calls import FUNCTION_CALL, FunctionCall
-from polymp.backends.jax.autocast.transform import (
-    ARRAY,
-    AutocastFunction,
-    PlannedCall,
-    trace,
-    transformed,
-)
-from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.compat import Atom, Equation
 from polymp.backends.jax.jaxprs import RULED, Inner, inside
 from polymp.backends.jax.modules import nnx
 from polymp.errors import PolicyError

@@ -69,20 +69,6 @@ def _lower(
     return outs
 
 
-def _casts(jaxpr: ClosedProgram) -> bool:
-    """True if a contraction in a program, or in a function jitted in it, casts an operand.
-
-    Such functions are lowered into their caller: forward and backward passes are two functions.
-    """
-    for eqn in compat.opened(jaxpr)[0].eqns:
-        if eqn.primitive is contraction_p:
-            if any(v.aval.dtype != eqn.params["run"] for v in eqn.invars[:2]):
-                return True
-        elif eqn.primitive.name == "jit" and _casts(eqn.params["jaxpr"]):
-            return True
-    return False
-
-
 # The parameters of the primitive that a contraction stands for, by name, sorted.
 Params = tuple[tuple[str, Any], ...]
 
@@ -194,8 +180,6 @@ compat.remat_rules[contraction_p] = remat_rule
 _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
 # Cached, the program of the first contraction would be copied for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
-
-compat.lower_in_place(_casts)
 
 
 # Forms of one product: each binds JAX's own primitive as XLA runs it fast on some platform. All

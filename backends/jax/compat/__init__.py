@@ -18,8 +18,6 @@ import jax._src.dispatch as _dispatch
 import jax._src.interpreters.ad as _ad
 import jax._src.interpreters.partial_eval as _partial_eval
 import jax._src.mesh as _mesh
-import jax._src.named_sharding as _named_sharding
-import jax._src.pjit as _pjit
 import jax._src.sharding_impls as _sharding
 import jax._src.source_info_util as _source_info
 import jax.extend.core as core
@@ -474,7 +472,12 @@ def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
     `LoweringParameters.for_export` since jax 0.4.27.
     """
     module = ctx.module_context
-    return not module.lowering_parameters.for_export and _devices(module.axis_context) == 1
+    axes, devices = module.axis_context, 1
+    if isinstance(axes, _sharding.ShardingContext):
+        devices = axes.num_devices
+    elif isinstance(axes, _sharding.SPMDAxisContext):
+        devices = axes.mesh.size
+    return not module.lowering_parameters.for_export and devices == 1
 
 
 def merge_repeated(op: mlir.ir.Operation) -> None:
@@ -503,40 +506,6 @@ def _is_earlier_twin(one: mlir.ir.Operation, other: mlir.ir.Operation) -> bool:
     if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
         return False
     return bool(computed(one) == computed(other))
-
-
-def lower_in_place(belongs: Callable[[core.ClosedJaxpr], bool]) -> None:
-    """Lower some jitted functions into the program that calls them, in place of a call.
-
-    On several devices alone, and none that asks for shardings or layouts of its own, or has
-    effects. All others are lowered by jax's own rule, `_pjit_lowering`. Since jax 0.4.
-    """
-
-    def rule(
-        ctx: mlir.LoweringRuleContext, *args: "mlir.ir.Value[Any]", **params: Any
-    ) -> "Sequence[mlir.ir.Value[Any]]":
-        jaxpr = params["jaxpr"]
-        asked = {x for key in _ASKED for x in params[key]} - {_named_sharding.UNSPECIFIED, None}
-        several = _devices(ctx.module_context.axis_context) > 1
-        if not several or asked or jaxpr.effects or not belongs(jaxpr):
-            own: Sequence[mlir.ir.Value[Any]] = _pjit._pjit_lowering(ctx, *args, **params)
-            return own
-        stack = ctx.name_stack.extend(f"jit({params['name']})")
-        lower = mlir.lower_fun(core.jaxpr_as_fun(jaxpr))
-        outs: Sequence[mlir.ir.Value[Any]] = lower(ctx.replace(name_stack=stack), *args)
-        return outs
-
-    mlir.register_lowering(_pjit.jit_p, rule, cacheable=False)
-
-
-_ASKED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
-
-
-def _devices(context: object) -> int:
-    """How many devices a program is for, that is lowered in a context."""
-    if isinstance(context, _sharding.ShardingContext):
-        return context.num_devices
-    return context.mesh.size if isinstance(context, _sharding.SPMDAxisContext) else 1
 
 
 def follow_buffers(inside: Callable[[], bool]) -> None:

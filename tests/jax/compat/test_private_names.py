@@ -292,24 +292,6 @@ def test_repeated_ops_of_a_lowered_program_are_merged():
     jax.clear_caches()
 
 
-def test_jitted_functions_are_lowered_in_place_on_several_devices():
-    """Those in which a contraction casts an operand, and that ask for nothing of their own."""
-
-    def calls(devices, low=jnp.float32, **asked):
-        mesh = AbstractMesh((devices,), ("d",))
-        inner = jax.jit(lambda x, w: jnp.tanh(x @ w), **asked)
-        outer = jax.jit(autocast(lambda x, w: inner(inner(x, w), w)))
-        array = jax.ShapeDtypeStruct((8, 8), low, sharding=NamedSharding(mesh, PartitionSpec("d")))
-        text = outer.trace(array, array).lower(lowering_platforms=("cpu",)).as_text()
-        return text.count("call @")
-
-    assert calls(8) == 0
-    assert calls(1) == 2
-    assert calls(8, low=jnp.bfloat16) == 2
-    mesh = AbstractMesh((8,), ("d",))
-    assert calls(8, out_shardings=NamedSharding(mesh, PartitionSpec("d"))) == 2
-
-
 def test_an_update_asks_the_primitive_for_bind():
     """`follow_buffers` gives `dynamic_update_slice` a `bind` of its own."""
     low, x = jnp.zeros(4, jnp.bfloat16), jnp.ones(2)

@@ -347,7 +347,6 @@ def trace(
         return [leaf for leaf in leaves if is_array(leaf)]
 
     FUNCTIONS.border(flat)
-    compat.follow_buffers(regions.is_enabled)
     compat.check_nans(contraction_p, fp8_contraction_p)
     flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():

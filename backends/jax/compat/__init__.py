@@ -23,9 +23,7 @@ import jax._src.source_info_util as _source_info
 import jax.extend.core as core
 import jax.interpreters.mlir as mlir
 import numpy as np
-from jax import lax
 from jax.core import AbstractValue
-from jax.extend.core import primitives
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh
 
@@ -51,20 +49,16 @@ class Atom(Protocol):
 class Equation(Protocol):
     """An equation: a primitive, what it reads and what it writes. As `jax.extend.core.JaxprEqn`."""
 
-    @property
-    def primitive(self) -> core.Primitive: ...
+    primitive: core.Primitive
+    params: jax.core.ParamDict
+    effects: core.Effects
+    source_info: SourceInfo
+    ctx: JaxprEqnContext
+
     @property
     def invars(self) -> Sequence[Atom]: ...
     @property
     def outvars(self) -> Sequence[Atom]: ...
-    @property
-    def params(self) -> jax.core.ParamDict: ...
-    @property
-    def effects(self) -> core.Effects: ...
-    @property
-    def source_info(self) -> SourceInfo: ...
-    @property
-    def ctx(self) -> JaxprEqnContext: ...
 
 
 class OpenProgram(Protocol):
@@ -506,29 +500,3 @@ def _is_earlier_twin(one: mlir.ir.Operation, other: mlir.ir.Operation) -> bool:
     if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
         return False
     return bool(computed(one) == computed(other))
-
-
-def follow_buffers(inside: Callable[[], bool]) -> None:
-    """Let `lax.dynamic_update_slice` of a low buffer by float32 values follow the buffer.
-
-    A function is traced in the dtypes as written: a bfloat16 cache meets keys there that autocast
-    makes bfloat16 only afterwards, and jax refuses to write them.
-    `jax.extend.core.primitives` is public; that `lax.dynamic_update_slice` calls `bind` as an
-    attribute of the primitive, which an object may have of its own, is not documented. Since 0.2.
-    """
-    primitive = primitives.dynamic_update_slice_p
-    if "bind" in vars(primitive):
-        return
-    own = primitive.bind
-
-    def bind(buffer: jax.Array, update: jax.Array, *start: jax.Array, **params: object) -> object:
-        name = getattr(getattr(buffer, "dtype", None), "name", "")
-        if (
-            name in ("bfloat16", "float16")
-            and getattr(update, "dtype", None) == np.float32
-            and inside()
-        ):
-            update = lax.convert_element_type(update, name)
-        return own(buffer, update, *start, **params)
-
-    primitive.bind = bind

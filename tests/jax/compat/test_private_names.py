@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.contraction import contract
-from polymp.jax import autocast
 
 
 def mesh_of_one():
@@ -290,16 +289,6 @@ def test_repeated_ops_of_a_lowered_program_are_merged():
     with mock.patch.object(compat, "merge_repeated"):
         assert casts() == 2
     jax.clear_caches()
-
-
-def test_an_update_asks_the_primitive_for_bind():
-    """`follow_buffers` gives `dynamic_update_slice` a `bind` of its own."""
-    low, x = jnp.zeros(4, jnp.bfloat16), jnp.ones(2)
-    compat.follow_buffers(lambda: False)  # what is there stays
-    with pytest.raises(TypeError, match="same dtype"):
-        lax.dynamic_update_slice(low, x, (1,))
-    made = autocast(lambda low, x: lax.dynamic_update_slice(low, x, (1,)))(low, x)
-    assert (made.dtype, float(made.sum())) == (jnp.bfloat16, 2)
 
 
 def test_a_program_for_one_device_of_this_machine():

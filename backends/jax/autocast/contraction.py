@@ -410,12 +410,7 @@ def transposed(
 
     def program(ct: jax.Array, *rest: jax.Array) -> jax.Array:
         def linear(x: jax.Array) -> jax.Array:
-            operands = list(rest)
-            operands.insert(moving, x)
-            result: jax.Array = of.bind(
-                *operands, **dict(params), preferred_element_type=np.dtype(run)
-            )
-            return result
+            return _plain(of, params, run)(*rest[:moving], x, *rest[moving:])
 
         out: jax.Array
         (out,) = jax.linear_transpose(linear, aval)(ct)
@@ -429,12 +424,12 @@ def batched(
     of: core.Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
 ) -> ClosedProgram:
     """The plain primitive over a batch, which comes out in front."""
+    return jax.make_jaxpr(jax.vmap(_plain(of, params, run), dims))(*avals)
 
-    def program(*operands: jax.Array) -> jax.Array:
-        result: jax.Array = of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
-        return result
 
-    return jax.make_jaxpr(jax.vmap(program, dims))(*avals)
+def _plain(of: core.Primitive, params: Params, run: str) -> Callable[..., jax.Array]:
+    """A product as JAX has it, all in one dtype."""
+    return partial(of.bind, **dict(params), preferred_element_type=np.dtype(run))
 
 
 def with_products(

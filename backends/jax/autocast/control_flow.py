@@ -22,6 +22,7 @@ from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
 from polymp.backends.jax.autocast.frame import (
+    Emit,
     Frame,
     Inside,
     Plan,
@@ -38,7 +39,7 @@ from polymp.dtypes import widest
 from polymp.rules.policy import Region
 
 
-def _rebound(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
+def rebound(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
     """The results of a primitive that holds closed programs: it gets the rewritten ones."""
     return bind(step, values, **with_programs(step.eqn, list(map(closed, plans))))
 
@@ -46,30 +47,18 @@ def _rebound(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Seq
 # jit and remat: a call, and one whose body is computed again
 
 
-def plan_jit(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """A jitted function."""
-    program = eqn.params["jaxpr"]
-    if not compat.only_arrays(program):
-        return _as_written(frame, eqn)
-    return _called(frame, eqn, program, region, _rebound)
-
-
-def plan_remat(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """A function whose values are computed again for its derivative."""
-    return _called(frame, eqn, compat.close(eqn.params["jaxpr"]), region, _remat)
-
-
-def _called(
-    frame: Frame, eqn: Equation, program: ClosedProgram, region: Region, emit: Callable[..., Any]
-) -> Planned:
-    plan = frame.planner.plan(program, map(frame.known, eqn.invars), region, keep=True)
+def plan_call(frame: Frame, eqn: Equation, region: Region, emit: Emit = rebound) -> Planned:
+    """A jitted function, or one whose values are computed again for its derivative."""
+    (program,) = inside(eqn)
+    plan = frame.planner.plan(program.closed, map(frame.known, eqn.invars), region, keep=True)
     outs = list(plan.outs)
     frame.casts |= "float32" in plan.reads
     reads, writes = [None] * len(eqn.invars), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=Inside((plan,), emit)), outs
 
 
-def _remat(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
+def remat(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
+    """The results of a function that is computed again, with constants as operands."""
     (plan,) = plans
     if plan.as_written:
         return bind(step, values)
@@ -82,9 +71,7 @@ def _remat(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Seque
 
 def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A scan or a while loop."""
-    body, *tests = programs = inside(eqn)
-    if not all(compat.only_arrays(program.closed) for program in programs):
-        return _as_written(frame, eqn)
+    body, *tests = inside(eqn)
     known = list(map(frame.known, eqn.invars))
     fixed, start, over = body.split(known)
     rows = [k._replace(product=False) for k in over]
@@ -103,8 +90,8 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     for at, dtype in zip(body.carried, carry, strict=True):
         reads[at], known[at] = dtype, ValueFacts(dtype)
     tested = (frame.planner.plan(t.closed, t.of(known), region, keep=True) for t in tests)
-    inside_ = Inside((plan, *tested), _rebound)
-    return frame.step(eqn, reads, [k.dtype for k in outs], inside=inside_), outs
+    whole = Inside((plan, *tested), rebound)
+    return frame.step(eqn, reads, [k.dtype for k in outs], inside=whole), outs
 
 
 def _join(have: str | None, out: str | None) -> str | None:
@@ -118,13 +105,11 @@ def plan_cond(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A choice between programs."""
     known = list(map(frame.known, eqn.invars))
     branches = [(branch.closed, branch.of(known), region) for branch in inside(eqn)]
-    if not all(compat.only_arrays(branch) for branch, _, _ in branches):
-        return _as_written(frame, eqn)
     free = [frame.planner.plan(*branch, keep=True) for branch in branches]
     dtypes = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
     plans = tuple(frame.planner.plan(*branch, dtypes, keep=True) for branch in branches)
     outs = [ValueFacts(f) for f in dtypes]
-    return frame.step(eqn, [None] * len(known), dtypes, inside=Inside(plans, _rebound)), outs
+    return frame.step(eqn, [None] * len(known), dtypes, inside=Inside(plans, rebound)), outs
 
 
 def _meet(outs: Sequence[ValueFacts]) -> str | None:
@@ -142,21 +127,20 @@ def _meet(outs: Sequence[ValueFacts]) -> str | None:
 
 def plan_shard_map(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A program on many devices."""
-    (program,) = inside(eqn)
-    return _apart(frame, eqn, program.closed, region, lambda _: _mapped, keep=True)
+    return _apart(frame, eqn, region, lambda _: _mapped, keep=True)
 
 
 def _apart(
     frame: Frame,
     eqn: Equation,
-    program: ClosedProgram,
     region: Region,
-    emitter: Callable[[Plan], Callable[..., Any]],
+    emitter: Callable[[Plan], Emit],
     keep: bool = False,
 ) -> Planned:
     """A program that is planned apart: of numbers around it nothing is known in it."""
+    (program,) = inside(eqn)
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
-    plan = frame.planner.plan(program, known, region, keep=keep)
+    plan = frame.planner.plan(program.closed, known, region, keep=keep)
     outs = [ValueFacts(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
     return frame.step(eqn, reads, writes, inside=Inside((plan,), emitter(plan))), outs
@@ -177,16 +161,6 @@ def _mapped(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequ
     return mapped(*values)
 
 
-def _as_written(frame: Frame, eqn: Equation) -> Planned:
-    """For a body that takes references or tokens, whose types no cast can follow."""
-    frame.planner.warn(
-        eqn.primitive.name,
-        "polymp.jax.autocast leaves this {!r} as it is written: its body takes references or "
-        "tokens, whose types no cast can follow.",
-    )
-    return frame.as_written(eqn)
-
-
 # Functions with derivative rules of their own: rewritten, and given rewritten rules.
 #
 # The rule is never read off the equation. The equation is wrapped as a function again, `jax.jvp` or
@@ -199,13 +173,7 @@ T = TypeVar("T")
 
 def plan_ruled(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -> Planned:
     """Plan a call of such a function, with the rules of its kind."""
-    return _apart(
-        frame,
-        eqn,
-        eqn.params["call_jaxpr"],
-        region,
-        lambda plan: rules(frame.planner, eqn, plan).emit,
-    )
+    return _apart(frame, eqn, region, lambda plan: rules(frame.planner, eqn, plan).emit)
 
 
 class Half(NamedTuple):

@@ -81,8 +81,7 @@ class In8Bits(NamedTuple):
     """How a product runs in 8 bits."""
 
     recipe: str  # the name of the one in force
-    lhs: Part  # the first operand's part
-    rhs: Part  # the second operand's part
+    both: tuple[Part, Part]  # the parts of the two operands
 
     @property
     def rules(self) -> Recipe:
@@ -92,19 +91,17 @@ class In8Bits(NamedTuple):
     @property
     def format(self) -> str:
         """The 8-bit format of the product, by that of its gradient, if it has one, or operands."""
-        roles = (self.lhs.role, self.rhs.role)
-        return self.rules.format_of(GRADIENT if GRADIENT in roles else roles[0])
+        return self.rules.format_of(GRADIENT if GRADIENT in self.roles else self.roles[0])
 
     @property
-    def both(self) -> tuple[Part, Part]:
-        """The parts of the two operands."""
-        return self.lhs, self.rhs
+    def roles(self) -> tuple[str, str]:
+        """The roles of the two operands."""
+        return self.both[0].role, self.both[1].role
 
     @property
     def role_of_result(self) -> str:
         """The role of what has the result's shape in the transposes: a gradient, as a rule."""
-        roles = {self.lhs.role, self.rhs.role}
-        return next(role for role in (GRADIENT, ACTIVATION, WEIGHT) if role not in roles)
+        return next(role for role in (GRADIENT, ACTIVATION, WEIGHT) if role not in self.roles)
 
     def axes(self, at: int, ndim: int, summed: Collection[int], other: str = "") -> tuple[int, ...]:
         """The dimensions along which a scale of an operand is computed."""
@@ -160,7 +157,7 @@ def flattened(lhs: Value, rhs: Value, how: In8Bits) -> tuple[list[jax.Array], In
         elif isinstance(x, Shared):
             rest += x.low
         parts.append(part._replace(shared=isinstance(x, Shared)))
-    return [main(lhs), main(rhs), *rest], how._replace(lhs=parts[0], rhs=parts[1])
+    return [main(lhs), main(rhs), *rest], how._replace(both=(parts[0], parts[1]))
 
 
 IN_8_BITS = frozenset({E4M3, E5M2})
@@ -373,7 +370,7 @@ def _transpose(
 
     def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
         (lhs, left), (rhs, right) = ((x, of_ct) if x is ct else (other, part) for x in values)
-        own = how._replace(lhs=left, rhs=right)
+        own = how._replace(both=(left, right))
         return contract_in_8_bits(lhs, rhs, params, own, run, aval.dtype.name)
 
     grads[moving] = programs.with_products(program, (ct, wide), product, aval.dtype.name)
@@ -433,7 +430,7 @@ def product(
     lhs, rhs = (_in_8_bits(x, at, own, how) for at, x in enumerate(operands))
     # XLA's gemm adds up fast, with fewer digits, unless it is asked not to. As torchao's recipes
     # have it, results do, and gradients do not.
-    precise = GRADIENT in (how.lhs.role, how.rhs.role)
+    precise = GRADIENT in how.roles
     made = lax.dot_general(
         lhs.values,
         rhs.values,

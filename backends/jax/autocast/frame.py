@@ -152,12 +152,15 @@ class Plan:
     cache: dict[Hashable, Any] = field(default_factory=dict)
 
 
+# Makes the results of a step with programs inside, from their plans and the values of its operands.
+Emit = Callable[[Sequence[Plan], Step, Sequence[object]], Sequence[object]]
+
+
 class Inside(NamedTuple):
     """The programs inside an equation, as they are planned, and how it is put back around them."""
 
     plans: Sequence[Plan]  # of the programs, in the order of `jaxprs.inside`
-    # Makes the results of the step from the plans and the values of its operands.
-    emit: Callable[[Sequence[Plan], Step, Sequence[object]], Sequence[object]]
+    emit: Emit
 
 
 # Plans of the programs inside an autocast function, the latest ones last. JAX hands out the same

@@ -7,8 +7,7 @@ says how it runs. Inside it nothing else is asked: what is computed there has on
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.extend.core as core
@@ -29,7 +28,7 @@ from polymp.backends.jax.autocast.frame import (
     fixed,
     winner,
 )
-from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS, Found, op_of
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.compat import Atom, Equation, JaxprEqnContext, SourceInfo
 from polymp.rules.policy import Decision, Region
@@ -62,51 +61,32 @@ def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     return frame.step(eqn, reads, writes, returns=returns), outs
 
 
-class _Ruled(NamedTuple):
-    """The mark by which equations are one function call."""
-
-    op: str  # of the vocabulary
-    call: object  # what tells a call of the function in one place from those in others
-    region: Region  # that the call is in
-    inside: object  # where in the function the equation was traced; None if that tells nothing
-
-    def goes_on(self, first: "_Ruled") -> bool:
-        """True if this is of the same call as the first equation of a function call.
-
-        A call in a loop has the same place each time; a new one begins where its first equation
-        comes again.
-        """
-        return self[:3] == first[:3] and (self.inside is None or self.inside != first.inside)
-
+# A call of a known function that an equation was traced in, and the region that it is in.
+_Call = tuple[Found, Region]
 
 FUNCTION_CALL = "polymp_section"
 
 
+@dataclass(eq=False)
 class FunctionCall:
     """Equations of one op, as one equation and as the program inside it."""
 
-    # By its name a plan tells these from equations.
-    primitive: core.Primitive = core.Primitive(FUNCTION_CALL)
-    constvars: Sequence[Atom] = ()
-    consts: Sequence[object] = ()
-    debug_info: core.DebugInfo  # there is none: it was traced from no function of its own
+    op: str
+    region: Region
+    eqns: Sequence[Equation]
+    invars: Sequence[Atom]  # variables that they read from outside
+    outvars: Sequence[Atom]  # those of theirs that are read outside
+    debug_info: core.DebugInfo = field(init=False)  # of a function of its own: there is none
 
-    def __init__(
-        self,
-        ruled: _Ruled,
-        eqns: Sequence[Equation],
-        invars: Sequence[Atom],
-        outvars: Sequence[Atom],
-    ) -> None:
-        self.op: str = ruled.op
-        self.region: Region = ruled.region
-        self.eqns = eqns
-        self.invars = invars  # variables that they read from outside
-        self.outvars = outvars  # those of theirs that are read outside
-        self.params: jax.core.ParamDict = {}
-        self.source_info: SourceInfo = eqns[0].source_info
-        self.ctx: JaxprEqnContext = eqns[0].ctx
-        self.effects: core.Effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    # By its name a plan tells these from equations.
+    primitive = core.Primitive(FUNCTION_CALL)
+    constvars = consts = ()
+    params: jax.core.ParamDict = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.source_info: SourceInfo = self.eqns[0].source_info
+        self.ctx: JaxprEqnContext = self.eqns[0].ctx
+        self.effects: core.Effects = frozenset().union(*(eqn.effects for eqn in self.eqns))
 
     @property
     def jaxpr(self) -> "FunctionCall":
@@ -116,40 +96,50 @@ class FunctionCall:
 def grouped(frame: Frame) -> Sequence[Equation]:
     """The equations of a frame's program, those of one call as a `FunctionCall`."""
     jaxpr = frame.jaxpr
-    eqns = jaxpr.eqns
-    keys = [_ruled(frame, eqn) for eqn in eqns]
-    if not any(keys):
-        return list(eqns)
-    groups: list[tuple[_Ruled | None, list[Equation]]] = []
-    for eqn, key in zip(eqns, keys, strict=True):
+    calls = [_call_of(frame, eqn) for eqn in jaxpr.eqns]
+    if not any(calls):
+        return list(jaxpr.eqns)
+    groups: list[tuple[_Call | None, list[Equation]]] = []
+    for eqn, call in zip(jaxpr.eqns, calls, strict=True):
         first = groups[-1][0] if groups else None
-        if key is not None and first is not None and key.goes_on(first):
+        if call is not None and first is not None and _goes_on(call, first):
             groups[-1][1].append(eqn)
         else:
-            groups.append((key, [eqn]))
+            groups.append((call, [eqn]))
     made: list[Equation] = []
-    read = {id(v) for v in jaxpr.outvars}  # by equations further down: the walk goes backwards
-    for key, group in reversed(groups):
-        written = [v for eqn in group for v in eqn.outvars]
-        outvars = [v for v in written if id(v) in read]
-        own = {id(v) for v in written}
-        invars = {
-            id(v): v
-            for eqn in group
-            for v in eqn.invars
-            if type(v) is not Literal and id(v) not in own
-        }
-        made.extend(
-            group[::-1]
-            if key is None or not outvars
-            else [FunctionCall(key, group, list(invars.values()), outvars)]
-        )
-        read.update(id(v) for eqn in group for v in eqn.invars)
+    read = {*variables(jaxpr.outvars)}  # by equations further down: the walk goes backwards
+    for call, group in reversed(groups):
+        written = {v for eqn in group for v in eqn.outvars}
+        taken = dict.fromkeys(v for eqn in group for v in variables(eqn.invars))
+        outvars = [v for eqn in group for v in eqn.outvars if v in read]
+        if call is None or not outvars:
+            made.extend(group[::-1])
+        else:
+            found, region = call
+            invars = [v for v in taken if v not in written]
+            made.append(FunctionCall(found.op, region, group, invars, outvars))
+        read.update(taken)
     return made[::-1]
 
 
-def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
-    """The function call that an equation belongs to: the outermost function with a row."""
+def variables(atoms: Sequence[Atom]) -> list[Atom]:
+    """Those of a program's atoms that are no numbers."""
+    return [atom for atom in atoms if type(atom) is not Literal]
+
+
+def _goes_on(call: _Call, first: _Call) -> bool:
+    """True for an equation of the same call as the first equation of a function call.
+
+    A call in a loop has the same place each time; a new one begins where its first equation comes
+    again.
+    """
+    (one, region), (other, around) = call, first
+    same = (one.op, one.call, region) == (other.op, other.call, around)
+    return same and (one.inside is None or one.inside != other.inside)
+
+
+def _call_of(frame: Frame, eqn: Equation) -> _Call | None:
+    """The function call that an equation belongs to, of the outermost function with a row."""
     if frame.region.policy is AS_CALLED:
         return None
     words, region = vocabulary(), None
@@ -162,7 +152,7 @@ def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
         if rule in (Rule.LOWER, Rule.FP8) and kind in words.traits["products"]:
             continue
         if rule is not Rule.PARTS or kind in words.traits["wide"]:
-            return _Ruled(found.op, found.call, region, found.inside)
+            return found, region
     return None
 
 

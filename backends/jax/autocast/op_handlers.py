@@ -425,11 +425,11 @@ def in_8_bits(
         return why
     # Its inputs and constants are in memory as they are.
     own = {var for binders in compat.binders(frame.closed) for var in binders}
-    parts = [
+    first, second = (
         Part(
             WEIGHT if i == weight else ACTIVATION,
             given[i] and not isinstance(atom, Literal) and atom in own,
         )
         for i, atom in enumerate(eqn.invars)
-    ]
-    return In8Bits(recipe.name, parts[0], parts[1])
+    )
+    return In8Bits(recipe.name, (first, second))

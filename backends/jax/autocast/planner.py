@@ -44,8 +44,8 @@ TABLE: Mapping[str, Handler] = {
     **dict.fromkeys(known_functions.INDEPENDENT, op_handlers.independent),
     "convert_element_type": op_handlers.convert,
     "name": op_handlers.name,
-    **dict.fromkeys(jaxprs.JITTED, control_flow.plan_jit),
-    **dict.fromkeys(jaxprs.REMATTED, control_flow.plan_remat),
+    **dict.fromkeys(jaxprs.JITTED, control_flow.plan_call),
+    **dict.fromkeys(jaxprs.REMATTED, partial(control_flow.plan_call, emit=control_flow.remat)),
     "scan": control_flow.plan_loop,
     "while": control_flow.plan_loop,
     "cond": control_flow.plan_cond,
@@ -57,6 +57,12 @@ TABLE: Mapping[str, Handler] = {
 
 # These hold programs, which are planned in disabled regions too: a mark inside may enable one.
 _HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.FUNCTION_CALL}
+
+
+_OTHER_TYPES = (
+    "polymp.jax.autocast leaves this {!r} as it is written: its body takes references or tokens, "
+    "whose types no cast can follow."
+)
 
 
 def planned(frame: Frame) -> Plan:
@@ -72,6 +78,9 @@ def planned(frame: Frame) -> Plan:
         name = eqn.primitive.name
         if not here.enabled and name not in _HOLD_PROGRAMS:
             step, outs = frame.as_written(eqn)
+        elif name in jaxprs.HOLDERS and not all(map(_takes_arrays, jaxprs.inside(eqn))):
+            frame.planner.warn(name, _OTHER_TYPES)
+            step, outs = frame.as_written(eqn)
         elif name in TABLE:
             step, outs = TABLE[name](frame, eqn, here)
         elif function_calls.is_registered(name):
@@ -86,6 +95,10 @@ def planned(frame: Frame) -> Plan:
     if frame.casts:
         _CastPuller(frame).run()
     return _finished(frame)
+
+
+def _takes_arrays(program: jaxprs.Inner) -> bool:
+    return compat.only_arrays(program.closed)
 
 
 def _finished(frame: Frame) -> Plan:

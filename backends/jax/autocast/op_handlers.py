@@ -15,6 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 import jax
+import jax.extend.core as core
 import numpy as np
 from jax.extend.core import Literal
 
@@ -240,7 +241,7 @@ def _why_float32(eqn: Equation, known: list[ValueFacts], region: Region) -> str:
 def unknown(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """A primitive of which nothing is known: it runs as written, and so does a program inside."""
     name = eqn.primitive.name
-    if name not in known_functions.OPAQUE and compat.has_program(eqn.params):
+    if name not in known_functions.OPAQUE and [*core.jaxprs_in_params(eqn.params)]:
         frame.planner.warn(name)
     return frame.as_written(eqn)
 

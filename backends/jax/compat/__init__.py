@@ -133,13 +133,6 @@ def only_arrays(closed: ClosedProgram) -> bool:
     return all(type(v.aval) is _core.ShapedArray for v in (*binders(closed)[1], *jaxpr.outvars))
 
 
-def has_program(params: jax.core.ParamDict) -> bool:
-    """True if an equation's parameters hold a jaxpr or a function."""
-    if any(True for _ in core.jaxprs_in_params(params)):
-        return True
-    return any(callable(value) and hasattr(value, "call_wrapped") for value in params.values())
-
-
 def dtypes_out(eqn: Equation, dtypes: Sequence[str | None]) -> tuple[str | None, ...]:
     """The dtypes of an equation's results if its operands had these; None: as declared.
 

@@ -102,14 +102,6 @@ def test_only_arrays():
     assert not compat.only_arrays(eqn.params["jaxpr"])
 
 
-def test_has_program():
-    (*_, eqn) = traced(lambda x: lax.custom_linear_solve(lambda v: x @ v, x[0],
-                       lambda m, b: b, lambda m, b: b), X).eqns  # fmt: skip
-    assert compat.has_program(eqn.params)
-    (eqn,) = traced(jnp.sin, X).eqns
-    assert not compat.has_program(eqn.params)
-
-
 def test_the_scopes_of_a_name_stack():
     def f(x):
         with jax.named_scope("keep"), jax.named_scope("drop"):

@@ -14,7 +14,6 @@ replaced.
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import inf, prod
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -139,7 +138,7 @@ batching.primitive_batchers[contraction_p] = _batch
 
 
 def remat_rule(
-    saveable: Callable[..., compat.RematAnswer],
+    saveable: Callable[..., Any],
     unknown: Sequence[bool],
     kept: Sequence[bool],
     eqn: core.JaxprEqn,
@@ -352,14 +351,12 @@ _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 #             to three times as slow: so it rounds its result, a parameter's gradient too.
 #             Source: XLA, xla/service/gpu/gpu_float_support.cc, SupportsMixedPrecisions.
 # rocm, tpu   by reasoning, not measured.
-FORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
-    {
-        "cpu": of_this_processor,
-        "cuda": convolutions_low,
-        "rocm": convolutions_low,
-        "tpu": result_as_asked,
-    }
-)
+FORMS: Mapping[str, Callable[..., object]] = {
+    "cpu": of_this_processor,
+    "cuda": convolutions_low,
+    "rocm": convolutions_low,
+    "tpu": result_as_asked,
+}
 
 
 def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
@@ -383,9 +380,6 @@ lower_as(result_as_asked)
 
 for _platform, _form in FORMS.items():
     lower_as(_form, _platform)
-
-# Makes a product of ours from JAX's primitive, its operands and its parameters.
-Product = Callable[..., jax.Array]
 
 
 def low(x: Any, run: str) -> ShapedArray:
@@ -433,9 +427,12 @@ def _plain(of: core.Primitive, params: Params, run: str) -> Callable[..., jax.Ar
 
 
 def with_products(
-    closed: ClosedProgram, args: Sequence[Any], product: Product, out: str
+    closed: ClosedProgram, args: Sequence[Any], product: Callable[..., jax.Array], out: str
 ) -> jax.Array:
-    """The result of a program of one dtype, with each product in it replaced by one of ours."""
+    """The result of a program of one dtype, with each product in it replaced by one of ours.
+
+    `product` makes it from JAX's primitive, its operands and its parameters.
+    """
     eqns = compat.opened(closed)[0].eqns
     turned = set()  # results of products that were made the other way round
 

@@ -226,37 +226,32 @@ class Planner:
             warnings.warn(message.format(name), stacklevel=2)
 
 
+@dataclass(eq=False)
 class Frame:
     """One closed jaxpr under one set of known inputs, while its equations become steps."""
 
-    def __init__(
-        self,
-        planner: Planner,
-        jaxpr: ClosedProgram,
-        known: tuple[ValueFacts, ...],
-        region: Region,
-        results: Sequence[str | None] | None = None,
-        gradients: bool = False,
-    ) -> None:
-        self.planner = planner
-        self.closed = jaxpr
-        self.jaxpr: OpenProgram = jaxpr.jaxpr
-        self.inputs = known
-        self.region = region  # where no mark says otherwise
-        self.results = results  # dtypes that the outputs must have; None leaves those as they come
-        # The outputs are gradients: a contraction that makes one of a float32 value then does not
-        # round it.
-        self.gradients = gradients
-        constvars, invars = compat.binders(jaxpr)
-        self.env: dict[Atom, ValueFacts] = {}
-        self.env.update(zip(constvars, map(_constant, constvars, jaxpr.consts), strict=True))
-        self.env.update(zip(invars, known, strict=True))
-        self.steps: list[Step] = []
-        # Of the equation at hand, without our marks.
-        self.stack: NameStack = compat.no_scopes()
-        self.casts: bool = results is not None  # whether there may be any
-        # In which dtype all steps read a variable; of several, none. See `planner`.
-        self.reads: Mapping[Atom, str | None] = {}
+    planner: Planner
+    closed: ClosedProgram
+    inputs: tuple[ValueFacts, ...]  # what is known of them
+    region: Region  # where no mark says otherwise
+    # Dtypes that the outputs must have; None leaves those as they come.
+    results: Sequence[str | None] | None = None
+    # The outputs are gradients: a contraction that makes one of a float32 value then does not round
+    # it.
+    gradients: bool = False
+    steps: list[Step] = field(default_factory=list)
+    # Of the equation at hand, without our marks.
+    stack: NameStack = field(default_factory=compat.no_scopes)
+    # In which dtype all steps read a variable; of several, none. See `planner`.
+    reads: Mapping[Atom, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.jaxpr: OpenProgram = self.closed.jaxpr
+        self.casts: bool = self.results is not None  # whether there may be any
+        constvars, invars = compat.binders(self.closed)
+        consts = map(_constant, constvars, self.closed.consts)
+        self.env: dict[Atom, ValueFacts] = dict(zip(constvars, consts, strict=True))
+        self.env.update(zip(invars, self.inputs, strict=True))
 
     def known(self, atom: Atom) -> ValueFacts:
         """The dtype of an operand, where it comes from, and its number if it is one."""

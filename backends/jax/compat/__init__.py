@@ -189,12 +189,8 @@ class Context(Protocol[T]):
     def __call__(self, value: T) -> AbstractContextManager[object]: ...
 
 
-# What a rematerialisation policy may answer.
-RematAnswer: TypeAlias = _partial_eval.RematCases_
-
-
 def remat_case(
-    answer: RematAnswer,
+    answer: Any,
 ) -> Literal["save", "recompute"] | tuple[_core.MemorySpace, _core.MemorySpace]:
     """The answer of a rematerialisation policy: "save", "recompute", or (there, back) to offload.
 

@@ -14,7 +14,7 @@ depend on the order of the elements; a matrix and its transpose have the same.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -289,8 +289,7 @@ def compare(
         if not shared:
             have = (f"{r.name!r} has steps {_numbers(r.steps)}" for r in (ours, theirs))
             raise RecordError(f"the records share no step: {', '.join(have)}.")
-        # By how much rounding may have moved the arrays that the steps before have left.
-        moved: dict[str, float] = {}
+        moved: set[str] = set()  # parameters that the steps before have updated otherwise
         for step in shared:
             now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
             if now is None:
@@ -303,10 +302,7 @@ def compare(
             found = now
             if not found.explained:
                 return found
-            for row in found.rows:
-                if row.array.kind == UPDATE:
-                    most = math.inf if row.difference else row.allowed * row.array.values[RMS]
-                    moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
+            moved |= {r.array.name for r in found.rows if r.array.kind == UPDATE and r.difference}
     assert found is not None
     return found
 
@@ -346,7 +342,7 @@ def _compared(
     one: RecordedStep,
     other: RecordedStep,
     modules: Mapping[str, str] | None,
-    moved: Mapping[str, float],
+    moved: Set[str],
 ) -> Comparison | None:
     """A step; None if it begins with nothing but arrays that were `moved` apart before it."""
     left = Side(one, int(ours.header.get("probes", 0)), {})
@@ -364,12 +360,7 @@ def _compared(
         )
     apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
     if apart:
-        news = [
-            r
-            for r in apart
-            if r.difference * r.array.values[RMS] > moved.get(r.array.name, -1.0)
-            and r.array.direction != BACKWARD
-        ]
+        news = [r for r in apart if r.array.name not in moved and r.array.direction != BACKWARD]
         if not news:
             return None
         first = news[0]
@@ -494,34 +485,22 @@ def _notes(
             )
         if record.cut:
             yield f"{name} ends in a step that is not whole, which was left out"
-    if all(COMPILED in step.left_out for step in steps):
+    compiled = [COMPILED in step.left_out for step in steps]
+    if all(compiled):
         yield (
             "both runs are compiled: how far rounding moves what compiled code makes is not known, "
             "so any difference of it counts; compare each with a record of the eager model"
         )
     passed = [row.array for row in rows if row.verdict == PASSED]
-    if calls := [array for array in passed if array.kind == RESULT]:
-        hidden = "the other run is compiled there, or " * any(COMPILED in s.left_out for s in steps)
+    if lone := [array for array in passed if array.kind == RESULT]:
+        hidden = "the other run is compiled there, or " * any(compiled)
         yield (
-            f"not compared: {text_table.plural(len(calls), 'call')} that only one run makes; "
+            f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; "
             f"{hidden}a call that reads them has the same values in both"
         )
-    # The state of an optimizer is read by its updates alone. Compiled code does not tell what it
-    # reads: beside it count the inputs of calls that the other run makes outside of it.
-    pairs = [(row.one, row.other) for row in rows if row.one is not None and row.other is not None]
-    outside = {
-        id(a)
-        for pair in pairs
-        if all(a.kind == RESULT and a.name != COMPILED for a in pair)
-        for a in pair
-    }
-    used = {
-        id(step.arrays[r])
-        for step, other in (steps, steps[::-1])
-        for a in step.arrays
-        if a.kind == RESULT and (COMPILED not in other.left_out or id(a) in outside)
-        for r in a.reads
-    }
+    # The state of an optimizer is read by its updates alone; compiled code does not tell its reads.
+    calls = [(step, a) for step in steps for a in step.arrays if a.kind == RESULT]
+    used = {id(step.arrays[r]) for step, a in calls if not any(compiled) for r in a.reads}
     if inputs := [a.name for a in passed if a.kind == INPUT and id(a) in used]:
         some = ", ".join(inputs[:3]) + (", ..." if len(inputs) > 3 else "")
         ends = {array.name for array in passed if array.kind in (GRADIENT, UPDATE)}

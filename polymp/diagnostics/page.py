@@ -23,7 +23,7 @@ from pathlib import Path
 from string import Template
 
 from polymp import text_table
-from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column, Table
+from polymp.diagnostics.tables import Cell, Column, Table
 from polymp.errors import escaped
 
 
@@ -34,22 +34,18 @@ class Shown:
         """The lines above the table; the first is the title."""
         raise NotImplementedError
 
-    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+    def _table(self, fold: bool = True) -> Table:
         raise NotImplementedError
 
-    def table(self, width: int | None = None, *, sort: str = PROGRAM, fold: bool = True) -> str:
+    def table(self, width: int | None = None, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
-        Rows are grouped by direction and module. "layers.*.attn x24" are 24 modules whose rows are
-        alike: counts are those of all of them, and the largest magnitude is.
+        Rows are grouped by direction and module, in the order in which modules and ops were first
+        reached. "layers.*.attn x24" are 24 modules whose rows are alike: counts are those of all of
+        them, and the largest magnitude is.
 
         Args:
             width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and ops were first reached; "cost" to put
-                those first that cost most. In a report: whose casts move the most bytes, and of
-                these, or where nothing is cast, those with the most FLOPs. In an audit: of which
-                float16 would lose most, by the share of values that become Inf, of these that
-                become zero, of these that become subnormal.
             fold: False to show equal layers one by one.
 
         Returns:
@@ -57,9 +53,8 @@ class Shown:
 
         Raises:
             TypeError: `width` is no whole number.
-            ValueError: `sort` is neither "program" nor "cost".
         """
-        table = self._table(sort, fold)
+        table = self._table(fold)
         title, *notes = [*self._lines(), *filter(None, [table.note])]
         above = (title, "", *notes, *[""] * bool(table.lines))
         lines = [line for note in above for line in text_table.folded(note, width)]
@@ -68,8 +63,7 @@ class Shown:
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same lines, and a table to sort by any column and to filter.
 
-        The page loads nothing, so it can be mailed or kept with a run. Its rows are in the order of
-        `table(sort="cost")`.
+        The page loads nothing, so it can be mailed or kept with a run.
 
         Args:
             path: file to write it to as well, in UTF-8.
@@ -77,7 +71,7 @@ class Shown:
         Returns:
             The page as text.
         """
-        table = self._table(COST)
+        table = self._table()
         title, *notes = [*self._lines(), *filter(None, [table.note])]
         return html(path, title=title, notes=notes, table=table)
 

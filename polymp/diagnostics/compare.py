@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page, record_pairs, run_record
+from polymp.diagnostics import record_pairs, run_record
 from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
+from polymp.diagnostics.page import Shown
 from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side
 from polymp.diagnostics.run_record import (
     AMAX,
@@ -44,7 +45,7 @@ from polymp.errors import escaped
 
 
 @dataclass(eq=False, repr=False)
-class Comparison:
+class Comparison(Shown):
     """The comparison of two records; true if there is a difference that rounding cannot explain.
 
     `print` shows: whether it is the same program, or where the two part; the first call that
@@ -100,11 +101,13 @@ class Comparison:
                 ends[place] = row
         return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
 
-    def table(self, width: int | None = None) -> str:
+    def table(self, width: int | None = None, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
         Args:
             width: of a line, in characters; by default the terminal's, and 100 without one.
+            fold: False to show how the difference grows from each module to the next, of more than
+                24, too.
 
         Returns:
             The text.
@@ -118,7 +121,7 @@ class Comparison:
         if grown := self.growth():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
-            step = max(1, math.ceil(len(grown) / 24))  # equal layers as one would hide the growth
+            step = math.ceil(len(grown) / 24) if fold else 1  # equal layers would hide the growth
             at = sorted({*range(0, len(grown), step), len(grown) - 1})
             rows = [
                 (module or OUTSIDE, direction, _number(off), _number(allowed))
@@ -128,6 +131,14 @@ class Comparison:
         for note in self.notes:
             lines += ["", *text_table.folded(note, width)]
         return escaped("\n".join(lines))
+
+    def _lines(self) -> list[str]:
+        title = " and ".join(self.names)
+        return [title, self._about(), self._program(), self._verdict(), *self.notes]
+
+    def _table(self, fold: bool = True) -> Table:
+        lines = [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
+        return Table(_COLUMNS, lines)
 
     def _about(self) -> str:
         parts = []
@@ -208,31 +219,8 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """Return an HTML page: the text, a curve of the difference over depth, and all arrays.
-
-        Args:
-            path: file to write it to as well, in UTF-8.
-
-        Returns:
-            The page as text.
-        """
-        return page.html(
-            path,
-            title=" and ".join(self.names),
-            about=self._about(),
-            notes=[self._program(), self._verdict(), *self.notes],
-            table=Table(
-                _COLUMNS, [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
-            ),
-            curve=[(f"{m or OUTSIDE}, {d}", off, most) for d, m, off, most in self.growth()],
-        )
-
     def __bool__(self) -> bool:
         return not self.explained
-
-    def __str__(self) -> str:
-        return self.table()
 
     def __repr__(self) -> str:
         first = "rounding explains all" if self.first is None else _called(self.first.array)
@@ -296,7 +284,7 @@ def compare(
                 assert found is not None
                 found.notes.append(
                     f"not compared: steps from {step.number} on. They begin with the weights that "
-                    "the step before has left, and rounding has moved these apart"
+                    "the step before has left, which differ by what rounding explains of updates"
                 )
                 break
             found = now

@@ -101,23 +101,19 @@ class Comparison(Shown):
                 ends[place] = row
         return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
 
-    def table(self, width: int | None = None, *, fold: bool = True) -> str:
+    def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
         Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
             fold: False to show how the difference grows from each module to the next, of more than
                 24, too.
 
         Returns:
             The text.
-
-        Raises:
-            TypeError: `width` is no whole number.
         """
-        lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}", width)
+        lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}")
         if self.first is not None:
-            lines += ["", *beside(self.names, self.first, width)]
+            lines += ["", *beside(self.names, self.first)]
         if grown := self.growth():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
@@ -127,9 +123,9 @@ class Comparison(Shown):
                 (module or OUTSIDE, direction, _number(off), _number(allowed))
                 for direction, module, off, allowed in (grown[i] for i in at)
             ]
-            lines += text_table.columns(heads, rows, heads[2:], width)
+            lines += text_table.columns(heads, rows, heads[2:])
         for note in self.notes:
-            lines += ["", *text_table.folded(note, width)]
+            lines += ["", *text_table.folded(note)]
         return escaped("\n".join(lines))
 
     def _lines(self) -> list[str]:
@@ -397,7 +393,7 @@ def _called(a: RecordedArray) -> str:
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
 
 
-def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> list[str]:
+def beside(names: tuple[str, str], row: Compared) -> list[str]:
     """The lines of a table with the arrays of both runs."""
 
     def cells(a: RecordedArray | None) -> dict[str, str]:
@@ -416,7 +412,7 @@ def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> l
             "some elements": ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.size, 3)]),
         }
 
-    return text_table.side_by_side(names, (cells(row.one), cells(row.other)), width)
+    return text_table.side_by_side(names, (cells(row.one), cells(row.other)))
 
 
 def _number(x: float) -> str:

@@ -36,7 +36,7 @@ class Shown:
     def _table(self, fold: bool = True) -> Table:
         raise NotImplementedError
 
-    def table(self, width: int | None = None, *, fold: bool = True) -> str:
+    def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
         Rows are grouped by direction and module, in the order in which modules and ops were first
@@ -44,20 +44,16 @@ class Shown:
         them, and the largest magnitude is.
 
         Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
             fold: False to show equal layers one by one.
 
         Returns:
             The text.
-
-        Raises:
-            TypeError: `width` is no whole number.
         """
         table = self._table(fold)
         title, *notes = [*self._lines(), *filter(None, [table.note])]
         above = (title, "", *notes, *[""] * bool(table.lines))
-        lines = [line for note in above for line in text_table.folded(note, width)]
-        return escaped("\n".join([*lines, *table.text(width)]))
+        lines = [line for note in above for line in text_table.folded(note)]
+        return escaped("\n".join([*lines, *table.text()]))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same lines, and a table to sort by any column and to filter.

@@ -68,7 +68,11 @@ class Shown:
         """
         table = self._table()
         title, *notes = [*self._lines(), *filter(None, [table.note])]
-        return html(path, title=title, notes=notes, table=table)
+        page = _page(title, notes, table)
+        if path is not None:
+            with replacing(path) as beside:
+                beside.write_text(page, encoding="utf-8")
+        return page
 
     def __str__(self) -> str:
         return self.table()
@@ -83,24 +87,15 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(
-    path: str | PathLike[str] | None,
-    *,
-    title: str,
-    notes: Sequence[str],
-    table: Table,
-) -> str:
-    """A page as one text, also in a file; everything that comes from a program is escaped.
-
-    Columns without a text are left out.
-    """
+def _page(title: str, notes: Sequence[str], table: Table) -> str:
+    """A page without columns that are empty; everything that comes from a program is escaped."""
     columns = [Column("#", True, "the order of these rows"), Column("module"), *table.columns]
     rows = [
         [Cell(c) if isinstance(c, str) else c for c in (Cell(str(at), at), x.module, *x.cells)]
         for at, x in enumerate(table.lines, 1)
     ]
     used = [at for at in range(len(columns)) if any(row[at].text for row in rows)]
-    text = _filled(
+    page = _filled(
         Template(_file("page.html")),
         title=title,
         style=_Markup(_file("page.css")),
@@ -115,10 +110,7 @@ def html(
         ),
         script=_Markup(_file("page.js")),
     )
-    if path is not None:
-        with replacing(path) as beside:
-            beside.write_text(text, encoding="utf-8")
-    return str(text)
+    return str(page)
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polymp.diagnostics.alignment import aligned, shared_name
+from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import factor, unit_roundoff
 from polymp.diagnostics.run_record import (
@@ -622,8 +622,11 @@ def _aligned(one: Side, other: Side, common: bool) -> dict[int, int]:
         arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
         return [(module, a.direction, shared_name(a.name), a.shape) for module, a in arrays]
 
-    pairs = aligned(keys(one), keys(other))
-    return {one.results[i]: other.results[j] for i, j in pairs.items()}
+    pairs: dict[int, int] = {}
+    for part, i, end, j, last in blocks(keys(one), keys(other)):
+        if part == "equal":
+            pairs.update(zip(one.results[i:end], other.results[j:last], strict=True))
+    return pairs
 
 
 def _alike(one: RecordedArray, other: RecordedArray) -> bool:

@@ -168,7 +168,7 @@ class Comparison(Shown):
         row = self.first
         if row is None:
             pairs = [r for r in self.rows if r.one is not None and r.other is not None]
-            worst = max(pairs, key=Compared.share, default=None)
+            worst = max(pairs, key=lambda pair: pair.share, default=None)
             if worst is None or not worst.difference:
                 return "rounding explains all: no number differs"
             return (

@@ -59,6 +59,7 @@ class Compared(NamedTuple):
     # root mean square; 0 where only one run has the array.
     difference: float = 0.0
     allowed: float = 0.0
+    share: float = 0.0  # of what rounding explains: 1 for all of it
     # The same of the whole array: of the root mean square difference, or between two frameworks of
     # the difference of the root mean squares.
     mean_difference: float = 0.0
@@ -74,12 +75,6 @@ class Compared(NamedTuple):
         array = self.other if compiled and self.verdict == UNEXPLAINED else self.one or self.other
         assert array is not None
         return array
-
-    def share(self) -> float:
-        """Return how much of what rounding explains the difference takes: 1 for all."""
-        if not self.difference:
-            return 0.0
-        return self.difference / self.allowed if self.allowed else math.inf
 
     @property
     def dtypes_differ(self) -> bool:
@@ -403,13 +398,13 @@ class Pairs:
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.held(i, j)
-        ratio, at = _worst(difference, allowed)
+        share, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
         off = float(difference[at]) / size
         part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
         means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
-        verdict = EXPLAINED if ratio <= 1 else UNEXPLAINED
-        return Compared(one, other, verdict, off, float(allowed[at]) / size, *means)
+        verdict = EXPLAINED if share <= 1 else UNEXPLAINED
+        return Compared(one, other, verdict, off, float(allowed[at]) / size, share, *means)
 
     def _with_partner(self, row: Compared) -> Compared:
         """A call that only one run has, beside the call of the other that reads the same values."""

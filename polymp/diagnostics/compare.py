@@ -88,18 +88,15 @@ class Comparison(Shown):
     def _across(self) -> bool:
         return len({header.get("framework") for header in self.headers}) > 1
 
-    def growth(self) -> list[tuple[str, str, float, float]]:
-        """Return how the difference grows: direction, module, difference, what is allowed.
-
-        The last array of each module in program order; `mean_difference` and `mean_allowed`.
-        """
+    def growth(self) -> list[Compared]:
+        """Return the last pair of each module, with `mean_difference` and `mean_allowed`."""
         ends: dict[tuple[str, str], Compared] = {}
         for row in self.rows:
             if row.array.kind == RESULT and row.one is not None and row.other is not None:
                 place = row.array.direction, row.array.module
                 ends.pop(place, None)
                 ends[place] = row
-        return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
+        return [*ends.values()]
 
     def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
@@ -119,10 +116,10 @@ class Comparison(Shown):
             lines += ["", "the difference from module to module, of the root mean square:", ""]
             step = math.ceil(len(grown) / 24) if fold else 1  # equal layers would hide the growth
             at = sorted({*range(0, len(grown), step), len(grown) - 1})
-            rows = [
-                (module or OUTSIDE, direction, _number(off), _number(allowed))
-                for direction, module, off, allowed in (grown[i] for i in at)
-            ]
+            rows = []
+            for row in (grown[i] for i in at):
+                place = row.array.module or OUTSIDE, row.array.direction
+                rows.append((*place, _number(row.mean_difference), _number(row.mean_allowed)))
             lines += text_table.columns(heads, rows, heads[2:])
         for note in self.notes:
             lines += ["", *text_table.folded(note)]

@@ -77,20 +77,14 @@ class Compared(NamedTuple):
         return array
 
     @property
-    def dtypes_differ(self) -> bool:
-        """True if both runs have it in other dtypes."""
-        if self.one is None or self.other is None:
-            return False
-        return (self.one.run, self.one.dtype) != (self.other.run, self.other.dtype)
-
-    @property
     def parts(self) -> str:
         """How the programs differ here; "" if both make the same call in the same dtypes."""
         if self.one is None or self.other is None:
             return "only one run has it"
         if not _alike(self.one, self.other):
             return f"{self.other.name} in the other run"
-        return "in other dtypes" if self.dtypes_differ else ""
+        same = (self.one.run, self.one.dtype) == (self.other.run, self.other.dtype)
+        return "" if same else "in other dtypes"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data, without the numbers of the arrays."""

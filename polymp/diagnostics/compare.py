@@ -14,7 +14,7 @@ depend on the order of the elements; a matrix and its transpose have the same.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -270,7 +270,8 @@ def compare(
         if not shared:
             have = (f"{r.name!r} has steps {_numbers(r.steps)}" for r in (ours, theirs))
             raise RecordError(f"the records share no step: {', '.join(have)}.")
-        moved: set[str] = set()  # parameters that the steps before have updated otherwise
+        # By how much rounding may have moved the arrays that the steps before have left.
+        moved: dict[str, float] = {}
         for step in shared:
             now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
             if now is None:
@@ -283,7 +284,10 @@ def compare(
             found = now
             if not found.explained:
                 return found
-            moved |= {r.array.name for r in found.rows if r.array.kind == UPDATE and r.difference}
+            for row in found.rows:
+                if row.array.kind == UPDATE:  # which a jitted step may round in another way
+                    most = math.inf if row.difference else row.allowed * row.array.values[RMS]
+                    moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
     assert found is not None
     return found
 
@@ -323,7 +327,7 @@ def _compared(
     one: RecordedStep,
     other: RecordedStep,
     modules: Mapping[str, str] | None,
-    moved: Set[str],
+    moved: Mapping[str, float],
 ) -> Comparison | None:
     """A step; None if it begins with nothing but arrays that were `moved` apart before it."""
     left = Side(one, int(ours.header.get("probes", 0)), {})
@@ -341,7 +345,12 @@ def _compared(
         )
     apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
     if apart:
-        news = [r for r in apart if r.array.name not in moved and r.array.direction != BACKWARD]
+        news = [
+            r
+            for r in apart
+            if r.difference * r.array.values[RMS] > moved.get(r.array.name, -1.0)
+            and r.array.direction != BACKWARD
+        ]
         if not news:
             return None
         first = news[0]

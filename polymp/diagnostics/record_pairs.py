@@ -291,13 +291,12 @@ class Pairs:
         array = self.one.arrays[i]
         if not alone and array.kind not in (RESULT, INPUT):
             return None
-        fits = self._with_values(i, self.other.by_size.get(_size(array)))
-        alike = [j for _, j in fits if _alike(self.other.arrays[j], array)]
-        if not alone:
-            module = self.one.modules[i]
-            alike = [j for j in alike if self.other.modules[j] == module]
-            return next(iter(alike), None) if self.one.rms[i] else None
-        return next((j for j in (*alike, *(j for _, j in fits))), None)
+        fits = [j for _, j in self._with_values(i, self.other.by_size.get(_size(array)))]
+        alike = [j for j in fits if _alike(self.other.arrays[j], array)]
+        if alone:
+            return next(iter(alike or fits), None)
+        near = (j for j in alike if self.other.modules[j] == self.one.modules[i])
+        return next(near, None) if self.one.rms[i] else None
 
     def has_twin(self, j: int) -> bool:
         """True if some array of the first run has the values of one of the other."""

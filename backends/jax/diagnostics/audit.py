@@ -44,10 +44,8 @@ class Audited(Wrapped):
         fn: the function.
     """
 
-    _form = "audit(jax.jit(step))"
-
     def __init__(self, fn: Callable[..., object]) -> None:
-        super().__init__(fn)
+        super().__init__(fn, "audit(jax.jit(step))")
         self._programs: dict[Hashable, MeasuredCall] = {}
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None

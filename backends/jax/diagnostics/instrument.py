@@ -11,7 +11,7 @@ Scans and branches hand out what was measured inside; a `while` loop and a shard
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import chain
@@ -96,7 +96,6 @@ class MeasuredCall(Placed[Origin]):
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int | None] = {}  # by equation, that of its event; None without one
         self.handed: set[int] = set()  # events of the backward that the rest of the program reads
-        self._closed: dict[tuple[int, ...], str] = {}  # by place, what nothing is measured in
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         own = ends[len(invars) :]
         self.results = self.program(self.closed, ends[: len(invars)], (), own)  # their origins
@@ -122,12 +121,9 @@ class MeasuredCall(Placed[Origin]):
     @cached_property
     def left_out(self) -> Counter[str]:
         """How many calls are not measured, by what they are in."""
-        found = defaultdict[str, set[int]](set)
-        for (parent, _), number in self._ends.items():
-            for place, name in self._closed.items():
-                if parent[: len(place)] == place:
-                    found[f"in a {name.replace('while', 'while loop')}"].add(number)
-        return Counter({why: len(calls) for why, calls in found.items()})
+        ends = ((s.closed, self._ends[s.key]) for s in self.sites.values() if s.key in self._ends)
+        names = (name.replace("while", "while loop") for name, _ in set(ends) if name)
+        return Counter(f"in a {name}" for name in names)
 
     def _add_call(
         self, call: Call, sites: Sequence[Site], readers: Mapping[Atom, set[int]], once: bool
@@ -165,13 +161,6 @@ class MeasuredCall(Placed[Origin]):
         return Origin(
             one.events | other.events, one.outside | other.outside, one.given or other.given
         )
-
-    def equation(
-        self, at: int, eqn: Equation, values: list[Origin], around: tuple[int, ...]
-    ) -> Sequence[Origin]:
-        if eqn.primitive.name in CLOSED:
-            self._closed[(*around, at)] = eqn.primitive.name
-        return super().equation(at, eqn, values, around)
 
     def leaf(
         self, eqn: Equation, values: list[Origin], around: tuple[int, ...]

@@ -12,8 +12,8 @@ summed up in numpy. Of each array only the numbers leave the device that
 import contextlib
 import math
 import os
+import re
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array, is_float, is_typed
-from polymp.backends.jax.compat.programs import Equation
+from polymp.backends.jax.compat.programs import Atom, Equation
 from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
@@ -69,12 +69,10 @@ class Recorded(Wrapped):
         options: of `record`.
     """
 
-    _form = "record(path, jax.jit(step))"
-
     def __init__(self, fn: Callable[..., object], options: Options) -> None:
-        super().__init__(fn)
+        super().__init__(fn, "record(path, jax.jit(step))")
         self._options = options
-        self._name = getattr(fn, "__name__", None) or type(fn).__name__
+        self._model = getattr(fn, "__name__", None) or type(fn).__name__
         self._writer = RecordWriter(options, self._described)
         self._programs: dict[Hashable, _Program] = {}
 
@@ -83,7 +81,7 @@ class Recorded(Wrapped):
         return {
             "framework": "jax",
             "versions": {"jax": jax.__version__},
-            "model": self._name,
+            "model": self._model,
             "device": jax.devices()[0].device_kind,
             "threads": os.cpu_count(),
             "rank": jax.process_index(),
@@ -112,7 +110,7 @@ class Recorded(Wrapped):
             program = _Program(self.fn, args, kwargs, options.probes, options.modules)
             if not self._programs:  # another call may leave modules out
                 paths = {site.scope.module for site in program.call.sites.values()}
-                run_record.check_matched(options.modules, paths, self._name)
+                run_record.check_matched(options.modules, paths, self._model)
             self._programs[key] = program
         program = self._programs[key]
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
@@ -279,7 +277,7 @@ class _Walk(Evaluation):
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
-        self.left_out = Counter[str]()
+        self.left_out = program.call.left_out.copy()
 
     def run(self, arrays: Sequence[jax.Array]) -> None:
         """Go through the program."""
@@ -314,9 +312,7 @@ class _Walk(Evaluation):
         narrow = rounds_operands(eqn, self.kernels.device)
         sizes: dict[int, Any] = {}
         if name in CLOSED:
-            call: Call | None = self._left_out(
-                name.replace("while", "while loop"), (*around, at), eqn
-            )
+            call: Call | None = self._closed((*around, at), eqn)
         else:
             call, rows = self._ended((around, id(eqn))), rows[:1]
         if eqn.effects and not eqn.outvars:
@@ -361,12 +357,9 @@ class _Walk(Evaluation):
         patterns = self._program.patterns
         return not self._loops and bool(run_record.selected([call.module], patterns))
 
-    def _left_out(self, what: str, place: tuple[int, ...], eqn: Equation) -> Call:
-        """Count the calls inside an equation; it stands for them, as one."""
+    def _closed(self, place: tuple[int, ...], eqn: Equation) -> Call:
+        """An equation as a call, which stands for those inside of it."""
         sites = [s for s in self._call.sites.values() if s.parent[: len(place)] == place]
-        count = len({self._call.of_event[s.key] for s in sites if s.key in self._call.of_event})
-        if count and not self._loops:
-            self.left_out[f"in a {what}"] += count
         direction = sites[0].scope.direction if sites else FORWARD
         where = module_of(sites), source(eqn.source_info.traceback), direction
         dtypes = tuple(v.aval.dtype.name for v in eqn.invars if is_float(v.aval))
@@ -559,60 +552,45 @@ def _few(x: Any) -> Any:
 def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, int]]:
     """By result, the kind of its row, and the place among the inputs of the argument that it is of.
 
-    Results of an argument's structure, dtypes and shapes are its update if they are made of it and
-    of a gradient, without an op that changes the shape; its gradient if they come out of the
-    backward pass, and no other argument is like it.
+    A result of the path, dtype and shape of an array in an argument is its update if it is made of
+    that without an op that changes the shape, and some such result of the argument of a gradient,
+    too; its gradient if it comes out of the backward pass, and no other argument is like it.
     """
-    parts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(given)
-    for place, (path, x) in enumerate((path, x) for path, x in leaves if is_typed(x)):
+    leaves = [(p, x) for p, x in jax.tree_util.tree_leaves_with_path(given) if is_typed(x)]
+    argument = {place: path[:2] for place, (path, _) in enumerate(leaves)}
+    by_path: dict[str, list[int]] = {}
+    for place, (path, x) in enumerate(leaves):
         if is_float(x):
-            parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
+            by_path.setdefault(jax.tree_util.keystr(path[2:]), []).append(place)
+    alike: dict[int, list[int]] = {}
     variables = compat.opened(call.closed)[0].outvars
-    results = [n for n, v in enumerate(variables) if is_float(v.aval)]
+    for at, name in enumerate(call.traced.results):
+        ends = (name[match.start() :] for match in re.finditer(r"\[|\.|$", name))
+        like = ([p for p in by_path.get(end, ()) if _same(call.inputs[p], variables[at])]
+                for end in ends)  # fmt: skip
+        alike[at] = next(filter(None, like), [])  # the longest
+    made = {at: _made_of(call, at) for at in alike if alike[at]}
+    trained = {argument[p] for at, (graded, own) in made.items() for p in alike[at]
+               if graded and p in own}  # fmt: skip
     found: dict[int, tuple[str, int]] = {}
-    for at in results:
-        if at in found:
-            continue
-        alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
-        most = max(map(len, alike), default=0)
-        alike = [pairs for pairs in alike if len(pairs) == most]
-        taken = {place for _, place in found.values()}
-        new = [
-            pairs
-            for pairs in alike
-            if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
-        ]
+    updated = set[int]()
+    for at, (graded, own) in made.items():
+        new = [p for p in alike[at] if p in own - updated and argument[p] in trained]
         if new:
-            found.update((n, (UPDATE, to)) for n, to in new[0])
-        elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
-            found.update((n, (GRADIENT, to)) for n, to in alike[0])
+            found[at] = UPDATE, new[0]
+            updated.add(new[0])
+        elif graded and len(alike[at]) == 1:
+            found[at] = GRADIENT, alike[at][0]
     return found
 
 
-def _alike(
-    call: MeasuredCall, results: Sequence[int], first: int, part: Sequence[tuple[str, int]]
-) -> list[tuple[int, int]]:
-    """The results, from one on, of the structure of an argument, with its inputs; [] if none are.
-
-    Their names are one beginning with the argument's paths after it.
-    """
-    start = results.index(first)
-    some = results[start : start + len(part)]
-    names = ["" if (name := call.traced.results[n]) == "result" else name for n in some]
-    prefix = names[0].removesuffix(part[0][0])
-    variables = compat.opened(call.closed)[0].outvars
-    pairs = list(zip(some, (place for _, place in part), strict=False))
-    same = (str(variables[n].aval) == str(call.inputs[place].aval) for n, place in pairs)
-    fits = names == [prefix + path for path, _ in part] and all(same)
-    return pairs if fits else []
+def _same(one: Atom, other: Atom) -> bool:
+    """True for variables of one dtype and shape."""
+    return str(one.aval) == str(other.aval)
 
 
 def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
-    """Of a result: whether a gradient is in it; and which inputs are, too, if so.
-
-    As far as forward ops do not change the shape.
-    """
+    """Whether a gradient is in a result, and which inputs are, as far as shapes stay the same."""
     shape = compat.opened(call.closed)[0].outvars[result].aval.shape
     origin = call.results[result]
     outside, graded = set(origin.outside), False
@@ -626,4 +604,4 @@ def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
         if event.direction == FORWARD and event.site.eqn.outvars[0].aval.shape == shape:
             outside.update(event.outside)
             todo.extend(event.inputs)
-    return graded, outside if graded else set()
+    return graded, outside

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 
@@ -30,6 +30,7 @@ from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, N
 from polymp.backends.jax.jaxprs import Walk, inside
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import grad_scaler, optimizer_step, tree_math
+from polymp.diagnostics.bad_step import NoBlock
 from polymp.diagnostics.blame import rounded
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.rules import decision_log
@@ -147,12 +148,15 @@ def traced(
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 
-class Wrapped:
-    """A function, `fn`, whose calls are looked at."""
+class Wrapped(NoBlock):
+    """A function, `fn`, whose calls are looked at; `form` is how it is written."""
 
-    _form: str  # how it is written: "audit(jax.jit(step))"
-
-    def __init__(self, fn: Callable[..., object]) -> None:
+    def __init__(self, fn: Callable[..., object], form: str) -> None:
+        self._form, self._name = form, form.partition("(")[0]
+        self._usage = (
+            f"polymp.jax.{self._name} is not a context manager. Write wrapped = polymp.jax.{form}, "
+            f"call wrapped in place of the step, and read wrapped.{self._name}."
+        )
         functools.update_wrapper(cast(Any, self), fn)
         self.fn = fn
         # Arguments that cannot be hashed, so that their ids stay theirs.
@@ -162,10 +166,10 @@ class Wrapped:
         """The key of a call, whose arguments have values: for calls of one key one program does."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            name = self._form.partition("(")[0]
             raise TypeError(
-                f"{name}({self.fn!r}) was called by code that is traced, where there are no "
-                f"values. {name.capitalize()} the outermost function: polymp.jax.{self._form}."
+                f"{self._name}({self.fn!r}) was called by code that is traced, where there are no "
+                f"values. {self._name.capitalize()} the outermost function: polymp.jax."
+                f"{self._form}."
             )
         types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
         return tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
@@ -178,17 +182,6 @@ class Wrapped:
             self._kept[id(leaf)] = leaf
             return type(leaf), id(leaf)
         return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
-
-    def __enter__(self) -> NoReturn:
-        """Say how it is used."""
-        name = self._form.partition("(")[0]
-        raise TypeError(
-            f"polymp.jax.{name} is not a context manager. Write wrapped = polymp.jax.{self._form}, "
-            f"call wrapped in place of the step, and read wrapped.{name}."
-        )
-
-    def __exit__(self, *error: object) -> None:
-        """Never reached; `with` asks for it first."""
 
 
 def parameters(fn: Callable[..., object]) -> list[str]:
@@ -366,6 +359,7 @@ class Site(NamedTuple):
     parent: tuple[int, ...]  # what it is inside of, by the places of equations
     written: object  # traceback of the equation, or of the call of the library's function it is in
     scans: tuple[tuple[int, ...], ...]  # where those around it stand, the outermost first
+    closed: str  # the primitive that is CLOSED and that it is inside of; "" if it is in none
 
     @property
     def key(self) -> Key:
@@ -395,14 +389,15 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
     A shard_map or a `while` comes before those inside it. `around` has the program's place, in all
     its fields but the equation.
     """
-    outer, times, fixed, parent, written, scans = (
-        around[1:] if around else (Scope(), 1, frozenset(), (), None, ())
+    outer, times, fixed, parent, written, scans, closed_by = (
+        around[1:] if around else (Scope(), 1, frozenset(), (), None, (), "")
     )
     filename, line, _ = compat.traced_from(closed)
     for at, eqn in enumerate(compat.opened(closed)[0].eqns):
         scope, traceback = scope_in(outer, eqn.source_info.name_stack), eqn.source_info.traceback
         own = written is None or _is_of_user(traceback, filename, line)
-        site = Site(eqn, scope, times, fixed, parent, traceback if own else written, scans)
+        by = traceback if own else written
+        site = Site(eqn, scope, times, fixed, parent, by, scans, closed_by)
         programs, name = inside(eqn), eqn.primitive.name
         more = ((*parent, at),) if name == "scan" else ()
         if not programs or name in CLOSED:
@@ -413,5 +408,6 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
             outside = site.written if written or is_library(part.closed) else None
             turns = times * count_of([part.times])
             own_place = *parent, at, which
-            place = Site(eqn, scope, turns, same, own_place, outside, (*scans, *more))
+            within = closed_by or (name if name in CLOSED else "")
+            place = Site(eqn, scope, turns, same, own_place, outside, (*scans, *more), within)
             yield from equations(part.closed, place)

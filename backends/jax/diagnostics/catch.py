@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polymp.backends.jax.arrays import AsyncCopy, is_float, is_inexact
-from polymp.backends.jax.diagnostics import locate as finder
+from polymp.backends.jax.diagnostics.audit import locate
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
@@ -273,7 +273,7 @@ def _located(
 ) -> tuple[Fault | None, str]:
     args, kwargs = jax.tree.unflatten(tree, leaves)
     try:
-        return finder.locate(fn, *args, **kwargs), ""
+        return locate(fn, *args, **kwargs), ""
     except nnx.trace_errors():
         return None, _CLOSURE
     except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced

@@ -36,16 +36,8 @@ from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated".split())
-# Primitives whose results are among their operands, or these with another sign.
-_CHOOSES = EXACT | LAYOUT | INDEPENDENT
-_CHOOSES |= frozenset(
-    """
-    max min select_n reduce_max reduce_min gather scatter dynamic_update_slice concatenate neg
-    abs sign argmax argmin top_k clamp iota is_finite select_and_gather_add cummax cummin
-    reduce_window_max random_bits random_wrap random_unwrap threefry2x32 while cond scan pad
-    split floor ceil round optimization_barrier polymp_fp8_quantise
-    """.split()
-)
+# Besides ops that compute nothing, primitives whose results are among their operands or constants.
+_CHOOSES = INDEPENDENT | {"iota", "select_and_gather_add", "polymp_fp8_quantise"}
 
 # By path, the arrays of a tree.
 _Arrays = dict[str, jax.Array]
@@ -111,13 +103,11 @@ class Program:
 
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
-        given, found = [Value(x) for x in self._flat], list[Run]()
-        for seeds in self._kernels.seeds(count):
-            outs = Evaluation(self._kernels, seeds).program(self.closed, given, ())
-            xs = [(np.asarray(out.x), out.runs) for out in outs]
-            runs = range(1, len(seeds))
-            found += [self._run([x[i] if several else x for x, several in xs]) for i in runs]
-        return found
+        given = [Value(x) for x in self._flat]
+        outs = Evaluation(self._kernels, count).program(self.closed, given, ())
+        xs = [(np.asarray(out.x), out.runs) for out in outs]
+        runs = range(1, count + 1)
+        return [self._run([x[i] if several else x for x, several in xs]) for i in runs]
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
         """A record of it, in memory, by `record` of this backend, whose file imports this one."""
@@ -158,10 +148,12 @@ class Value(NamedTuple):
 
 
 class Evaluation(Placed[Value]):
-    """Runs programs for some seeds, of which the first, 0, moves nothing; None for one run."""
+    """Runs programs, and beside each so many probes."""
 
-    def __init__(self, kernels: "Kernels", seeds: Any) -> None:
-        self.kernels, self.seeds = kernels, seeds
+    def __init__(self, kernels: "Kernels", probes: int) -> None:
+        self.kernels = kernels
+        # Of the runs; the first, 0, moves nothing. None if there is one run.
+        self.seeds: Any = np.arange(probes + 1, dtype=np.uint32) if probes else None
         self._moves = 0  # how many arrays have been moved
 
     def number(self, value: Any) -> Value:
@@ -291,32 +283,17 @@ _Options = tuple[tuple[str, bool | int], ...]
 _SMALL = 2**16
 
 
-# Numbers of a program's inputs, times probes, up to which these run at once.
-TOGETHER = 2**28
-
-
 class Kernels:
     """The compiled equations of a program; those of one kind, as of equal layers, are one."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         devices = [d for x in arrays if isinstance(x, jax.Array) for d in x.devices()]
         self.device = (devices or jax.devices())[0]  # one of several
-        self.numbers = sum(x.size for x in arrays if hasattr(x, "size"))
         options = quick_options(arrays) or {}
-        if self.numbers >= _SMALL:
+        if sum(x.size for x in arrays if hasattr(x, "size")) >= _SMALL:
             options.pop("xla_backend_optimization_level", None)
         self._options: _Options = tuple(options.items())
         self._known: dict[tuple[int, bool], Callable[..., Any]] = {}
-
-    def seeds(self, probes: int) -> "np.ndarray[Any, Any]":
-        """The seeds of so many probes, a row for those that run at once; 0 in front moves nothing.
-
-        All rows have as many, as far as memory allows.
-        """
-        most = max(1, TOGETHER // max(self.numbers, 1))
-        at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
-        seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
-        return np.pad(seeds, ((0, 0), (1, 0)))
 
     def of(self, eqn: Equation, still: bool) -> Callable[..., Any]:
         """`_evaluated` for an equation, compiled."""
@@ -443,8 +420,7 @@ def amount(
     Not `exact`, the terms of its sums count as if all were of one size.
     """
     name = eqn.primitive.name
-    computes = name == "abs" and jnp.iscomplexobj(values[0])  # a root of a sum
-    if not _is_number(x) or x.size == 0 or (name in _CHOOSES and not computes):
+    if not _is_number(x) or x.size == 0 or name in _CHOOSES:
         return None
     if x.dtype.itemsize == 1:
         return None  # to 8 bits both frameworks round alike; the operands have been moved
@@ -465,7 +441,10 @@ def amount(
     elif of == "reduce_window_sum":
         terms = prod(eqn.params["window_dimensions"])
     op = op_of(spelling(eqn)) or of
-    kind = vocabulary().kind_of(op)
+    kind, moves = vocabulary().kind_of(op), vocabulary().traits["moves"]
+    root = name == "abs" and jnp.iscomplexobj(values[0])  # of a sum
+    if not root and (op in EXACT or kind in moves):
+        return None
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone
     dtype = np.empty(0, x.dtype).real.dtype.name

@@ -107,16 +107,18 @@ class Recorded(Wrapped):
             return self.fn(*args, **kwargs)
         if key not in self._programs:
             options = self._options
-            program = _Program(self.fn, args, kwargs, options.probes, options.modules)
+            program = _Program(self.fn, args, kwargs, options.modules)
             if not self._programs:  # another call may leave modules out
                 paths = {site.scope.module for site in program.call.sites.values()}
                 run_record.check_matched(options.modules, paths, self._model)
             self._programs[key] = program
         program = self._programs[key]
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
-        walks = program.run(arrays)
+        with progress.line("record", unit="op") as line, _mesh_of(arrays):
+            walk = _Walk(program, self._options.probes, line)
+            walk.run(arrays)
         result = self.fn(*args, **kwargs)
-        self._writer.write(program.step(number, walks))
+        self._writer.write(walk.step(number))
         return result
 
     @property
@@ -197,17 +199,13 @@ class _Summary(NamedTuple):
 
 
 class _Program:
-    """The program that records a call: traced once, and run one equation after the other.
-
-    Equations of one kind, of equal layers for instance, are compiled once.
-    """
+    """The program of calls of one key."""
 
     def __init__(
         self,
         fn: Callable[..., object],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
-        probes: int,
         patterns: Sequence[str],
     ) -> None:
         self.call = MeasuredCall(traced(fn, args, kwargs), once=False)
@@ -216,40 +214,6 @@ class _Program:
         constants = range(len(self.call.inputs) - len(self.call.traced.names))
         self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels = Kernels([*self.call.traced.arrays, *compat.opened(self.call.closed)[1]])
-        self._seeds = self.kernels.seeds(probes)
-
-    def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
-        """Runs with numbers of all arrays; of some probes each."""
-        with progress.line("record", unit="op") as line, _mesh_of(arrays):
-            groups: list[Any] = list(self._seeds) or [None]
-            walks = [_Walk(self, seeds, line) for seeds in groups]
-            for walk in walks:
-                walk.run(arrays)
-        return walks
-
-    def step(self, number: int, walks: Sequence["_Walk"]) -> RecordedStep:
-        """A step, with the numbers of a run. Waits for the device."""
-        found = [[tuple(s[1:]) for s in walk.summaries] for walk in walks]
-        in_numpy = walks[0].in_numpy.read()
-        arrays = []
-        for (row, *_), *runs in zip(walks[0].summaries, *jax.device_get(found), strict=True):
-            numbers, _, own = runs[0]
-            if isinstance(numbers, int):
-                values, zeros, bad = in_numpy[numbers]
-            else:
-                *values, zeros, bad = numbers.tolist()
-            own = float(own) / values[RMS] if values[RMS] else 0.0
-            spread: tuple[float, ...] = ()
-            if self._seeds.size:
-                changes = [x for _, x, _ in runs if x is not None]
-                squares = [np.mean(np.square(x, dtype=np.float64), 0) for x in changes]
-                spread = tuple(np.sqrt(np.mean(squares or [np.zeros(VALUES)], 0)).tolist())
-            arrays.append(
-                row._replace(
-                    zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
-                )
-            )
-        return RecordedStep(number, _read(arrays, walks[0].ends), {}, dict(walks[0].left_out))
 
 
 # Numbers of an array in all runs, up to which a CPU sums it up in numpy, where nothing is compiled.
@@ -267,8 +231,8 @@ def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
 class _Walk(Evaluation):
     """A run of the program, beside it some probes; its rows as the calls run, and their numbers."""
 
-    def __init__(self, program: _Program, seeds: Any, line: progress.Line) -> None:
-        super().__init__(program.kernels, seeds)
+    def __init__(self, program: _Program, probes: int, line: progress.Line) -> None:
+        super().__init__(program.kernels, probes)
         self._program, self._line = program, line
         self._call = program.call
         self._inputs: dict[int, int] = {}  # places of their rows
@@ -297,6 +261,28 @@ class _Walk(Evaluation):
                 self._result(at, out)
         self.ends = made | {*range(first, len(self.summaries))}
         del self._outside
+
+    def step(self, number: int) -> RecordedStep:
+        """The step of the run. Waits for the device."""
+        in_numpy, arrays = self.in_numpy.read(), []
+        found = jax.device_get([tuple(s[1:]) for s in self.summaries])
+        for (row, *_), (numbers, changes, own) in zip(self.summaries, found, strict=True):
+            if isinstance(numbers, int):
+                values, zeros, bad = in_numpy[numbers]
+            else:
+                *values, zeros, bad = numbers.tolist()
+            own = float(own) / values[RMS] if values[RMS] else 0.0
+            spread: tuple[float, ...] = ()
+            if self.seeds is not None:
+                changes = np.zeros((1, VALUES)) if changes is None else changes
+                squares = np.mean(np.square(changes, dtype=np.float64), 0)
+                spread = tuple(np.sqrt(squares).tolist())
+            arrays.append(
+                row._replace(
+                    zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
+                )
+            )
+        return RecordedStep(number, _read(arrays, self.ends), {}, dict(self.left_out))
 
     def equation(
         self, at: int, eqn: Equation, values: list[Value], around: tuple[int, ...]

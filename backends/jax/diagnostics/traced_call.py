@@ -127,11 +127,9 @@ def traced(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Traced:
     """The program of a call, and what was decided in it."""
-    named = _namer(fn, args, kwargs)
+    names = _names(fn, args, kwargs)
     function, args, kwargs = called(fn, args, kwargs)
-    paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]
     arrays, together = apart((args, kwargs), is_typed)
-    names = [named(path) for path in paths]
     results: list[str] = []
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
@@ -192,35 +190,27 @@ def parameters(fn: Callable[..., object]) -> list[str]:
         return []
 
 
-def _namer(
+def _names(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Callable[[tuple[Any, ...]], str]:
-    """A function from the path of an argument of `called` to how a caller would write it."""
+) -> list[str]:
+    """The arrays among the arguments of `called`, as a caller would write them."""
     function, given = nnx.owned(fn, args)
-    words = parameters(function)
-
-    def plain(path: tuple[Any, ...]) -> str:
-        (part, which), rest = path[:2], path[2:]
+    words, split = parameters(function), nnx.split_modules((given, kwargs))
+    names = []
+    leaves = zip(split.paths, jax.tree.leaves(split.parts), strict=True)
+    for at, ((part, which, *keys), leaf) in enumerate(leaves):
         if part.idx == 1:
-            name = which.key
+            name = str(which.key)
         else:
             name = words[which.idx] if which.idx < len(words) else f"args[{which.idx}]"
-        return str(name) + jax.tree_util.keystr(rest).removesuffix(".value")
-
-    if not nnx.among((given, kwargs)):
-        return plain
-    leaves, _ = jax.tree_util.tree_flatten_with_path((given, kwargs), is_leaf=nnx.is_leaf)
-    others = [plain(path) for path, leaf in leaves if not nnx.is_node(leaf)]
-    modules = [plain(path) for path, leaf in leaves if nnx.is_node(leaf)]
-
-    def apart(path: tuple[Any, ...]) -> str:
-        if path[1].idx == 1:
-            return str(others[path[2].idx]) + jax.tree_util.keystr(path[3:])
-        keys = (getattr(key, "key", None) for key in path[3:])
-        inner = "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in keys if k is not None)
-        return str(modules[path[2].key]) + inner
-
-    return apart
+        if at < split.state:  # of a module
+            inner = (getattr(key, "key", None) for key in keys)
+            name += "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in inner)
+        else:
+            name += jax.tree_util.keystr(tuple(keys)).removesuffix(".value")
+        if is_typed(leaf):
+            names.append(name)
+    return names
 
 
 # Where an equation was written: the line of the user's code, and the scopes it is in.

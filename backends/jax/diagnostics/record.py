@@ -106,16 +106,15 @@ class Recorded(Wrapped):
         if (number := self._writer.begin()) is None:
             return self.fn(*args, **kwargs)
         if key not in self._programs:
-            options = self._options
-            program = _Program(self.fn, args, kwargs, options.modules)
+            program = _Program(self.fn, args, kwargs)
             if not self._programs:  # another call may leave modules out
-                paths = {site.scope.module for site in program.call.sites.values()}
-                run_record.check_matched(options.modules, paths, self._model)
+                paths = {site.scope.module for site in program.sites.values()}
+                run_record.check_matched(self._options.modules, paths, self._model)
             self._programs[key] = program
         program = self._programs[key]
         arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
         with progress.line("record", unit="op") as line, _mesh_of(arrays):
-            walk = _Walk(program, self._options.probes, line)
+            walk = _Walk(program, self._options, line)
             walk.run(arrays)
         result = self.fn(*args, **kwargs)
         self._writer.write(walk.step(number))
@@ -198,22 +197,17 @@ class _Summary(NamedTuple):
     own: Any  # without probes, the root mean square of the call's own movements
 
 
-class _Program:
+class _Program(MeasuredCall):
     """The program of calls of one key."""
 
     def __init__(
-        self,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        patterns: Sequence[str],
+        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        self.call = MeasuredCall(traced(fn, args, kwargs), once=False)
-        self.paired = _paired(self.call, called(fn, args, kwargs)[1:])
-        self.patterns = patterns
-        constants = range(len(self.call.inputs) - len(self.call.traced.names))
-        self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
-        self.kernels = Kernels([*self.call.traced.arrays, *compat.opened(self.call.closed)[1]])
+        super().__init__(traced(fn, args, kwargs), once=False)
+        self.paired = _paired(self, called(fn, args, kwargs)[1:])
+        constants = range(len(self.inputs) - len(self.traced.names))
+        self.names = [*self.traced.names, *(f"constant {n + 1}" for n in constants)]
+        self.kernels = Kernels([*self.traced.arrays, *compat.opened(self.closed)[1]])
 
 
 # Numbers of an array in all runs, up to which a CPU sums it up in numpy, where nothing is compiled.
@@ -231,17 +225,16 @@ def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
 class _Walk(Evaluation):
     """A run of the program, beside it some probes; its rows as the calls run, and their numbers."""
 
-    def __init__(self, program: _Program, probes: int, line: progress.Line) -> None:
-        super().__init__(program.kernels, probes)
-        self._program, self._line = program, line
-        self._call = program.call
+    def __init__(self, program: _Program, options: Options, line: progress.Line) -> None:
+        super().__init__(program.kernels, options.probes)
+        self._call, self._patterns, self._line = program, options.modules, line
         self._inputs: dict[int, int] = {}  # places of their rows
-        self._written: dict[int, frozenset[int]] = {}  # by reference, what is in it
+        self._written: frozenset[int] = NOWHERE  # what references have been made of
         self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
-        self.left_out = program.call.left_out.copy()
+        self.left_out = program.left_out.copy()
 
     def run(self, arrays: Sequence[jax.Array]) -> None:
         """Go through the program."""
@@ -292,8 +285,10 @@ class _Walk(Evaluation):
             return super().equation(at, eqn, values, around)
         reads = NOWHERE.union(*(_all(value.sources) for value in values))
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            self.left_out["on references, which jax.new_ref makes"] += 1
+            self._written |= reads
             made = super().equation(at, eqn, values, around)
-            return self._referring(eqn, values, made, reads)
+            return [value._replace(sources=self._written) for value in made]
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
         sizes: dict[int, Any] = {}
@@ -320,17 +315,6 @@ class _Walk(Evaluation):
                 sources = [sources[rows[0]]] * len(made)
         return [v._replace(sources=came) for v, came in zip(made, sources, strict=True)]
 
-    def _referring(
-        self, eqn: Equation, given: list[Value], made: Sequence[Value], reads: frozenset[int]
-    ) -> Sequence[Value]:
-        """The results of an equation on a reference, with what was written to it before."""
-        self.left_out["on references, which jax.new_ref makes"] += 1
-        pairs = zip((*eqn.invars, *eqn.outvars), (*given, *made), strict=True)
-        for place in (id(value.x) for v, value in pairs if compat.is_reference(v.aval)):
-            reads |= self._written.get(place, NOWHERE)
-            self._written[place] = reads
-        return [value._replace(sources=reads) for value in made]
-
     # Rows
 
     def _ended(self, key: Key) -> Call | None:
@@ -338,10 +322,6 @@ class _Walk(Evaluation):
         at = self._call.numbers.get(key)
         group = None if at is None else self._call.events[at].group
         return None if group is None or at in self._call.late else self._call.calls[group]
-
-    def _is_recorded(self, call: Call) -> bool:
-        patterns = self._program.patterns
-        return not self._loops and bool(run_record.selected([call.module], patterns))
 
     def _closed(self, place: tuple[int, ...], eqn: Equation) -> Call:
         """An equation as a call, which stands for those inside of it."""
@@ -357,9 +337,9 @@ class _Walk(Evaluation):
         name = self._call.traced.results[at]
         kind, name = RESULT, name if name == "result" else f"result{name}"
         reads = _all(out.sources)
-        if at in self._program.paired:
-            kind, place = self._program.paired[at]
-            name = self._program.names[place]
+        if at in self._call.paired:
+            kind, place = self._call.paired[at]
+            name = self._call.names[place]
             if kind == UPDATE:
                 reads |= frozenset([~place])
                 out = out._replace(x=self.kernels.jitted(_difference)(out.x, self._outside[place]))
@@ -375,11 +355,12 @@ class _Walk(Evaluation):
         own: Any = 0.0,
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
-        if call is not None and not self._is_recorded(call):
+        paths = [] if call is None else [call.module]
+        if paths and (self._loops or not run_record.selected(paths, self._patterns)):
             return reads
         for at in sorted(~at for at in reads if at < 0 and ~at not in self._inputs):
             self._inputs[at] = len(self.summaries)
-            self._add(INPUT, self._program.names[at], Value(_numbers(self._outside[at])))
+            self._add(INPUT, self._call.names[at], Value(_numbers(self._outside[at])))
         places = sorted({at if at >= 0 else self._inputs[~at] for at in reads})
         where: Any = ("", "", FORWARD, "", (), "")
         if call is not None:

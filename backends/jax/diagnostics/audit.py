@@ -23,13 +23,12 @@ from jax.extend.core import Literal
 
 from polymp import progress
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_array, is_float
+from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, Twin, is_measured
 from polymp.backends.jax.diagnostics.traced_call import (
     CLOSED,
     Wrapped,
-    called,
     function_of,
     optimizer_of,
     traced,
@@ -83,8 +82,7 @@ class Audited(Wrapped):
         Raises:
             TypeError: an argument is traced: an audit is of values.
         """
-        key = self._key(args, kwargs)
-        arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
+        key, arrays = self._key(args, kwargs), self._arrays(args, kwargs)
         if key in self._programs:
             program = self._programs[key]
             facts = program.twin.packed(arrays)

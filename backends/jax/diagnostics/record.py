@@ -26,9 +26,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp import progress
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_array, is_float, is_typed
+from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.compat.programs import Atom, Equation
-from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
     NOWHERE,
@@ -38,7 +37,7 @@ from polymp.backends.jax.diagnostics.perturb import (
     rounds_operands,
     wide,
 )
-from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, source, traced
+from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
@@ -112,7 +111,7 @@ class Recorded(Wrapped):
                 run_record.check_matched(self._options.modules, paths, self._model)
             self._programs[key] = program
         program = self._programs[key]
-        arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
+        arrays = self._arrays(args, kwargs)
         with progress.line("record", unit="op") as line, _mesh_of(arrays):
             walk = _Walk(program, self._options, line)
             walk.run(arrays)
@@ -293,7 +292,7 @@ class _Walk(Evaluation):
         narrow = rounds_operands(eqn, self.kernels.device)
         sizes: dict[int, Any] = {}
         if name in CLOSED:
-            call: Call | None = self._closed((*around, at), eqn)
+            call = self._call.call_of(self._call.sites[around, id(eqn)])
         else:
             call, rows = self._ended((around, id(eqn))), rows[:1]
         if eqn.effects and not eqn.outvars:
@@ -322,15 +321,6 @@ class _Walk(Evaluation):
         at = self._call.numbers.get(key)
         group = None if at is None else self._call.events[at].group
         return None if group is None or at in self._call.late else self._call.calls[group]
-
-    def _closed(self, place: tuple[int, ...], eqn: Equation) -> Call:
-        """An equation as a call, which stands for those inside of it."""
-        sites = [s for s in self._call.sites.values() if s.parent[: len(place)] == place]
-        direction = sites[0].scope.direction if sites else FORWARD
-        where = module_of(sites), source(eqn.source_info.traceback), direction
-        dtypes = tuple(v.aval.dtype.name for v in eqn.invars if is_float(v.aval))
-        name = eqn.primitive.name
-        return Call("jax", name, f"jax:{name}", *where, "", None, dtypes, "", ())
 
     def _result(self, at: int, out: Value) -> None:
         """Add the row of a result of the program."""

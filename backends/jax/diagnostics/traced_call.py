@@ -172,6 +172,10 @@ class Wrapped(NoBlock):
         types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
         return tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
 
+    def _arrays(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[jax.Array]:
+        """The arrays that the program of a call takes."""
+        return [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
+
     def _kind(self, leaf: object) -> Hashable:
         """A key for an argument that is no array: 1, 1.0, True, 0.0, -0.0 have different ones."""
         try:

@@ -35,6 +35,7 @@ from polymp.backends.jax.diagnostics.perturb import (
     Kernels,
     Value,
     rounds_operands,
+    share,
     wide,
 )
 from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, traced
@@ -193,7 +194,6 @@ class _Summary(NamedTuple):
     # float64 [VALUES + 2]: values, zeros, bad; of one that numpy sums up, its place.
     numbers: Any
     changes: Any  # of these values, float32 [probes, VALUES]; None if all runs are alike
-    own: Any  # without probes, the root mean square of the call's own movements
 
 
 class _Program(MeasuredCall):
@@ -258,12 +258,12 @@ class _Walk(Evaluation):
         """The step of the run. Waits for the device."""
         in_numpy, arrays = self.in_numpy.read(), []
         found = jax.device_get([tuple(s[1:]) for s in self.summaries])
-        for (row, *_), (numbers, changes, own) in zip(self.summaries, found, strict=True):
+        for (row, *_), (numbers, changes) in zip(self.summaries, found, strict=True):
             if isinstance(numbers, int):
                 values, zeros, bad = in_numpy[numbers]
             else:
                 *values, zeros, bad = numbers.tolist()
-            own = float(own) / values[RMS] if values[RMS] else 0.0
+            own = row.own if values[RMS] else 0.0
             spread: tuple[float, ...] = ()
             if self.seeds is not None:
                 changes = np.zeros((1, VALUES)) if changes is None else changes
@@ -290,7 +290,6 @@ class _Walk(Evaluation):
             return [value._replace(sources=self._written) for value in made]
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
-        sizes: dict[int, Any] = {}
         if name in CLOSED:
             call = self._call.call_of(self._call.sites[around, id(eqn)])
         else:
@@ -303,13 +302,15 @@ class _Walk(Evaluation):
             self._loops -= 1
         else:
             self._line.step()
-            made, sizes = self.computed(eqn, values, own=call is not None)
+            made = self.computed(eqn, values)
             if call is not None and narrow:
                 call = call._replace(run=narrow)
         sources = [reads] * len(made)
         if call is not None:
             for n in rows:
-                sources[n] = self._add(RESULT, call.op, made[n], reads, call, sizes.get(n, 0.0))
+                alone = self.seeds is None and name != "while"
+                own = share(eqn, eqn.outvars[n].aval, narrow) if alone else 0.0
+                sources[n] = self._add(RESULT, call.op, made[n], reads, call, own)
             if len(rows) == 1:
                 sources = [sources[rows[0]]] * len(made)
         return [v._replace(sources=came) for v, came in zip(made, sources, strict=True)]
@@ -342,7 +343,7 @@ class _Walk(Evaluation):
         value: Value,
         reads: frozenset[int] = NOWHERE,
         call: Call | None = None,
-        own: Any = 0.0,
+        own: float = 0.0,
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
         paths = [] if call is None else [call.module]
@@ -358,7 +359,7 @@ class _Walk(Evaluation):
         if not is_float(value.x):
             value = Value(value.first)
         x, runs = _whole(value.x), value.runs
-        of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, 0.0
+        of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, own
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
         shape = len(x) if runs else 1, math.prod(x.shape[runs:])
         if not x.size or (self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY):
@@ -368,7 +369,7 @@ class _Walk(Evaluation):
         else:
             with jax.enable_x64(True):  # whatever JAX's own setting is
                 found = self.kernels.jitted(_summed, "shape")(x, shape=shape)
-        self.summaries.append(_Summary(row, *found, own))
+        self.summaries.append(_Summary(row, *found))
         return frozenset([len(self.summaries) - 1])
 
 

@@ -381,7 +381,7 @@ def rounds_operands(eqn: Equation, device: jax.Device) -> str:
 def _parts(eqn: Equation, out: Any) -> tuple[float, float, float]:
     """Those of `movement` of a result, and of how many terms it is the sum; 0 if it is exact."""
     name, exact = eqn.primitive.name, (0.0, 0.0, 0.0)
-    given = eqn.invars[0].aval if eqn.invars else None
+    given: Any = eqn.invars[0].aval if eqn.invars else None
     if not is_inexact(out) or out.size == 0 or name in _CHOOSES:
         return exact
     if out.dtype.itemsize == 1:

@@ -14,16 +14,17 @@ depend on the order of the elements; a matrix and its transpose have the same.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page, record_pairs, run_record
+from polymp.diagnostics import record_pairs, run_record
 from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
+from polymp.diagnostics.page import Shown
 from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side
 from polymp.diagnostics.run_record import (
     AMAX,
@@ -44,7 +45,7 @@ from polymp.errors import escaped
 
 
 @dataclass(eq=False, repr=False)
-class Comparison:
+class Comparison(Shown):
     """The comparison of two records; true if there is a difference that rounding cannot explain.
 
     `print` shows: whether it is the same program, or where the two part; the first call that
@@ -100,11 +101,13 @@ class Comparison:
                 ends[place] = row
         return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
 
-    def table(self, width: int | None = None) -> str:
+    def table(self, width: int | None = None, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
         Args:
             width: of a line, in characters; by default the terminal's, and 100 without one.
+            fold: False to show how the difference grows from each module to the next, of more than
+                24, too.
 
         Returns:
             The text.
@@ -118,7 +121,7 @@ class Comparison:
         if grown := self.growth():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
-            step = max(1, math.ceil(len(grown) / 24))  # equal layers as one would hide the growth
+            step = math.ceil(len(grown) / 24) if fold else 1  # equal layers would hide the growth
             at = sorted({*range(0, len(grown), step), len(grown) - 1})
             rows = [
                 (module or OUTSIDE, direction, _number(off), _number(allowed))
@@ -128,6 +131,14 @@ class Comparison:
         for note in self.notes:
             lines += ["", *text_table.folded(note, width)]
         return escaped("\n".join(lines))
+
+    def _lines(self) -> list[str]:
+        title = " and ".join(self.names)
+        return [title, self._about(), self._program(), self._verdict(), *self.notes]
+
+    def _table(self, fold: bool = True) -> Table:
+        lines = [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
+        return Table(_COLUMNS, lines)
 
     def _about(self) -> str:
         parts = []
@@ -208,31 +219,8 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """Return an HTML page: the text, a curve of the difference over depth, and all arrays.
-
-        Args:
-            path: file to write it to as well, in UTF-8.
-
-        Returns:
-            The page as text.
-        """
-        return page.html(
-            path,
-            title=" and ".join(self.names),
-            about=self._about(),
-            notes=[self._program(), self._verdict(), *self.notes],
-            table=Table(
-                _COLUMNS, [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
-            ),
-            curve=[(f"{m or OUTSIDE}, {d}", off, most) for d, m, off, most in self.growth()],
-        )
-
     def __bool__(self) -> bool:
         return not self.explained
-
-    def __str__(self) -> str:
-        return self.table()
 
     def __repr__(self) -> str:
         first = "rounding explains all" if self.first is None else _called(self.first.array)
@@ -289,24 +277,20 @@ def compare(
         if not shared:
             have = (f"{r.name!r} has steps {_numbers(r.steps)}" for r in (ours, theirs))
             raise RecordError(f"the records share no step: {', '.join(have)}.")
-        # By how much rounding may have moved the arrays that the steps before have left.
-        moved: dict[str, float] = {}
+        moved: set[str] = set()  # parameters that the steps before have updated otherwise
         for step in shared:
             now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
             if now is None:
                 assert found is not None
                 found.notes.append(
                     f"not compared: steps from {step.number} on. They begin with the weights that "
-                    "the step before has left, and rounding has moved these apart"
+                    "the step before has left, which differ by what rounding explains of updates"
                 )
                 break
             found = now
             if not found.explained:
                 return found
-            for row in found.rows:
-                if row.array.kind == UPDATE:
-                    most = math.inf if row.difference else row.allowed * row.array.values[RMS]
-                    moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
+            moved |= {r.array.name for r in found.rows if r.array.kind == UPDATE and r.difference}
     assert found is not None
     return found
 
@@ -346,7 +330,7 @@ def _compared(
     one: RecordedStep,
     other: RecordedStep,
     modules: Mapping[str, str] | None,
-    moved: Mapping[str, float],
+    moved: Set[str],
 ) -> Comparison | None:
     """A step; None if it begins with nothing but arrays that were `moved` apart before it."""
     left = Side(one, int(ours.header.get("probes", 0)), {})
@@ -364,12 +348,7 @@ def _compared(
         )
     apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
     if apart:
-        news = [
-            r
-            for r in apart
-            if r.difference * r.array.values[RMS] > moved.get(r.array.name, -1.0)
-            and r.array.direction != BACKWARD
-        ]
+        news = [r for r in apart if r.array.name not in moved and r.array.direction != BACKWARD]
         if not news:
             return None
         first = news[0]
@@ -494,34 +473,22 @@ def _notes(
             )
         if record.cut:
             yield f"{name} ends in a step that is not whole, which was left out"
-    if all(COMPILED in step.left_out for step in steps):
+    compiled = [COMPILED in step.left_out for step in steps]
+    if all(compiled):
         yield (
             "both runs are compiled: how far rounding moves what compiled code makes is not known, "
             "so any difference of it counts; compare each with a record of the eager model"
         )
     passed = [row.array for row in rows if row.verdict == PASSED]
-    if calls := [array for array in passed if array.kind == RESULT]:
-        hidden = "the other run is compiled there, or " * any(COMPILED in s.left_out for s in steps)
+    if lone := [array for array in passed if array.kind == RESULT]:
+        hidden = "the other run is compiled there, or " * any(compiled)
         yield (
-            f"not compared: {text_table.plural(len(calls), 'call')} that only one run makes; "
+            f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; "
             f"{hidden}a call that reads them has the same values in both"
         )
-    # The state of an optimizer is read by its updates alone. Compiled code does not tell what it
-    # reads: beside it count the inputs of calls that the other run makes outside of it.
-    pairs = [(row.one, row.other) for row in rows if row.one is not None and row.other is not None]
-    outside = {
-        id(a)
-        for pair in pairs
-        if all(a.kind == RESULT and a.name != COMPILED for a in pair)
-        for a in pair
-    }
-    used = {
-        id(step.arrays[r])
-        for step, other in (steps, steps[::-1])
-        for a in step.arrays
-        if a.kind == RESULT and (COMPILED not in other.left_out or id(a) in outside)
-        for r in a.reads
-    }
+    # The state of an optimizer is read by its updates alone; compiled code does not tell its reads.
+    calls = [(step, a) for step in steps for a in step.arrays if a.kind == RESULT]
+    used = {id(step.arrays[r]) for step, a in calls if not any(compiled) for r in a.reads}
     if inputs := [a.name for a in passed if a.kind == INPUT and id(a) in used]:
         some = ", ".join(inputs[:3]) + (", ..." if len(inputs) > 3 else "")
         ends = {array.name for array in passed if array.kind in (GRADIENT, UPDATE)}

@@ -223,10 +223,10 @@ class Pairs:
                 if len(self.held(i, j)[0]) == VALUES:
                     self.ordered.add(i)
         self.aligned |= self.twins  # where a call was aligned wrongly, the other one is left
-        taken = {*self.twins.values(), *self.aligned.values()}
+        self.taken = {*self.aligned.values()}
         # Of the other run: the arrays whose values the first one has.
-        self.met = {*self.twins.values()}
-        self.met |= {j for j in range(len(other.arrays)) if j not in taken and self.has_twin(j)}
+        rest = (j for j in range(len(other.arrays)) if j not in self.taken)
+        self.met = {*self.twins.values(), *filter(self.has_twin, rest)}
 
     def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
@@ -334,14 +334,11 @@ class Pairs:
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
-        backed = {j: i for i, j in self.aligned.items()}
-        shown = backed.keys() | self.twins.values()  # beside an array of the first run
-        stays = self.twins.keys() | self.aligned.keys()
         whole = self.shared if self.ported else set()
         left = self._left() if self.across else set()
-        healed = _healed(self.one, stays | left, self._evidence(), whole) | left
+        healed = _healed(self.one, {*self.aligned, *left}, self._evidence(), whole) | left
         every = dict.fromkeys((j for j in self.met if self.other.tells(j)), -1)
-        healed_other = _healed(self.other, self.met | backed.keys(), every, whole) | self.met
+        healed_other = _healed(self.other, self.met | self.taken, every, whole) | self.met
 
         def alone(j: int) -> Compared:
             array = self.other.arrays[j]
@@ -352,15 +349,13 @@ class Pairs:
         for i, array in enumerate(self.one.arrays):
             j = self.aligned.get(i)
             if j is not None:
-                rows += [alone(k) for k in range(todo, j) if k not in shown]
+                rows += [alone(k) for k in range(todo, j) if k not in self.taken]
                 todo = max(todo, j + 1)
-            j = self.twins.get(i, j)
-            if j is None:
-                rows.append(Compared(array, None, _alone(array, self.other, i in healed)))
-            else:
                 rows.append(self._pair(i, j))
+            else:
+                rows.append(Compared(array, None, _alone(array, self.other, i in healed)))
         rest = range(todo, len(self.other.arrays))
-        rows += [alone(k) for k in rest if k not in shown]
+        rows += [alone(k) for k in rest if k not in self.taken]
         if self.across:  # what only the other run has says nothing: its ops are split otherwise
             rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
@@ -515,7 +510,7 @@ def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
     return made
 
 
-def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: set[str]) -> set[int]:
+def _healed(side: Side, stays: set[int], met: Mapping[int, int], whole: set[str]) -> set[int]:
     """The arrays that are passed over: what reads them has a counterpart with the same values.
 
     The counterpart is made of an input that the array is made of, too: the gradient of a loss reads

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast import regions
@@ -46,6 +45,7 @@ from polymp.diagnostics.blame import (
     meant,
     of_optimizer,
     rounded,
+    tell_nothing_found,
 )
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
@@ -88,9 +88,7 @@ class Audited(Wrapped):
             facts = program.twin.packed(arrays)
         else:
             program = MeasuredCall(traced(self.fn, args, kwargs), once=False)
-            with progress.line("audit") as line:
-                line.stage("compiling the program that measures")
-                facts = program.twin.packed(arrays)
+            facts = program.twin.packed(arrays)
             self._programs[key] = program
         broke = None
         if program.unlisted:
@@ -188,10 +186,8 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         raise TypeError("locate was called by code that is traced, where there are no values.")
     program = MeasuredCall(traced(fn, args, kwargs), once=True)
     fault = located(program)
-    if fault is None and not program.calls:
-        progress.tell("locate: the call ran no op of JAX, so that there was nothing to look at")
-    elif fault is None:
-        progress.tell("locate: no op made an Inf or NaN of finite numbers")
+    if fault is None:
+        tell_nothing_found("the call ran no op of JAX" * (not program.calls))
     return fault
 
 
@@ -364,15 +360,12 @@ def _path(text: str) -> str:
 
 def located(program: MeasuredCall) -> Fault | None:
     """Run a program that was made to be measured once, and return its fault."""
-    with progress.line("locate") as line:
-        line.stage("compiling the program that measures")
-        facts, peaks = program.twin.read(program.twin.packed(program.traced.arrays))
-        found = blame(nodes_of(program, facts, peaks))
-        if found is None:
-            return None
-        line.stage("compiling what leads to the op")
-        twin = Twin(program, ask=found.node)
-        operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands
+    facts, peaks = program.twin.read(program.twin.packed(program.traced.arrays))
+    found = blame(nodes_of(program, facts, peaks))
+    if found is None:
+        return None
+    twin = Twin(program, ask=found.node)
+    operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands
     bad, round_ = _bad(facts[found.node])
     if bad:  # in a loop, those of that round
         operands = operands[round_]

@@ -24,7 +24,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.compat.programs import Atom, Equation
@@ -113,8 +112,8 @@ class Recorded(Wrapped):
             self._programs[key] = program
         program = self._programs[key]
         arrays = self._arrays(args, kwargs)
-        with progress.line("record", unit="op") as line, _mesh_of(arrays):
-            walk = _Walk(program, self._options, line)
+        with _mesh_of(arrays):
+            walk = _Walk(program, self._options)
             walk.run(arrays)
         result = self.fn(*args, **kwargs)
         self._writer.write(walk.step(number))
@@ -224,9 +223,9 @@ def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
 class _Walk(Evaluation):
     """A run of the program, beside it some probes; its rows as the calls run, and their numbers."""
 
-    def __init__(self, program: _Program, options: Options, line: progress.Line) -> None:
+    def __init__(self, program: _Program, options: Options) -> None:
         super().__init__(program.kernels, options.probes)
-        self._call, self._patterns, self._line = program, options.modules, line
+        self._call, self._patterns = program, options.modules
         self._inputs: dict[int, int] = {}  # places of their rows
         self._written: frozenset[int] = NOWHERE  # what references have been made of
         self._loops = 0  # `while` loops around, whose calls have no rows
@@ -301,7 +300,6 @@ class _Walk(Evaluation):
             made = super().equation(at, eqn, values, around)
             self._loops -= 1
         else:
-            self._line.step()
             made = self.computed(eqn, values)
             if call is not None and narrow:
                 call = call._replace(run=narrow)

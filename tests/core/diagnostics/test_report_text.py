@@ -10,7 +10,6 @@ import pytest
 from polymp import text_table
 from polymp.diagnostics import report
 from polymp.diagnostics.report import Report
-from polymp.diagnostics.tables import OUTSIDE
 from tests.support import processes, reports
 
 PRINTED = """\
@@ -60,25 +59,6 @@ def ops(text: str) -> list[str]:
     """The indented first words of the listed rows, below the totals."""
     body = text.partition("\n-- ")[2].splitlines()
     return [line.split()[0] for line in body if line.startswith("  ") and line[2] != " "]
-
-
-def heads(text: str, report: Report) -> list[str]:
-    """The modules of a table, in order."""
-    modules = {call.module or OUTSIDE for call in report}
-    return [line for line in text.splitlines() if line in modules]
-
-
-def test_by_cost_modules_and_calls_with_the_highest_costs_come_first() -> None:
-    report = Report(tuple(reversed(reports.in_torch().calls)))
-    text = report.table(sort="cost")
-    forward, backward, _ = text.split("\n-- ")[1:]
-    assert heads(forward, report) == ["blocks.0.attn", "head", OUTSIDE, "embed"]
-    assert ops(f"\n-- {forward}")[:4] == ["softmax", "linear", "linear", "add"]
-    assert heads(backward, report) == ["head", "blocks.0.attn"]
-    assert heads(str(report), report)[:2] == [OUTSIDE, "head"]
-    cheap, dear = (reports.linear("m", f"a.py:{n}", cast_bytes=0, flops=n) for n in (5, 7))
-    text = Report([cheap, dear]).table(sort="cost")
-    assert 0 < text.index("a.py:7") < text.index("a.py:5")
 
 
 def test_a_report_that_is_long_keeps_to_its_width() -> None:

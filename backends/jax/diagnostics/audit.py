@@ -299,13 +299,14 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes | None:
 def _handed(program: MeasuredCall) -> dict[int, list[str]]:
     """The gradients that the backward pass hands to the rest of a program: names, by event."""
     found: dict[int, list[str]] = {}
+    back = {at for at, event in enumerate(program.events) if event.direction == BACKWARD}
     for value, name in zip(program.results, program.traced.results, strict=True):
-        if len(value.events) == 1:
+        if len(value.events) == 1 and value.events <= back:
             (number,) = value.events
-            if program.events[number].direction == BACKWARD:
-                found.setdefault(number, []).append(name)
+            found.setdefault(number, []).append(name)
     by_call = _by_call(program)
-    for number in sorted(program.handed - found.keys()):
+    read = {at for event in program.events if event.direction == FORWARD for at in event.inputs}
+    for number in sorted(read & back - found.keys()):
         site = program.events[number].site
         named = by_call.get((site.scope.call, tuple(site.eqn.outvars[0].aval.shape)), [])
         if named[1:]:  # a norm's two parameters have one shape, and one name here

@@ -95,7 +95,6 @@ class MeasuredCall(Placed[Origin]):
         self.names = [*traced.names, *captured]
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int | None] = {}  # by equation, that of its event; None without one
-        self.handed: set[int] = set()  # events of the backward that the rest of the program reads
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         own = ends[len(invars) :]
         self.results = self.program(self.closed, ends[: len(invars)], (), own)  # their origins
@@ -174,9 +173,6 @@ class MeasuredCall(Placed[Origin]):
         site, events = self.sites[key], self.events
         if key not in self.numbers:
             self.numbers[key] = None
-            if site.scope.direction == FORWARD:
-                backward = (n for n in through.events if events[n].direction == BACKWARD)
-                self.handed.update(backward)
             made = [v.aval for v in eqn.outvars if is_measured(v.aval)]
             group = self._ends.get(key) if made else None
             some = any(is_measured(getattr(v, "val", v.aval)) for v in eqn.invars)

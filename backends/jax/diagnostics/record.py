@@ -152,7 +152,8 @@ def record(
 
     On CPUs a recorded call takes five to ten times as long as `fn` without probes, and 30 to 40
     times with eight, if its arrays are large: each equation is a program of its own. With small
-    arrays, and on a GPU, it is a hundred times and more. See `every`.
+    arrays, and on a GPU, it is a hundred times and more. See `every`. Each probe takes the memory
+    of a run again.
 
     Args:
         path: of the file; if several processes run, each writes its own: "run.rank3.rec" of

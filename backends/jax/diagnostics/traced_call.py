@@ -206,7 +206,7 @@ def _names(
         else:
             name = words[which.idx] if which.idx < len(words) else f"args[{which.idx}]"
         if at < split.state:  # of a module
-            inner = (getattr(key, "key", None) for key in keys)
+            inner = (key.key for key in keys if hasattr(key, "key"))
             name += "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in inner)
         else:
             name += jax.tree_util.keystr(tuple(keys)).removesuffix(".value")

@@ -458,7 +458,6 @@ def fault(
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in program.late:
         call = call._replace(direction=BACKWARD)
-    row = call.row and call.row.under(program.traced.record.policy)
     eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
     if any(by) and kind in ("overflow", "operation"):
@@ -473,8 +472,7 @@ def fault(
         remedy = of_optimizer("jax", kind, event.dtype, largest, lost)
     became, _ = _bad(facts[found.first])
     beside = other if found.first != found.node else None
-    cause = kind, why
-    made = Fault.of(call._replace(row=row), cause, event.dtype, operands, became, beside)
+    made = Fault.of(call, (kind, why), event.dtype, operands, became, beside)
     return made._replace(remedy=remedy)
 
 

@@ -399,9 +399,9 @@ def _parts(eqn: Equation, out: Any) -> tuple[float, float, float]:
     elif of == "reduce_window_sum":
         terms = prod(eqn.params["window_dimensions"])
     op = op_of(spelling(eqn)) or of
-    kind, moves = vocabulary().kind_of(op), vocabulary().traits["moves"]
+    kind = vocabulary().op(op).kind
     root = name == "abs" and is_inexact(given) and not is_float(given)  # of a sum
-    if not root and (op in EXACT or kind in moves):
+    if not root and (op in EXACT or kind in vocabulary().moving):
         return exact
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone

@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _drawn(args: argparse.Namespace, data: Data) -> list[str]:
     """Lines no wider than the terminal; lists are lines of tables already."""
-    width, lines = text_table.terminal_width(), list[str]()
+    lines = list[str]()
     for part in args.draw(data, args):
-        lines += part if isinstance(part, list) else text_table.folded(part, width)
+        lines += part if isinstance(part, list) else text_table.folded(part)
     return list(map(escaped, lines))  # names cannot give orders to a terminal
 
 

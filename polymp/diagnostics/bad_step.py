@@ -6,7 +6,6 @@ checks of losses, and what happens at a bad step. Nothing here knows a framework
 
 import functools
 import math
-import reprlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import HUGE, UNTRIED
 from polymp.dtypes import FORMATS
-from polymp.errors import BadStepError, CatchWarning, escaped
+from polymp.errors import BadStepError, CatchWarning, brief, escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
@@ -260,7 +259,7 @@ def checked_arguments(step: object, every: object, on_bad: object) -> None:
     if not callable(step):
         raise TypeError(
             "catch(step) needs the function that does a training step, got "
-            f"{reprlib.repr(step)}. Give the function, not what it returned."
+            f"{brief(step)}. Give the function, not what it returned."
         )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         kind = ValueError if type(every) is int else TypeError

@@ -14,7 +14,7 @@ depend on the order of the elements; a matrix and its transpose have the same.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -88,48 +88,41 @@ class Comparison(Shown):
     def _across(self) -> bool:
         return len({header.get("framework") for header in self.headers}) > 1
 
-    def growth(self) -> list[tuple[str, str, float, float]]:
-        """Return how the difference grows: direction, module, difference, what is allowed.
-
-        The last array of each module in program order; `mean_difference` and `mean_allowed`.
-        """
+    def growth(self) -> list[Compared]:
+        """Return the last pair of each module, with `mean_difference` and `mean_allowed`."""
         ends: dict[tuple[str, str], Compared] = {}
         for row in self.rows:
             if row.array.kind == RESULT and row.one is not None and row.other is not None:
                 place = row.array.direction, row.array.module
                 ends.pop(place, None)
                 ends[place] = row
-        return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
+        return [*ends.values()]
 
-    def table(self, width: int | None = None, *, fold: bool = True) -> str:
+    def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
         Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
             fold: False to show how the difference grows from each module to the next, of more than
                 24, too.
 
         Returns:
             The text.
-
-        Raises:
-            TypeError: `width` is no whole number.
         """
-        lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}", width)
+        lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}")
         if self.first is not None:
-            lines += ["", *beside(self.names, self.first, width)]
+            lines += ["", *beside(self.names, self.first)]
         if grown := self.growth():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
             step = math.ceil(len(grown) / 24) if fold else 1  # equal layers would hide the growth
             at = sorted({*range(0, len(grown), step), len(grown) - 1})
-            rows = [
-                (module or OUTSIDE, direction, _number(off), _number(allowed))
-                for direction, module, off, allowed in (grown[i] for i in at)
-            ]
-            lines += text_table.columns(heads, rows, heads[2:], width)
+            rows = []
+            for row in (grown[i] for i in at):
+                place = row.array.module or OUTSIDE, row.array.direction
+                rows.append((*place, _number(row.mean_difference), _number(row.mean_allowed)))
+            lines += text_table.columns(heads, rows, heads[2:])
         for note in self.notes:
-            lines += ["", *text_table.folded(note, width)]
+            lines += ["", *text_table.folded(note)]
         return escaped("\n".join(lines))
 
     def _lines(self) -> list[str]:
@@ -172,7 +165,7 @@ class Comparison(Shown):
         row = self.first
         if row is None:
             pairs = [r for r in self.rows if r.one is not None and r.other is not None]
-            worst = max(pairs, key=Compared.share, default=None)
+            worst = max(pairs, key=lambda pair: pair.share, default=None)
             if worst is None or not worst.difference:
                 return "rounding explains all: no number differs"
             return (
@@ -277,7 +270,8 @@ def compare(
         if not shared:
             have = (f"{r.name!r} has steps {_numbers(r.steps)}" for r in (ours, theirs))
             raise RecordError(f"the records share no step: {', '.join(have)}.")
-        moved: set[str] = set()  # parameters that the steps before have updated otherwise
+        # By how much rounding may have moved the arrays that the steps before have left.
+        moved: dict[str, float] = {}
         for step in shared:
             now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
             if now is None:
@@ -290,7 +284,10 @@ def compare(
             found = now
             if not found.explained:
                 return found
-            moved |= {r.array.name for r in found.rows if r.array.kind == UPDATE and r.difference}
+            for row in found.rows:
+                if row.array.kind == UPDATE:  # which a jitted step may round in another way
+                    most = math.inf if row.difference else row.allowed * row.array.values[RMS]
+                    moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
     assert found is not None
     return found
 
@@ -330,7 +327,7 @@ def _compared(
     one: RecordedStep,
     other: RecordedStep,
     modules: Mapping[str, str] | None,
-    moved: Set[str],
+    moved: Mapping[str, float],
 ) -> Comparison | None:
     """A step; None if it begins with nothing but arrays that were `moved` apart before it."""
     left = Side(one, int(ours.header.get("probes", 0)), {})
@@ -348,7 +345,12 @@ def _compared(
         )
     apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
     if apart:
-        news = [r for r in apart if r.array.name not in moved and r.array.direction != BACKWARD]
+        news = [
+            r
+            for r in apart
+            if r.difference * r.array.values[RMS] > moved.get(r.array.name, -1.0)
+            and r.array.direction != BACKWARD
+        ]
         if not news:
             return None
         first = news[0]
@@ -397,7 +399,7 @@ def _called(a: RecordedArray) -> str:
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
 
 
-def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> list[str]:
+def beside(names: tuple[str, str], row: Compared) -> list[str]:
     """The lines of a table with the arrays of both runs."""
 
     def cells(a: RecordedArray | None) -> dict[str, str]:
@@ -416,7 +418,7 @@ def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> l
             "some elements": ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.size, 3)]),
         }
 
-    return text_table.side_by_side(names, (cells(row.one), cells(row.other)), width)
+    return text_table.side_by_side(names, (cells(row.one), cells(row.other)))
 
 
 def _number(x: float) -> str:

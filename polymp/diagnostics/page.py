@@ -36,7 +36,7 @@ class Shown:
     def _table(self, fold: bool = True) -> Table:
         raise NotImplementedError
 
-    def table(self, width: int | None = None, *, fold: bool = True) -> str:
+    def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
         Rows are grouped by direction and module, in the order in which modules and ops were first
@@ -44,20 +44,16 @@ class Shown:
         them, and the largest magnitude is.
 
         Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
             fold: False to show equal layers one by one.
 
         Returns:
             The text.
-
-        Raises:
-            TypeError: `width` is no whole number.
         """
         table = self._table(fold)
         title, *notes = [*self._lines(), *filter(None, [table.note])]
         above = (title, "", *notes, *[""] * bool(table.lines))
-        lines = [line for note in above for line in text_table.folded(note, width)]
-        return escaped("\n".join([*lines, *table.text(width)]))
+        lines = [line for note in above for line in text_table.folded(note)]
+        return escaped("\n".join([*lines, *table.text()]))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same lines, and a table to sort by any column and to filter.
@@ -72,7 +68,11 @@ class Shown:
         """
         table = self._table()
         title, *notes = [*self._lines(), *filter(None, [table.note])]
-        return html(path, title=title, notes=notes, table=table)
+        page = _page(title, notes, table)
+        if path is not None:
+            with replacing(path) as beside:
+                beside.write_text(page, encoding="utf-8")
+        return page
 
     def __str__(self) -> str:
         return self.table()
@@ -87,24 +87,15 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(
-    path: str | PathLike[str] | None,
-    *,
-    title: str,
-    notes: Sequence[str],
-    table: Table,
-) -> str:
-    """A page as one text, also in a file; everything that comes from a program is escaped.
-
-    Columns without a text are left out.
-    """
+def _page(title: str, notes: Sequence[str], table: Table) -> str:
+    """A page without columns that are empty; everything that comes from a program is escaped."""
     columns = [Column("#", True, "the order of these rows"), Column("module"), *table.columns]
     rows = [
         [Cell(c) if isinstance(c, str) else c for c in (Cell(str(at), at), x.module, *x.cells)]
         for at, x in enumerate(table.lines, 1)
     ]
     used = [at for at in range(len(columns)) if any(row[at].text for row in rows)]
-    text = _filled(
+    page = _filled(
         Template(_file("page.html")),
         title=title,
         style=_Markup(_file("page.css")),
@@ -119,10 +110,7 @@ def html(
         ),
         script=_Markup(_file("page.js")),
     )
-    if path is not None:
-        with replacing(path) as beside:
-            beside.write_text(text, encoding="utf-8")
-    return str(text)
+    return str(page)
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polymp.diagnostics.alignment import aligned, shared_name
+from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import factor, unit_roundoff
 from polymp.diagnostics.run_record import (
@@ -59,6 +59,7 @@ class Compared(NamedTuple):
     # root mean square; 0 where only one run has the array.
     difference: float = 0.0
     allowed: float = 0.0
+    share: float = 0.0  # of what rounding explains: 1 for all of it
     # The same of the whole array: of the root mean square difference, or between two frameworks of
     # the difference of the root mean squares.
     mean_difference: float = 0.0
@@ -75,19 +76,6 @@ class Compared(NamedTuple):
         assert array is not None
         return array
 
-    def share(self) -> float:
-        """Return how much of what rounding explains the difference takes: 1 for all."""
-        if not self.difference:
-            return 0.0
-        return self.difference / self.allowed if self.allowed else math.inf
-
-    @property
-    def dtypes_differ(self) -> bool:
-        """True if both runs have it in other dtypes."""
-        if self.one is None or self.other is None:
-            return False
-        return (self.one.run, self.one.dtype) != (self.other.run, self.other.dtype)
-
     @property
     def parts(self) -> str:
         """How the programs differ here; "" if both make the same call in the same dtypes."""
@@ -95,7 +83,8 @@ class Compared(NamedTuple):
             return "only one run has it"
         if not _alike(self.one, self.other):
             return f"{self.other.name} in the other run"
-        return "in other dtypes" if self.dtypes_differ else ""
+        same = (self.one.run, self.one.dtype) == (self.other.run, self.other.dtype)
+        return "" if same else "in other dtypes"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data, without the numbers of the arrays."""
@@ -302,13 +291,12 @@ class Pairs:
         array = self.one.arrays[i]
         if not alone and array.kind not in (RESULT, INPUT):
             return None
-        fits = self._with_values(i, self.other.by_size.get(_size(array)))
-        alike = [j for _, j in fits if _alike(self.other.arrays[j], array)]
-        if not alone:
-            module = self.one.modules[i]
-            alike = [j for j in alike if self.other.modules[j] == module]
-            return next(iter(alike), None) if self.one.rms[i] else None
-        return next((j for j in (*alike, *(j for _, j in fits))), None)
+        fits = [j for _, j in self._with_values(i, self.other.by_size.get(_size(array)))]
+        alike = [j for j in fits if _alike(self.other.arrays[j], array)]
+        if alone:
+            return next(iter(alike or fits), None)
+        near = (j for j in alike if self.other.modules[j] == self.one.modules[i])
+        return next(near, None) if self.one.rms[i] else None
 
     def has_twin(self, j: int) -> bool:
         """True if some array of the first run has the values of one of the other."""
@@ -403,13 +391,13 @@ class Pairs:
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.held(i, j)
-        ratio, at = _worst(difference, allowed)
+        share, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
         off = float(difference[at]) / size
         part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
         means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
-        verdict = EXPLAINED if ratio <= 1 else UNEXPLAINED
-        return Compared(one, other, verdict, off, float(allowed[at]) / size, *means)
+        verdict = EXPLAINED if share <= 1 else UNEXPLAINED
+        return Compared(one, other, verdict, off, float(allowed[at]) / size, share, *means)
 
     def _with_partner(self, row: Compared) -> Compared:
         """A call that only one run has, beside the call of the other that reads the same values."""
@@ -622,8 +610,11 @@ def _aligned(one: Side, other: Side, common: bool) -> dict[int, int]:
         arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
         return [(module, a.direction, shared_name(a.name), a.shape) for module, a in arrays]
 
-    pairs = aligned(keys(one), keys(other))
-    return {one.results[i]: other.results[j] for i, j in pairs.items()}
+    pairs: dict[int, int] = {}
+    for part, i, end, j, last in blocks(keys(one), keys(other)):
+        if part == "equal":
+            pairs.update(zip(one.results[i:end], other.results[j:last], strict=True))
+    return pairs
 
 
 def _alike(one: RecordedArray, other: RecordedArray) -> bool:

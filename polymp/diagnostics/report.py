@@ -6,8 +6,8 @@
     report.diff(polymp.explain(model, x, policy="lean"))
 
 It is a list of calls (`call_record`) with their sums, that is drawn here and can be compared with
-another one. Text is plain characters in lines of a given width, so that it reads the same in a
-terminal, in a pipe and in a log; nothing but the standard library is needed.
+another one. Text is plain characters, so that it reads the same in a terminal, in a pipe and in a
+log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

@@ -18,7 +18,6 @@ import base64
 import json
 import math
 import os
-import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polymp.diagnostics.page import replacing
-from polymp.errors import PolympError
+from polymp.errors import PolympError, brief
 from polymp.rules import scopes
 from polymp.versions import __version__
 
@@ -282,7 +281,7 @@ def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Opt
     several = isinstance(modules, Collection) and not isinstance(modules, str)
     if not several or not all(isinstance(pattern, str) for pattern in modules):
         raise TypeError(
-            f"record(modules={reprlib.repr(modules)}): write a list of patterns of module paths, "
+            f"record(modules={brief(modules)}): write a list of patterns of module paths, "
             "such as ['blocks.*.attn']."
         )
     for pattern in modules:
@@ -293,7 +292,7 @@ def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Opt
 def _check_number(option: str, number: Any, least: int, other: str = "") -> None:
     if type(number) is not int or number < least:
         kind = ValueError if type(number) is int else TypeError
-        given = f"{option}={reprlib.repr(number)}"
+        given = f"{option}={brief(number)}"
         raise kind(f"record({given}): write a whole number from {least} on{other}.")
 
 
@@ -302,7 +301,7 @@ def _checked_path(path: Any) -> Path | None:
         return None
     if not isinstance(path, (str, PathLike)):
         raise TypeError(
-            f"record(path, ...): {reprlib.repr(path)} is no path. Write the path of the file "
+            f"record(path, ...): {brief(path)} is no path. Write the path of the file "
             "first, or None to keep the record in memory."
         )
     whole = Path(path)

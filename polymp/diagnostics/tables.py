@@ -55,13 +55,13 @@ class Table(NamedTuple):
     lines: Sequence[Line]
     note: str = ""  # says that equal layers are one
 
-    def text(self, width: int | None = None) -> list[str]:
+    def text(self) -> list[str]:
         """The lines of a printed table; sections and modules are lines in it."""
         shown = [at for at, column in enumerate(self.columns) if not column.on_page]
         rows, above = list[str | Sequence[str]](), ("", "")
         for line in self.lines:
             if line.section != above[0]:
-                rows += ["", text_table.heading(line.section, width)]
+                rows += ["", text_table.heading(line.section)]
             if line[:2] != above:
                 rows.append(line.module)
             above = line.section, line.module
@@ -70,7 +70,7 @@ class Table(NamedTuple):
             rows.append((f"  {first}", *others))
         columns = [self.columns[at] for at in shown]
         right = [column.name for column in columns if column.numeric]
-        return text_table.columns([column.name for column in columns], rows, right, width)
+        return text_table.columns([column.name for column in columns], rows, right)
 
 
 class ModuleRows(NamedTuple, Generic[R]):

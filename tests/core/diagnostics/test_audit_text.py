@@ -101,8 +101,11 @@ def long_names() -> Any:
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
-def test_no_cell_of_a_table_is_broken_over_many_lines(width: int) -> None:
-    text = long_names().table(width=width)
+def test_no_cell_of_a_table_is_broken_over_many_lines(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = long_names().table()
     assert max(map(len, text.splitlines())) <= width
     assert text.count("scaled_dot_product_attention") == 1
     assert text.count("attention.py:1234") == 3

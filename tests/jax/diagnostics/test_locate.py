@@ -15,6 +15,7 @@ from jax import lax
 
 import polymp
 from polymp.backends.jax.diagnostics import instrument
+from polymp.backends.jax.diagnostics.traced_call import traced
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import CONSTANT
 from polymp.diagnostics.call_record import FORWARD
@@ -217,7 +218,8 @@ def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
 
     w, x = jax.device_put((jnp.eye(16) / 2, jnp.ones((8, 16))), jax.devices("cpu")[0])
     step = jax.jit(jax.grad(loss))
-    plain, small = (instrument.measured(step, (w, x), {}, once=once) for once in (False, True))
+    call = traced(step, (w, x), {})
+    plain, small = (instrument.MeasuredCall(call, once=once) for once in (False, True))
     equations = [len(jax.make_jaxpr(p.twin.run)([w, x]).eqns) for p in (plain, small)]
     assert equations[1] < 0.7 * equations[0]
     options = instrument.quick_options([w, x])

@@ -189,11 +189,6 @@ def pair(folder: Path, one: str, other: str) -> tuple[str, str]:
     [
         ('halves = "raise"\nrules.add = "widest"', 'rules.add = "widest"', "add "),
         ('halves = "raise"\nrules.add = "fp32"', 'rules.add = "fp32"', ""),
-        (
-            'rules.softmax = { rule = "fp32", apply = "dtype_argument" }',
-            'rules.softmax = "fp32"',
-            "softmax ",
-        ),
         ('rules."class:softmax" = "fp32"', 'rules."default" = "parts"', "logsumexp softmax "),
         ('rules.softmax = "parts"', "[rules]", ""),
         ('rules."aten:max.dim" = "keep"', "[rules]", "aten:max.dim "),

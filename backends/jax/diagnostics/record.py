@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array, is_float, is_typed
-from polymp.backends.jax.compat.programs import Equation
+from polymp.backends.jax.compat import Equation
 from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (

@@ -26,7 +26,7 @@ from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.frame import Cast, Step
 from polymp.backends.jax.autocast.function_calls import FunctionCall
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, NameStack
+from polymp.backends.jax.compat import Atom, ClosedProgram, Equation, NameStack
 from polymp.backends.jax.jaxprs import Walk, inside
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import grad_scaler, optimizer_step, tree_math

@@ -10,7 +10,8 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -62,6 +63,11 @@ def _flags() -> str:
 # Set before jax is imported, here and in every process that a test starts; with XLA_FLAGS= in the
 # environment, what tests run is compiled as for users.
 os.environ.setdefault("XLA_FLAGS", _flags())
+# Likewise: where no folder is set jax stores no program, but computes the key of each.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+# Likewise: else inductor compiles a program for each kind of vectors that the processor has, to see
+# whether the compiler knows it; a fifth of the first compilation.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Likewise: Keras asks when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -150,6 +156,22 @@ def compiled_kernels() -> None:
         table = importlib.import_module("polymp.backends.torch.autocast.torch_table")
         for device in table.DEVICES:
             table.kernels(device)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_mlir_context() -> Iterator[None]:
+    """Lower all programs of a file in one context of MLIR.
+
+    jax makes a context for each program, loads all dialects into it and takes it apart: about 7 %
+    of the time of most tests in JAX. What it holds are types, attributes and names of ops.
+    """
+    if "jax" not in sys.modules:
+        yield
+        return
+    mlir = importlib.import_module("jax._src.interpreters.mlir")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", cache(mlir.make_ir_context))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

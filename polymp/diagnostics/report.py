@@ -31,7 +31,6 @@ from polymp.diagnostics.call_record import (
 from polymp.diagnostics.page import Shown
 from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind, number
 from polymp.errors import brief, escaped
-from polymp.rules.row import Row
 
 
 class Report(Shown):
@@ -98,10 +97,6 @@ class Report(Shown):
     def fallbacks(self) -> dict[str, int]:
         """Products that did not run by their rule, fp8 or lower, by the reason."""
         return sums((call.fallback, call.times) for call in self.calls if call.fallback)
-
-    def rows(self) -> set[Row]:
-        """Return the rows of the policy that decided at least once; see `Policy.unused`."""
-        return {call.row for call in self.calls if call.row is not None}
 
     def of(self, op: str) -> list[Call]:
         """Return the calls of an op.

@@ -246,7 +246,7 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
             own[p] = {k: v for k, v in state[p].items() if k not in OURS}
             beside = steps = None
             if p in weights.places:
-                beside = low_parameters.as_saved(weights.prepare(state, p))
+                beside = low_parameters.as_saved(weights.beside(state, p))
                 steps = state[p].get(STEPS)
             place = weights.places.get(p)
             groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, steps, place))
@@ -255,8 +255,6 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
     weights.compiled(groups)
     for p, entries in own.items():
         state[p].update(entries)
-        if p in weights.places:
-            weights.note_versions(state, p)
 
 
 def _step_of(weights: LowWeights) -> Callable[..., None]:

@@ -51,9 +51,8 @@ def low_weights(
     float32 parameters, up to the sum of several gradients of one weight. Weights that float32 ops
     read, such as those of norms, would be rounded there: `keep` finds them.
 
-    Weights that are written by hand between two steps hold what was written. A write that raises no
-    version of the parameter, as `p.data.copy_()`, keeps the old remainder in `split`, which is at
-    most half of the last place.
+    Weights that are written by hand between two steps hold what was written. In `split` the old
+    remainder stays beside them, which is at most half of the last place.
 
     Args:
         optimizer: any but SparseAdam.
@@ -237,10 +236,6 @@ class LowOptimizer(Optimizer):
         state = dict(saved["state"])
         for number, p in self._numbered(saved):
             if p in self._low.places:
-                with torch.no_grad():  # of a weight that other code wrote, that is saved
-                    self._low.prepare(self.state, p)
-                if p in self._low.versions:
-                    self._low.note_versions(self.state, p)
                 own = {**self._low.entries(self.state, p), **state.get(number, {})}
                 state[number] = {k: as_saved(v) for k, v in own.items()}
         return {**saved, "state": state}
@@ -292,9 +287,11 @@ class LowOptimizer(Optimizer):
             self._optimizer_load_state_dict_post_hooks = hooks
         for group in self.param_groups:
             group[GROUP] = low.mode.name
-        for p, entries in beside.items():
-            if entries:
-                self._load_beside(p, entries)
+        with torch.no_grad():
+            for p, entries in beside.items():
+                own = low.entries(self.state, p) if entries else {}
+                for key, value in entries.items():
+                    as_saved(own[key]).copy_(as_saved(value))
         for hook in hooks.values():
             hook(self)
 
@@ -310,8 +307,8 @@ class LowOptimizer(Optimizer):
                 f"load_state_dict(): the state was saved with mode {other}, and this optimizer "
                 f"keeps its weights with mode {mine!r}. Make it with low_weights(optimizer, "
                 f"mode={other}). To change the mode, load both there, take "
-                "float32_state_dict(model), and load that with load_float32_state_dict(model, ...) "
-                "here."
+                "float32_state_dict(model), and load that into the model here before "
+                "low_weights()."
             )
         params = [p for group in self.param_groups for p in group["params"]]
         for at, p in enumerate(params):
@@ -332,22 +329,6 @@ class LowOptimizer(Optimizer):
                         f"to be {wanted}. Load it as it was saved: a cast loses bits of the weight."
                     )
 
-    def _load_beside(self, p: torch.Tensor, entries: Mapping[str, Any]) -> None:
-        """Load what stands beside a weight."""
-        # If the weight was loaded before, they belong together from now on. Otherwise it is
-        # expected to be loaded yet: what is written to it before the next step belongs to this.
-        low = self._low
-        own = low.entries(self.state, p)
-        noted = low.versions.get(p)
-        loaded = noted is not None and low_parameters.version(p) != noted[0]
-        with torch.no_grad():
-            for key, value in entries.items():
-                as_saved(own[key]).copy_(as_saved(value))
-        if loaded:
-            low.note_versions(self.state, p)
-        else:
-            low.versions.pop(p, None)
-
     def complete_state(self) -> None:
         """Put into the state what belongs there before a step; for what copies and restores it."""
         self._low.complete(self)
@@ -355,7 +336,7 @@ class LowOptimizer(Optimizer):
     def float32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the state_dict of a model with its low weights as float32.
 
-        A model without low weights loads it, and a copy of this run in any mode goes on from it.
+        A model without low weights loads it, and after `low_weights` a run in any mode goes on.
 
         Args:
             model: whose parameters this optimizer has.
@@ -370,28 +351,6 @@ class LowOptimizer(Optimizer):
                 ((_, full),) = piece.values()
                 found[name] = full.clone()
         return found
-
-    def load_float32_state_dict(
-        self, model: nn.Module, state_dict: Mapping[str, Any], **options: Any
-    ) -> Any:
-        """Load a float32 state_dict into a model, and into what stands beside its low weights.
-
-        `model.load_state_dict` alone rounds to the low dtype.
-
-        Args:
-            model: whose parameters this optimizer has.
-            state_dict: with float32 weights.
-            options: of `model.load_state_dict`.
-
-        Returns:
-            What `model.load_state_dict` returns.
-        """
-        result = model.load_state_dict(state_dict, **options)
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if name in state_dict and p in self._low.places:
-                full = state_dict[name].to(torch.float32)
-                self._low.begin(self.state, p, distributed.local(full))
-        return result
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_low": self._low}

@@ -233,8 +233,8 @@ def test_raise_raises_when_everything_is_updated(by) -> None:
 
 def test_the_message_says_what_was_seen_and_what_to_try() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0, named=model, on_stuck="raise", stuck_after=2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0, on_stuck="raise", stuck_after=2)
 
     def skip() -> None:
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
 from polymp import scaling
-from polymp.backends.torch.autocast import dtype_names, regions
+from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.compat import accelerators, distributed, modes
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
@@ -98,7 +98,6 @@ class GradScaler(DeviceState):
         growth_interval: see `growth_factor`. A count already past a lowered interval grows the
             scale at the next good step.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
-        dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
         hysteresis: how many overflows in a row leave the scale as it is.
@@ -143,7 +142,6 @@ class GradScaler(DeviceState):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        dtype: torch.dtype | str | None = None,
         min_scale: float = scaling.SMALLEST,
         max_scale: float = scaling.LARGEST,
         hysteresis: int = 0,
@@ -155,7 +153,7 @@ class GradScaler(DeviceState):
         process_group: Any = None,
     ) -> None:
         self._device = device
-        self._enabled = _acts_on(device, dtype, enabled)
+        self._enabled = _acts_on(device, enabled)
         if not self._enabled:
             return
         # The errors are torch.amp's where torch.amp has one.
@@ -398,11 +396,6 @@ class GradScaler(DeviceState):
         """
         if not self._enabled:
             return
-        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
         self._load(state_dict)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -706,25 +699,20 @@ _NOT_KEPT = (
 )
 
 
-def _acts_on(device: object, dtype: object, enabled: bool) -> bool:
+def _acts_on(device: object, enabled: bool) -> bool:
     """Return whether a scaler with these arguments is enabled."""
     if not isinstance(device, (str, torch.device)):
         raise TypeError(
             f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
             "is GradScaler(device, init_scale)."
         )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        dtype = dtype_names.of(dtype, "GradScaler(): dtype")
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"dtype must be the region's low dtype, a float dtype, got {dtype}.")
-    acts = enabled and dtype in (None, torch.float16)
-    if acts and device == "cuda" and accelerators.cuda_missing():
+    if enabled and device == "cuda" and accelerators.cuda_missing():
         warnings.warn(
             "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
             stacklevel=3,
         )
         return False
-    return acts
+    return enabled
 
 
 # Outputs multiplied by the scale, and a note of those that are not finite.

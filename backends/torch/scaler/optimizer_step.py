@@ -87,16 +87,9 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
 # The step is taken, and then undone on the device if Inf or NaN was found: parameters that have
 # a gradient, and the tensors of their state, get their old values back, for a copy of both and
 # three passes over them. The rest is put back by the host, which waits for the finding: state that
-# the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere.
-# torch's optimizers, after the step that made their state:
-#
-#   never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
-#                          RMSprop, Rprop
-#   wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
-#                          a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
-#   always wait            SparseAdam: its count of steps is a number
-#   need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
-#   wait before the step   those with other objects than tensors and numbers in their state
+# the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere. It
+# waits before the step if there are other objects than tensors and numbers in the state.
+# docs/scaling-torch.md says which of torch's optimizers make it wait.
 
 State = dict[str, Any]
 

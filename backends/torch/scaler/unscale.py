@@ -274,16 +274,9 @@ def check_group(group: object) -> None:
     """Raise if findings cannot be exchanged over the group."""
     if group is None:
         return
-    if dist.is_available():
-        if group is dist.GroupMember.NON_GROUP_MEMBER or (
-            isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
-        ):
-            raise ValueError(
-                f"process_group={group!r} is one that this process is not in. Give every rank a "
-                "group that it belongs to, such as torch.distributed.group.WORLD."
-            )
-        if isinstance(group, dist.ProcessGroup):
-            return
-    raise TypeError(
-        f"process_group must be a torch.distributed.ProcessGroup or None, got {group!r}."
-    )
+    known = dist.is_available() and isinstance(group, dist.ProcessGroup)
+    if not known or dist.get_rank(group) < 0:
+        raise TypeError(
+            "process_group must be None or a torch.distributed.ProcessGroup that this process is "
+            f"in, such as torch.distributed.group.WORLD, got {group!r}."
+        )

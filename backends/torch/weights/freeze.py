@@ -322,14 +322,6 @@ def _refuse_scope(name: str) -> NoReturn:
 # Trial calls of a model, after which its attributes, tensors and random state are put back.
 
 
-class Case(NamedTuple):
-    """One example, to be run with gradients enabled or not."""
-
-    example: tuple[Any, ...]
-    grad: bool
-    at: int
-
-
 class Trial:
     """The examples, run before and after weights are stored low."""
 
@@ -344,7 +336,8 @@ class Trial:
     ) -> None:
         grads = (True, False) if grad else (False,)
         self.groups = groups  # `watch` notes in them why they stay as they are
-        self._cases = [Case(e, grad, at) for at, e in enumerate(examples) for grad in grads]
+        self._cases = [(at, grad) for at in range(len(examples)) for grad in grads]
+        self._examples = examples
         self._model, self._kwargs, self._region = model, kwargs, region
         self._name = type(model).__name__
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -389,16 +382,17 @@ class Trial:
 
     def _run(
         self,
-        case: Case,
+        case: tuple[int, bool],
         region: Any = None,
         watch: "freeze_usage.Uses | DtypeReads | None" = None,
     ) -> list[Any]:
         """Return the results of a call and their gradients; nothing is changed."""
-        args, kwargs = inputs = _copied((case.example, self._kwargs))
+        at, grad = case
+        args, kwargs = inputs = _copied((self._examples[at], self._kwargs))
         region_casts.drop()  # the next run would use casts of a region around this
         before = Snapshot(modules=self._model.modules(), random_numbers=True)
         try:
-            with torch.set_grad_enabled(case.grad), watch or contextlib.nullcontext():
+            with torch.set_grad_enabled(grad), watch or contextlib.nullcontext():
                 with region or contextlib.nullcontext():
                     returned = list(freeze_usage.leaves(self._model(*args, **kwargs)))
                 if isinstance(watch, freeze_usage.Uses):
@@ -417,12 +411,12 @@ class Trial:
 
     def _refuse(
         self,
-        case: Case,
+        case: tuple[int, bool],
         difference: tuple[freeze_usage.Op | None, freeze_usage.Op | None],
         error: Exception | None,
     ) -> NoReturn:
         """Raise an error with the first op in which the model with low weights differs."""
-        what = f"freeze(): {self._name}, called with example {case.at},"
+        what = f"freeze(): {self._name}, called with example {case[0]},"
         if error is None and not freeze_usage.same(self._run(case), self._run(case)):
             raise PolicyError(
                 f"{what} gives other bits each time, so that nothing can be compared. Call "

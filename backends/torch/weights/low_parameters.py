@@ -51,7 +51,6 @@ class LowWeights:
     """How an optimizer keeps its parameters low."""
 
     mode: Mode
-    dtype: str  # its name
     seed: int  # of the random bits
     kept: dict[Param, str]  # the parameters that stay as they are, and why
     kind: Any  # the optimizer's own class
@@ -80,7 +79,7 @@ class LowWeights:
             for together in sharing((str(at), p) for p, at in low.items()):
                 params = list(together.values())
                 fulls = [distributed.local(p).detach().to(torch.float32) for p in params]
-                _set_dtype(params, DTYPES[self.dtype])
+                _set_low(params)
                 for p, full in zip(params, fulls, strict=True):
                     self.begin(optimizer.state, p, full)
                     self.places[p] = low[p]
@@ -97,7 +96,7 @@ class LowWeights:
         else:
             own.setdefault(STEPS, torch.zeros((), dtype=torch.int32))
         row = None if beside is None else flat(beside)
-        keep(self.mode, self.dtype, flat(full), flat(p), row)
+        keep(self.mode, flat(full), flat(p), row)
 
     def complete(self, optimizer: torch.optim.Optimizer) -> None:
         """Put into an optimizer's state what belongs there, before a step."""
@@ -143,7 +142,7 @@ class LowWeights:
         besides = [self.beside(state, p) for p in params]
         low = _row(params)
         beside = None if besides[0] is None else _row(besides)
-        return [Piece(params, low, beside, load(self.mode, self.dtype, low, beside))]
+        return [Piece(params, low, beside, load(self.mode, low, beside))]
 
     def write(self, state: State, piece: Piece) -> None:
         """Store the float32 values of a piece in its parameters and in what stands beside them."""
@@ -154,10 +153,10 @@ class LowWeights:
                 until, steps = at + distributed.local(p).numel(), state[p][STEPS]
                 taken = steps if steps.device.type != "cpu" else int(steps)
                 random = random_of(p, weights.key(self.seed, taken, self.places[p]))
-                keep(self.mode, self.dtype, full[at:until], low[at:until], None, random)
+                keep(self.mode, full[at:until], low[at:until], None, random)
                 at = until
         else:
-            keep(self.mode, self.dtype, full, low, beside)
+            keep(self.mode, full, low, beside)
         if len(params) > 1:
             _put(params, low)
             if beside is not None:
@@ -175,21 +174,21 @@ def why_kept(p: Param) -> str:
     return "is empty" if p.numel() == 0 else ""
 
 
-def _set_dtype(params: list[Param], dtype: torch.dtype) -> None:
-    """Give parameters on one storage memory of another dtype; they stay the same objects."""
+def _set_low(params: list[Param]) -> None:
+    """Give parameters on one storage memory in bfloat16; they stay the same objects."""
     plain = [p for p in params if distributed.local(p) is p]
     if plain:
-        store(plain, dtype)
+        store(plain, torch.bfloat16)
         torch.autograd.graph.increment_version(plain)
     for p in params:
         grad = p.grad
         p.grad = None
         if distributed.local(p) is not p:
-            low = distributed.like(distributed.local(p).detach().to(dtype), p)
+            low = distributed.like(distributed.local(p).detach().to(torch.bfloat16), p)
             made = torch.nn.Parameter(low, requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, made)
         if grad is not None:
-            p.grad = grad.to(dtype)
+            p.grad = grad.to(torch.bfloat16)
 
 
 def as_saved(value: Any) -> Any:
@@ -214,8 +213,7 @@ VERBS: Verbs = Verbs(
     to_int32=lambda x: x.to(torch.int32),
     to_int16=lambda x: x.to(torch.int16),
     wide=lambda x: x.to(torch.float32),
-    narrow=lambda x, name: x.to(DTYPES[name]),
-    from_half=lambda x: x.to(torch.float32),
+    narrow=lambda x: x.to(torch.bfloat16),
     where=torch.where,
 )
 
@@ -233,12 +231,12 @@ def flat(t: torch.Tensor) -> torch.Tensor:
     return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
 
 
-def load(mode: Mode, dtype: str, low: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+def load(mode: Mode, low: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
     """Return low weights as float32; weights that were written by hand as they are."""
     full: Any = beside if mode.name == "master" else torch.empty_like(low, dtype=torch.float32)
     for at in _pieces(low):
         part = None if beside is None else beside[at]
-        rest = weights.beside_written(VERBS, mode, dtype, low[at], part)
+        rest = weights.beside_written(VERBS, mode, low[at], part)
         if part is not None and rest is not part:
             part.copy_(rest)
         if full is not beside:
@@ -248,7 +246,6 @@ def load(mode: Mode, dtype: str, low: torch.Tensor, beside: torch.Tensor | None)
 
 def keep(
     mode: Mode,
-    dtype: str,
     full: torch.Tensor,
     low: torch.Tensor,
     beside: torch.Tensor | None,
@@ -257,7 +254,7 @@ def keep(
     """Store float32 weights in low ones and in what stands beside them."""
     for at in _pieces(low):
         bits = None if random is None else random(at.start, at.stop)
-        made, rest = weights.store(VERBS, mode, dtype, full[at], bits)
+        made, rest = weights.store(VERBS, mode, full[at], bits)
         low[at] = made
         if beside is not None and beside is not full:
             beside[at] = rest

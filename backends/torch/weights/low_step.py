@@ -207,13 +207,12 @@ def compiled_step(
 
 def _can_compile(optimizer: torch.optim.Optimizer, weights: LowWeights) -> bool:
     # As they are written run the first step of a parameter, which makes its state, and the steps of
-    # fused optimizers, which are one kernel already, of sharded parameters, of float16 weights, and
-    # of optimizers that are not of torch.optim.
+    # fused optimizers, which are one kernel already, of sharded parameters, and of optimizers that
+    # are not of torch.optim.
     groups = optimizer.param_groups
     every = [p for group in groups for p in group["params"]]
     return (
         is_piecewise(weights.kind)
-        and weights.dtype == "bfloat16"
         and not any(group.get("fused") for group in groups)
         and all(distributed.local(p) is p for p in every)
         and weights.stepped.issuperset(p for p in every if p.grad is not None)
@@ -327,7 +326,7 @@ def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any
     # Where the low weight is the usual cast, the compiler makes it, of NaN too.
     if mode.name == "master":
         return full, full
-    return weights.store(VERBS, mode, "bfloat16", full, random)
+    return weights.store(VERBS, mode, full, random)
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:

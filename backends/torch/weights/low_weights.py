@@ -1,4 +1,4 @@
-"""`low_weights`: the parameters of any optimizer kept in 16 bits, so that they still learn."""
+"""`low_weights`: the parameters of any optimizer kept in bfloat16, so that they still learn."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from polymp import weights
 from polymp.backends.torch.autocast import region_casts
-from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
 from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, as_saved
@@ -25,12 +24,11 @@ Keep = torch.Tensor | nn.Module | Forward
 def low_weights(
     optimizer: torch.optim.Optimizer,
     mode: str = "split",
-    dtype: torch.dtype | str = torch.bfloat16,
-    keep: Mapping[torch.Tensor, str] | Keep | Iterable[Keep] = (),
+    keep: Keep | Iterable[Keep] = (),
     *,
     seed: int = 0,
 ) -> Any:
-    """Keep the parameters of an optimizer in 16 bits, with what they need beside them to learn.
+    """Keep the parameters of an optimizer in bfloat16, with what they need beside them to learn.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = polymp.torch.low_weights(optimizer, keep=lambda: loss_of(model, batch))
@@ -57,12 +55,10 @@ def low_weights(
     Args:
         optimizer: any but SparseAdam.
         mode: "master", "split" or "stochastic".
-        dtype: bfloat16; with `master` float16, too.
         keep: what stays float32; all else is stored low. A function that runs the model in its
-            region, for the parameters that the region does not only cast to the low dtype: it is
+            region, for the parameters that the region does not only cast to bfloat16: it is
             called once, and what it changes, such as running means, stays changed. Parameters;
-            modules with parameters; or a list of these. Or parameters with a reason each, as the
-            `kept` of another optimizer.
+            modules with parameters; or a list of these.
         seed: of the random bits of `stochastic`.
 
     Returns:
@@ -72,9 +68,8 @@ def low_weights(
     Raises:
         TypeError: `optimizer` is no optimizer, is SparseAdam, or keeps weights low already;
             `keep` has something else than parameters, modules and functions.
-        ValueError: no such mode, or the mode does not take the dtype; no parameter can be stored
-            low; a scheduler has wrapped the optimizer's step; a function in `keep` runs no region
-            that casts a parameter.
+        ValueError: no such mode; no parameter can be stored low; a scheduler has wrapped the
+            optimizer's step; a function in `keep` runs no region that casts a parameter.
     """
     kind: Any = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -99,8 +94,7 @@ def low_weights(
             "scheduler does. Call low_weights() first, and make the scheduler with what it returns."
         )
     chosen = weights.mode(mode)
-    name = weights.low_dtype(chosen, dtype)
-    kept_low = LowWeights(chosen, name, seed, _kept(optimizer, keep, name), kind)
+    kept_low = LowWeights(chosen, seed, _kept(optimizer, keep), kind)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     reasons = [kept_low.kept.get(p) or low_parameters.why_kept(p) for p in every]
     if all(reasons):
@@ -117,8 +111,7 @@ def low_weights(
 
 def _kept(
     optimizer: torch.optim.Optimizer,
-    keep: Mapping[torch.Tensor, str] | Keep | Iterable[Keep],
-    name: str,
+    keep: Keep | Iterable[Keep],
 ) -> dict[torch.Tensor, str]:
     """Return the parameters that the caller wants to keep, and why."""
     mine = {p for group in optimizer.param_groups for p in group["params"]}
@@ -130,11 +123,10 @@ def _kept(
         leaf = isinstance(each, torch.Tensor) and each.is_leaf
         weight = leaf and (isinstance(each, nn.Parameter) or each.requires_grad or each in mine)
         if weight or isinstance(each, nn.Module):
-            why = keep[each] if isinstance(keep, Mapping) else "is in keep="
             params = each.parameters() if isinstance(each, nn.Module) else [each]
-            found.update((p, why) for p in params if p in mine)
+            found.update((p, "is in keep=") for p in params if p in mine)
         elif callable(each) and not isinstance(each, type):
-            found.update(_read_in_float32(optimizer, each, name))
+            found.update(_read_in_float32(optimizer, each))
         else:
             raise TypeError(
                 "low_weights(keep=...) takes parameters, modules, and a function that runs the "
@@ -144,21 +136,19 @@ def _kept(
     return found
 
 
-def _read_in_float32(
-    optimizer: torch.optim.Optimizer, forward: Forward, name: str
-) -> dict[torch.Tensor, str]:
-    """Run the model, and return the parameters with another use than a cast to the low dtype."""
+def _read_in_float32(optimizer: torch.optim.Optimizer, forward: Forward) -> dict[torch.Tensor, str]:
+    """Run the model, and return the parameters with another use than a cast to bfloat16."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(every))
     groups = [freeze_usage.Group(each) for each in tensors]
     region_casts.drop()  # a cast that a region around this has kept would not be seen
-    with freeze_usage.Uses(groups, DTYPES[name], {}):
+    with freeze_usage.Uses(groups, torch.bfloat16, {}):
         forward()
     if not any(group.cast for group in groups):
         raise ValueError(
-            f"low_weights(keep=...): the function cast no parameter of the optimizer to {name}. It "
-            "has to run the model in its region: with autocast(device, "
-            f"dtype=torch.{name}): model(x)."
+            "low_weights(keep=...): the function cast no parameter of the optimizer to bfloat16. "
+            "It has to run the model in its region: with autocast(device, dtype=torch.bfloat16): "
+            "model(x)."
         )
     for group in groups:
         if not group.cast:
@@ -201,7 +191,7 @@ class LowOptimizer(Optimizer):
                 if p in self._low.kept:
                     kept[f"{name} {list(p.shape)}"] = self._low.kept[p]
         mode, low = self._low.mode.name, len(self._low.places)
-        return f"{super().__repr__()}\n{summary(mode, self._low.dtype, kept, low)}"
+        return f"{super().__repr__()}\n{summary(mode, kept, low)}"
 
     def _init_group(self, *args: Any, **kwargs: Any) -> Any:
         """Call the class's own; here, so that it is called in a step alone, on float32 values."""

@@ -316,22 +316,7 @@ def test_other_regions_are_not_warned_of() -> None:
 
 def test_a_disabled_scaler_does_not_warn() -> None:
     with autocast("cpu", torch.bfloat16):
-        GradScaler("cpu", dtype=torch.bfloat16).scale(torch.ones(()))
         GradScaler("cpu", enabled=False).scale(torch.ones(()))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "enabled"),
-    [(None, True), (torch.float16, True), (torch.bfloat16, False), (torch.float32, False)],
-    ids=str,
-)
-def test_with_dtype_it_works_for_float16_only(dtype, enabled) -> None:
-    run = Run(dtype=dtype)
-    loss = run.w.sum()
-    assert run.scaler.is_enabled() == enabled
-    assert (run.scaler.scale(loss) is loss) == (not enabled)
-    assert run.scaler.get_scale() == (8.0 if enabled else 1.0)
-    assert GradScaler("cpu", enabled=False, dtype=dtype).is_enabled() is False
 
 
 @pytest.mark.parametrize("fused", [False, True])

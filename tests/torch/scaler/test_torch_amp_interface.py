@@ -239,18 +239,6 @@ def test_a_loss_may_be_scaled_inside_a_transform(kind: Any) -> None:
 # Arguments that this scaler alone has, and what is said about them.
 OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     (
-        {"dtype": 16},
-        TypeError,
-        "GradScaler(): dtype 16 is not a dtype. Write float8_e4m3fn (fp8_e4m3), float8_e5m2 "
-        "(fp8_e5m2), float16 (fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64), or such a "
-        "dtype of torch, jax or numpy.",
-    ),
-    (
-        {"dtype": torch.int32},
-        TypeError,
-        "dtype must be the region's low dtype, a float dtype, got torch.int32.",
-    ),
-    (
         {"device": 1024.0},
         TypeError,
         "device must be a name such as 'cuda' or 'cpu', got 1024.0. The first scale is "

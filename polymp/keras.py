@@ -14,12 +14,12 @@ from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
-from polymp import backends, dtypes, scaling, versions
+from polymp import dtypes, scaling, versions
 from polymp.errors import PolympError
 from polymp.rules.policy_files import Source
 from polymp.rules.row import LOW
 
-backends.require("jax")
+versions.require("jax")
 keras = versions.require("keras")
 
 import jax  # noqa: E402

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from polymp import dtypes
 from polymp.errors import PolicyError
+from polymp.rules import scopes
 from polymp.rules.vocabulary import vocabulary
 
 E = TypeVar("E", bound=StrEnum)
@@ -76,32 +77,35 @@ class Row:
 
     def __post_init__(self) -> None:
         where, of_op = self.source or "a policy's row", f"for op {self.of!r}"
-        object.__setattr__(self, "rule", member(Rule, self.rule, "rule", where, of_op))
+        vocabulary().check(self.of, where)
+        if self.scope:
+            scopes.check(self.scope, where)
+        key = self.dtype or "rule"
+        object.__setattr__(self, "rule", member(Rule, self.rule, key, where, of_op))
         if self.apply is not None:
             object.__setattr__(self, "apply", member(Apply, self.apply, "apply", where, of_op))
         if self.apply not in (None, Apply.CAST) and self.rule is not Rule.FP32:
             raise PolicyError(
                 f"{where}: apply {self.apply!s} {of_op} needs rule fp32, not {self.rule!s}."
             )
-        if self.instead and self.rule is not Rule.FORBID:
-            raise PolicyError(
-                f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not {self.rule!s}."
-            )
+        if self.instead:
+            if self.rule is not Rule.FORBID:
+                raise PolicyError(
+                    f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not "
+                    f"{self.rule!s}."
+                )
+            vocabulary().check(self.instead, f"{where}: instead {of_op}")
         if self.dtype:
             try:
                 object.__setattr__(self, "dtype", dtypes.name(self.dtype, LOW))
             except (TypeError, ValueError) as error:
                 raise PolicyError(f"{where}: {of_op[4:]}: {error}") from None
-        if self.rule is Rule.FP8:
-            self._check_fp8(where, of_op)
-
-    def _check_fp8(self, where: str, of_op: str) -> None:
-        if self.dtype == "float16":
+        if self.rule is Rule.FP8 and self.dtype == "float16":
             raise PolicyError(
                 f"{where}: rule fp8 {of_op} is for bfloat16 regions, not for float16. Write "
                 f'bfloat16 = "fp8".'
             )
-        if not self.is_of_products:
+        if self.rule is Rule.FP8 and not self.is_of_products:
             raise PolicyError(
                 f"{where}: rule fp8 {of_op} is for matrix products alone: linear, matmul, mm, "
                 "addmm and others of class:matmul. Write lower."

@@ -152,24 +152,24 @@ class Vocabulary:
 
     def check(self, selector: str, where: str) -> None:
         """Refuse a selector that selects no op."""
+        if not isinstance(selector, str):
+            raise PolicyError(f"{where}: ops are named by strings, not {selector!r}.")
         prefix, colon, name = selector.partition(":")
-        if name.startswith(":") and prefix in ("aten", "jax"):
-            raise PolicyError(f"{where}: {selector!r}: write {prefix}:{name.lstrip(':')}.")
-        if selector in ("all", "default") or (colon and prefix in ("aten", "jax") and name):
-            return  # whether torch or jax has such a name, its backend knows
-        if colon and prefix == "class":
+        if name and prefix in ("aten", "jax"):  # whether they have such a name, a backend knows
+            if name.startswith(":"):
+                raise PolicyError(f"{where}: {selector!r}: write {prefix}:{name.lstrip(':')}.")
+        elif colon and prefix == "class":
             if name not in self.kinds:
                 raise PolicyError(
                     f"{where}: no class {name!r}.{nearest(name, self.kinds)} "
                     f"Classes: {', '.join(sorted(self.kinds))}."
                 )
-            return
-        if colon:
+        elif colon:
             raise PolicyError(
                 f"{where}: {selector!r} is not an op. Names with a colon are class:NAME, "
                 "aten:OVERLOAD and jax:PRIMITIVE."
             )
-        if selector not in self.ops:
+        elif selector not in ("all", "default", *self.ops):
             raise PolicyError(f"{where}: no op {selector!r}.{self.hint(selector)}")
 
     def hint(self, name: str) -> str:

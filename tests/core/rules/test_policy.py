@@ -102,6 +102,10 @@ def test_rows_are_values_whatever_their_source():
         (("mm", "fp32", "", "", "magic"),
             "a policy's row: apply 'magic' for op 'mm' is not one of "
             "cast, dtype_argument, append_dtype."),
+        (("bnm", "lower"), "a policy's row: no op 'bnm'. Did you mean bmm?"),
+        (("mm", "lower", "", "a."), f"a policy's row: 'a.' {PATTERN}"),
+        (("mm", "forbid", "", "", None, "bnm"),
+            "a policy's row: instead for op 'mm': no op 'bnm'. Did you mean bmm?"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be(arguments, message):
@@ -115,8 +119,6 @@ def test_a_row_that_cannot_be(arguments, message):
             "policy 'p' gives 'mm' two rules: lower and fp32. Keep one."),
         ((Row("mm", Rule.LOWER, scope="a"), Row("mm", Rule.FP32, scope="a")), "widen",
             "policy 'p' gives 'mm' in 'a' two rules: lower and fp32. Keep one."),
-        ((Row("bnm", Rule.LOWER),), "widen", "policy 'p': no op 'bnm'. Did you mean bmm?"),
-        ((Row("mm", Rule.LOWER, scope="a."),), "widen", f"policy 'p': 'a.' {PATTERN}"),
         ((), "drop", "policy 'p': halves = 'drop' is not one of widen, raise."),
     ],
 )  # fmt: skip
@@ -160,7 +162,10 @@ def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_chara
     assert [rank for rank, _ in found] == sorted(expected.values()), "the weakest come first"
 
 
-@pytest.mark.parametrize("pattern", ["", "model/lm_head", ".lm_head", "lm_head.", "*.", "."])
+PATHLESS = ["", "model/lm_head", ".lm_head", "lm_head.", "*.", ".", "a[].b", "a[!]", "a.[0-3"]
+
+
+@pytest.mark.parametrize("pattern", PATHLESS)
 def test_a_pattern_of_no_module_is_refused(pattern):
     with pytest.raises(PolicyError) as error:
         scopes.check(pattern, "own.toml")

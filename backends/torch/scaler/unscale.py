@@ -6,7 +6,7 @@ wait for it.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -275,7 +275,7 @@ def check_group(group: object) -> None:
     if group is None:
         return
     known = dist.is_available() and isinstance(group, dist.ProcessGroup)
-    if not known or dist.get_rank(group) < 0:
+    if not known or dist.get_rank(cast("dist.ProcessGroup", group)) < 0:
         raise TypeError(
             "process_group must be None or a torch.distributed.ProcessGroup that this process is "
             f"in, such as torch.distributed.group.WORLD, got {group!r}."

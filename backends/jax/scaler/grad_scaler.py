@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, TypeVar
 
 import jax
@@ -115,8 +114,6 @@ class GradScaler:
         else:
             rule, init_scale = ScaleRule(), 1.0
         _set(self, optimizer_step.on_device(ScaleState(init_scale)), rule, bool(enabled))
-        if (serialization := sys.modules.get("flax.serialization")) is not None:
-            _register(serialization)
 
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every float of a pytree, by the scale.
@@ -389,19 +386,6 @@ def warn_in_bfloat16(rule: ScaleRule) -> None:
     if regions.latest_low() == "bfloat16" and rule not in told:
         told.add(rule)
         warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=outside())
-
-
-@cache
-def _register(serialization: Any) -> None:
-    """Let flax save and restore scalers by their state: it does not look at leaves."""
-
-    def to_state_dict(scaler: GradScaler) -> dict[str, object]:
-        return {"state": serialization.to_state_dict(scaler.state)}
-
-    def from_state_dict(scaler: GradScaler, saved: Mapping[str, object]) -> GradScaler:
-        return scaler._with(serialization.from_state_dict(scaler.state, saved["state"]))
-
-    serialization.register_serialization_state(GradScaler, to_state_dict, from_state_dict)
 
 
 # Counts of what a tree of gradients holds, by one program for all leaves, in one array.

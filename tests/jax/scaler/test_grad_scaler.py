@@ -148,12 +148,6 @@ def by_state_dict_in_flax(scaler: Any, _: Path) -> Any:
     return GradScaler().load_state_dict(saved)
 
 
-def by_flax(scaler: Any, _: Path) -> Any:
-    """As a part of a train state."""
-    data = flax.serialization.to_bytes({"scaler": scaler, "w": jnp.ones(3)})
-    return flax.serialization.from_bytes({"scaler": new(), "w": jnp.zeros(3)}, data)["scaler"]
-
-
 def by_leaves(scaler: Any, folder: Path) -> Any:
     np.savez(folder / "leaves", *jax.tree.leaves(scaler))
     with np.load(folder / "leaves.npz") as saved:
@@ -170,7 +164,6 @@ WAYS = {
     "orbax": by_standard_orbax,
     "orbax, pytree": by_pytree_orbax,
     "orbax, json": by_state_dict_in_orbax,
-    "flax": by_flax,
     "flax, state dict": by_state_dict_in_flax,
     "leaves": by_leaves,
 }

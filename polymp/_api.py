@@ -134,10 +134,19 @@ def register_op(
         BackendMissingError: the framework of a spelling is not installed.
     """
     where = f"register_op({name!r})"
-    op = _checked(name, rule, kind, where)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TypeError(f"{where}: the name must be an identifier, such as 'my_op'")
+    known = member(Rule, rule, "rule", where, f"for op {name!r}")
+    if known is Rule.FP8:
+        raise PolicyError(
+            f"{where}: rule fp8 is for matrix products of torch and JAX, not for op {name!r}. "
+            "Write lower."
+        )
+    if kind != CUSTOM:
+        vocabulary().check(f"class:{kind}", where)
     if torch is None and jax is None:
         raise TypeError(f"{where}: no op was given. Write torch=..., jax=..., or both.")
-    called = jax
+    op, called = Op(name, kind, rule=known), jax
     if torch is not None:
         from polymp.backends.torch.autocast import custom_ops
 
@@ -154,24 +163,3 @@ def register_op(
     if op.functions:
         FUNCTIONS.add(jax, name)
     return called
-
-
-def _checked(name: str, rule: str, kind: str, where: str) -> Op:
-    """Return an op to be registered, without spellings yet."""
-    if not isinstance(name, str) or not name.isidentifier():
-        raise TypeError(f"{where}: the name must be an identifier, such as 'my_op'")
-    known = member(Rule, rule, "rule", where, f"for op {name!r}")
-    if known is Rule.FP8:
-        raise PolicyError(
-            f"{where}: rule fp8 is for matrix products of torch and JAX, not for op {name!r}. "
-            "Write lower."
-        )
-    words = vocabulary()
-    if kind != CUSTOM:
-        words.check(f"class:{kind}", where)
-    if name in words.ops and not words.ops[name].rule:
-        raise PolicyError(
-            f"{where}: the vocabulary has an op of that name. Choose another name, or give that op "
-            "a rule in a policy."
-        )
-    return Op(name, kind, rule=known)

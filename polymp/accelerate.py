@@ -9,12 +9,11 @@ calling the scaler. The policy is put on the models, and the scaler takes the pl
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.modules.scoped import Scoping, open_region, opens_region, scoped
+from polymp.backends.torch.modules.scoped import Scoping, scoped
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -149,7 +148,7 @@ _attached: WeakKeyDictionary[nn.Module, Scoping] = WeakKeyDictionary()
 def _attach(model: nn.Module, policy: Policy | None) -> None:
     """Put a policy on a model whose forward accelerate calls in a region, in place of another."""
     before = _attached.get(model)
-    if opens_region(model) or policy == (before and before.policy):
+    if policy == (before and before.policy):
         return
     if before is not None:
         _attached.pop(model).remove()
@@ -169,8 +168,9 @@ class InUse:
         region, policy = self.polymp, self.polymp_policy
         if self.is_fsdp2 and policy is not None:  # type: ignore[attr-defined]
             for model in args:  # with FSDP2 accelerate opens no region
-                if isinstance(model, nn.Module) and not opens_region(model):
-                    open_region(model, policy, region.fast_dtype, region.device)
+                if isinstance(model, nn.Module):
+                    _attach(model, policy)
+                    model.forward = region(model.forward)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
@@ -253,9 +253,5 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 def extend(instance: Any, mixin: type) -> None:
     """Give an object the methods of a mixin, before those of its own class."""
-    instance.__class__ = _extended(type(instance), mixin)  # type: ignore[arg-type]
-
-
-@cache
-def _extended(base: type, mixin: type) -> type:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    base = type(instance)
+    instance.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})

@@ -1,7 +1,7 @@
 """Float dtypes by name, and the format of each as a record.
 
-    name(value)  the full name of a dtype that a user wrote: "fp16", torch.float16, np.float16
-    get(name)    its format: the three widths and the one flag that a standard gives
+    name(value)    the full name of a dtype that a user wrote: "fp16", torch.float16, np.float16
+    FORMATS[name]  its format: the three widths and the one flag that a standard gives
     widest(names)  the narrowest dtype that holds all of them
 
 Every other number of a format is derived from the record. No framework is imported: a dtype object
@@ -140,24 +140,6 @@ def _spelled(value: object) -> str:
     return own if isinstance(own, str) and hasattr(value, "itemsize") else ""
 
 
-def get(name: str) -> Format:
-    """Return the format of a dtype.
-
-    Args:
-        name: its full name; see `name` for aliases.
-
-    Returns:
-        The record.
-
-    Raises:
-        KeyError: no format has the name; the message lists those that exist.
-    """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise KeyError(f"no float format {name!r}; known: {', '.join(FORMATS)}") from None
-
-
 def widest(names: Iterable[str]) -> str:
     """Return the narrowest dtype whose format holds all of `names`.
 
@@ -172,7 +154,7 @@ def widest(names: Iterable[str]) -> str:
     Raises:
         ValueError: `names` is empty.
     """
-    members = {get(name) for name in names}
+    members = {FORMATS[name] for name in names}
     if not members:
         raise ValueError("widest() of no formats; give at least one name")
     candidates = [f for f in FORMATS.values() if all(f.holds(m) for m in members)]

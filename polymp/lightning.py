@@ -226,7 +226,7 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
     plugin: Any = trainer.precision_plugin
     inner = plugin.optimizer_step
 
-    def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> list[Any]:
+    def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         losses: list[Any] = []
 
         def evaluate() -> Any:
@@ -234,13 +234,8 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
             return losses[-1]
 
         inner(optimizer, model=model, closure=evaluate, **kwargs)
-        return losses
-
-    caught = catch_steps(step, of=[plugin, *options.pop("of", ())], **options)  # with its scaler
-
-    def last(*args: Any, **kwargs: Any) -> Any:
-        losses = caught(*args, **kwargs)
         return losses[-1] if losses else None  # an optimizer need not call its closure
 
-    plugin.optimizer_step = last
+    of = [plugin, *options.pop("of", ())]  # with its scaler
+    plugin.optimizer_step = catch_steps(step, of=of, **options)
     return trainer

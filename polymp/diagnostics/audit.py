@@ -10,8 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
@@ -19,12 +18,12 @@ from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, UPDATE, l
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.page import Shown
-from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind
+from polymp.diagnostics.tables import Cell, Column, Table, TableKind
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
-from polymp.rules.row import LOW, Rule
+from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling import LARGEST
 
@@ -147,25 +146,12 @@ class Audit(Shown):
             lines += _scales(self)
         return [*lines, *([_LEGEND] if self.results or self.gradients else [])]
 
-    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
-        rows = [*self.results, *self.gradients]
-        return _MEASURED.table(rows, _COLUMNS, _cells, sort, fold)
+    def _table(self, fold: bool = True) -> Table:
+        return _MEASURED.table([*self.results, *self.gradients], _COLUMNS, _cells, fold)
 
     def __repr__(self) -> str:
         rows = f"{len(self.results)} results, {len(self.gradients)} gradients"
         return f"Audit({text_table.plural(self.steps, 'step')}, {rows})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
-        return {
-            "steps": self.steps,
-            "scale": self.scale,
-            "fitting_scale": self.fitting_scale(),
-            "fault": None if self.fault is None else str(self.fault),
-            "left_out": dict(self.left_out),
-            "results": [m.to_dict() for m in self.results],
-            "gradients": [m.to_dict() for m in self.gradients],
-        }
 
 
 # The table: a row for every op and parameter, below lines on the whole run.
@@ -275,13 +261,7 @@ def _alike_measured(measured: Measured) -> Hashable:
 
 _NOTHING = Magnitudes(0, 0, (), 0.0)
 
-_MEASURED: TableKind[Measured] = TableKind(
-    _section_of,
-    _alike_measured,
-    together,
-    _SECTIONS,
-    lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
-)
+_MEASURED: TableKind[Measured] = TableKind(_section_of, _alike_measured, together, _SECTIONS)
 
 
 # Suggestions. Ops after the first Inf cannot be judged, so audit again with the suggestion.
@@ -377,20 +357,7 @@ def _suggested(audit: Audit, policy: Policy) -> Suggestion:
         return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
     if fault is not None and (fault.direction != BACKWARD or audit.scale <= 1):
         return _raised([fault], policy)
-    scaled = _scale(audit, policy)
-    return scaled or replace(scaled, reasons=(*scaled.reasons, *_beyond(audit)))
-
-
-def _beyond(audit: Audit) -> Iterator[str]:
-    """Say of a run in other dtypes which values float16 would make Inf, the first of them."""
-    if _in_float16(audit):
-        return
-    # What a region runs in float32, one of float16 runs in float32, too.
-    rows = [m for m in audit.results if m.run in LOW or not m.region]
-    beyond = (m for m in (*rows, *audit.gradients) if m.magnitudes.largest > _TOP)
-    if (first := next(beyond, None)) is not None:
-        holds = f"{_at(first)}: it holds {first.magnitudes.largest:.3g}, and {_FIRST} ends at"
-        yield f"{holds} {_TOP:g}; this run is in other dtypes."
+    return _scale(audit, policy)
 
 
 def is_broken(audit: Audit) -> bool:
@@ -434,7 +401,7 @@ def _readers(audit: Audit, found: Sequence[Place]) -> list[Measured]:
         if not any(m.module.startswith(inner) for m in forward):
             inner = one.module[: one.module.rfind(".") + 1]  # of a layer without parts
         for m in forward[_place(one, forward) + 1 :]:
-            if overflows and vocabulary().kind_of(m.op) in _BOUNDED:
+            if overflows and vocabulary().op(m.op).kind in _BOUNDED:
                 break
             spoiled = m.magnitudes.inf or m.magnitudes.nan
             lowered = m.row is not None and m.row.rule is Rule.LOWER

@@ -1,6 +1,6 @@
 """An HTML page with a table that can be sorted and filtered in a browser.
 
-    notes, a curve, a table -> page.html and page_parts.html filled in -> text
+    notes, a table -> page.html and page_parts.html filled in -> text
 
 All markup is in these two files, style and script in page.css and page.js; a text is escaped when
 it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
@@ -8,7 +8,6 @@ only sorts and hides them, so that the page can be read, searched and printed wi
 loaded from anywhere.
 """
 
-import math
 import os
 import re
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 from string import Template
 
 from polymp import text_table
-from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column, Table
+from polymp.diagnostics.tables import Cell, Column, Table
 from polymp.errors import escaped
 
 
@@ -34,42 +33,32 @@ class Shown:
         """The lines above the table; the first is the title."""
         raise NotImplementedError
 
-    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+    def _table(self, fold: bool = True) -> Table:
         raise NotImplementedError
 
-    def table(self, width: int | None = None, *, sort: str = PROGRAM, fold: bool = True) -> str:
+    def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
-        Rows are grouped by direction and module. "layers.*.attn x24" are 24 modules whose rows are
-        alike: counts are those of all of them, and the largest magnitude is.
+        Rows are grouped by direction and module, in the order in which modules and ops were first
+        reached. "layers.*.attn x24" are 24 modules whose rows are alike: counts are those of all of
+        them, and the largest magnitude is.
 
         Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and ops were first reached; "cost" to put
-                those first that cost most. In a report: whose casts move the most bytes, and of
-                these, or where nothing is cast, those with the most FLOPs. In an audit: of which
-                float16 would lose most, by the share of values that become Inf, of these that
-                become zero, of these that become subnormal.
             fold: False to show equal layers one by one.
 
         Returns:
             The text.
-
-        Raises:
-            TypeError: `width` is no whole number.
-            ValueError: `sort` is neither "program" nor "cost".
         """
-        table = self._table(sort, fold)
+        table = self._table(fold)
         title, *notes = [*self._lines(), *filter(None, [table.note])]
         above = (title, "", *notes, *[""] * bool(table.lines))
-        lines = [line for note in above for line in text_table.folded(note, width)]
-        return escaped("\n".join([*lines, *table.text(width)]))
+        lines = [line for note in above for line in text_table.folded(note)]
+        return escaped("\n".join([*lines, *table.text()]))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same lines, and a table to sort by any column and to filter.
 
-        The page loads nothing, so it can be mailed or kept with a run. Its rows are in the order of
-        `table(sort="cost")`.
+        The page loads nothing, so it can be mailed or kept with a run.
 
         Args:
             path: file to write it to as well, in UTF-8.
@@ -77,9 +66,13 @@ class Shown:
         Returns:
             The page as text.
         """
-        table = self._table(COST)
+        table = self._table()
         title, *notes = [*self._lines(), *filter(None, [table.note])]
-        return html(path, title=title, notes=notes, table=table)
+        page = _page(title, notes, table)
+        if path is not None:
+            with replacing(path) as beside:
+                beside.write_text(page, encoding="utf-8")
+        return page
 
     def __str__(self) -> str:
         return self.table()
@@ -94,33 +87,19 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(
-    path: str | PathLike[str] | None,
-    *,
-    title: str,
-    about: str = "",
-    notes: Sequence[str],
-    table: Table,
-    curve: Sequence[tuple[str, float, float]] = (),
-) -> str:
-    """A page as one text, also in a file; everything that comes from a program is escaped.
-
-    `about` is the line below the title. Columns without a text are left out. Above the table a
-    curve is drawn: labels in order, a difference, and what rounding explains of it.
-    """
+def _page(title: str, notes: Sequence[str], table: Table) -> str:
+    """A page without columns that are empty; everything that comes from a program is escaped."""
     columns = [Column("#", True, "the order of these rows"), Column("module"), *table.columns]
     rows = [
         [Cell(c) if isinstance(c, str) else c for c in (Cell(str(at), at), x.module, *x.cells)]
         for at, x in enumerate(table.lines, 1)
     ]
     used = [at for at in range(len(columns)) if any(row[at].text for row in rows)]
-    text = _filled(
+    page = _filled(
         Template(_file("page.html")),
         title=title,
         style=_Markup(_file("page.css")),
-        about=about,
         notes=_joined(_part("note", text=note) for note in notes),
-        curve=_curve(curve) if curve else "",
         count=text_table.plural(len(rows), "row"),
         heads=_joined(
             _part("head", kind="n" * c.numeric, about=c.about, text=c.name)
@@ -131,10 +110,7 @@ def html(
         ),
         script=_Markup(_file("page.js")),
     )
-    if path is not None:
-        with replacing(path) as beside:
-            beside.write_text(text, encoding="utf-8")
-    return str(text)
+    return str(page)
 
 
 @cache
@@ -160,43 +136,6 @@ def _filled(template: Template, /, **values: object) -> _Markup:
 
 def _joined(parts: Iterable[_Markup]) -> _Markup:
     return _Markup("".join(parts))
-
-
-_TICKS = 6  # on the axis of a curve, at most
-
-
-def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
-    """A curve over its points in order, on a logarithmic scale, in percent of its box."""
-    # Zero is drawn at the bottom, Inf and NaN at the top.
-    sizes = [math.log10(v) for _, *both in points for v in both if 0 < v < math.inf]
-    low, high = math.floor(min(sizes, default=-7.0)), math.ceil(max(sizes, default=0.0))
-    high = max(high, low + 1)
-
-    def depth(value: float) -> float:
-        if not 0 < value < math.inf:
-            return 100.0 if value == 0 else 0.0
-        return round(100 * (high - math.log10(value)) / (high - low), 2)
-
-    across = [round(100 * (at + 0.5) / len(points), 2) for at in range(len(points))]
-    allowed = [depth(limit) for *_, limit in points]
-    depths = [100, allowed[0], *allowed, allowed[-1], 100]
-    edge = zip([0, 0, *across, 100, 100], depths, strict=True)
-    off = [depth(difference) for _, difference, _ in points]
-    ticks = range(low, high + 1, math.ceil((high - low) / _TICKS))
-    return _part(
-        "curve",
-        first=points[0][0],
-        last=points[-1][0] if len(points) > 1 else "",
-        ticks=_joined(_part("tick", at=depth(10.0**t), text=f"1e{t}") for t in ticks),
-        grid=_joined(_part("grid", at=depth(10.0**t)) for t in ticks),
-        band=" ".join(f"{x},{y}" for x, y in edge),
-        line=" ".join(f"{x},{y}" for x, y in zip(across, off, strict=True)),
-        points=_joined(
-            _part("point", x=x, y=y, kind="" if v <= limit else "alarm", label=label,
-                  difference=f"{v:.2g}", allowed=f"{limit:.2g}")
-            for x, y, (label, v, limit) in zip(across, off, points, strict=True)
-        ),
-    )  # fmt: skip
 
 
 def _cell(cell: Cell, column: Column) -> _Markup:

@@ -9,10 +9,10 @@ knows what a tensor is.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
@@ -22,12 +22,6 @@ from polymp.fp8 import NOT_FLOAT16, RECIPES, REGION_DTYPE, recipe_of
 from polymp.rules import scopes
 from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
 from polymp.rules.vocabulary import nearest, vocabulary
-
-
-class RowsUsed(Protocol):
-    """A record of a run, such as a report of `explain`, that knows which rows won in it."""
-
-    def rows(self) -> set[Row]: ...
 
 
 class Decision(NamedTuple):
@@ -121,18 +115,15 @@ class Policy:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._values  # without the hash, which holds for one process
+        # Without the hash, which holds for one process.
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __repr__(self) -> str:
         return f"Policy({self.name!r}, {len(self.rows)} rows)"
 
-    @property
-    def _values(self) -> tuple[Any, ...]:
-        return self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
-
     @cached_property
     def _hash(self) -> int:
-        return hash(self._values)
+        return hash(self.__reduce__()[1])
 
     @cached_property
     def _in_force(self) -> Mapping[tuple[str, str], Row]:
@@ -186,7 +177,7 @@ class Policy:
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
-            self._winners[asked] = find_winner(self, *asked)
+            self._winners[asked] = _winner(self, *asked)
         return self._winners[asked]
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
@@ -360,21 +351,21 @@ class Policy:
             )
         return self.override(name=self.name, scopes=dict.fromkeys(paths, rules))
 
-    def unused(self, record: RowsUsed) -> tuple[Row, ...]:
+    def unused(self, report: Iterable[Any]) -> tuple[Row, ...]:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.
 
         Args:
-            record: of a run under this policy: the report of `explain`.
+            report: of `explain`, of a run under this policy: calls, each with the row that decided.
 
         Returns:
             The rows, in the policy's order.
         """
-        used = record.rows()
+        used = {call.row for call in report}
         return tuple(row for row in self.rows if row not in used)
 
 
-def find_winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
-    """Return what `Policy.winner` returns, and keep nothing: for all ops at once."""
+def _winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
+    """Find the row that `Policy.winner` returns."""
     in_force = policy._in_force
     known = vocabulary().ops.get(op)
     lows = FULL.get(dtype, dtype), ""
@@ -476,7 +467,7 @@ def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     return value
 
 
-_OF_ROW = ("rule", "apply", "instead")
+_OF_ROW = ("rule", "instead")
 
 
 def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
@@ -514,8 +505,8 @@ def _entries(value: object, of: str, where: str) -> Mapping[str, object]:
 
 def _row(of: str, value: Mapping[str, Any], dtype: str, scope: str, where: str) -> Row:
     check_keys(value, _OF_ROW, where, of)
-    rule, apply, instead = (value.get(key) for key in _OF_ROW)
-    return Row(of, cast(Rule, rule), dtype, scope, apply, instead or "", where)
+    rule, instead = (value.get(key) for key in _OF_ROW)
+    return Row(of, cast(Rule, rule), dtype, scope, instead or "", where)
 
 
 def check_keys(data: Mapping[str, object], known: Sequence[str], where: str, op: str = "") -> None:
@@ -556,7 +547,7 @@ class Region:
         with suppress(ValueError):
             object.__setattr__(self, "dtype", dtypes.name(self.dtype))
         policy, here = self.policy, ("", self.dtype)
-        if not self.enabled or policy is None or self.dtype == REGION_DTYPE:
+        if not self.enabled or policy is None or not policy.fp8 or self.dtype == REGION_DTYPE:
             return
         if any(row.rule is Rule.FP8 and row.dtype in here for row in policy.rows):
             raise PolicyError(

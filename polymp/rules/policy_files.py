@@ -159,7 +159,7 @@ def to_toml(policy: Policy) -> str:
 def _value(rows: Sequence[Row]) -> str:
     parts: dict[str, str] = {}
     for row in rows:
-        own = {"rule": row.rule.value, "apply": row.apply or "", "instead": row.instead}
+        own = {"rule": row.rule.value, "instead": row.instead}
         told = {key: _quoted(value) for key, value in own.items() if value}
         if row.dtype:
             parts[row.dtype] = _inline(told)

@@ -38,7 +38,6 @@ class Op:
     # Without primitive and function, the ops that it becomes in a JAX trace.
     traces: tuple[str, ...] = ()
     note: str = ""  # why a side is empty
-    fp32: str = ""  # how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way
     rule: str = ""  # of a registered op, how it runs under a policy that has no row for it
     # True if it picks numbers and changes none: run low, what it picked is rounded.
     picks: bool = False
@@ -117,17 +116,9 @@ class Vocabulary:
         """The ops of a class, by name."""
         return tuple(op for _, op in sorted(self.ops.items()) if op.kind == kind)
 
-    def kind_of(self, name: str) -> str:
-        """The class of an op of that name, "" of an unknown one."""
-        return self.ops.get(name, _UNKNOWN).kind
-
-    def picks(self, name: str) -> bool:
-        """True if an op of that name picks numbers and changes none; see `Op`."""
-        return self.ops.get(name, _UNKNOWN).picks
-
-    def chooses(self, name: str) -> bool:
-        """True if each result of an op of that name is one of the numbers that it is given."""
-        return self.ops.get(name, _UNKNOWN).chooses
+    def op(self, name: str) -> Op:
+        """The op of a name; of an unknown one an op without class and traits."""
+        return self.ops.get(name, _UNKNOWN)
 
     def within(self, inner: str, outer: str) -> bool:
         """True if every op that selector `inner` selects is selected by `outer` too.

@@ -22,9 +22,9 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
-from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
+from polymp.backends.jax.autocast.fp8_contraction import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
-from polymp.backends.jax.compat.programs import Equation
+from polymp.backends.jax.compat import Equation
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
 from polymp.backends.jax.diagnostics.traced_call import Placed, traced
@@ -465,7 +465,7 @@ def amount(
     elif of == "reduce_window_sum":
         terms = prod(eqn.params["window_dimensions"])
     op = op_of(spelling(eqn)) or of
-    kind = vocabulary().kind_of(op)
+    kind = vocabulary().op(op).kind
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone
     dtype = np.empty(0, x.dtype).real.dtype.name

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.nn as nn
 
-from polymp import progress
 from polymp.backends.torch.diagnostics.measure import Tally
 from polymp.backends.torch.diagnostics.op_call import Own, numbers_in
 from polymp.backends.torch.diagnostics.op_stream import OpStream
@@ -77,7 +76,7 @@ class AuditBlock(Audit):
         super().__init__()
         self._entered = False
         self._seen = AuditValues(model, scaler)
-        self._stream = OpStream(model, self._seen, counts=False, floats=numbers_in, title="audit")
+        self._stream = OpStream(model, self._seen, counts=False, floats=numbers_in)
 
     def __enter__(self) -> Audit:
         if self._entered:
@@ -101,8 +100,7 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     audit.scale = scales[-1]
     audit.fault = seen.fault()  # first: it tells the infinities of masks from others
     audit.steps = max(len(seen.passes), bool(seen.events))
-    with progress.line("audit, reading", len(seen.sites), "tensor") as line:
-        rows = _measured(seen.sites, scales, line)
+    rows = _measured(seen.sites, scales)
     audit.results = [m for m in rows if m.spelling]
     audit.gradients = [m for m in rows if not m.spelling]
 
@@ -110,13 +108,11 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
 def _measured(
     sites: Mapping[tuple[Any, ...], Tally],
     scales: Sequence[float],
-    line: progress.Line,
 ) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
     made = [site.magnitudes() for site in sites.values()]
     gone = followed((m, site.reads) for m, site in zip(made, sites.values(), strict=True))
     for (key, site), counts, share in zip(sites.items(), made, gone, strict=True):
-        line.step()
         at, op, spelling, place, direction, region, row, run = key
         counts = counts._replace(gone=share)
         if scales[at]:  # torch.amp's may become 0

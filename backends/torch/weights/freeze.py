@@ -303,7 +303,9 @@ class FrozenModule(subclass.Extension):
 
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""
-        frozen_for = self.__dict__[FrozenModule.KEY]
+        frozen_for = self.__dict__.get(FrozenModule.KEY)
+        if frozen_for is None:  # a copy that a `__deepcopy__` of the class has made
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.__dict__.get(Scoped.KEY) is not frozen_for.scope:
             _refuse_scope(type(self).__name__)
         region = frozen_for.region

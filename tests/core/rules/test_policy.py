@@ -10,7 +10,7 @@ import polymp
 from polymp.errors import PolicyError
 from polymp.rules import scopes
 from polymp.rules.policy import Policy
-from polymp.rules.row import Apply, Row, Rule
+from polymp.rules.row import Row, Rule
 from tests.support.policy_rows import (
     ANY_PATH,
     MINE,
@@ -87,7 +87,6 @@ def test_rows_are_values_whatever_their_source():
     row = Row("mm", "lower", source="one.toml")
     assert row == Row("mm", Rule.LOWER, source="two.toml")
     assert row.rule is Rule.LOWER
-    assert Row("sum", "fp32", apply="dtype_argument").apply is Apply.DTYPE_ARGUMENT
     assert str(row) == "mm = lower, one.toml"
     assert str(Row("mm", Rule.FP32, "float16", "*.head")) == "mm (float16) in '*.head' = fp32"
 
@@ -99,12 +98,9 @@ def test_rows_are_values_whatever_their_source():
         (("mm", "fp32", "float32"),
             "a policy's row: op 'mm': dtype 'float32' is not accepted here. "
             "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."),
-        (("mm", "fp32", "", "", "magic"),
-            "a policy's row: apply 'magic' for op 'mm' is not one of "
-            "cast, dtype_argument, append_dtype."),
         (("bnm", "lower"), "a policy's row: no op 'bnm'. Did you mean bmm?"),
         (("mm", "lower", "", "a."), f"a policy's row: 'a.' {PATTERN}"),
-        (("mm", "forbid", "", "", None, "bnm"),
+        (("mm", "forbid", "", "", "bnm"),
             "a policy's row: instead for op 'mm': no op 'bnm'. Did you mean bmm?"),
     ],
 )  # fmt: skip

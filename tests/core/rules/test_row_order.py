@@ -9,7 +9,7 @@ from polymp.rules import policy as policy_module
 from polymp.rules import row as row_module
 from polymp.rules.policy import Policy
 from polymp.rules.policy_files import load
-from polymp.rules.row import LOW, Apply, Row, Rule
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import Op, Vocabulary
 from tests.support.policy_rows import (
     CASES,
@@ -219,7 +219,6 @@ def test_a_class_in_one_dtype_replaces_its_ops_in_that_dtype(low):
     for op in ("softmax", "log_softmax", "logsumexp"):
         assert policy.why(op, low).rule is Rule.LOWER, "the override has no effect"
         assert policy.why(op, other).rule is Rule.FP32
-    assert policy.winner("softmax", other).apply is Apply.DTYPE_ARGUMENT
 
 
 # --- override -------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """Mixed precision for JAX: `from polymp.jax import autocast, GradScaler`."""
 
 from polymp.backends.jax.autocast.api import autocast, lower, upper
-from polymp.backends.jax.diagnostics.audit import Audited, audit
+from polymp.backends.jax.diagnostics.audit import Audited, audit, locate
 from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
-from polymp.backends.jax.diagnostics.locate import locate
 from polymp.backends.jax.diagnostics.record import Recorded, record
 from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
 from polymp.backends.jax.modules.pin import Pins, pin

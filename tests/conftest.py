@@ -10,9 +10,11 @@ import importlib.util
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from threading import get_ident
 from types import ModuleType
 
 import pytest
@@ -62,6 +64,11 @@ def _flags() -> str:
 # Set before jax is imported, here and in every process that a test starts; with XLA_FLAGS= in the
 # environment, what tests run is compiled as for users.
 os.environ.setdefault("XLA_FLAGS", _flags())
+# Likewise: where no folder is set jax stores no program, but computes the key of each.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+# Likewise: else inductor compiles a program for each kind of vectors that the processor has, to see
+# whether the compiler knows it; a fifth of the first compilation.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Likewise: Keras asks when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -150,6 +157,24 @@ def compiled_kernels() -> None:
         table = importlib.import_module("polymp.backends.torch.autocast.torch_table")
         for device in table.DEVICES:
             table.kernels(device)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_mlir_context() -> Iterator[None]:
+    """Lower all programs of a file in one context of MLIR.
+
+    jax makes a context for each program, loads all dialects into it and takes it apart: a third of
+    the time of tests with many small programs. What it holds are types, attributes and names of
+    ops. Other threads have contexts of their own.
+    """
+    if "jax" not in sys.modules:
+        yield
+        return
+    mlir = importlib.import_module("jax._src.interpreters.mlir")
+    new, one, here = mlir.make_ir_context, cache(mlir.make_ir_context), get_ident()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", lambda: one() if get_ident() == here else new())
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -141,7 +141,16 @@ def _parser() -> argparse.ArgumentParser:
     text = "a file that polymp.torch.record or polymp.jax.record wrote"
     runs.add_argument("one", metavar="A", help=text)
     runs.add_argument("other", metavar="B", help=f"another: {text}")
-    runs.add_argument("--html", metavar="FILE", help="also write a page with all calls")
+    runs.add_argument("--html", metavar="FILE", help="also write a page with a curve and all calls")
+    text = "the beginning of B's module paths that A names otherwise; may be given several times"
+    runs.add_argument(
+        "--modules",
+        metavar="THEIRS=OURS",
+        type=records.renamed,
+        action="append",
+        default=[],
+        help=text,
+    )
 
     text = "read a policy and check that torch and jax can run ops by each row"
     asked = command("check", text, check.checked, check.draw)

@@ -19,7 +19,7 @@ def compared(args: argparse.Namespace) -> Data:
             f"compare needs the package {error.name}: pip install {error.name}."
         ) from None
     try:
-        found = compare(args.one, args.other)
+        found = compare(args.one, args.other, modules=dict(args.modules) or None)
         if args.html is not None:
             found.to_html(args.html)
     except RecordError as error:
@@ -33,3 +33,13 @@ def compared(args: argparse.Namespace) -> Data:
 def draw(data: Data, args: argparse.Namespace) -> Iterator[list[str]]:
     """The text of the comparison."""
     yield args.lines
+
+
+def renamed(given: str) -> tuple[str, str]:
+    """A module path of the other record and that of the first, of "THEIRS=OURS"."""
+    theirs, equals, ours = given.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(
+            f"{given!r} is no pair of module paths. Write THEIRS=OURS: model.layers=blocks"
+        )
+    return theirs, ours

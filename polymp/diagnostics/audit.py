@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
@@ -23,7 +23,7 @@ from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
-from polymp.rules.row import Rule
+from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
 from polymp.scaling import LARGEST
 
@@ -357,7 +357,20 @@ def _suggested(audit: Audit, policy: Policy) -> Suggestion:
         return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
     if fault is not None and (fault.direction != BACKWARD or audit.scale <= 1):
         return _raised([fault], policy)
-    return _scale(audit, policy)
+    scaled = _scale(audit, policy)
+    return scaled or replace(scaled, reasons=(*scaled.reasons, *_beyond(audit)))
+
+
+def _beyond(audit: Audit) -> Iterator[str]:
+    """Say of a run in other dtypes which values float16 would make Inf, the first of them."""
+    if _in_float16(audit):
+        return
+    # What a region runs in float32, one of float16 runs in float32, too.
+    rows = [m for m in audit.results if m.run in LOW or not m.region]
+    beyond = (m for m in (*rows, *audit.gradients) if m.magnitudes.largest > _TOP)
+    if (first := next(beyond, None)) is not None:
+        holds = f"{_at(first)}: it holds {first.magnitudes.largest:.3g}, and {_FIRST} ends at"
+        yield f"{holds} {_TOP:g}; this run is in other dtypes."
 
 
 def is_broken(audit: Audit) -> bool:

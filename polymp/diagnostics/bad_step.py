@@ -176,28 +176,16 @@ class BatchCopies:
 
 
 class NoBlock:
-    """A wrapper of steps, which `with` refuses in words."""
+    """A wrapper of functions, which `with` refuses in words."""
+
+    _usage: str  # the words
 
     def __enter__(self) -> NoReturn:
         """Say how it is used."""
-        raise TypeError(
-            "catch is not a context manager. Write step = catch(step), with the function that does "
-            "a training step, and call it for each batch."
-        )
+        raise TypeError(self._usage)
 
     def __exit__(self, *error: object) -> None:
         """Never reached; `with` asks for it first."""
-
-
-class Decorator(NoBlock):
-    """The result of `catch` without a step: `wrap`, to be called with the step."""
-
-    def __init__(self, wrap: Callable[[Any], Any]) -> None:
-        self._wrap = wrap
-
-    def __call__(self, step: Callable[..., object]) -> Any:
-        """Return the wrapped step."""
-        return self._wrap(step)
 
 
 class CaughtStep(NoBlock):
@@ -216,6 +204,10 @@ class CaughtStep(NoBlock):
     """
 
     __name__: str
+    _usage = (
+        "catch is not a context manager. Write step = catch(step), with the function that does a "
+        "training step, and call it for each batch."
+    )
 
     def __init__(self, step: Callable[..., object], every: int, raises: bool) -> None:
         wrapper: Any = self  # callable in both backends
@@ -232,6 +224,18 @@ class CaughtStep(NoBlock):
         if self._raises or not goes_on or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
         warn(str(report))
+
+    def _unrepeated(self, losses: Sequence[float], note: str) -> BadStep:
+        """The bad step of calls that could not be repeated, or gave no bad value again."""
+        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, note)
+
+    def _by_losses(self, losses: Sequence[Mapping[int, Any]], note: str) -> BadStep:
+        """The bad step by the losses that the calls had: repeated, they are another training."""
+        found = [bad_loss(each) for each in losses]
+        bad = next((at for at, words in enumerate(found) if words), len(found) - 1)
+        before = tuple(float(loss) for each in losses[:bad] for loss in each.values())
+        first = self.step - len(found)
+        return BadStep(first + bad, found[bad] or SOMETHING, None, before, 0, note)
 
     def __get__(self, it: object, owner: type | None = None) -> Self:
         """Refuse to be called as a method."""
@@ -252,7 +256,7 @@ def warn(message: str) -> None:
 
 def checked_arguments(step: object, every: object, on_bad: object) -> None:
     """Check the arguments of `catch`."""
-    if step is not None and not callable(step):
+    if not callable(step):
         raise TypeError(
             "catch(step) needs the function that does a training step, got "
             f"{brief(step)}. Give the function, not what it returned."

@@ -24,7 +24,7 @@ from polymp import text_table
 from polymp.diagnostics import record_pairs, run_record
 from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
-from polymp.diagnostics.page import Shown
+from polymp.diagnostics.page import Curve, Shown
 from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side
 from polymp.diagnostics.run_record import (
     AMAX,
@@ -132,6 +132,13 @@ class Comparison(Shown):
     def _table(self, fold: bool = True) -> Table:
         lines = [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
         return Table(_COLUMNS, lines)
+
+    def _curve(self) -> Curve:
+        return [
+            (f"{row.array.module or OUTSIDE}, {row.array.direction}", row.mean_difference,
+             row.mean_allowed)
+            for row in self.growth()
+        ]  # fmt: skip
 
     def _about(self) -> str:
         parts = []

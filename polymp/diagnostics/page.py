@@ -1,6 +1,6 @@
 """An HTML page with a table that can be sorted and filtered in a browser.
 
-    notes, a table -> page.html and page_parts.html filled in -> text
+    notes, a curve, a table -> page.html and page_parts.html filled in -> text
 
 All markup is in these two files, style and script in page.css and page.js; a text is escaped when
 it is filled in, unless it is made of such parts. The rows are in the page as HTML, and the script
@@ -8,6 +8,7 @@ only sorts and hides them, so that the page can be read, searched and printed wi
 loaded from anywhere.
 """
 
+import math
 import os
 import re
 import threading
@@ -25,6 +26,9 @@ from polymp import text_table
 from polymp.diagnostics.tables import Cell, Column, Table
 from polymp.errors import escaped
 
+# Labels in order, with a difference and what rounding explains of it.
+Curve = Sequence[tuple[str, float, float]]
+
 
 class Shown:
     """A result that is printed as lines and a table, and drawn as a page of the same."""
@@ -35,6 +39,10 @@ class Shown:
 
     def _table(self, fold: bool = True) -> Table:
         raise NotImplementedError
+
+    def _curve(self) -> Curve:
+        """The curve above the table of a page, if there is one."""
+        return ()
 
     def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
@@ -68,7 +76,7 @@ class Shown:
         """
         table = self._table()
         title, *notes = [*self._lines(), *filter(None, [table.note])]
-        page = _page(title, notes, table)
+        page = _page(title, notes, table, self._curve())
         if path is not None:
             with replacing(path) as beside:
                 beside.write_text(page, encoding="utf-8")
@@ -87,7 +95,7 @@ class _Markup(str):
     __slots__ = ()
 
 
-def _page(title: str, notes: Sequence[str], table: Table) -> str:
+def _page(title: str, notes: Sequence[str], table: Table, curve: Curve = ()) -> str:
     """A page without columns that are empty; everything that comes from a program is escaped."""
     columns = [Column("#", True, "the order of these rows"), Column("module"), *table.columns]
     rows = [
@@ -100,6 +108,7 @@ def _page(title: str, notes: Sequence[str], table: Table) -> str:
         title=title,
         style=_Markup(_file("page.css")),
         notes=_joined(_part("note", text=note) for note in notes),
+        curve=_curve(curve) if curve else "",
         count=text_table.plural(len(rows), "row"),
         heads=_joined(
             _part("head", kind="n" * c.numeric, about=c.about, text=c.name)
@@ -136,6 +145,43 @@ def _filled(template: Template, /, **values: object) -> _Markup:
 
 def _joined(parts: Iterable[_Markup]) -> _Markup:
     return _Markup("".join(parts))
+
+
+_TICKS = 6  # on the axis of a curve, at most
+
+
+def _curve(points: Curve) -> _Markup:
+    """A curve over its points in order, on a logarithmic scale, in percent of its box."""
+    # Zero is drawn at the bottom, Inf and NaN at the top.
+    sizes = [math.log10(v) for _, *both in points for v in both if 0 < v < math.inf]
+    low, high = math.floor(min(sizes, default=-7.0)), math.ceil(max(sizes, default=0.0))
+    high = max(high, low + 1)
+
+    def depth(value: float) -> float:
+        if not 0 < value < math.inf:
+            return 100.0 if value == 0 else 0.0
+        return round(100 * (high - math.log10(value)) / (high - low), 2)
+
+    across = [round(100 * (at + 0.5) / len(points), 2) for at in range(len(points))]
+    allowed = [depth(limit) for *_, limit in points]
+    depths = [100, allowed[0], *allowed, allowed[-1], 100]
+    edge = zip([0, 0, *across, 100, 100], depths, strict=True)
+    off = [depth(difference) for _, difference, _ in points]
+    ticks = range(low, high + 1, math.ceil((high - low) / _TICKS))
+    return _part(
+        "curve",
+        first=points[0][0],
+        last=points[-1][0] if len(points) > 1 else "",
+        ticks=_joined(_part("tick", at=depth(10.0**t), text=f"1e{t}") for t in ticks),
+        grid=_joined(_part("grid", at=depth(10.0**t)) for t in ticks),
+        band=" ".join(f"{x},{y}" for x, y in edge),
+        line=" ".join(f"{x},{y}" for x, y in zip(across, off, strict=True)),
+        points=_joined(
+            _part("point", x=x, y=y, kind="" if v <= limit else "alarm", label=label,
+                  difference=f"{v:.2g}", allowed=f"{limit:.2g}")
+            for x, y, (label, v, limit) in zip(across, off, points, strict=True)
+        ),
+    )  # fmt: skip
 
 
 def _cell(cell: Cell, column: Column) -> _Markup:

@@ -186,9 +186,9 @@ SPECIAL = TAKEN_APART.union(*REASONS.values())
 
 
 def asked(op: cases.Op, policy: str) -> bool:
-    """True for every op and policy in `make test-long`; in `make test` for a quarter of them."""
+    """True for every op and policy in `make test-long`; in `make test` for an eighth of them."""
     turn = cases.OPS.index(op) + POLICIES.index(policy)
-    return LONG or turn % 4 == 0 or op.name in SPECIAL
+    return LONG or turn % 8 == 0 or op.name in SPECIAL
 
 
 @cache
@@ -259,7 +259,7 @@ def test_the_frameworks_agree_or_a_row_says_why_not() -> None:
 @pytest.mark.parametrize("side", FRAMEWORKS)
 def test_an_op_runs_as_the_policy_decides(side: str) -> None:
     judged = [row for row in rows() if decision(row, side) is not None]
-    assert len({one_op(row.op) for row in judged}) > 60
+    assert len({one_op(row.op) for row in judged}) > (60 if LONG else 50)
     assert len({(row.policy, row.low) for row in judged}) == sum(
         len(lows(policy)) for policy in POLICIES
     )

@@ -1,11 +1,12 @@
-"""`audit`: how large the numbers of a call are.
+"""`audit`: how large the numbers of a call are; `locate`: which op made the first bad one.
 
     audited = polymp.jax.audit(train_step)
     params, opt_state = audited(params, opt_state, x)      # what train_step returns, bit for bit
     print(audited.audit)
 
 The function itself runs as it always does. Beside it runs a twin of its traced program, which hands
-out nothing but measurements; they are read when somebody asks.
+out nothing but measurements; they are read when somebody asks. `locate` runs the twin alone. In the
+measurements `blame` follows what is not finite at the end back to the op that made it.
 """
 
 import math
@@ -18,19 +19,38 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_array
+from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, measured
-from polymp.backends.jax.diagnostics.locate import fault, largest, located, nodes_of
-from polymp.backends.jax.diagnostics.traced_call import Wrapped, called
+from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, Twin, is_measured
+from polymp.backends.jax.diagnostics.traced_call import (
+    CLOSED,
+    Wrapped,
+    function_of,
+    optimizer_of,
+    traced,
+)
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
-from polymp.diagnostics.audit_records import Fault, Measured, together
-from polymp.diagnostics.blame import blame, meant
+from polymp.diagnostics.audit_records import Fault, Measured, Operand, together
+from polymp.diagnostics.blame import (
+    DIVIDING,
+    NO_EPS,
+    UPDATE,
+    Blame,
+    Node,
+    blame,
+    meant,
+    of_optimizer,
+    rounded,
+    tell_nothing_found,
+)
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
+from polymp.dtypes import FORMATS
+from polymp.rules.row import LOW
 
 
 class Audited(Wrapped):
@@ -43,10 +63,8 @@ class Audited(Wrapped):
         fn: the function.
     """
 
-    _form = "audit(jax.jit(step))"
-
     def __init__(self, fn: Callable[..., object]) -> None:
-        super().__init__(fn)
+        super().__init__(fn, "audit(jax.jit(step))")
         self._programs: dict[Hashable, MeasuredCall] = {}
         self._measured: list[Run] = []
         self._read: tuple[int, Audit] | None = None
@@ -64,13 +82,12 @@ class Audited(Wrapped):
         Raises:
             TypeError: an argument is traced: an audit is of values.
         """
-        key = self._key(args, kwargs)
-        arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
+        key, arrays = self._key(args, kwargs), self._arrays(args, kwargs)
         if key in self._programs:
             program = self._programs[key]
             facts = program.twin.packed(arrays)
         else:
-            program = measured(self.fn, args, kwargs)
+            program = MeasuredCall(traced(self.fn, args, kwargs), once=False)
             facts = program.twin.packed(arrays)
             self._programs[key] = program
         broke = None
@@ -80,7 +97,7 @@ class Audited(Wrapped):
             peaks = (fact.peak for event, fact in pairs if event.site.key in program.unlisted)
             finite = all(np.isfinite(peak).all() for peak in peaks)
             if not (finite or any(r.fault for r in self._measured)):
-                broke = located(measured(self.fn, args, kwargs, once=True))
+                broke = located(MeasuredCall(traced(self.fn, args, kwargs), once=True))
         scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
         self._measured.append(Run(program, facts, scale, broke))
         return self.fn(*args, **kwargs)
@@ -132,6 +149,46 @@ def audit(fn: Callable[..., object], *args: object) -> Audited:
             "audit(fn) takes no arguments of fn. Write audited = audit(fn), audited(x)."
         )
     return Audited(fn)
+
+
+def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault | None:
+    """Find the op that made the first value of a call that is not finite.
+
+        if not jnp.isfinite(loss):
+            print(polymp.jax.locate(train_step, params, opt_state, batch))
+
+    Runs a twin of the call's program, and follows what is not finite at its end (a result, or a
+    gradient that a scaler finds and skips) back to the op that made it: because its dtype's
+    range was too small, because a value before it became zero in its dtype, because an argument
+    was not finite, or because the operation itself has no finite result there. The fault names the
+    row of the policy that decided, and what the op was given. Infinities that a program means and
+    takes up again or returns, such as those of a mask, are no fault.
+
+    `fn` is not called, and nothing is changed; arguments that it would donate are left alone.
+
+    Args:
+        fn: as in `audit`.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        The fault; None if no op made an Inf or NaN, which is also written to standard error.
+
+    Raises:
+        TypeError: `fn` is not callable, or an argument is traced.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"locate(fn, *args) needs a function, got {reprlib.repr(fn)}. Give the function and "
+            "its arguments, not what it returned."
+        )
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+        raise TypeError("locate was called by code that is traced, where there are no values.")
+    program = MeasuredCall(traced(fn, args, kwargs), once=True)
+    fault = located(program)
+    if fault is None:
+        tell_nothing_found("the call ran no op of JAX" * (not program.calls))
+    return fault
 
 
 def _scales(program: MeasuredCall) -> bool:
@@ -242,13 +299,14 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes | None:
 def _handed(program: MeasuredCall) -> dict[int, list[str]]:
     """The gradients that the backward pass hands to the rest of a program: names, by event."""
     found: dict[int, list[str]] = {}
+    back = {at for at, event in enumerate(program.events) if event.direction == BACKWARD}
     for value, name in zip(program.results, program.traced.results, strict=True):
-        if len(value.events) == 1:
+        if len(value.events) == 1 and value.events <= back:
             (number,) = value.events
-            if program.events[number].direction == BACKWARD:
-                found.setdefault(number, []).append(name)
+            found.setdefault(number, []).append(name)
     by_call = _by_call(program)
-    for number in sorted(program.handed - found.keys()):
+    read = {at for event in program.events if event.direction == FORWARD for at in event.inputs}
+    for number in sorted(read & back - found.keys()):
         site = program.events[number].site
         named = by_call.get((site.scope.call, tuple(site.eqn.outvars[0].aval.shape)), [])
         if named[1:]:  # a norm's two parameters have one shape, and one name here
@@ -296,3 +354,165 @@ def _path(text: str) -> str:
     while start < len(parts) and (parts[start].isdigit() or parts[start] == "params"):
         start += 1
     return ".".join(parts[start:]) or text
+
+
+# The fault of a run.
+
+
+def located(program: MeasuredCall) -> Fault | None:
+    """Run a program that was made to be measured once, and return its fault."""
+    facts, peaks = program.twin.read(program.twin.packed(program.traced.arrays))
+    found = blame(nodes_of(program, facts, peaks))
+    if found is None:
+        return None
+    twin = Twin(program, ask=found.node)
+    operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands
+    bad, round_ = _bad(facts[found.node])
+    if bad:  # in a loop, those of that round
+        operands = operands[round_]
+    rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
+    inputs = []
+    for at, (dtype, shape, place) in enumerate(twin.given):
+        ends = float(rounds[:, at, 0].min()), float(rounds[:, at, 1].max())
+        name = "" if place is None else program.names[place]
+        numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
+        inputs.append(Operand.measured(dtype, shape, numbers, name))
+    return fault(program, found, inputs, facts)
+
+
+def _bad(fact: Facts) -> tuple[str, tuple[int, ...]]:
+    """Say "Inf" or "NaN" of a result, and the first round of each scan around it; "" of neither."""
+    peaks = np.asarray(fact.peak)
+    rounds = np.argwhere(~np.isfinite(peaks))
+    if not len(rounds):
+        return "", ()
+    first = tuple(rounds[0].tolist())
+    return "NaN" if np.isnan(peaks[first]) else "Inf", first
+
+
+def nodes_of(
+    program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array]
+) -> list[Node]:
+    """The events of a run with their facts, for `blame`."""
+    spoiled = {at: program.names[at] for at, peak in enumerate(peaks) if not np.isfinite(peak)}
+    returned = {at for origin in program.results for at in origin.events}
+    nodes = []
+    for at, (event, fact) in enumerate(zip(program.events, facts, strict=True)):
+        bad, first = _bad(fact)
+        call = program.call_of(event.site)
+        name, op = event.site.eqn.primitive.name, "" if call is None else call.op
+        burst = bool(bad) and event.dtype == "float16" and name not in CLOSED and op not in DIVIDING
+        vanished, ones = 0.0, False
+        top = FORMATS[event.dtype].max if event.dtype in FORMATS else math.inf
+        if fact.lost.size:
+            burst = bool(bad) and bool(np.isfinite(fact.lost[first][0]))
+            vanished = float(fact.lost[..., 2].max())
+            ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
+        numbers = {x for _, x in event.numbers if rounded(x, event.dtype) is not None}
+        nodes.append(
+            Node(
+                (*event.inputs, *event.later),
+                bad,
+                event.dtype,
+                burst,
+                vanished,
+                tuple(sorted(numbers)) if ones or vanished > 0 else (),
+                next((spoiled[at] for at in event.outside if at in spoiled), ""),
+                event.given,
+                bool(event.dtype),
+                name == "is_finite",
+                name == "convert_element_type",
+                event.site.scans,
+                first,
+                op,
+                at in program.late,
+                ones,
+                # A loss is returned; the largest of a mask, which is one number, too, is not.
+                single=at in returned and event.site.eqn.outvars[0].aval.shape == (),
+                call=program.of_event.get(event.site.key),
+                returned=at in returned,
+                ended=op == "minimum" and bool(np.any(fact.peak == top)),
+            )
+        )
+    return nodes
+
+
+def fault(
+    program: MeasuredCall,
+    found: Blame,
+    operands: Sequence[Operand],
+    facts: Sequence[Facts],
+) -> Fault:
+    """The fault that was found."""
+    event, first = program.events[found.node], program.events[found.first]
+    call, other = program.call_of(event.site), program.call_of(first.site)
+    assert call is not None, "what computes with floats is part of a call"
+    kind, why = found.kind, found.why
+    if kind == "operation" and event.site.eqn.primitive.name == "gather":
+        kind, why = "index", _outside(event)
+    remedy = ""
+    if kind == "operation" and event.site.eqn.primitive.name in CLOSED:
+        kind, why = "inside", "its inputs are finite, and ops inside of it were not looked at"
+        remedy = _INSIDE[event.site.eqn.primitive.name]
+    if kind == "saturation" and not event.inputs and not event.outside:
+        kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
+    if found.node in program.late:
+        call = call._replace(direction=BACKWARD)
+    eqn = event.site.eqn
+    by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
+    if any(by) and kind in ("overflow", "operation"):
+        given = (float(facts[at].peak.max()) for at in event.inputs)
+        largest = max(filter(math.isfinite, given), default=0.0)
+        lost = ""
+        if optimizer := _without_eps(program, event):
+            zero = "is 0" if event.dtype not in LOW else f"is zero in {event.dtype}"
+            kind, why = "number", f"{NO_EPS} in {event.dtype}"
+            lost = f"{optimizer}'s eps {zero}"
+        call = call._replace(direction=UPDATE)
+        remedy = of_optimizer("jax", kind, event.dtype, largest, lost)
+    became, _ = _bad(facts[found.first])
+    beside = other if found.first != found.node else None
+    made = Fault.of(call, (kind, why), event.dtype, operands, became, beside)
+    return made._replace(remedy=remedy)
+
+
+_INSIDE = {
+    "shard_map": "Locate in the function that it maps, with a device's part of its arguments.",
+    "while": "Locate in the function that is a round of it, with what the loop carries.",
+}
+
+
+def _without_eps(program: MeasuredCall, event: Event) -> str:
+    """The function of optax that divides by zero with an eps of zero: in the program it adds 0."""
+    name = optimizer_of(event.site.eqn.source_info.traceback)
+    if not name or event.site.eqn.primitive.name not in ("div", "rsqrt", "pow"):
+        return ""
+    added = [
+        float(x.val)
+        for eqn in (site.eqn for site in program.sites.values())
+        if eqn.primitive.name == "add" and optimizer_of(eqn.source_info.traceback) == name
+        for x in eqn.invars
+        if isinstance(x, Literal) and is_float(x.aval)
+    ]
+    return name if added and not any(added) else ""
+
+
+def _outside(event: Event) -> str:
+    """Say of which array an index of a gather is outside."""
+    eqn = event.site.eqn
+    axes, shape = eqn.params["dimension_numbers"].start_index_map, eqn.invars[0].aval.shape
+    allowed = f"shape {list(shape)}"
+    if len(axes) == 1:
+        allowed = f"0..{shape[axes[0]] - eqn.params['slice_sizes'][axes[0]]}"
+    by = function_of(eqn.source_info.traceback) or "gather"
+    return f"an index is outside {allowed}: {by} filled with NaN"
+
+
+def largest(program: MeasuredCall, event: Event, peaks: Sequence[jax.Array]) -> Iterator[Operand]:
+    """The operands of an equation, with the largest magnitudes of those that have names."""
+    places = {v: at for at, v in enumerate(program.inputs)}
+    for v in event.site.eqn.invars:
+        if not hasattr(v, "val") and is_measured(v.aval):
+            at = places.get(v)
+            name, peak = ("", 0.0) if at is None else (program.names[at], float(peaks[at]))
+            yield Operand.of_ends(v.aval.dtype.name, v.aval.shape, [peak], name)

@@ -10,22 +10,20 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from polymp.backends.jax.arrays import AsyncCopy, is_float, is_inexact
-from polymp.backends.jax.diagnostics import locate as finder
+from polymp.backends.jax.diagnostics.audit import locate
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
-    SOMETHING,
     BadStep,
     BatchCopies,
     CaughtStep,
-    Decorator,
     LossChecks,
     bad_loss,
     checked_arguments,
@@ -38,30 +36,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@overload
 def catch(
     step: Callable[P, R],
     *,
-    every: int = ...,
-    on_bad: Literal["raise", "report"] = ...,
-) -> "Catch[P, R]": ...
-
-
-@overload
-def catch(
-    step: None = None,
-    *,
-    every: int = ...,
-    on_bad: Literal["raise", "report"] = ...,
-) -> "Callable[[Callable[P, R]], Catch[P, R]]": ...
-
-
-def catch(
-    step: Callable[P, R] | None = None,
-    *,
     every: int = 100,
     on_bad: Literal["raise", "report"] = "raise",
-) -> "Catch[P, R] | Callable[[Callable[P, R]], Catch[P, R]]":
+) -> "Catch[P, R]":
     """Wrap a training step, so that a loss or a weight that is not finite stops it.
 
         step = polymp.jax.catch(train_step)  # jitted, and it may donate its arguments
@@ -85,15 +65,13 @@ def catch(
             in both cases.
 
     Returns:
-        The wrapped step, with the same arguments and results; without `step`, a decorator.
+        The wrapped step, with the same arguments and results.
 
     Raises:
         TypeError: `step` is not callable, or `every` is no whole number.
         ValueError: another argument is out of its range.
     """
     checked_arguments(step, every, on_bad)
-    if step is None:
-        return Decorator(lambda fn: catch(fn, every=every, on_bad=on_bad))
     return Catch(step, every, on_bad == "raise")
 
 
@@ -181,9 +159,9 @@ class Catch(CaughtStep, Generic[P, R]):
         if not (calls := self._recorded.calls):
             return
         returned, tree = self._recorded.alive(), calls[-1].tree
-        state = {at: returned[made] for made, at in self._fed.items() if made in returned}
-        places = {at: made for made, at in self._fed.items()}
-        last = [Made(places[at]) if at in state else None for at in range(tree.num_leaves)]
+        places = {at: Made(made) for made, at in self._fed.items() if made in returned}
+        state = {at: returned[made.at] for at, made in places.items()}
+        last = [places.get(at) for at in range(tree.num_leaves)]
         if self._checks.now() or self._described(state, tree):
             raises, self._raises = self._raises, True
             try:
@@ -242,10 +220,9 @@ class Catch(CaughtStep, Generic[P, R]):
 
     def _replayed(self, last: Leaves | None) -> tuple[BadStep, Leaves | None]:
         calls = self._recorded.calls
-        here, many = self.step - len(calls), len(calls)
         given = (leaf for call in calls[1:] for leaf in call.leaves)  # the first's were copied
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
-            return BadStep(self.step - 1, SOMETHING, undone=0, note=_DONATED), None
+            return self._unrepeated((), _DONATED), None
         losses: list[float] = []
         repeated = enumerate(self._recorded.repeated(self._fn, last))
         for at, (call, before, result, state) in repeated:
@@ -257,16 +234,14 @@ class Catch(CaughtStep, Generic[P, R]):
             ]
             # It is another training: see the note.
             if first_difference(pairs, on_cpu=jax.default_backend() == "cpu"):
-                words = [bad_loss(call.losses) for call in calls]
-                bad = next((n for n, found in enumerate(words) if found), many - 1)
-                seen = tuple(float(x) for call in calls[:bad] for x in call.losses.values())
-                found = words[bad] or SOMETHING
-                return BadStep(here + bad, found, None, seen, 0, _UNREPEATED), None
+                return self._by_losses([call.losses for call in calls], _UNREPEATED), None
             if found := bad_loss(again) or self._described(state, call.tree):
                 fault, note = _located(self._fn, before, call.tree)
-                return BadStep(here + at, found, fault, tuple(losses), many - at, note), before
+                undone = len(calls) - at
+                report = BadStep(self.step - undone, found, fault, tuple(losses), undone, note)
+                return report, before
             losses += map(float, again.values())
-        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, _UNREPEATED), None
+        return self._unrepeated(losses, _UNREPEATED), None
 
     def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""
@@ -298,7 +273,7 @@ def _located(
 ) -> tuple[Fault | None, str]:
     args, kwargs = jax.tree.unflatten(tree, leaves)
     try:
-        return finder.locate(fn, *args, **kwargs), ""
+        return locate(fn, *args, **kwargs), ""
     except nnx.trace_errors():
         return None, _CLOSURE
     except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced

@@ -25,7 +25,6 @@ from polymp.backends.jax.diagnostics.traced_call import (
     Site,
     equations,
     op_named,
-    parameters,
     planned_call,
     scope_in,
     source,
@@ -75,11 +74,6 @@ def explain(
         raise TypeError(
             f"explain(fn, *args) needs a function or a module, got {reprlib.repr(fn)}. Give the "
             "function and its arguments, not what it returned."
-        )
-    if "device" in kwargs and "device" not in parameters(fn):
-        raise TypeError(
-            f"explain(device={kwargs['device']!r}): in JAX the table is the same on every device. "
-            "Leave it out."
         )
     title = getattr(fn, "__name__", None) or type(fn).__name__
     if dtype is not None or policy is not None:

@@ -11,7 +11,7 @@ Scans and branches hand out what was measured inside; a `while` loop and a shard
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import chain
@@ -36,7 +36,6 @@ from polymp.backends.jax.diagnostics.traced_call import (
     Traced,
     equations,
     is_update,
-    traced,
 )
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
@@ -72,12 +71,13 @@ class Event(NamedTuple):
 
 
 class MeasuredCall(Placed[Origin]):
-    """A call as it was traced: its events, and where the values that they read come from."""
+    """A call as it was traced: its events, and where the values that they read come from.
 
-    twin: "Twin"
+    Where it is measured `once`, it is without samples, and with what an optimizer computes.
+    """
 
     def __init__(self, traced: Traced, once: bool) -> None:
-        self.traced, self.closed = traced, traced.closed
+        self.traced, self.closed, self.once = traced, traced.closed, once
         self.sites = {s.key: s for s in equations(self.closed)}
         self.calls: list[Call] = []
         self.of_event: dict[Key, int] = {}  # by equation, the number of the call that it is part of
@@ -86,7 +86,7 @@ class MeasuredCall(Placed[Origin]):
         self.unlisted = set[Key]()
         readers = _readers(self.closed, {})
         for call, sites in with_sites(self.closed, traced.record, lambda v: is_measured(v.aval)):
-            self._add_call(call, sites, readers, once)
+            self._add_call(call, sites, readers)
         constvars, invars = compat.binders(self.closed)
         # The variables of its inputs, and after them those of its constants; then their names, as
         # the caller would write them, and words for the constants.
@@ -95,11 +95,14 @@ class MeasuredCall(Placed[Origin]):
         self.names = [*traced.names, *captured]
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int | None] = {}  # by equation, that of its event; None without one
-        self.handed: set[int] = set()  # events of the backward that the rest of the program reads
-        self._closed: dict[tuple[int, ...], str] = {}  # by place, what nothing is measured in
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         own = ends[len(invars) :]
         self.results = self.program(self.closed, ends[: len(invars)], (), own)  # their origins
+
+    @cached_property
+    def twin(self) -> "Twin":
+        """Its twin, which is not run yet."""
+        return Twin(self)
 
     def call_of(self, site: Site) -> Call | None:
         """The call that an equation is part of."""
@@ -122,15 +125,12 @@ class MeasuredCall(Placed[Origin]):
     @cached_property
     def left_out(self) -> Counter[str]:
         """How many calls are not measured, by what they are in."""
-        found = defaultdict[str, set[int]](set)
-        for (parent, _), number in self._ends.items():
-            for place, name in self._closed.items():
-                if parent[: len(place)] == place:
-                    found[f"in a {name.replace('while', 'while loop')}"].add(number)
-        return Counter({why: len(calls) for why, calls in found.items()})
+        ends = ((s.closed, self._ends[s.key]) for s in self.sites.values() if s.key in self._ends)
+        names = (name.replace("while", "while loop") for name, _ in set(ends) if name)
+        return Counter(f"in a {name}" for name in names)
 
     def _add_call(
-        self, call: Call, sites: Sequence[Site], readers: Mapping[Atom, set[int]], once: bool
+        self, call: Call, sites: Sequence[Site], readers: Mapping[Atom, set[int]]
     ) -> None:
         """Add a call, and find the equations that end it.
 
@@ -149,7 +149,7 @@ class MeasuredCall(Placed[Origin]):
                     ends.append(s)
                 last = s
         tracebacks = (last.written, last.eqn.source_info.traceback) if ends else ()
-        if not once and any(map(is_update, tracebacks)):  # also in a branch of an optimizer
+        if not self.once and any(map(is_update, tracebacks)):  # also in a branch of an optimizer
             returned = (s for s in ends if any(0 in readers.get(v, ()) for v in s.eqn.outvars))
             self.unlisted.update(s.key for s in returned)
         else:
@@ -166,13 +166,6 @@ class MeasuredCall(Placed[Origin]):
             one.events | other.events, one.outside | other.outside, one.given or other.given
         )
 
-    def equation(
-        self, at: int, eqn: Equation, values: list[Origin], around: tuple[int, ...]
-    ) -> Sequence[Origin]:
-        if eqn.primitive.name in CLOSED:
-            self._closed[(*around, at)] = eqn.primitive.name
-        return super().equation(at, eqn, values, around)
-
     def leaf(
         self, eqn: Equation, values: list[Origin], around: tuple[int, ...]
     ) -> Sequence[Origin]:
@@ -180,9 +173,6 @@ class MeasuredCall(Placed[Origin]):
         site, events = self.sites[key], self.events
         if key not in self.numbers:
             self.numbers[key] = None
-            if site.scope.direction == FORWARD:
-                backward = (n for n in through.events if events[n].direction == BACKWARD)
-                self.handed.update(backward)
             made = [v.aval for v in eqn.outvars if is_measured(v.aval)]
             group = self._ends.get(key) if made else None
             some = any(is_measured(getattr(v, "val", v.aval)) for v in eqn.invars)
@@ -242,11 +232,11 @@ _Made = tuple[list[jax.Array], list[Facts]]
 
 
 class Twin(Placed[jax.Array]):
-    """The program of a call in which its events are measured."""
+    """The program of a call in which its events are measured; or the operands of one alone."""
 
-    def __init__(self, call: MeasuredCall, once: bool, ask: int | None = None) -> None:
+    def __init__(self, call: MeasuredCall, ask: int | None = None) -> None:
         self.call = call
-        self.ask = ask  # an event whose operands are measured: those of its call
+        self.ask = ask  # that event; the operands are those of its call
         self._asked: set[Key] = set()  # the equations of that call
         if ask is not None:
             site = call.events[ask].site
@@ -258,11 +248,10 @@ class Twin(Placed[jax.Array]):
         self._came: dict[int, tuple[jax.Array, dict[int, jax.Array]]] = {}
         # Of what it was given: dtype, shape, and its place among the inputs.
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
-        self._samples = not once  # which take as long to compile as the rest
         self._outside: Sequence[jax.Array] = ()
         self._facts: list[Facts] = []  # of the events so far, of the program that is gone through
         self._shapes: list[tuple[int, ...]] = []  # of each fact
-        options = quick_options(call.traced.arrays) if once else None
+        options = quick_options(call.traced.arrays) if call.once else None
         self.packed: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
 
     def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -291,8 +280,9 @@ class Twin(Placed[jax.Array]):
         self._outside = outside = (*arrays, *compat.opened(closed)[1])
         self._facts = []
         self.program(closed, arrays, (), outside[len(arrays) :])
-        peaks = [peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
-        return self._facts, peaks
+        if self.ask is not None:
+            return self._facts, []
+        return self._facts, [peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
 
     def _measured(
         self, closed: ClosedProgram, values: Sequence[jax.Array], place: tuple[int, ...]
@@ -332,20 +322,22 @@ class Twin(Placed[jax.Array]):
         self, number: int, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]
     ) -> Facts:
         """The facts of an event."""
+        if self.ask is not None:  # XLA drops all that does not lead to its operands
+            return self._operands(outs) if number == self.ask else Facts()
         event, made = self.call.events[number], [x for x in outs if is_measured(x)]
-        ends = event.group is not None
         facts = Facts(peak(*made) if made else jnp.float32(-1))
         if event.dtype in LOW and eqn.primitive.name not in CLOSED:
             facts = facts._replace(lost=lost(eqn, args, outs, event.numbers))
-        if ends and self._samples:
+        if event.group is not None and not self.call.once:  # takes as long to compile as the rest
             facts = facts._replace(sample=sample(made[0]))
-        if number == self.ask:
-            places = {id(x): at for at, x in enumerate(self._outside)}
-            values = list(self._came[id(outs[0])][1].values())
-            self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
-            rows = list(map(operand, values))
-            facts = facts._replace(operands=jnp.stack(rows)) if rows else facts
         return facts
+
+    def _operands(self, outs: Sequence[jax.Array]) -> Facts:
+        """The facts of the event whose operands are measured."""
+        places = {id(x): at for at, x in enumerate(self._outside)}
+        values = list(self._came[id(outs[0])][1].values())
+        self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
+        return Facts(operands=jnp.stack(list(map(operand, values)))) if values else Facts()
 
     def _follow(self, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> None:
         """Note of which values that its call was given an equation makes its results."""
@@ -395,18 +387,6 @@ class Twin(Placed[jax.Array]):
 
         outs, facts = lax.switch(read[0], list(map(branch, range(len(branches)))), *values)
         return outs, facts
-
-
-def measured(
-    fn: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    once: bool = False,
-) -> MeasuredCall:
-    """A call, traced, with a twin that is not run yet."""
-    call = MeasuredCall(traced(fn, args, kwargs), once)
-    call.twin = Twin(call, once)
-    return call
 
 
 def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_float
+from polymp.backends.jax.arrays import is_float, is_inexact
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_contraction import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
@@ -32,20 +32,11 @@ from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import EXACT, Run, movement
 from polymp.diagnostics.run_record import RunRecord
-from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated".split())
-# Primitives whose results are among their operands, or these with another sign.
-_CHOOSES = EXACT | LAYOUT | INDEPENDENT
-_CHOOSES |= frozenset(
-    """
-    max min select_n reduce_max reduce_min gather scatter dynamic_update_slice concatenate neg
-    abs sign argmax argmin top_k clamp iota is_finite select_and_gather_add cummax cummin
-    reduce_window_max random_bits random_wrap random_unwrap threefry2x32 while cond scan pad
-    split floor ceil round optimization_barrier polymp_fp8_quantise
-    """.split()
-)
+# Besides ops that compute nothing, primitives whose results are among their operands or constants.
+_CHOOSES = INDEPENDENT | {"iota", "select_and_gather_add", "polymp_fp8_quantise"}
 
 # By path, the arrays of a tree.
 _Arrays = dict[str, jax.Array]
@@ -84,18 +75,13 @@ class Program:
                 return low, {path: x for path, x in results.items() if path not in low}
 
             own = {path: arrays[path] for path in self._graded}
-            gradients: _Arrays = {}
-            if own:
-                low, pullback, others = jax.vjp(called, own, has_aux=True)
-                seeds = {
-                    p: jnp.asarray(cotangent(p, x.shape), x.dtype)  # type: ignore[misc]
-                    for p, x in low.items()
-                }
-                (gradients,) = pullback(seeds)
-            else:
-                low, others = called(own)
+            low, pullback, others = jax.vjp(called, own, has_aux=True)
             found = {**low, **others}
             self._paths = list(found)
+            if cotangent is None or not own:
+                return list(found.values()), []
+            seeds = {p: jnp.asarray(cotangent(p, x.shape), x.dtype) for p, x in low.items()}
+            (gradients,) = pullback(seeds)
             return list(found.values()), [gradients[p] for p in self._graded]
 
         self.closed, record, self._flat, *_ = traced(program, (self._given,), {})
@@ -111,13 +97,11 @@ class Program:
 
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
-        given, found = [Value(x) for x in self._flat], list[Run]()
-        for seeds in self._kernels.seeds(count):
-            outs = Evaluation(self._kernels, seeds).program(self.closed, given, ())
-            xs = [(np.asarray(out.x), out.runs) for out in outs]
-            runs = range(1, len(seeds))
-            found += [self._run([x[i] if several else x for x, several in xs]) for i in runs]
-        return found
+        given = [Value(x) for x in self._flat]
+        outs = Evaluation(self._kernels, count).program(self.closed, given, ())
+        xs = [(np.asarray(out.x), out.runs) for out in outs]
+        runs = range(1, count + 1)
+        return [self._run([x[i] if several else x for x, several in xs]) for i in runs]
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
         """A record of it, in memory, by `record` of this backend, whose file imports this one."""
@@ -158,10 +142,12 @@ class Value(NamedTuple):
 
 
 class Evaluation(Placed[Value]):
-    """Runs programs for some seeds, of which the first, 0, moves nothing; None for one run."""
+    """Runs programs, and beside each so many probes."""
 
-    def __init__(self, kernels: "Kernels", seeds: Any) -> None:
-        self.kernels, self.seeds = kernels, seeds
+    def __init__(self, kernels: "Kernels", probes: int) -> None:
+        self.kernels = kernels
+        # Of the runs; the first, 0, moves nothing. None if there is one run.
+        self.seeds: Any = np.arange(probes + 1, dtype=np.uint32) if probes else None
         self._moves = 0  # how many arrays have been moved
 
     def number(self, value: Any) -> Value:
@@ -189,25 +175,20 @@ class Evaluation(Placed[Value]):
             return list(map(Value, outs))  # the array of the first run, in all of them
         if eqn.effects and not eqn.outvars:
             return []  # what it does is done by the function itself
-        return self.computed(eqn, values)[0]
+        return self.computed(eqn, values)
 
-    def computed(
-        self, eqn: Equation, values: list[Value], own: bool = False
-    ) -> tuple[list[Value], dict[int, Any]]:
-        """The results of an equation, moved.
-
-        If `own`, and in one run, also how large the movements of some results would be.
-        """
+    def computed(self, eqn: Equation, values: list[Value]) -> list[Value]:
+        """The results of an equation, moved."""
         is_fixed = _is_fixed(eqn, values)
-        kernel = self.kernels.of(eqn, is_fixed or (self.seeds is None and not own))
-        xs, by, sizes = kernel([value.x for value in values], self.seeds)
+        kernel = self.kernels.of(eqn, is_fixed or self.seeds is None)
+        xs, by = kernel([value.x for value in values], self.seeds)
         self._moves += 1
         move = self._moves * 0x9E3779B1
         for n, far in by.items():
             number = np.uint32(move + n & 0xFFFFFFFF)
             xs[n] = self.kernels.jitted(_moved)(xs[n], far, self.seeds, number)
         pairs = zip(xs, eqn.outvars, strict=True)
-        return [Value(x, x.ndim > len(v.aval.shape), is_fixed) for x, v in pairs], sizes
+        return [Value(x, x.ndim > len(v.aval.shape), is_fixed) for x, v in pairs]
 
     def _scan(self, place: tuple[int, ...], eqn: Equation, values: list[Value]) -> Sequence[Value]:
         (body,) = inside(eqn)
@@ -262,11 +243,8 @@ _SAME = LAYOUT | frozenset("add sub mul max min bitcast_convert_type convert_ele
 
 def _moved(x: Any, by: Any, seeds: Any, move: Any) -> Any:
     """An array, moved in all runs but the first."""
-
-    def run(seed: Any, x: Any) -> Any:
-        return jnp.where(seed > 0, shifted(x, by, seed, move), x)
-
-    return jax.vmap(run, (0, 0 if x.ndim > by.ndim else None))(seeds, x)
+    axes = 0 if x.ndim > by.ndim else None, None, 0, None
+    return jax.vmap(shifted, axes)(x, by, seeds, move)
 
 
 def _sliced(xs: list[Any], turn: Any, runs: tuple[bool, ...]) -> list[Any]:
@@ -291,32 +269,17 @@ _Options = tuple[tuple[str, bool | int], ...]
 _SMALL = 2**16
 
 
-# Numbers of a program's inputs, times probes, up to which these run at once.
-TOGETHER = 2**28
-
-
 class Kernels:
     """The compiled equations of a program; those of one kind, as of equal layers, are one."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         devices = [d for x in arrays if isinstance(x, jax.Array) for d in x.devices()]
         self.device = (devices or jax.devices())[0]  # one of several
-        self.numbers = sum(x.size for x in arrays if hasattr(x, "size"))
         options = quick_options(arrays) or {}
-        if self.numbers >= _SMALL:
+        if sum(x.size for x in arrays if hasattr(x, "size")) >= _SMALL:
             options.pop("xla_backend_optimization_level", None)
         self._options: _Options = tuple(options.items())
         self._known: dict[tuple[int, bool], Callable[..., Any]] = {}
-
-    def seeds(self, probes: int) -> "np.ndarray[Any, Any]":
-        """The seeds of so many probes, a row for those that run at once; 0 in front moves nothing.
-
-        All rows have as many, as far as memory allows.
-        """
-        most = max(1, TOGETHER // max(self.numbers, 1))
-        at_once = max((n for n in range(1, probes + 1) if not probes % n and n <= most), default=1)
-        seeds = np.arange(1, probes + 1, dtype=np.uint32).reshape(-1, at_once)
-        return np.pad(seeds, ((0, 0), (1, 0)))
 
     def of(self, eqn: Equation, still: bool) -> Callable[..., Any]:
         """`_evaluated` for an equation, compiled."""
@@ -355,21 +318,15 @@ def _jitted(
 
 def _evaluated(
     eqn: Equation, still: bool, narrow: str, given: list[Any], seeds: Any
-) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
-    """The results of an equation.
-
-    If not `still`, also how far its rounding moves the numbers of some; in one run, the root mean
-    square of that.
-    """
+) -> tuple[list[Any], dict[int, Any]]:
+    """The results of an equation; if not `still`, how far its rounding moves some of them."""
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
     def run(seed: Any, *given: Any) -> list[Any]:
         if narrow:  # operands are moved by their rounding; equal numbers alike in every product
             unit, move = rounding.unit_roundoff(narrow), np.uint32(0)
-            moved = (shifted(x, unit * _magnitude(x), seed, move) for x in given)
-            pairs = zip(given, moved, strict=True)
-            given = tuple(jnp.where(seed > 0, other, x) for x, other in pairs)
+            given = tuple(shifted(x, unit * _magnitude(x), seed, move) for x in given)
         return list(_put(eqn, given))
 
     if eqn.effects or seeds is None or not (narrow or any(runs)):
@@ -378,22 +335,8 @@ def _evaluated(
     else:
         outs = jax.vmap(run, (0, *(0 if several else None for several in runs)))(seeds, *given)
         firsts = [x[0] for x in outs]
-    moves = {}
-    if not still:
-        exact = seeds is not None
-        moves = {n: amount(eqn, own, x, exact=exact) for n, x in enumerate(firsts)}
-    by = {n: far for n, far in moves.items() if far is not None}
-    if seeds is not None:
-        return outs, by, {}
-    off = rounding.of_operands(narrow)
-    return outs, {}, {n: _size(far + off * _magnitude(outs[n])) for n, far in by.items()}
-
-
-def _size(x: jax.Array) -> jax.Array:
-    """The root mean square of an array's finite numbers."""
-    finite = jnp.where(jnp.isfinite(x), x, 0)
-    most = jnp.maximum(jnp.max(finite), np.finfo(np.float32).tiny)
-    return jnp.sqrt(jnp.mean((finite / most) ** 2)) * most
+    moves = {} if still else {n: amount(eqn, own, x) for n, x in enumerate(firsts)}
+    return outs, {n: far for n, far in moves.items() if far is not None}
 
 
 def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
@@ -435,57 +378,74 @@ def rounds_operands(eqn: Equation, device: jax.Device) -> str:
     return "bfloat16" if device.platform == "tpu" and default else ""
 
 
-def amount(
-    eqn: Equation, values: Sequence[jax.Array], x: jax.Array, *, exact: bool = True
-) -> jax.Array | None:
-    """How far the rounding of an equation moves each number of a result; None if it does not.
-
-    Not `exact`, the terms of its sums count as if all were of one size.
-    """
-    name = eqn.primitive.name
-    computes = name == "abs" and jnp.iscomplexobj(values[0])  # a root of a sum
-    if not _is_number(x) or x.size == 0 or (name in _CHOOSES and not computes):
-        return None
-    if x.dtype.itemsize == 1:
-        return None  # to 8 bits both frameworks round alike; the operands have been moved
+def _parts(eqn: Equation, out: Any) -> tuple[float, float, float]:
+    """Those of `movement` of a result, and of how many terms it is the sum; 0 if it is exact."""
+    name, exact = eqn.primitive.name, (0.0, 0.0, 0.0)
+    given: Any = eqn.invars[0].aval if eqn.invars else None
+    if not is_inexact(out) or out.size == 0 or name in _CHOOSES:
+        return exact
+    if out.dtype.itemsize == 1:
+        return exact  # to 8 bits both frameworks round alike; the operands have been moved
     if name == "convert_element_type":
-        (given,) = values
-        if not is_float(given) or x.dtype.itemsize >= given.dtype.itemsize:
-            return None
-        return FORMATS[x.dtype.name].eps / 2 * _magnitude(x)
-    of = eqn.params["of"].name if name in OURS else name
-    work = flops(eqn)
-    terms = 1.0
+        narrows = is_float(given) and out.dtype.itemsize < given.dtype.itemsize
+        return (rounding.unit_roundoff(out.dtype.name), 0.0, 1.0) if narrows else exact
+    of, work, terms = _primitive(eqn), flops(eqn), 1.0
     if work:
-        terms = work / (2 * x.size)
+        terms = work / (2 * out.size)
     elif of in ("reduce_sum", "scatter-add"):
-        terms = max(prod(v.aval.shape) for v in eqn.invars) / x.size
+        terms = max(prod(v.aval.shape) for v in eqn.invars) / out.size
     elif of == "cumsum":
-        terms = x.shape[eqn.params["axis"]]
+        terms = out.shape[eqn.params["axis"]]
     elif of == "reduce_window_sum":
         terms = prod(eqn.params["window_dimensions"])
     op = op_of(spelling(eqn)) or of
     kind = vocabulary().op(op).kind
+    root = name == "abs" and is_inexact(given) and not is_float(given)  # of a sum
+    if not root and (op in EXACT or kind in vocabulary().moving):
+        return exact
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone
-    dtype = np.empty(0, x.dtype).real.dtype.name
-    own, summed = movement(op, "matmul" if work else kind, dtype, terms)
+    dtype = np.empty(0, out.dtype).real.dtype.name
+    return *movement(op, "matmul" if work else kind, dtype, terms), terms
+
+
+def _primitive(eqn: Equation) -> str:
+    """The name of its primitive, or of the one that it stands for."""
+    name: str = eqn.params["of"].name if eqn.primitive.name in OURS else eqn.primitive.name
+    return name
+
+
+def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Array | None:
+    """How far the rounding of an equation moves each number of a result; None if it does not."""
+    own, summed, terms = _parts(eqn, x)
+    if not (own or summed):
+        return None
     magnitude = _magnitude(x)
     by = own * magnitude
     if summed:
         added: Any = 0.0
-        if of in _SUMS:
-            exact |= eqn.params.get("how") is not None  # in 8 bits there are more operands
-            if exact and not jnp.iscomplexobj(x):
-                added = _added(eqn, values)
-            else:
+        if _primitive(eqn) in _SUMS:
+            if jnp.iscomplexobj(x):  # as if all terms were of one size
                 added = terms * prod(jnp.mean(_magnitude(v) ** 2) for v in values)
+            else:
+                added = _added(eqn, values)
         by += summed * jnp.sqrt(magnitude**2 + added)
     return by
 
 
+def share(eqn: Equation, out: Any, narrow: str) -> float:
+    """About how far the rounding of an equation moves a result, as a share of its size.
+
+    The square of a sum of independent terms is, in the mean, the sum of their squares. What becomes
+    of operands that are rounded to the format `narrow` is in it.
+    """
+    own, summed, _ = _parts(eqn, out)
+    sums = _primitive(eqn) in _SUMS
+    return own + summed * (2**0.5 if sums else 1) + rounding.of_operands(narrow)
+
+
 def shifted(x: jax.Array, by: jax.Array, seed: Any, move: Any) -> jax.Array:
-    """Move numbers by a share, which is a hash of the number, the move and the seed.
+    """Move numbers by a share, a hash of the number, the move and the seed, unless the seed is 0.
 
     Equal numbers go the same way, as they round the same way, and so do neighbours, where a
     function is off by the same; opposite ones go opposite ways.
@@ -499,7 +459,8 @@ def shifted(x: jax.Array, by: jax.Array, seed: Any, move: Any) -> jax.Array:
         bits = (bits ^ (bits >> 16)) * jnp.uint32(factor)
     share = (bits ^ (bits >> 16)).astype(by.dtype) * 2.0**-31 - 1.0
     moved = (x.astype(by.dtype) + jnp.where(x < 0, -share, share) * by).astype(x.dtype)
-    return jnp.where(jnp.isfinite(x), moved, x)  # of a mask's Inf, Inf - Inf would be NaN
+    # Of a mask's Inf, Inf - Inf would be NaN.
+    return jnp.where(jnp.isfinite(x) & (seed > 0), moved, x)
 
 
 def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
@@ -515,10 +476,6 @@ def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
     squares = [(x**2).astype(kind) for x, kind in zip(shares, kinds, strict=True)]
     made = _magnitude(compat.put(of, squares, params)[0])
     return made * prod(most**2 for most in largest)
-
-
-def _is_number(x: jax.Array) -> bool:
-    return is_float(x) or jnp.iscomplexobj(x)
 
 
 def _magnitude(x: jax.Array) -> jax.Array:

@@ -12,8 +12,8 @@ summed up in numpy. Of each array only the numbers leave the device that
 import contextlib
 import math
 import os
+import re
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -25,9 +25,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_array, is_float, is_typed
-from polymp.backends.jax.compat import Equation
-from polymp.backends.jax.diagnostics.explain import module_of
+from polymp.backends.jax.arrays import is_float, is_typed
+from polymp.backends.jax.compat import Atom, Equation
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
     NOWHERE,
@@ -35,9 +34,10 @@ from polymp.backends.jax.diagnostics.perturb import (
     Kernels,
     Value,
     rounds_operands,
+    share,
     wide,
 )
-from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, source, traced
+from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
@@ -68,12 +68,10 @@ class Recorded(Wrapped):
         options: of `record`.
     """
 
-    _form = "record(path, jax.jit(step))"
-
     def __init__(self, fn: Callable[..., object], options: Options) -> None:
-        super().__init__(fn)
+        super().__init__(fn, "record(path, jax.jit(step))")
         self._options = options
-        self._name = getattr(fn, "__name__", None) or type(fn).__name__
+        self._model = getattr(fn, "__name__", None) or type(fn).__name__
         self._writer = RecordWriter(options, self._described)
         self._programs: dict[Hashable, _Program] = {}
 
@@ -82,7 +80,7 @@ class Recorded(Wrapped):
         return {
             "framework": "jax",
             "versions": {"jax": jax.__version__},
-            "model": self._name,
+            "model": self._model,
             "device": jax.devices()[0].device_kind,
             "threads": os.cpu_count(),
             "rank": jax.process_index(),
@@ -107,17 +105,18 @@ class Recorded(Wrapped):
         if (number := self._writer.begin()) is None:
             return self.fn(*args, **kwargs)
         if key not in self._programs:
-            options = self._options
-            program = _Program(self.fn, args, kwargs, options.probes, options.modules)
+            program = _Program(self.fn, args, kwargs)
             if not self._programs:  # another call may leave modules out
-                paths = {site.scope.module for site in program.call.sites.values()}
-                run_record.check_matched(options.modules, paths, self._name)
+                paths = {site.scope.module for site in program.sites.values()}
+                run_record.check_matched(self._options.modules, paths, self._model)
             self._programs[key] = program
         program = self._programs[key]
-        arrays = [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
-        walks = program.run(arrays)
+        arrays = self._arrays(args, kwargs)
+        with _mesh_of(arrays):
+            walk = _Walk(program, self._options)
+            walk.run(arrays)
         result = self.fn(*args, **kwargs)
-        self._writer.write(program.step(number, walks))
+        self._writer.write(walk.step(number))
         return result
 
     @property
@@ -153,7 +152,8 @@ def record(
 
     On CPUs a recorded call takes five to ten times as long as `fn` without probes, and 30 to 40
     times with eight, if its arrays are large: each equation is a program of its own. With small
-    arrays, and on a GPU, it is a hundred times and more. See `every`.
+    arrays, and on a GPU, it is a hundred times and more. See `every`. Each probe takes the memory
+    of a run again.
 
     Args:
         path: of the file; if several processes run, each writes its own: "run.rank3.rec" of
@@ -194,63 +194,19 @@ class _Summary(NamedTuple):
     # float64 [VALUES + 2]: values, zeros, bad; of one that numpy sums up, its place.
     numbers: Any
     changes: Any  # of these values, float32 [probes, VALUES]; None if all runs are alike
-    own: Any  # without probes, the root mean square of the call's own movements
 
 
-class _Program:
-    """The program that records a call: traced once, and run one equation after the other.
-
-    Equations of one kind, of equal layers for instance, are compiled once.
-    """
+class _Program(MeasuredCall):
+    """The program of calls of one key."""
 
     def __init__(
-        self,
-        fn: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        probes: int,
-        patterns: Sequence[str],
+        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        self.call = MeasuredCall(traced(fn, args, kwargs), once=False)
-        self.paired = _paired(self.call, called(fn, args, kwargs)[1:])
-        self.patterns = patterns
-        constants = range(len(self.call.inputs) - len(self.call.traced.names))
-        self.names = [*self.call.traced.names, *(f"constant {n + 1}" for n in constants)]
-        self.kernels = Kernels([*self.call.traced.arrays, *compat.opened(self.call.closed)[1]])
-        self._seeds = self.kernels.seeds(probes)
-
-    def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
-        """Runs with numbers of all arrays; of some probes each."""
-        with _mesh_of(arrays):
-            groups: list[Any] = list(self._seeds) or [None]
-            walks = [_Walk(self, seeds) for seeds in groups]
-            for walk in walks:
-                walk.run(arrays)
-        return walks
-
-    def step(self, number: int, walks: Sequence["_Walk"]) -> RecordedStep:
-        """A step, with the numbers of a run. Waits for the device."""
-        found = [[tuple(s[1:]) for s in walk.summaries] for walk in walks]
-        in_numpy = walks[0].in_numpy.read()
-        arrays = []
-        for (row, *_), *runs in zip(walks[0].summaries, *jax.device_get(found), strict=True):
-            numbers, _, own = runs[0]
-            if isinstance(numbers, int):
-                values, zeros, bad = in_numpy[numbers]
-            else:
-                *values, zeros, bad = numbers.tolist()
-            own = float(own) / values[RMS] if values[RMS] else 0.0
-            spread: tuple[float, ...] = ()
-            if self._seeds.size:
-                changes = [x for _, x, _ in runs if x is not None]
-                squares = [np.mean(np.square(x, dtype=np.float64), 0) for x in changes]
-                spread = tuple(np.sqrt(np.mean(squares or [np.zeros(VALUES)], 0)).tolist())
-            arrays.append(
-                row._replace(
-                    zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
-                )
-            )
-        return RecordedStep(number, _read(arrays, walks[0].ends), {}, dict(walks[0].left_out))
+        super().__init__(traced(fn, args, kwargs), once=False)
+        self.paired = _paired(self, called(fn, args, kwargs)[1:])
+        constants = range(len(self.inputs) - len(self.traced.names))
+        self.names = [*self.traced.names, *(f"constant {n + 1}" for n in constants)]
+        self.kernels = Kernels([*self.traced.arrays, *compat.opened(self.closed)[1]])
 
 
 # Numbers of an array in all runs, up to which a CPU sums it up in numpy, where nothing is compiled.
@@ -268,17 +224,16 @@ def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
 class _Walk(Evaluation):
     """A run of the program, beside it some probes; its rows as the calls run, and their numbers."""
 
-    def __init__(self, program: _Program, seeds: Any) -> None:
-        super().__init__(program.kernels, seeds)
-        self._program = program
-        self._call = program.call
+    def __init__(self, program: _Program, options: Options) -> None:
+        super().__init__(program.kernels, options.probes)
+        self._call, self._patterns = program, options.modules
         self._inputs: dict[int, int] = {}  # places of their rows
-        self._written: dict[int, frozenset[int]] = {}  # by reference, what is in it
+        self._written: frozenset[int] = NOWHERE  # what references have been made of
         self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
-        self.left_out = Counter[str]()
+        self.left_out = program.left_out.copy()
 
     def run(self, arrays: Sequence[jax.Array]) -> None:
         """Go through the program."""
@@ -299,6 +254,28 @@ class _Walk(Evaluation):
         self.ends = made | {*range(first, len(self.summaries))}
         del self._outside
 
+    def step(self, number: int) -> RecordedStep:
+        """The step of the run. Waits for the device."""
+        in_numpy, arrays = self.in_numpy.read(), []
+        found = jax.device_get([tuple(s[1:]) for s in self.summaries])
+        for (row, *_), (numbers, changes) in zip(self.summaries, found, strict=True):
+            if isinstance(numbers, int):
+                values, zeros, bad = in_numpy[numbers]
+            else:
+                *values, zeros, bad = numbers.tolist()
+            own = row.own if values[RMS] else 0.0
+            spread: tuple[float, ...] = ()
+            if self.seeds is not None:
+                changes = np.zeros((1, VALUES)) if changes is None else changes
+                squares = np.mean(np.square(changes, dtype=np.float64), 0)
+                spread = tuple(np.sqrt(squares).tolist())
+            arrays.append(
+                row._replace(
+                    zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
+                )
+            )
+        return RecordedStep(number, _read(arrays, self.ends), {}, dict(self.left_out))
+
     def equation(
         self, at: int, eqn: Equation, values: list[Value], around: tuple[int, ...]
     ) -> Sequence[Value]:
@@ -307,15 +284,14 @@ class _Walk(Evaluation):
             return super().equation(at, eqn, values, around)
         reads = NOWHERE.union(*(_all(value.sources) for value in values))
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            self.left_out["on references, which jax.new_ref makes"] += 1
+            self._written |= reads
             made = super().equation(at, eqn, values, around)
-            return self._referring(eqn, values, made, reads)
+            return [value._replace(sources=self._written) for value in made]
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
-        sizes: dict[int, Any] = {}
         if name in CLOSED:
-            call: Call | None = self._left_out(
-                name.replace("while", "while loop"), (*around, at), eqn
-            )
+            call = self._call.call_of(self._call.sites[around, id(eqn)])
         else:
             call, rows = self._ended((around, id(eqn))), rows[:1]
         if eqn.effects and not eqn.outvars:
@@ -325,27 +301,18 @@ class _Walk(Evaluation):
             made = super().equation(at, eqn, values, around)
             self._loops -= 1
         else:
-            made, sizes = self.computed(eqn, values, own=call is not None)
+            made = self.computed(eqn, values)
             if call is not None and narrow:
                 call = call._replace(run=narrow)
         sources = [reads] * len(made)
         if call is not None:
             for n in rows:
-                sources[n] = self._add(RESULT, call.op, made[n], reads, call, sizes.get(n, 0.0))
+                alone = self.seeds is None and name != "while"
+                own = share(eqn, eqn.outvars[n].aval, narrow) if alone else 0.0
+                sources[n] = self._add(RESULT, call.op, made[n], reads, call, own)
             if len(rows) == 1:
                 sources = [sources[rows[0]]] * len(made)
         return [v._replace(sources=came) for v, came in zip(made, sources, strict=True)]
-
-    def _referring(
-        self, eqn: Equation, given: list[Value], made: Sequence[Value], reads: frozenset[int]
-    ) -> Sequence[Value]:
-        """The results of an equation on a reference, with what was written to it before."""
-        self.left_out["on references, which jax.new_ref makes"] += 1
-        pairs = zip((*eqn.invars, *eqn.outvars), (*given, *made), strict=True)
-        for place in (id(value.x) for v, value in pairs if compat.is_reference(v.aval)):
-            reads |= self._written.get(place, NOWHERE)
-            self._written[place] = reads
-        return [value._replace(sources=reads) for value in made]
 
     # Rows
 
@@ -355,30 +322,14 @@ class _Walk(Evaluation):
         group = None if at is None else self._call.events[at].group
         return None if group is None or at in self._call.late else self._call.calls[group]
 
-    def _is_recorded(self, call: Call) -> bool:
-        patterns = self._program.patterns
-        return not self._loops and bool(run_record.selected([call.module], patterns))
-
-    def _left_out(self, what: str, place: tuple[int, ...], eqn: Equation) -> Call:
-        """Count the calls inside an equation; it stands for them, as one."""
-        sites = [s for s in self._call.sites.values() if s.parent[: len(place)] == place]
-        count = len({self._call.of_event[s.key] for s in sites if s.key in self._call.of_event})
-        if count and not self._loops:
-            self.left_out[f"in a {what}"] += count
-        direction = sites[0].scope.direction if sites else FORWARD
-        where = module_of(sites), source(eqn.source_info.traceback), direction
-        dtypes = tuple(v.aval.dtype.name for v in eqn.invars if is_float(v.aval))
-        name = eqn.primitive.name
-        return Call("jax", name, f"jax:{name}", *where, "", None, dtypes, "", ())
-
     def _result(self, at: int, out: Value) -> None:
         """Add the row of a result of the program."""
         name = self._call.traced.results[at]
         kind, name = RESULT, name if name == "result" else f"result{name}"
         reads = _all(out.sources)
-        if at in self._program.paired:
-            kind, place = self._program.paired[at]
-            name = self._program.names[place]
+        if at in self._call.paired:
+            kind, place = self._call.paired[at]
+            name = self._call.names[place]
             if kind == UPDATE:
                 reads |= frozenset([~place])
                 out = out._replace(x=self.kernels.jitted(_difference)(out.x, self._outside[place]))
@@ -391,14 +342,15 @@ class _Walk(Evaluation):
         value: Value,
         reads: frozenset[int] = NOWHERE,
         call: Call | None = None,
-        own: Any = 0.0,
+        own: float = 0.0,
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
-        if call is not None and not self._is_recorded(call):
+        paths = [] if call is None else [call.module]
+        if paths and (self._loops or not run_record.selected(paths, self._patterns)):
             return reads
         for at in sorted(~at for at in reads if at < 0 and ~at not in self._inputs):
             self._inputs[at] = len(self.summaries)
-            self._add(INPUT, self._program.names[at], Value(_numbers(self._outside[at])))
+            self._add(INPUT, self._call.names[at], Value(_numbers(self._outside[at])))
         places = sorted({at if at >= 0 else self._inputs[~at] for at in reads})
         where: Any = ("", "", FORWARD, "", (), "")
         if call is not None:
@@ -406,7 +358,7 @@ class _Walk(Evaluation):
         if not is_float(value.x):
             value = Value(value.first)
         x, runs = _whole(value.x), value.runs
-        of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, 0.0
+        of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, own
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
         shape = len(x) if runs else 1, math.prod(x.shape[runs:])
         if not x.size or (self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY):
@@ -416,7 +368,7 @@ class _Walk(Evaluation):
         else:
             with jax.enable_x64(True):  # whatever JAX's own setting is
                 found = self.kernels.jitted(_summed, "shape")(x, shape=shape)
-        self.summaries.append(_Summary(row, *found, own))
+        self.summaries.append(_Summary(row, *found))
         return frozenset([len(self.summaries) - 1])
 
 
@@ -557,60 +509,45 @@ def _few(x: Any) -> Any:
 def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, int]]:
     """By result, the kind of its row, and the place among the inputs of the argument that it is of.
 
-    Results of an argument's structure, dtypes and shapes are its update if they are made of it and
-    of a gradient, without an op that changes the shape; its gradient if they come out of the
-    backward pass, and no other argument is like it.
+    A result of the path, dtype and shape of an array in an argument is its update if it is made of
+    that without an op that changes the shape, and some such result of the argument of a gradient,
+    too; its gradient if it comes out of the backward pass, and no other argument is like it.
     """
-    parts: dict[tuple[Any, ...], list[tuple[str, int]]] = {}
-    leaves = jax.tree_util.tree_leaves_with_path(given)
-    for place, (path, x) in enumerate((path, x) for path, x in leaves if is_typed(x)):
+    leaves = [(p, x) for p, x in jax.tree_util.tree_leaves_with_path(given) if is_typed(x)]
+    argument = {place: path[:2] for place, (path, _) in enumerate(leaves)}
+    by_path: dict[str, list[int]] = {}
+    for place, (path, x) in enumerate(leaves):
         if is_float(x):
-            parts.setdefault(path[:2], []).append((jax.tree_util.keystr(path[2:]), place))
+            by_path.setdefault(jax.tree_util.keystr(path[2:]), []).append(place)
+    alike: dict[int, list[int]] = {}
     variables = compat.opened(call.closed)[0].outvars
-    results = [n for n, v in enumerate(variables) if is_float(v.aval)]
+    for at, name in enumerate(call.traced.results):
+        ends = (name[match.start() :] for match in re.finditer(r"\[|\.|$", name))
+        like = ([p for p in by_path.get(end, ()) if _same(call.inputs[p], variables[at])]
+                for end in ends)  # fmt: skip
+        alike[at] = next(filter(None, like), [])  # the longest
+    made = {at: _made_of(call, at) for at in alike if alike[at]}
+    trained = {argument[p] for at, (graded, own) in made.items() for p in alike[at]
+               if graded and p in own}  # fmt: skip
     found: dict[int, tuple[str, int]] = {}
-    for at in results:
-        if at in found:
-            continue
-        alike = [pairs for part in parts.values() if (pairs := _alike(call, results, at, part))]
-        most = max(map(len, alike), default=0)
-        alike = [pairs for pairs in alike if len(pairs) == most]
-        taken = {place for _, place in found.values()}
-        new = [
-            pairs
-            for pairs in alike
-            if pairs[0][1] not in taken and any(to in _made_of(call, n)[1] for n, to in pairs)
-        ]
+    updated = set[int]()
+    for at, (graded, own) in made.items():
+        new = [p for p in alike[at] if p in own - updated and argument[p] in trained]
         if new:
-            found.update((n, (UPDATE, to)) for n, to in new[0])
-        elif len(alike) == 1 and all(_made_of(call, n)[0] for n, _ in alike[0]):
-            found.update((n, (GRADIENT, to)) for n, to in alike[0])
+            found[at] = UPDATE, new[0]
+            updated.add(new[0])
+        elif graded and len(alike[at]) == 1:
+            found[at] = GRADIENT, alike[at][0]
     return found
 
 
-def _alike(
-    call: MeasuredCall, results: Sequence[int], first: int, part: Sequence[tuple[str, int]]
-) -> list[tuple[int, int]]:
-    """The results, from one on, of the structure of an argument, with its inputs; [] if none are.
-
-    Their names are one beginning with the argument's paths after it.
-    """
-    start = results.index(first)
-    some = results[start : start + len(part)]
-    names = ["" if (name := call.traced.results[n]) == "result" else name for n in some]
-    prefix = names[0].removesuffix(part[0][0])
-    variables = compat.opened(call.closed)[0].outvars
-    pairs = list(zip(some, (place for _, place in part), strict=False))
-    same = (str(variables[n].aval) == str(call.inputs[place].aval) for n, place in pairs)
-    fits = names == [prefix + path for path, _ in part] and all(same)
-    return pairs if fits else []
+def _same(one: Atom, other: Atom) -> bool:
+    """True for variables of one dtype and shape."""
+    return str(one.aval) == str(other.aval)
 
 
 def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
-    """Of a result: whether a gradient is in it; and which inputs are, too, if so.
-
-    As far as forward ops do not change the shape.
-    """
+    """Whether a gradient is in a result, and which inputs are, as far as shapes stay the same."""
     shape = compat.opened(call.closed)[0].outvars[result].aval.shape
     origin = call.results[result]
     outside, graded = set(origin.outside), False
@@ -624,4 +561,4 @@ def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
         if event.direction == FORWARD and event.site.eqn.outvars[0].aval.shape == shape:
             outside.update(event.outside)
             todo.extend(event.inputs)
-    return graded, outside if graded else set()
+    return graded, outside

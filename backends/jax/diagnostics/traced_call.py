@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 
@@ -30,6 +30,7 @@ from polymp.backends.jax.compat import Atom, ClosedProgram, Equation, NameStack
 from polymp.backends.jax.jaxprs import Walk, inside
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import grad_scaler, optimizer_step, tree_math
+from polymp.diagnostics.bad_step import NoBlock
 from polymp.diagnostics.blame import rounded
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.rules import decision_log
@@ -124,11 +125,9 @@ def traced(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Traced:
     """The program of a call, and what was decided in it."""
-    named = _namer(fn, args, kwargs)
+    names = _names(fn, args, kwargs)
     function, args, kwargs = called(fn, args, kwargs)
-    paths = [p for p, x in jax.tree_util.tree_leaves_with_path((args, kwargs)) if is_typed(x)]
     arrays, together = apart((args, kwargs), is_typed)
-    names = [named(path) for path in paths]
     results: list[str] = []
 
     def flat(*arrays: jax.Array) -> list[jax.Array]:
@@ -145,12 +144,15 @@ def traced(
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
 
 
-class Wrapped:
-    """A function, `fn`, whose calls are looked at."""
+class Wrapped(NoBlock):
+    """A function, `fn`, whose calls are looked at; `form` is how it is written."""
 
-    _form: str  # how it is written: "audit(jax.jit(step))"
-
-    def __init__(self, fn: Callable[..., object]) -> None:
+    def __init__(self, fn: Callable[..., object], form: str) -> None:
+        self._form, self._name = form, form.partition("(")[0]
+        self._usage = (
+            f"polymp.jax.{self._name} is not a context manager. Write wrapped = polymp.jax.{form}, "
+            f"call wrapped in place of the step, and read wrapped.{self._name}."
+        )
         functools.update_wrapper(cast(Any, self), fn)
         self.fn = fn
         # Arguments that cannot be hashed, so that their ids stay theirs.
@@ -160,13 +162,17 @@ class Wrapped:
         """The key of a call, whose arguments have values: for calls of one key one program does."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            name = self._form.partition("(")[0]
             raise TypeError(
-                f"{name}({self.fn!r}) was called by code that is traced, where there are no "
-                f"values. {name.capitalize()} the outermost function: polymp.jax.{self._form}."
+                f"{self._name}({self.fn!r}) was called by code that is traced, where there are no "
+                f"values. {self._name.capitalize()} the outermost function: polymp.jax."
+                f"{self._form}."
             )
         types = tuple(jax.typeof(x) if is_array(x) else self._kind(x) for x in leaves)
         return tree, types, compat.trace_context(), nnx.shape_of((args, kwargs))
+
+    def _arrays(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[jax.Array]:
+        """The arrays that the program of a call takes."""
+        return [x for x in jax.tree.leaves(called(self.fn, args, kwargs)[1:]) if is_array(x)]
 
     def _kind(self, leaf: object) -> Hashable:
         """A key for an argument that is no array: 1, 1.0, True, 0.0, -0.0 have different ones."""
@@ -177,17 +183,6 @@ class Wrapped:
             return type(leaf), id(leaf)
         return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
-    def __enter__(self) -> NoReturn:
-        """Say how it is used."""
-        name = self._form.partition("(")[0]
-        raise TypeError(
-            f"polymp.jax.{name} is not a context manager. Write wrapped = polymp.jax.{self._form}, "
-            f"call wrapped in place of the step, and read wrapped.{name}."
-        )
-
-    def __exit__(self, *error: object) -> None:
-        """Never reached; `with` asks for it first."""
-
 
 def parameters(fn: Callable[..., object]) -> list[str]:
     """Names of a function's parameters; empty if they are not known."""
@@ -197,35 +192,27 @@ def parameters(fn: Callable[..., object]) -> list[str]:
         return []
 
 
-def _namer(
+def _names(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Callable[[tuple[Any, ...]], str]:
-    """A function from the path of an argument of `called` to how a caller would write it."""
+) -> list[str]:
+    """The arrays among the arguments of `called`, as a caller would write them."""
     function, given = nnx.owned(fn, args)
-    words = parameters(function)
-
-    def plain(path: tuple[Any, ...]) -> str:
-        (part, which), rest = path[:2], path[2:]
+    words, split = parameters(function), nnx.split_modules((given, kwargs))
+    names = []
+    leaves = zip(split.paths, jax.tree.leaves(split.parts), strict=True)
+    for at, ((part, which, *keys), leaf) in enumerate(leaves):
         if part.idx == 1:
-            name = which.key
+            name = str(which.key)
         else:
             name = words[which.idx] if which.idx < len(words) else f"args[{which.idx}]"
-        return str(name) + jax.tree_util.keystr(rest).removesuffix(".value")
-
-    if not nnx.among((given, kwargs)):
-        return plain
-    leaves, _ = jax.tree_util.tree_flatten_with_path((given, kwargs), is_leaf=nnx.is_leaf)
-    others = [plain(path) for path, leaf in leaves if not nnx.is_node(leaf)]
-    modules = [plain(path) for path, leaf in leaves if nnx.is_node(leaf)]
-
-    def apart(path: tuple[Any, ...]) -> str:
-        if path[1].idx == 1:
-            return str(others[path[2].idx]) + jax.tree_util.keystr(path[3:])
-        keys = (getattr(key, "key", None) for key in path[3:])
-        inner = "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in keys if k is not None)
-        return str(modules[path[2].key]) + inner
-
-    return apart
+        if at < split.state:  # of a module
+            inner = (key.key for key in keys if hasattr(key, "key"))
+            name += "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in inner)
+        else:
+            name += jax.tree_util.keystr(tuple(keys)).removesuffix(".value")
+        if is_typed(leaf):
+            names.append(name)
+    return names
 
 
 # Where an equation was written: the line of the user's code, and the scopes it is in.
@@ -364,6 +351,7 @@ class Site(NamedTuple):
     parent: tuple[int, ...]  # what it is inside of, by the places of equations
     written: object  # traceback of the equation, or of the call of the library's function it is in
     scans: tuple[tuple[int, ...], ...]  # where those around it stand, the outermost first
+    closed: str  # the primitive that is CLOSED and that it is inside of; "" if it is in none
 
     @property
     def key(self) -> Key:
@@ -393,14 +381,15 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
     A shard_map or a `while` comes before those inside it. `around` has the program's place, in all
     its fields but the equation.
     """
-    outer, times, fixed, parent, written, scans = (
-        around[1:] if around else (Scope(), 1, frozenset(), (), None, ())
+    outer, times, fixed, parent, written, scans, closed_by = (
+        around[1:] if around else (Scope(), 1, frozenset(), (), None, (), "")
     )
     filename, line, _ = compat.traced_from(closed)
     for at, eqn in enumerate(compat.opened(closed)[0].eqns):
         scope, traceback = scope_in(outer, eqn.source_info.name_stack), eqn.source_info.traceback
         own = written is None or _is_of_user(traceback, filename, line)
-        site = Site(eqn, scope, times, fixed, parent, traceback if own else written, scans)
+        by = traceback if own else written
+        site = Site(eqn, scope, times, fixed, parent, by, scans, closed_by)
         programs, name = inside(eqn), eqn.primitive.name
         more = ((*parent, at),) if name == "scan" else ()
         if not programs or name in CLOSED:
@@ -411,5 +400,6 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
             outside = site.written if written or is_library(part.closed) else None
             turns = times * count_of([part.times])
             own_place = *parent, at, which
-            place = Site(eqn, scope, turns, same, own_place, outside, (*scans, *more))
+            within = closed_by or (name if name in CLOSED else "")
+            place = Site(eqn, scope, turns, same, own_place, outside, (*scans, *more), within)
             yield from equations(part.closed, place)

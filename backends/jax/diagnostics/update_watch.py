@@ -24,6 +24,9 @@ from polymp.backends.jax.weights.low_weights import LowWeightsState
 from polymp.errors import brief
 from polymp.weights import LostUpdates, LostUpdatesWatch
 
+# The first step that is looked at, counted from 0, unless there are more.
+FIRST = 10
+
 
 class UpdateWatch(LostUpdatesWatch):
     """Warns when steps leave most low weights as they are.
@@ -39,32 +42,27 @@ class UpdateWatch(LostUpdatesWatch):
     next step.
 
     Args:
-        every: one step in so many is looked at.
-        first: the first step that is looked at, counted from 0.
+        every: one step in so many is looked at, the first of them the 10th or before.
 
     Attributes:
         records: of the last step that was looked at and has arrived, one for each low array; from
             up to 2,048 values of each, spread evenly.
 
     Raises:
-        TypeError: one of them is no whole number.
-        ValueError: one of them is too small.
+        TypeError: `every` is no whole number.
+        ValueError: `every` is too small.
     """
 
-    def __init__(self, every: int = 1000, first: int = 10) -> None:
-        for name, count in (("every", every), ("first", first)):
-            if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
-                raise TypeError(
-                    f"UpdateWatch({name}={reprlib.repr(count)}) is no whole number of steps. Give "
-                    "the parameters to its method: watch.watch(params, opt_state)."
-                )
-        if every < 1 or first < 1:
-            raise ValueError(
-                f"UpdateWatch(every={every}, first={first}): both have to be 1 or more, since a "
-                "step is compared with the one before."
+    def __init__(self, every: int = 1000) -> None:
+        if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
+            raise TypeError(
+                f"UpdateWatch({reprlib.repr(every)}) is no whole number of steps. Give the "
+                "parameters to its method: watch.watch(params, opt_state)."
             )
+        if every < 1:
+            raise ValueError(f"UpdateWatch(every={every}) must be 1 or more.")
         super().__init__("polymp.jax.low_weights(optimizer)")
-        self._every, self._first = every, first
+        self._every, self._first = every, min(FIRST, every)
         self._step = 0
         self._before: list[jax.Array] | None = None
 

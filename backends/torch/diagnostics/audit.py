@@ -105,10 +105,7 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     audit.gradients = [m for m in rows if not m.spelling]
 
 
-def _measured(
-    sites: Mapping[tuple[Any, ...], Tally],
-    scales: Sequence[float],
-) -> list[Measured]:
+def _measured(sites: Mapping[tuple[Any, ...], Tally], scales: Sequence[float]) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
     made = [site.magnitudes() for site in sites.values()]
     gone = followed((m, site.reads) for m, site in zip(made, sites.values(), strict=True))

@@ -11,7 +11,7 @@ import functools
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -36,11 +36,9 @@ from polymp.backends.torch.snapshot import (
 )
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
-    SOMETHING,
     BadStep,
     BatchCopies,
     CaughtStep,
-    Decorator,
     LossChecks,
     bad_loss,
     checked_arguments,
@@ -54,33 +52,13 @@ R = TypeVar("R")
 Named = dict[str, torch.Tensor]
 
 
-@overload
 def catch(
     step: Callable[P, R],
-    *,
-    every: int = ...,
-    on_bad: Literal["raise", "report"] = ...,
-    of: object = ...,
-) -> "Catch[P, R]": ...
-
-
-@overload
-def catch(
-    step: None = None,
-    *,
-    every: int = ...,
-    on_bad: Literal["raise", "report"] = ...,
-    of: object = ...,
-) -> "Callable[[Callable[P, R]], Catch[P, R]]": ...
-
-
-def catch(
-    step: Callable[P, R] | None = None,
     *,
     every: int = 100,
     on_bad: Literal["raise", "report"] = "raise",
     of: object = (),
-) -> "Catch[P, R] | Callable[[Callable[P, R]], Catch[P, R]]":
+) -> "Catch[P, R]":
     """Wrap a training step, so that a loss, gradient or weight that is not finite stops it.
 
         step = polymp.torch.catch(step)
@@ -108,7 +86,7 @@ def catch(
         of: models, optimizers and others to copy that are not found, in a list.
 
     Returns:
-        The wrapped step, with the same arguments and results; without `step`, a decorator.
+        The wrapped step, with the same arguments and results.
 
     Raises:
         TypeError: `step` is not callable, `every` is no whole number, or `of` has nothing to copy.
@@ -121,8 +99,6 @@ def catch(
                 f"catch(of=...): {reprlib.repr(it)} is no model, no optimizer and has no "
                 "state_dict() and load_state_dict(). Write of=[model, optimizer]."
             )
-    if step is None:
-        return Decorator(lambda fn: catch(fn, every=every, on_bad=on_bad, of=of))
     return Catch(step, every, on_bad == "raise", of)
 
 
@@ -429,11 +405,13 @@ class Catch(CaughtStep, Generic[P, R]):
                 result, _ = self._run(copy, args, kwargs, check)
             except StopIteration:  # the iterator that the step reads has ended
                 before.put_back()
-                return self._unrepeated(before_it)
+                return self._unrepeated(before_it, _UNREPEATED)
             differs = differing(call.losses, result)
             if any_rank(bool(differs)):
                 broken.put_back()
-                return self._differing(calls, at, differs)
+                step = self.step - len(calls) + at
+                note = _DIFFERS.format(step=step, losses=differs or "another on another rank")
+                return self._by_losses([each.losses for each in calls], note)
             found = (
                 bad_loss(losses(result))
                 or described(gradients, str)
@@ -447,19 +425,7 @@ class Catch(CaughtStep, Generic[P, R]):
             fault = _located(self._fn, call, objects)
             before.put_back()  # locate leaves what it does not know, such as schedulers
             return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone)
-        return self._unrepeated(before_it)
-
-    def _unrepeated(self, losses: Sequence[float]) -> BadStep:
-        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, _UNREPEATED)
-
-    def _differing(self, calls: Sequence[Call], at: int, differs: str) -> BadStep:
-        """Name the bad step by the losses that it had: the replay is of another training."""
-        first = self.step - len(calls)
-        found = [bad_loss(c.losses) for c in calls]
-        last = next((i for i, words in enumerate(found) if words), len(calls) - 1)
-        losses = [float(loss) for c in calls[:last] for loss in c.losses.values()]
-        note = _DIFFERS.format(step=first + at, losses=differs or "another on another rank")
-        return BadStep(first + last, found[last] or SOMETHING, None, tuple(losses), 0, note)
+        return self._unrepeated(before_it, _UNREPEATED)
 
 
 # After so many calls in a row that found the training written by other code, say so.

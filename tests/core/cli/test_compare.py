@@ -46,6 +46,17 @@ def test_a_page_is_written(polymp, files):
     assert err == "polymp: --html: cannot write 'no/page.html': there is no folder 'no'.\n"
 
 
+def test_modules_of_other_names(polymp, answer, files):
+    program = run_records.calls(4, "model.layers.{}")
+    renamed = run_records.record(run_records.arrays(program, seed=3))
+    run_records.written(files / "renamed.rec", renamed)
+    pair = ("compare", "one.rec", "renamed.rec", "--modules")
+    assert answer(*pair, "model.layers=blocks")["parted"] is None
+    assert "begins with 'no.such'" in polymp(*pair, "no.such=else")[2]
+    with pytest.raises(SystemExit, match=r"^2$"):
+        polymp(*pair, "model.layers")
+
+
 # A name of a file, what is in it, and what the error says.
 NO_RECORDS = [
     ("gone.rec", None, "polymp: 'gone.rec': No such file or directory.\n"),

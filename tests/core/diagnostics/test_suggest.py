@@ -246,6 +246,24 @@ def test_without_a_scale_an_op_whose_gradients_vanish_gets_one() -> None:
     assert not audit(measured("linear", "head", **elsewhere), one).suggest()
 
 
+def test_what_float16_would_make_inf_is_told_of_a_run_in_other_dtypes() -> None:
+    large: dict[str, Any] = {"values": (1.0, 1e6), "run": "bfloat16", "region": "bfloat16"}
+    first = measured("mul", "head", run="bfloat16", region="")
+    found = audit(first, measured("linear", "head", **large)).suggest()
+    assert not found
+    assert found.reasons == (
+        "linear in head net.py:3: it holds 1e+06, and float16 ends at 65504; this run is in other "
+        "dtypes.",
+    )
+    assert str(found).endswith("# No row, dtype or loss scale to change.")
+    (why,) = audit(first, gradients=[gradient(1.0, 7e4)]).suggest().reasons
+    assert why.startswith("gradient in head.weight, backward: it holds 7e+04")
+    wide = measured("sum", "head", **large | {"run": "float32"})
+    assert audit(first, wide).suggest() == Suggestion(), "a region of float16 has it in float32"
+    assert audit(first, wide._replace(region="")).suggest().reasons
+    assert audit(measured(), wide._replace(region="")).suggest() == Suggestion()
+
+
 def test_a_scale_is_one_that_a_scaler_takes() -> None:
     assert suggest(audit(measured(), gradients=[gradient(2.0**-125)])).init_scale == LARGEST
 

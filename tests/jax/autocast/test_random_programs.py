@@ -273,11 +273,13 @@ def test_random_programs():
         found.update(ran)
 
     for first in (*CONSTRUCTS, *REGIONS):
+        if seen[first] >= 2 and not LONG:
+            continue  # in `make test` two programs are enough
         seed(zlib.crc32(first.encode()))(FEW(given(programs(first))(run)))()
-    enough = 1 if LONG else 1 / 3
+    enough = 1 if LONG else 1 / 5
     assert len(drawn) == seen["programs"] >= 30 * enough
     for kind in (*CONSTRUCTS, *REGIONS):
-        assert seen[kind] >= 3 * enough, f"too few programs with {kind}"
+        assert seen[kind] >= (3 if LONG else 1), f"too few programs with {kind}"
     assert sum(seen[name] > 0 for name in ROWS) >= (0.8 if LONG else 0.4) * len(ROWS)
     few = 0 if LONG else 0.15  # so much more chance is in fewer of them
     assert found["jit: same bits"] >= (0.95 - few) * found["jit: results"]  # else the bound tests

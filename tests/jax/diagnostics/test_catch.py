@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -298,7 +298,7 @@ def test_it_is_not_called_in_traced_code() -> None:
 
 
 def test_a_decorator_with_arguments() -> None:
-    @catch(every=2)
+    @partial(catch, every=2)
     def step(x: Any) -> Any:
         return x * 2
 
@@ -320,7 +320,7 @@ def test_a_step_without_a_loss_is_told() -> None:
 def test_a_buffer_that_is_filled_again_for_each_batch() -> None:
     buffer = np.zeros((4, 8), np.float32)
 
-    @catch(every=5)
+    @partial(catch, every=5)
     @jax.jit
     def step(w: Any, x: Any) -> Any:
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
@@ -341,7 +341,7 @@ def test_a_loss_as_a_number_of_a_step_whose_state_is_elsewhere() -> None:
     """Repeating it goes on from where the state is now: its losses then say which step was bad."""
     state = {"w": jnp.full(8, 0.1)}
 
-    @catch(every=5)
+    @partial(catch, every=5)
     def step(x: Any) -> float:
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
         state["w"] = state["w"] - 0.1 * grad

@@ -130,7 +130,6 @@ def test_random_programs_under_random_policies(seed: int) -> None:
     report = explain(wrapped, arguments(seed))
     assert (report.casts, report.cast_bytes) == (len(by_hand), sum(by_hand))
     ruled = [call for call in report if call.row is not None]
-    assert report.rows() == {call.row for call in ruled}
     for call in ruled:
         assert call.row == policy.at(call.module).winner(call.op, low, call.spelling), call
         assert call.rule == str(call.row.rule)

@@ -374,7 +374,7 @@ def test_a_step_without_a_loss_is_told(scaling: str) -> None:
 def test_a_decorator_with_arguments() -> None:
     training = Training("mlp", "fp32")
 
-    @catch(on_bad="report", of=[training.model])
+    @functools.partial(catch, on_bad="report", of=[training.model])
     def step(x: Any) -> Any:
         return training.step(x)
 
@@ -543,7 +543,7 @@ def test_parameters_as_arguments_are_the_training_s_own() -> None:
     model = nn.Linear(4, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    @catch(every=50, of=[model, optimizer])
+    @functools.partial(catch, every=50, of=[model, optimizer])
     def step(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         return update(optimizer, (x @ weights[0].T).square().mean())
 

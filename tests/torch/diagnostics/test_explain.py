@@ -167,7 +167,6 @@ def test_rows_are_those_of_the_policy(title: str, policy: str) -> None:
             of = "torch-cpu" if table.winner(call.op, "float16") is None else policy
             assert call.row == polymp.policy(of).why(call.op, "float16").row
         assert call.rule == ("no row" if call.row is None else str(call.row.rule))
-    assert report.rows() == {call.row for call in ruled}
 
 
 class Two(nn.Module):

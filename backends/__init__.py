@@ -1,11 +1,14 @@
-"""The backends, one folder each, imported only when they are needed."""
+"""The backends, one folder each, imported only when they are needed; and this machine's CPU."""
 
 import importlib
 import importlib.util
+import platform
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
 from types import ModuleType
-
-from polymp import versions
-from polymp.errors import BackendMissingError
 
 NAMES = ("torch", "jax")
 
@@ -16,17 +19,25 @@ def installed() -> tuple[str, ...]:
 
 
 def get(name: str) -> ModuleType:
-    """Return a backend. Warns once if its framework is newer than the tested versions."""
+    """Return a backend, which says what to install if its framework is missing."""
     if name not in NAMES:
         raise ValueError(f"no backend {name!r}; there are {', '.join(NAMES)}")
-    require(name)
     return importlib.import_module(f"polymp.backends.{name}")
 
 
-def require(name: str) -> None:
-    """Check that the framework of a backend is installed, before anything imports it."""
-    if importlib.util.find_spec(name) is None:
-        raise BackendMissingError(
-            f"backend {name!r} needs the {name} package: pip install 'polymp[{name}]'."
-        )
-    versions.warn_beyond(name, importlib.import_module(name).__version__)
+@cache
+def processor() -> tuple[str, frozenset[str] | None]:
+    """The CPU's name, and its features as the system lists them; None if it lists none."""
+    listed = Path("/proc/cpuinfo")
+    if listed.exists():
+        first, _, _ = listed.read_text(encoding="utf-8").partition("\n\n")
+        name = re.search(r"^model name\s*: (.*)$", first, re.MULTILINE)
+        features = re.search(r"^(?:flags|Features)\s*: (.*)$", first, re.MULTILINE)
+        found = frozenset(features[1].split()) if features else None
+        return name[1] if name else platform.machine(), found
+    if sys.platform == "darwin":
+        said = subprocess.run(["sysctl", "-a"], capture_output=True, text=True, check=True).stdout
+        name = re.search(r"^machdep\.cpu\.brand_string: (.*)$", said, re.MULTILINE)
+        has = re.findall(r"^hw\.optional\.arm\.(FEAT_\w+): 1$", said, re.MULTILINE)
+        return name[1] if name else platform.machine(), frozenset(has)
+    return platform.processor() or platform.machine(), None

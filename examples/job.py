@@ -14,8 +14,8 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from polymp import dtypes
+from polymp.backends import processor
 from polymp.cli import doctor
-from polymp.dtypes import processor
 
 DTYPES = ("fp32", "bf16", "fp16")
 

@@ -4,6 +4,7 @@ Each imports a backend when it is needed: `explain` the one that the function or
 belong to, `register_op` the one of each spelling given.
 """
 
+import importlib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -31,8 +32,7 @@ def explain(fn: Any = None, *args: object, **kwargs: Any) -> "Report":
         fn: a module or a function.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call, and of the backend's `explain`: `dtype`, the low
-            dtype of a region around the call, by name, alias or as a dtype object; `policy`; in
-            torch `device`.
+            dtype of a region around the call, by name, alias or as a dtype object; `policy`.
 
     Returns:
         The report, with a row for each op call site.
@@ -47,33 +47,28 @@ def explain(fn: Any = None, *args: object, **kwargs: Any) -> "Report":
             "polymp.explain(fn, *args) explains a call. For a block of torch code, write "
             "`with polymp.torch.explain() as report:`."
         )
-    name = framework_in((fn, args, kwargs))
-    if name is None:
-        called = getattr(fn, "__name__", type(fn).__name__)
-        raise TypeError(
-            f"polymp.explain({called}, ...) finds no tensor, array or module that says which "
-            "framework this is for. Call polymp.torch.explain or polymp.jax.explain."
-        )
-    backends.get(name)
+    called = getattr(fn, "__name__", type(fn).__name__)
+    name = framework_of(
+        (fn, args, kwargs), None, f"polymp.explain({called}, ...)",
+        "Call polymp.torch.explain or polymp.jax.explain.",
+    )  # fmt: skip
     if kwargs.get("dtype") is not None:
         kwargs["dtype"] = dtypes.name(kwargs["dtype"], what="explain(): dtype")
-    if name == "torch":
-        from polymp.backends.torch.diagnostics.explain import explain as in_torch
-
-        found: Report = in_torch(fn, *args, **kwargs)
-        return found
-    from polymp.backends.jax.diagnostics.explain import explain as in_jax
-
-    return in_jax(fn, *args, **kwargs)
+    backend = importlib.import_module(f"polymp.backends.{name}.diagnostics.explain")
+    report: Report = backend.explain(fn, *args, **kwargs)
+    return report
 
 
-def framework_of(call: object, named: str | None, of: str) -> str:
-    """The backend that is named, or else that of a call; an error of `of` asks for a name."""
+_NAME_IT = 'Write framework="torch" or framework="jax".'
+
+
+def framework_of(call: object, named: str | None, where: str, write: str = _NAME_IT) -> str:
+    """The backend that is named, or else that of a call; the error where there is none."""
     name = named if named is not None else framework_in(call)
     if name is None:
         raise TypeError(
-            f"{of}() finds no tensor, array or module that says which framework this is for. Write "
-            'framework="torch" or framework="jax".'
+            f"{where} finds no tensor, array or module that says which framework this is for. "
+            f"{write}"
         )
     backends.get(name)
     return name
@@ -139,33 +134,6 @@ def register_op(
         BackendMissingError: the framework of a spelling is not installed.
     """
     where = f"register_op({name!r})"
-    op = _checked(name, rule, kind, where)
-    if torch is None and jax is None:
-        raise TypeError(f"{where}: no op was given. Write torch=..., jax=..., or both.")
-    called = jax
-    aten: tuple[str, ...] = ()
-    primitives: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()
-    if torch is not None:
-        backends.get("torch")
-        from polymp.backends.torch.autocast import custom_ops
-
-        aten, called = custom_ops.spelled(torch, name, where)
-    if jax is not None:
-        backends.get("jax")
-        from polymp.backends.jax.autocast.known_functions import FUNCTIONS, spelled
-
-        primitives, functions = spelled(jax, where)
-    vocabulary().register(replace(op, aten=aten, jax=primitives, functions=functions))
-    if torch is not None:
-        custom_ops.install(aten)
-    if functions:
-        FUNCTIONS.add(jax, name)
-    return called
-
-
-def _checked(name: str, rule: str, kind: str, where: str) -> Op:
-    """Return an op to be registered, without spellings yet."""
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"{where}: the name must be an identifier, such as 'my_op'")
     known = member(Rule, rule, "rule", where, f"for op {name!r}")
@@ -174,12 +142,24 @@ def _checked(name: str, rule: str, kind: str, where: str) -> Op:
             f"{where}: rule fp8 is for matrix products of torch and JAX, not for op {name!r}. "
             "Write lower."
         )
-    words = vocabulary()
     if kind != CUSTOM:
-        words.check(f"class:{kind}", where)
-    if name in words.ops and not words.ops[name].rule:
-        raise PolicyError(
-            f"{where}: the vocabulary has an op of that name. Choose another name, or give that op "
-            "a rule in a policy."
-        )
-    return Op(name, kind, rule=known)
+        vocabulary().check(f"class:{kind}", where)
+    if torch is None and jax is None:
+        raise TypeError(f"{where}: no op was given. Write torch=..., jax=..., or both.")
+    op, called = Op(name, kind, rule=known), jax
+    if torch is not None:
+        from polymp.backends.torch.autocast import custom_ops
+
+        aten, called = custom_ops.spelled(torch, name, where)
+        op = replace(op, aten=aten)
+    if jax is not None:
+        from polymp.backends.jax.autocast.known_functions import FUNCTIONS, spelled
+
+        primitives, functions = spelled(jax, where)
+        op = replace(op, jax=primitives, functions=functions)
+    vocabulary().register(op)
+    if torch is not None:
+        custom_ops.install(op.aten)
+    if op.functions:
+        FUNCTIONS.add(jax, name)
+    return called

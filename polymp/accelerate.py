@@ -9,13 +9,11 @@ calling the scaler. The policy is put on the models, and the scaler takes the pl
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.autocast.dtype_names import DTYPES
-from polymp.backends.torch.modules.scoped import Scoping, open_region, opens_region, scoped
+from polymp.backends.torch.modules.scoped import Scoping, scoped
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -32,21 +30,9 @@ from accelerate.utils import DistributedType  # noqa: E402
 
 __all__ = ["use"]
 
-_DTYPES = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"]}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WRITE = "Accelerator(mixed_precision={0!r}) or TrainingArguments({0}=True)"
 A = TypeVar("A", bound=Accelerator)
-
-
-class Words(NamedTuple):
-    """The words of the messages: those of accelerate, or of the Trainer of transformers."""
-
-    call: str = "polymp.accelerate.use()"
-    opener: str = "accelerate"  # who opens the region
-    mode: str = "Accelerator(mixed_precision={!r})"  # how mixed precision is asked for
-    # How `use` is called in time.
-    order: str = (
-        "Write accelerator = polymp.accelerate.use(Accelerator(...), ...), and then "
-        "accelerator.prepare(...)"
-    )
 
 
 def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler | None = None) -> A:
@@ -83,12 +69,12 @@ def use(accelerator: A, policy: PolicyLike | None = None, *, scaler: GradScaler 
     Source:
         accelerate 1.15, `accelerate.Accelerator`.
     """
-    return use_as(Words(), accelerator, policy, scaler)
+    return use_in("polymp.accelerate.use()", accelerator, policy, scaler)
 
 
-def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: GradScaler | None) -> A:
-    """Do what `use` does, with messages in other words."""
-    _check(words, accelerator, scaler)
+def use_in(call: str, accelerator: A, policy: PolicyLike | None, scaler: GradScaler | None) -> A:
+    """Do what `use` does, for a user who wrote `call`."""
+    _check(call, accelerator, scaler)
     mode, device = accelerator.mixed_precision, accelerator.device.type
     loaded = None if policy is None else policy_files.load(policy)
     outside = None if loaded is None else loaded.at("")  # of modules
@@ -96,8 +82,8 @@ def use_as(words: Words, accelerator: A, policy: PolicyLike | None, scaler: Grad
     if mode == "fp16" and scaler is None:
         handler = accelerator.scaler_handler
         scaler = GradScaler(device, **({} if handler is None else handler.to_kwargs()))
-    asked, write = f"{words.call} with {words.mode.format(mode)}", words.mode.format("fp16")
-    trainer_steps.check_scaler(scaler, asked, mode == "fp16", write)
+    asked = f"{call} with mixed_precision={mode!r}"
+    trainer_steps.check_scaler(scaler, asked, mode == "fp16", _WRITE.format("fp16"))
     if scaler is not None:
         accelerator.scaler = scaler
         accelerator.native_amp = True  # accelerate has no fp16 on the CPU, and would do nothing
@@ -117,10 +103,10 @@ def _let_the_policy_cast(plugin: Any, mode: str) -> None:
         plugin.mixed_precision_policy = None
 
 
-def _check(words: Words, accelerator: object, scaler: object) -> None:
+def _check(call: str, accelerator: object, scaler: object) -> None:
     if not isinstance(accelerator, Accelerator):
         raise TypeError(
-            f"{words.call} takes an accelerate.Accelerator, got {type(accelerator).__name__}. "
+            f"{call} takes an accelerate.Accelerator, got {type(accelerator).__name__}. "
             "Write accelerator = polymp.accelerate.use(Accelerator(...), policy=...); for a "
             "Trainer of transformers, polymp.transformers.use(trainer, policy=...)."
         )
@@ -130,15 +116,18 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
         why = " was called before. Call it once, with the policy and the scaler."
     elif mode not in _DTYPES:
         why = (
-            f": with mixed_precision={mode!r} {words.opener} opens no region that a policy could "
-            f"act in. Write {words.mode.format('bf16')} or {words.mode.format('fp16')}."
+            f": with mixed_precision={mode!r} there is no region that a policy could act in. Write "
+            f"{_WRITE.format('bf16')}, or the same with fp16."
         )
     elif engine in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         why = (
             f": {engine.value} casts and scales by itself, and no policy sees it. Use DDP or FSDP."
         )
     elif accelerator._models or accelerator._optimizers:
-        why = f" comes too late: a model or an optimizer is prepared already. {words.order}."
+        why = (
+            " comes too late: a model or an optimizer is prepared already. Call it right after "
+            "Accelerator(...) or Trainer(...)."
+        )
     elif mode == "fp16" and scaler is None and handler is not None and not handler.enabled:
         why = (
             ": GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so that small "
@@ -150,7 +139,7 @@ def _check(words: Words, accelerator: object, scaler: object) -> None:
             "Leave one of them out."
         )
     if why:
-        raise ValueError(words.call + why)
+        raise ValueError(call + why)
 
 
 _attached: WeakKeyDictionary[nn.Module, Scoping] = WeakKeyDictionary()
@@ -159,7 +148,7 @@ _attached: WeakKeyDictionary[nn.Module, Scoping] = WeakKeyDictionary()
 def _attach(model: nn.Module, policy: Policy | None) -> None:
     """Put a policy on a model whose forward accelerate calls in a region, in place of another."""
     before = _attached.get(model)
-    if opens_region(model) or policy == (before and before.policy):
+    if policy == (before and before.policy):
         return
     if before is not None:
         _attached.pop(model).remove()
@@ -179,8 +168,9 @@ class InUse:
         region, policy = self.polymp, self.polymp_policy
         if self.is_fsdp2 and policy is not None:  # type: ignore[attr-defined]
             for model in args:  # with FSDP2 accelerate opens no region
-                if isinstance(model, nn.Module) and not opens_region(model):
-                    open_region(model, policy, region.fast_dtype, region.device)
+                if isinstance(model, nn.Module):
+                    _attach(model, policy)
+                    model.forward = region(model.forward)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:
@@ -263,9 +253,5 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 def extend(instance: Any, mixin: type) -> None:
     """Give an object the methods of a mixin, before those of its own class."""
-    instance.__class__ = _extended(type(instance), mixin)  # type: ignore[arg-type]
-
-
-@cache
-def _extended(base: type, mixin: type) -> type:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__})
+    base = type(instance)
+    instance.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__})

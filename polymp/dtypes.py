@@ -1,25 +1,17 @@
 """Float dtypes by name, and the format of each as a record.
 
-    name(value)  the full name of a dtype that a user wrote: "fp16", torch.float16, np.float16
-    get(name)    its format: the three widths and the one flag that a standard gives
+    name(value)    the full name of a dtype that a user wrote: "fp16", torch.float16, np.float16
+    FORMATS[name]  its format: the three widths and the one flag that a standard gives
     widest(names)  the narrowest dtype that holds all of them
-    processor()  this machine's CPU, and its features, some of which multiply low dtypes
 
 Every other number of a format is derived from the record. No framework is imported: a dtype object
 is known by the name that it gives itself.
 """
 
 import math
-import platform
-import re
 import reprlib
-import subprocess
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,24 +140,6 @@ def _spelled(value: object) -> str:
     return own if isinstance(own, str) and hasattr(value, "itemsize") else ""
 
 
-def get(name: str) -> Format:
-    """Return the format of a dtype.
-
-    Args:
-        name: its full name; see `name` for aliases.
-
-    Returns:
-        The record.
-
-    Raises:
-        KeyError: no format has the name; the message lists those that exist.
-    """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise KeyError(f"no float format {name!r}; known: {', '.join(FORMATS)}") from None
-
-
 def widest(names: Iterable[str]) -> str:
     """Return the narrowest dtype whose format holds all of `names`.
 
@@ -180,38 +154,8 @@ def widest(names: Iterable[str]) -> str:
     Raises:
         ValueError: `names` is empty.
     """
-    members = {get(name) for name in names}
+    members = {FORMATS[name] for name in names}
     if not members:
         raise ValueError("widest() of no formats; give at least one name")
     candidates = [f for f in FORMATS.values() if all(f.holds(m) for m in members)]
     return min(candidates, key=lambda f: f.bits).name
-
-
-# This machine's processor, and what of it multiplies low dtypes in hardware.
-
-# The CPU features, as Linux and macOS name them, that multiply a dtype in hardware. avx512_fp16 is
-# not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
-FAST: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16"),
-        "float16": ("amx_fp16", "asimdhp", "FEAT_FP16"),
-    }
-)
-
-
-@cache
-def processor() -> tuple[str, frozenset[str] | None]:
-    """The CPU's name, and its features as the system lists them; None if it lists none."""
-    listed = Path("/proc/cpuinfo")
-    if listed.exists():
-        first, _, _ = listed.read_text(encoding="utf-8").partition("\n\n")
-        name = re.search(r"^model name\s*: (.*)$", first, re.MULTILINE)
-        features = re.search(r"^(?:flags|Features)\s*: (.*)$", first, re.MULTILINE)
-        found = frozenset(features[1].split()) if features else None
-        return name[1] if name else platform.machine(), found
-    if sys.platform == "darwin":
-        said = subprocess.run(["sysctl", "-a"], capture_output=True, text=True, check=True).stdout
-        name = re.search(r"^machdep\.cpu\.brand_string: (.*)$", said, re.MULTILINE)
-        has = re.findall(r"^hw\.optional\.arm\.(FEAT_\w+): 1$", said, re.MULTILINE)
-        return name[1] if name else platform.machine(), frozenset(has)
-    return platform.processor() or platform.machine(), None

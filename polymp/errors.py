@@ -103,4 +103,4 @@ class LowWeightsWarning(UserWarning):
 
 
 class VersionWarning(UserWarning):
-    """A torch or jax that is newer than the last version polymp is tested with."""
+    """A library in another version than those that polymp is tested with."""

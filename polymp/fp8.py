@@ -213,7 +213,7 @@ def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) ->
         torchao 0.18, `torchao/float8/float8_utils.py`, `amax_to_scale`, which divides in float64:
         the same number, except below `SMALLEST_AMAX`, where it is a constant here.
     """
-    largest = dtypes.get(recipe.format_of(role)).max
+    largest = dtypes.FORMATS[recipe.format_of(role)].max
     amax = verbs.amax(array, axis)
     tiny = amax <= SMALLEST_AMAX
     # Both are arrays: torch divides a number by an array as number * (1 / array), in two roundings.
@@ -226,7 +226,7 @@ def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) ->
 
 def quantised(verbs: Verbs, array: Any, scale: Any, format: str) -> Any:
     """Return an array in 8 bits: multiplied by a scale in float32, clipped, and cast."""
-    largest = dtypes.get(format).max
+    largest = dtypes.FORMATS[format].max
     return verbs.cast(verbs.clip(verbs.float32(array) * scale, -largest, largest), format)
 
 

@@ -14,12 +14,12 @@ from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
-from polymp import backends, dtypes, scaling, versions
+from polymp import dtypes, scaling, versions
 from polymp.errors import PolympError
 from polymp.rules.policy_files import Source
 from polymp.rules.row import LOW
 
-backends.require("jax")
+versions.require("jax")
 keras = versions.require("keras")
 
 import jax  # noqa: E402
@@ -133,34 +133,19 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         keras.optimizers.Optimizer.build(self, variables)  # without the base's scale
-        trained = list(variables)
-        # Keras would count a list of them as the optimizer's own.
-        self._trained: Any = lambda: trained
 
     @property
     def scaler(self) -> GradScaler:
         """The scaler with its present state."""
-        return self.scaler_of([v.value for v in self.variables]) if self.built else self._first
+        return self._parts([v.value for v in self.variables])[1] if self.built else self._first
 
-    def scaler_of(self, optimizer_variables: Sequence[Any]) -> GradScaler:
-        """Return the scaler whose state is among the values of this optimizer's variables.
-
-        Args:
-            optimizer_variables: the values, as `stateless_apply` takes them.
-
-        Returns:
-            The scaler.
-        """
+    def _parts(self, optimizer_variables: Sequence[Any]) -> tuple[list[Any], GradScaler, list[Any]]:
+        """The values of Keras' own variables, the scaler, and those of the inner optimizer."""
         tree: Any = jax.tree.structure(self._first)
-        end = self._own()
-        scaler: GradScaler = jax.tree.unflatten(
-            tree, optimizer_variables[end - tree.num_leaves : end]
-        )
-        return scaler
-
-    def _own(self) -> int:
-        """How many of `variables` are not the inner optimizer's; the state is the last of them."""
-        return len(self.variables) - len(self.inner_optimizer.variables)
+        values, end = list(optimizer_variables), len(self.variables)
+        end -= len(self.inner_optimizer.variables)
+        start = end - tree.num_leaves
+        return values[:start], jax.tree.unflatten(tree, values[start:end]), values[end:]
 
     def scale_loss(self, loss: jax.Array) -> jax.Array:
         self.scalings += 1
@@ -176,21 +161,15 @@ class ScaledOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc
             found: tuple[Any, Any] = self.inner_optimizer.stateless_apply(inner, grads, trainable)
             return found
 
-        end = self._own()
-        scaler, inner = self.scaler_of(optimizer_variables), list(optimizer_variables[end:])
+        own, scaler, inner = self._parts(optimizer_variables)
         (trainable, inner), scaler, _ = scaler.step(grads, update, list(trainable_variables), inner)
-        state = jax.tree.leaves(scaler)
-        return trainable, [*optimizer_variables[: end - len(state)], *state, *inner]
+        return trainable, [*own, *jax.tree.leaves(scaler), *inner]
 
     def apply(self, grads: Sequence[object], trainable_variables: Sequence[object] = ()) -> None:
-        # In place, as eager code of the user's calls it.
-        if not self.built:
-            self.build(list(trainable_variables))
-        variables = self._trained()
-        values = [v.value for v in variables]
-        trainable, own = self.stateless_apply([v.value for v in self.variables], grads, values)
-        for variable, value in zip((*variables, *self.variables), (*trainable, *own), strict=True):
-            variable.assign(value)
+        raise TypeError(
+            "ScaledOptimizer changes no variables in place. Write values, optimizer_values = "
+            "optimizer.stateless_apply(optimizer_values, grads, values)."
+        )
 
     def get_config(self) -> dict[str, Any]:
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
@@ -250,7 +229,7 @@ class _Region:
                 "zip(self.optimizer.variables, optimizer_variables)): "
                 "loss = self.optimizer.scale_loss(loss)` before yours returns the loss"
             )
-        found = optimizer.scaler_of(after[2]).state
+        found = optimizer._parts(after[2])[1].state
         return {**logs, "loss_scale": found.scale, "skipped_steps": found.skipped}, after
 
     def get_compile_config(self) -> Any:

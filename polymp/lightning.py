@@ -1,30 +1,25 @@
-"""Mixed precision for Lightning: a precision plugin for `Trainer`, and one for `Fabric`.
+"""Mixed precision for Lightning: a precision plugin for `Trainer`, and `catch`.
 
     Trainer(plugins=[polymp.lightning.Precision("16-mixed", policy="lean")])
-    Fabric(plugins=[polymp.lightning.FabricPrecision("16-mixed", policy="lean")])
 
-A plugin opens the region around the steps of a `LightningModule`, or around the modules that Fabric
-has set up, and has the loss scaler.
+The plugin opens the region around the steps of a `LightningModule`, and has the loss scaler.
 """
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from polymp import backends
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.versions import require
 
-backends.require("torch")
+require("torch")
 require("lightning")
 
 import lightning.pytorch.plugins.precision as plugins  # noqa: E402
 import torch  # noqa: E402
 import torch.nn as nn  # noqa: E402
 from lightning.fabric.plugins.precision import Precision as Plain  # noqa: E402
-from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 
@@ -33,7 +28,7 @@ from polymp.backends.torch.scaler import optimizer_step, trainer_steps  # noqa: 
 from polymp.torch import GradScaler  # noqa: E402
 from polymp.torch import catch as catch_steps  # noqa: E402
 
-__all__ = ["FabricPrecision", "Precision", "catch"]
+__all__ = ["Precision", "catch"]
 
 
 def __dir__() -> list[str]:
@@ -41,77 +36,11 @@ def __dir__() -> list[str]:
 
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-class _Region(Plain):
-    """The region of a plugin and its loss scaler, which are made once the device is known.
-
-    The first base of a plugin. The other base is the one plugin of Lightning that its FSDP strategy
-    accepts, which converts modules and batches to float32. Here they stay as they are.
-    """
-
-    convert_module = Plain.convert_module
-    convert_input = Plain.convert_input
-    tensor_init_context = Plain.tensor_init_context
-    module_init_context = Plain.module_init_context
-
-    def __init__(
-        self, precision: str, policy: PolicyLike | None, scaler: GradScaler | None
-    ) -> None:
-        super().__init__("32-true")  # type: ignore[call-arg]
-        name = type(self).__name__
-        if precision not in _DTYPES:
-            raise ValueError(
-                f"{name}({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Write "
-                f"{name}('bf16-mixed', policy=...). Lightning's other modes work without it."
-            )
-        self.policy = None if policy is None else policy_files.load(policy)
-        if self.policy is not None and self.policy.scopes:
-            raise PolicyError(
-                f"policy {self.policy.name!r} has rules for modules "
-                f"({', '.join(self.policy.scopes)}), whose paths a region does not see. Write "
-                f"polymp.torch.scoped(model, policy), and then plugins=[{name}({precision!r})]."
-            )
-        asked, half = f"{name}({precision!r})", precision == "16-mixed"
-        trainer_steps.check_scaler(scaler, asked, half, f"{name}('16-mixed', scaler=scaler)")
-        self.precision: Any = precision
-        self.scaler: Any = scaler
-        self.device: str | None = None
-
-    def _begin(self, device: str) -> None:
-        """Make the region, and the scaler if none was given, once the device type is known."""
-        if device == self.device:
-            return
-        self.device, dtype = device, _DTYPES[self.precision]
-        self._region = autocast(device, dtype, policy=self.policy)
-        if dtype is torch.float16 and self.scaler is None:
-            self.scaler = GradScaler(device)
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        if self.device is None:
-            self._find_device()
-        return self._region
-
-    def _find_device(self) -> None:
-        """Call `_begin`, or raise: the region or the scaler is needed, and the device not known."""
-        raise NotImplementedError
-
-    @property
-    def mixed_precision_config(self) -> Any:
-        """The dtypes that FSDP casts to; None with a policy, which decides about every cast."""
-        return super().mixed_precision_config if self.policy is None else None  # type: ignore[misc]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state; {} without one."""
-        trainer_steps.update_pending(self.scaler)
-        return super().state_dict()
-
-
 # Lightning's plugins, by the names under which its checkpoints have the states of their scalers.
 _THEIRS = ("MixedPrecision", "FSDPPrecision")
 
 
-class Precision(_Region, plugins.FSDPPrecision):
+class Precision(plugins.FSDPPrecision):
     """A precision plugin for `lightning.Trainer`, with a policy and polymp's loss scaler.
 
         trainer = lightning.Trainer(plugins=[Precision("16-mixed", policy="lean")])
@@ -144,7 +73,13 @@ class Precision(_Region, plugins.FSDPPrecision):
         Lightning 2.6, `lightning.pytorch.plugins.precision.MixedPrecision`.
     """
 
-    convert_output = plugins.Precision.convert_output  # as other plugins of the Trainer
+    # Lightning's FSDP strategy accepts no plugin but one of this base, which converts modules and
+    # batches to float32. Here they stay as they are.
+    convert_module = Plain.convert_module
+    convert_input = Plain.convert_input
+    convert_output = Plain.convert_output
+    tensor_init_context = Plain.tensor_init_context
+    module_init_context = Plain.module_init_context
 
     def __init__(
         self,
@@ -153,26 +88,59 @@ class Precision(_Region, plugins.FSDPPrecision):
         *,
         scaler: GradScaler | None = None,
     ) -> None:
-        super().__init__(precision, policy, scaler)
+        super().__init__("32-true")
+        if precision not in _DTYPES:
+            raise ValueError(
+                f"Precision({precision!r}): precision must be 'bf16-mixed' or '16-mixed'. Write "
+                "Precision('bf16-mixed', policy=...). Lightning's other modes work without it."
+            )
+        self.policy = None if policy is None else policy_files.load(policy)
+        asked, half = f"Precision({precision!r})", precision == "16-mixed"
+        if self.policy is not None and self.policy.scopes:
+            raise PolicyError(
+                f"policy {self.policy.name!r} has rules for modules "
+                f"({', '.join(self.policy.scopes)}), whose paths a region does not see. Write "
+                f"polymp.torch.scoped(model, policy), and then plugins=[{asked}]."
+            )
+        trainer_steps.check_scaler(scaler, asked, half, "Precision('16-mixed', scaler=scaler)")
+        self.precision: Any = precision
+        self.scaler: Any = scaler
+        self.device: str | None = None
         self._root: nn.Module | None = None
         self._logged: object = None  # the epoch, and the figures that were logged last
 
     def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> Any:
         # Called by the strategy, once the device is known, with the model as it has wrapped it.
         module = next(m for m in model.modules() if isinstance(m, LightningModule))
-        self._begin(module.trainer.strategy.root_device.type)
+        device, dtype = module.trainer.strategy.root_device.type, _DTYPES[self.precision]
+        if device != self.device:
+            self.device, self._region = device, autocast(device, dtype, policy=self.policy)
+        if dtype is torch.float16 and self.scaler is None:
+            self.scaler = GradScaler(device)
         self._root = model
         return super().connect(model, optimizers, lr_schedulers)
 
-    def _find_device(self) -> None:
-        """Raise: no trainer has called `connect`."""
-        raise RuntimeError(
-            "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric write "
-            f"Fabric(plugins=[FabricPrecision({self.precision!r}, policy=...)])."
-        )
-
     def teardown(self) -> None:
         self._root = None
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if self.device is None:
+            raise RuntimeError(
+                "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric, put "
+                "the policy on the model, polymp.torch.scoped(model, policy), and write "
+                "Fabric(precision='bf16-mixed')."
+            )
+        return self._region
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The dtypes that FSDP casts to; None with a policy, which decides about every cast."""
+        return super().mixed_precision_config if self.policy is None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state; {} without one."""
+        trainer_steps.update_pending(self.scaler)
+        return super().state_dict()
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -229,97 +197,6 @@ class Precision(_Region, plugins.FSDPPrecision):
             self.load_state_dict(state)
 
 
-class FabricPrecision(_Region, FSDPPrecision):
-    """A precision plugin for `lightning.Fabric`, with a policy and polymp's loss scaler.
-
-        fabric = lightning.Fabric(plugins=[FabricPrecision("16-mixed", policy="lean")])
-
-    It works as Fabric's own plugin, but trains with LBFGS in float16 and clips the gradients of
-    fused optimizers, too, and does not round inputs of modules before they come in.
-
-    Args:
-        precision: "bf16-mixed" or "16-mixed".
-        policy: which ops run in which dtype, as in `polymp.torch.autocast`.
-        scaler: for 16-mixed, a loss scaler with other settings than `GradScaler(device)`.
-        device: the device type; None for that of the parameters of the module set up last, which
-            differs from it where FSDP offloads them.
-
-    Attributes:
-        scaler: the loss scaler; None in bf16-mixed. Save it with the rest:
-            `fabric.save(path, {"model": model, "precision": plugin})`.
-        policy: the policy, loaded.
-        device: the device type; None until it is known.
-
-    Raises:
-        ValueError: as in `Precision`, likewise TypeError and PolicyError.
-        RuntimeError: later: the device is needed before a module was set up.
-
-    Source:
-        Lightning 2.6, `lightning.fabric.plugins.precision.MixedPrecision`.
-    """
-
-    def __init__(
-        self,
-        precision: str = "bf16-mixed",
-        policy: PolicyLike | None = None,
-        *,
-        scaler: GradScaler | None = None,
-        device: str | None = None,
-    ) -> None:
-        super().__init__(precision, policy, scaler)
-        self._module: Any = lambda: None
-        if device is not None:
-            self._begin(device)
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        # Called by `fabric.setup`; the device is looked up later, when it is needed.
-        self._module = weakref.ref(module)
-        return module
-
-    def metrics(self) -> dict[str, float]:
-        """Return `loss_scale` and `skipped_steps`, for a logger; nothing without a scaler.
-
-        Call it after the step of the last optimizer.
-        """
-        trainer_steps.update_pending(self.scaler)
-        return trainer_steps.metrics(self.scaler)
-
-    def backward(
-        self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any
-    ) -> None:
-        trainer_steps.begin_backward(self.scaler)
-        super().backward(tensor, model, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        # The scale changes before the next backward pass.
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, **kwargs)
-        return trainer_steps.step(self.scaler, optimizer, kwargs.pop("closure", None), **kwargs)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Also that of Fabric's own plugin; after `fabric.setup`, or the device is not known.
-        if self.device is None:
-            self._find_device()
-        super().load_state_dict(state_dict)
-
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.scaler is not None:
-            trainer_steps.unscale_each(
-                self.scaler, [optimizer], "Call fabric.clip_gradients(...) after the last "
-                "fabric.backward(...) and before optimizer.step().",
-            )  # fmt: skip
-
-    def _find_device(self) -> None:
-        """Take the device of the module that was set up last."""
-        parameter = next(iter(getattr(self._module(), "parameters", tuple)()), None)
-        if parameter is None:
-            raise RuntimeError(
-                "FabricPrecision does not know its device before fabric.setup(model). Write "
-                f"FabricPrecision({self.precision!r}, device='cuda')."
-            )
-        self._begin(parameter.device.type)
-
-
 def catch(trainer: Trainer, **options: Any) -> Trainer:
     """Have a Trainer stop at the first step whose numbers break, and name the op.
 
@@ -349,7 +226,7 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
     plugin: Any = trainer.precision_plugin
     inner = plugin.optimizer_step
 
-    def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> list[Any]:
+    def step(optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         losses: list[Any] = []
 
         def evaluate() -> Any:
@@ -357,13 +234,8 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
             return losses[-1]
 
         inner(optimizer, model=model, closure=evaluate, **kwargs)
-        return losses
-
-    caught = catch_steps(step, **options)
-
-    def last(*args: Any, **kwargs: Any) -> Any:
-        losses = caught(*args, **kwargs)
         return losses[-1] if losses else None  # an optimizer need not call its closure
 
-    plugin.optimizer_step = last
+    of = [plugin, *options.pop("of", ())]  # with its scaler
+    plugin.optimizer_step = catch_steps(step, of=of, **options)
     return trainer

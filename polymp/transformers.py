@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.scaler import trainer_steps
 from polymp.torch import GradScaler
-from polymp.torch import catch as catch_steps
 from polymp.versions import require
 
 require("transformers")
@@ -20,19 +19,11 @@ from transformers import Trainer  # noqa: E402
 
 from polymp import accelerate  # noqa: E402
 
-__all__ = ["catch", "use"]
+__all__ = ["use"]
 
 T = TypeVar("T", bound=Trainer)
 
-_WORDS = accelerate.Words(
-    call="polymp.transformers.use()",
-    opener="the Trainer",
-    mode="TrainingArguments({}=True)",
-    order=(
-        "Call it right after Trainer(...), before trainer.train(), trainer.evaluate() and "
-        "trainer.predict()"
-    ),
-)
+_CALL = "polymp.transformers.use()"
 
 
 def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | None = None) -> T:
@@ -65,49 +56,19 @@ def use(trainer: T, policy: PolicyLike | None = None, *, scaler: GradScaler | No
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(
-            "polymp.transformers.use() takes a transformers.Trainer, got "
+            f"{_CALL} takes a transformers.Trainer, got "
             f"{type(trainer).__name__}. Write trainer = Trainer(...), and then "
             "polymp.transformers.use(trainer, policy=...)."
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(
-            f"polymp.transformers.use(): on {trainer.args.n_gpu} GPUs in one process the Trainer "
+            f"{_CALL}: on {trainer.args.n_gpu} GPUs in one process the Trainer "
             "uses nn.DataParallel, without a region. Start one process for each GPU: "
             f"torchrun --nproc_per_node {trainer.args.n_gpu} ..."
         )
-    accelerate.use_as(_WORDS, trainer.accelerator, policy, scaler)
+    accelerate.use_in(_CALL, trainer.accelerator, policy, scaler)
     accelerate.extend(trainer, _Trainer)
     setattr(trainer, "polymp", (policy, scaler))  # noqa: B010
-    return trainer
-
-
-def catch(trainer: T, **options: Any) -> T:
-    """Have a `Trainer` stop at the first step whose numbers break, and name the op.
-
-        trainer = polymp.transformers.catch(Trainer(model, TrainingArguments(...), ...))
-        trainer.train()
-
-    It wraps `training_step`: the forward and the backward pass. The Trainer's optimizer steps
-    after it, so that the weights are copied before each step.
-
-    Args:
-        trainer: of transformers, with or without `use`. It is changed in place.
-        options: of `polymp.torch.catch`: `on_bad`, `of`.
-
-    Returns:
-        The trainer.
-
-    Raises:
-        TypeError: `trainer` is no Trainer, or as `polymp.torch.catch` raises it.
-        ValueError: as `polymp.torch.catch` raises it.
-    """
-    if not isinstance(trainer, Trainer):
-        raise TypeError(
-            "polymp.transformers.catch() takes a transformers.Trainer, got "
-            f"{type(trainer).__name__}. Write polymp.transformers.catch(Trainer(...))."
-        )
-    of = [trainer.accelerator.scaler, *options.pop("of", ())]
-    setattr(trainer, "training_step", catch_steps(trainer.training_step, every=1, of=of, **options))  # noqa: B010
     return trainer
 
 
@@ -120,7 +81,7 @@ class _Trainer:
     def create_accelerator_and_postprocess(self) -> None:
         """Prepare another accelerator, as a search for hyperparameters does for each trial."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        accelerate.use_as(_WORDS, self.accelerator, *self.polymp)
+        accelerate.use_in(_CALL, self.accelerator, *self.polymp)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         logs.update(trainer_steps.metrics(self.accelerator.scaler))

@@ -5,7 +5,6 @@ import importlib.util
 import re
 import warnings
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from polymp.code_origin import outside
@@ -13,8 +12,15 @@ from polymp.errors import BackendMissingError, VersionWarning
 
 __version__ = "0.1.0"
 
-# By framework: the versions that polymp is tested with, as pip takes them.
+# The versions that polymp is tested with, as pip takes them: of frameworks, and of the libraries of
+# adapters.
 SUPPORTED = {"torch": ">=2.11,<2.16", "jax": ">=0.10.2,<0.12"}
+TESTED = {
+    "lightning": ">=2.5,<2.7",
+    "accelerate": ">=1.6,<1.16",
+    "transformers": ">=5.0,<5.24",
+    "keras": ">=3.15,<3.16",
+}
 
 
 def parts(version: str) -> tuple[int, ...]:
@@ -35,48 +41,24 @@ def supported(name: str) -> str:
     return f"{name} {first.removeprefix('>=')} to {major}.{minor - 1}"
 
 
-@cache
-def warn_beyond(name: str, version: str) -> None:
-    """Warn, once, of a framework that is newer than the last version polymp is tested with."""
-    if parts(version) < parts(SUPPORTED[name].partition(",")[2]):
-        return
-    warnings.warn(
-        f"polymp is tested with {supported(name)}, and this is {name} {version}, whose changes it "
-        f"does not know. Update polymp, or install a tested version: "
-        f"pip install '{name}{SUPPORTED[name]}'.",
-        VersionWarning,
-        stacklevel=outside(),
-    )
-
-
-# The libraries of the adapters, checked before anything is changed.
-
-# By library, as pip installs it: the versions that its adapter is tested with, as pip takes them.
-TESTED = {
-    "lightning": ">=2.5,<2.7",
-    "accelerate": ">=1.6,<1.16",
-    "transformers": ">=5.0,<5.24",
-    "keras": ">=3.15,<3.16",
-}
-
-
 def require(name: str) -> Any:
-    """Import the library of an adapter."""
+    """Import a framework or the library of an adapter, before anything else imports it."""
     if importlib.util.find_spec(name) is None:
         raise BackendMissingError(
             f"polymp.{name} needs the {name} package: pip install 'polymp[{name}]'."
         )
-    found: ModuleType = importlib.import_module(name)
-    _warn_untested(name, found.__version__)
-    return found
+    library = importlib.import_module(name)
+    _warn_untested(name, library.__version__)
+    return library
 
 
 @cache
 def _warn_untested(name: str, version: str) -> None:
-    if not within(version, TESTED[name]):
+    bounds = (SUPPORTED | TESTED)[name]
+    if not within(version, bounds):
         warnings.warn(
-            f"polymp.{name} is tested with {name}{TESTED[name]}, and this is {name} {version}. "
-            f"Install a tested version: pip install '{name}{TESTED[name]}'.",
+            f"polymp is tested with {name}{bounds}, and this is {name} {version}. Update polymp, "
+            f"or install a tested version: pip install '{name}{bounds}'.",
             VersionWarning,
             stacklevel=outside(),
         )

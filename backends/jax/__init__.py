@@ -1,5 +1,5 @@
 """The jax backend: casts are planned on the traced program, which is then run in those dtypes."""
 
-from polymp.backends import require
+from polymp.versions import require
 
 require("jax")  # says what to install if it is missing

@@ -44,7 +44,7 @@ def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
     """The rule for an op as data, with its detail; ops with equal answers run alike."""
     if row is None:
         return {"rule": Rule.PARTS, "detail": ""}
-    details = {Rule.FP32: row.apply or "", Rule.WIDEST: policy.halves, Rule.FORBID: row.instead}
+    details = {Rule.WIDEST: policy.halves, Rule.FORBID: row.instead}
     if policy.few_rows and row.is_of_products:
         details[Rule.LOWER] = f"few_rows = {policy.few_rows}"
     return {"rule": row.rule, "detail": details.get(row.rule, "")}

@@ -26,7 +26,7 @@ def aligned(ones: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, i
 
 def shared_name(op: str) -> str:
     """The name of an op in both frameworks: products of matrices have one, and convolutions."""
-    kind = vocabulary().kind_of(op)
+    kind = vocabulary().op(op).kind
     return kind if kind in ("matmul", "convolution") else op
 
 

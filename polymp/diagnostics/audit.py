@@ -434,7 +434,7 @@ def _readers(audit: Audit, found: Sequence[Place]) -> list[Measured]:
         if not any(m.module.startswith(inner) for m in forward):
             inner = one.module[: one.module.rfind(".") + 1]  # of a layer without parts
         for m in forward[_place(one, forward) + 1 :]:
-            if overflows and vocabulary().kind_of(m.op) in _BOUNDED:
+            if overflows and vocabulary().op(m.op).kind in _BOUNDED:
                 break
             spoiled = m.magnitudes.inf or m.magnitudes.nan
             lowered = m.row is not None and m.row.rule is Rule.LOWER

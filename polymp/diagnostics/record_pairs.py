@@ -643,4 +643,4 @@ def other_policy(row: Compared) -> bool:
     if one is None or other is None or not _alike(one, other):
         return False
     large = ("matmul", "convolution", "softmax", "normalisation")
-    return vocabulary().kind_of(one.name) in large and one.run != other.run
+    return vocabulary().op(one.name).kind in large and one.run != other.run

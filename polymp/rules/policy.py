@@ -9,7 +9,7 @@ knows what a tensor is.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Protocol, cast
@@ -20,7 +20,7 @@ from polymp.dtypes import name as dtype_name
 from polymp.errors import PolicyError
 from polymp.fp8 import NOT_FLOAT16, RECIPES, REGION_DTYPE, recipe_of
 from polymp.rules import scopes
-from polymp.rules.row import LOW, Apply, Row, Rule, holds_in_scope, holds_instead, member, without
+from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
 from polymp.rules.vocabulary import nearest, vocabulary
 
 
@@ -101,10 +101,6 @@ class Policy:
                     f"policy {self.name!r} gives {row.of!r}{row.where} two rules: "
                     f"{other.rule} and {row.rule}. Keep one."
                 )
-        for row in rows:
-            vocabulary().check(row.of, f"policy {self.name!r}")
-            if row.scope:
-                scopes.check(row.scope, f"policy {self.name!r}")
         if self.halves not in ("widen", "raise"):
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
@@ -125,18 +121,15 @@ class Policy:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._values  # without the hash, which holds for one process
+        # Without the hash, which holds for one process.
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __repr__(self) -> str:
         return f"Policy({self.name!r}, {len(self.rows)} rows)"
 
-    @property
-    def _values(self) -> tuple[Any, ...]:
-        return self.name, self.rows, self.halves, self.inside, self.fp8, self.few_rows
-
     @cached_property
     def _hash(self) -> int:
-        return hash(self._values)
+        return hash(self.__reduce__()[1])
 
     @cached_property
     def _in_force(self) -> Mapping[tuple[str, str], Row]:
@@ -190,7 +183,7 @@ class Policy:
         """
         asked = op, dtype, spelling
         if asked not in self._winners:
-            self._winners[asked] = find_winner(self, *asked)
+            self._winners[asked] = _winner(self, *asked)
         return self._winners[asked]
 
     def why(self, op: str, dtype: object, scope: str = "") -> Why:
@@ -338,10 +331,9 @@ class Policy:
             if table.setdefault(of, value) != value:
                 both = f"{table[of]} and {value}"
                 raise PolicyError(f"{where} gives {of!r} two rules: {both}. Keep one.")
-        own = rows({"rules": table, "scopes": scopes or {}}, where)
-        name = name or self.name.rstrip("*") + "*"
-        changed = replace(self, name=name, rows=own, inside=False).over(self)
-        return with_recipe(changed, recipe, where) if recipe else changed
+        data: dict[str, object] = {"rules": table, "scopes": scopes or {}}
+        data |= {"fp8": recipe} if recipe else {}
+        return from_data(data, name or self.name.rstrip("*") + "*", where, self)
 
     def without_fp8(self, *paths: str) -> "Policy":
         """Return this policy with the products of some modules by rule `lower` instead of `fp8`.
@@ -365,18 +357,6 @@ class Policy:
             )
         return self.override(name=self.name, scopes=dict.fromkeys(paths, rules))
 
-    def over(self, base: "Policy") -> "Policy":
-        """Return this policy with the rows of another that it does not replace.
-
-        Args:
-            base: the policy whose rows are added.
-
-        Returns:
-            A new policy with this one's name.
-        """
-        kept = without(base.rows, self.rows, holds_instead)
-        return replace(self, rows=(*kept, *self.rows), fp8=self.fp8 or base.fp8)
-
     def unused(self, record: RowsUsed) -> tuple[Row, ...]:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.
 
@@ -390,19 +370,8 @@ class Policy:
         return tuple(row for row in self.rows if row not in used)
 
 
-def with_recipe(policy: Policy, recipe: str, where: str) -> Policy:
-    """A policy with another recipe for its rows with rule fp8."""
-    recipe_of(recipe, where)
-    if not policy.fp8:
-        raise PolicyError(
-            f"{where}: fp8 = {recipe!r} is for rows with rule fp8, and there are none. Write "
-            'such a row, as linear = "fp8", or extends = "fp8".'
-        )
-    return replace(policy, fp8=recipe)
-
-
-def find_winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
-    """Return what `Policy.winner` returns, and keep nothing: for all ops at once."""
+def _winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
+    """Find the row that `Policy.winner` returns."""
     in_force = policy._in_force
     known = vocabulary().ops.get(op)
     lows = FULL.get(dtype, dtype), ""
@@ -460,21 +429,29 @@ def why_float32(most: int, rows: float) -> str:
     return f"casting the float32 parameter takes longer than {times} (few_rows = {most})"
 
 
-# Reading the rows of a policy from plain data, which is what a TOML file or a dict holds.
-#
-#     data -> check keys -> rows, and the other entries of the table
-#
-# Every PolicyError says where the fault is, what it is and what to write instead.
+# Reading a policy from plain data, which is what a TOML file or a dict holds. Every error says
+# where the fault is, what it is and what to write instead.
 
 
-def rows(data: Mapping[str, object], where: str) -> tuple[Row, ...]:
-    """Return the rows of a table: those in "rules", then those in "scopes"."""
-    found = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
+def from_data(data: Mapping[str, Any], name: str, where: str, base: Policy | None) -> Policy:
+    """The policy that data holds; its rows replace those of `base`, whose other settings it has."""
+    rows = list(_rows(_table(data.get("rules", {}), "rules", where), "", where))
     for scope, inside in _table(data.get("scopes", {}), "scopes", where).items():
         scopes.check(scope, where)
-        key = f"scopes.{scope}"
-        found += _rows(_table(inside, key, where), scope, where)
-    return tuple(found)
+        rows += _rows(_table(inside, f"scopes.{scope}", where), scope, where)
+    below = base or Policy(name, ())
+    halves, few_rows = (data.get(key, getattr(below, key)) for key in ("halves", "few_rows"))
+    rows = [*without(below.rows, rows, holds_instead), *rows]
+    policy = Policy(name, tuple(rows), halves, fp8=below.fp8, few_rows=few_rows)
+    if "fp8" not in data:
+        return policy
+    recipe = recipe_of(data["fp8"], where).name
+    if not policy.fp8:
+        raise PolicyError(
+            f"{where}: fp8 = {recipe!r} is for rows with rule fp8, and there are none. Write "
+            'such a row, as linear = "fp8", or extends = "fp8".'
+        )
+    return replace(policy, fp8=recipe)
 
 
 def _names(ops: object, rule: str, where: str) -> Sequence[str]:
@@ -496,32 +473,24 @@ def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     return value
 
 
-_OF_ROW = ("rule", "apply", "instead")
+_OF_ROW = ("rule", "instead")
 
 
 def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
     for of, value in table.items():
-        if not isinstance(of, str):
-            raise PolicyError(f"{where}: ops are named by strings, not {of!r}.")
         if of == "class":
             raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
-        vocabulary().check(of, where)
-        of_op = f"for op {of!r}"
-        own = dict(_told(value, of, where))
+        own = dict(_entries(value, of, where))
         of_dtypes = [(low, own.pop(key)) for key in [*own] if (low := _low_dtype(key))]
-        check_keys(own, (*_OF_ROW, *LOW), where, of_op)
+        check_keys(own, (*_OF_ROW, *LOW), where, of)
         if "rule" in own:
             yield _row(of, own, "", scope, where)
         elif not of_dtypes:
-            raise PolicyError(f"{where}: no rule {of_op}. Write a rule, or one for a dtype.")
+            raise PolicyError(f"{where}: no rule for op {of!r}. Write a rule, or one for a dtype.")
         elif own:
-            raise PolicyError(
-                f"{where}: {of_op[4:]} has rules for dtypes alone; put the rest there."
-            )
-        for low, given in of_dtypes:
-            told = _told(given, of, where)
-            check_keys(told, _OF_ROW, where, f"{of_op} in {low}")
-            yield _row(of, told, low, scope, where)
+            raise PolicyError(f"{where}: op {of!r} has rules for dtypes alone; put the rest there.")
+        for low, value_there in of_dtypes:
+            yield _row(of, _entries(value_there, of, where), low, scope, where)
 
 
 def _low_dtype(key: object) -> str:
@@ -532,7 +501,7 @@ def _low_dtype(key: object) -> str:
         return ""
 
 
-def _told(value: object, of: str, where: str) -> Mapping[str, object]:
+def _entries(value: object, of: str, where: str) -> Mapping[str, object]:
     if isinstance(value, str):
         return {"rule": value}
     if not isinstance(value, Mapping):
@@ -540,27 +509,24 @@ def _told(value: object, of: str, where: str) -> Mapping[str, object]:
     return value
 
 
-def _row(of: str, value: Mapping[str, object], dtype: str, scope: str, where: str) -> Row:
-    rule = member(Rule, value.get("rule"), dtype or "rule", where, f"for op {of!r}")
-    instead = str(value.get("instead", ""))
-    return Row(of, rule, dtype, scope, cast("Apply | None", value.get("apply")), instead, where)
+def _row(of: str, value: Mapping[str, Any], dtype: str, scope: str, where: str) -> Row:
+    check_keys(value, _OF_ROW, where, of)
+    rule, instead = (value.get(key) for key in _OF_ROW)
+    return Row(of, cast(Rule, rule), dtype, scope, instead or "", where)
 
 
-def check_keys(
-    data: Mapping[str, object], known: Sequence[str], where: str, of_op: str = ""
-) -> None:
-    """Refuse a table with a key that is not known."""
+def check_keys(data: Mapping[str, object], known: Sequence[str], where: str, op: str = "") -> None:
+    """Refuse a table, of a policy or of one of its ops, with a key that is not known."""
     for key, value in data.items():
         if key in known:
             continue
         if not isinstance(key, str):
             raise PolicyError(f"{where}: keys are strings, not {key!r}.")
-        op = of_op.removeprefix("for op ").strip("'")
         if vocabulary().of_aten(f"{op}.{key}"):  # softmax.int = "fp32" in TOML
             raise PolicyError(
                 f'{where}: quote the name of an overload: "aten:{op}.{key}" = "{value}".'
             )
-        place = f" {of_op}" if of_op else ""
+        place = f" for op {op!r}" if op else ""
         raise PolicyError(
             f"{where}: unknown key {key!r}{place}.{nearest(key, known)} Known: {', '.join(known)}."
         )
@@ -586,16 +552,12 @@ class Region:
         # Only a disabled region has another dtype than a float one, by torch's own name.
         with suppress(ValueError):
             object.__setattr__(self, "dtype", dtypes.name(self.dtype))
-        if self.enabled and self.policy is not None and self.policy.fp8:
-            _check_fp8(self.policy, self.dtype)
-
-
-def _check_fp8(policy: Policy, dtype: str) -> None:
-    """Refuse an enabled region of another dtype than bfloat16 with products in 8 bits."""
-    in_8_bits = any(row.rule is Rule.FP8 and row.dtype in ("", dtype) for row in policy.rows)
-    if in_8_bits and dtype != REGION_DTYPE:
-        raise PolicyError(
-            f"autocast(): policy {policy.name!r} runs products in 8 bits, which needs a region of "
-            f"dtype bfloat16, not {dtype}: {NOT_FLOAT16}. Write bfloat16, or a policy "
-            "without rule fp8."
-        )
+        policy, here = self.policy, ("", self.dtype)
+        if not self.enabled or policy is None or self.dtype == REGION_DTYPE:
+            return
+        if any(row.rule is Rule.FP8 and row.dtype in here for row in policy.rows):
+            raise PolicyError(
+                f"autocast(): policy {policy.name!r} runs products in 8 bits, which needs a region "
+                f"of dtype bfloat16, not {self.dtype}: {NOT_FLOAT16}. Write bfloat16, or a policy "
+                "without rule fp8."
+            )

@@ -18,11 +18,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import cast
 
 from polymp.errors import NoPolicyError, PolicyError
-from polymp.rules import policy as policy_module
-from polymp.rules.policy import Policy
+from polymp.rules.policy import Policy, check_keys, from_data
 from polymp.rules.row import Row
 from polymp.rules.vocabulary import nearest
 
@@ -62,12 +60,10 @@ def _file(path: Path, above: tuple[Path, ...]) -> Policy:
     try:
         resolved = path.resolve()
         text = "" if resolved in above else path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise NoPolicyError(f"{cannot}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise PolicyError(f"{cannot}: it is not UTF-8.") from None
-    except (ValueError, RuntimeError) as error:  # no path at all, or before 3.13 a circle of links
-        raise NoPolicyError(f"{cannot}: {error}.") from None
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL; before 3.13 a circle of links
+        raise NoPolicyError(f"{cannot}: {getattr(error, 'strerror', error)}.") from None
     if resolved in above:
         raise PolicyError(f"policy file {str(path)!r} extends itself, by way of its base.")
     return _policy(_toml(text, str(path)), path.stem, str(path), (*above, resolved))
@@ -114,8 +110,10 @@ def summary(name: str) -> str:
 def _toml(content: str, where: str) -> Mapping[str, object]:
     try:
         return tomllib.loads(content)
-    except (ValueError, RecursionError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise PolicyError(f"{where} is not TOML: {error}.") from None
+    except (ValueError, RecursionError):
+        raise PolicyError(f"{where}: a number or the nesting of brackets is too long.") from None
 
 
 _KEYS = ("name", "summary", "extends", "halves", "fp8", "few_rows", "rules", "scopes")
@@ -126,20 +124,15 @@ def _policy(
 ) -> Policy:
     name = str(data.get("name", name))
     where = where or f"policy {name!r}"
-    policy_module.check_keys(data, _KEYS, where)
-    extends = data.get("extends")
-    base = None if extends is None else _base(extends, where, above)
-    rows = policy_module.rows(data, where)
-    halves = str(data.get("halves", base.halves if base else "widen"))
-    few_rows = cast(int, data.get("few_rows", base.few_rows if base else 0))
-    policy = Policy(name, rows, halves, fp8=base.fp8 if base else "", few_rows=few_rows)
-    policy = policy.over(base) if base else policy
-    if "fp8" not in data:
-        return policy
-    return policy_module.with_recipe(policy, cast(str, data["fp8"]), where)
+    check_keys(data, _KEYS, where)
+    if data.keys().isdisjoint(("extends", "rules", "scopes")):
+        raise PolicyError(f'{where} has no rows. Write rows below [rules], or extends = "amp".')
+    return from_data(data, name, where, _base(data.get("extends"), where, above))
 
 
-def _base(extends: object, where: str, above: tuple[Path, ...]) -> Policy:
+def _base(extends: object, where: str, above: tuple[Path, ...]) -> Policy | None:
+    if extends is None:
+        return None
     if not isinstance(extends, (str, Policy)):
         raise PolicyError(f"{where}: extends = {extends!r} is not the name or path of a policy.")
     try:
@@ -155,7 +148,7 @@ def to_toml(policy: Policy) -> str:
     lines = [f"name = {_quoted(policy.name)}", f"halves = {_quoted(policy.halves)}"]
     lines += [f"fp8 = {_quoted(policy.fp8)}"] if policy.fp8 else []
     lines += [f"few_rows = {policy.few_rows}"] if policy.few_rows else []
-    for scope in sorted({row.scope for row in policy.rows}):
+    for scope in sorted({"", *(row.scope for row in policy.rows)}):
         lines += ["", f"[scopes.{_quoted(scope)}]" if scope else "[rules]"]
         of_scope = [row for row in policy.rows if row.scope == scope]
         for of in sorted({row.of for row in of_scope}):
@@ -166,7 +159,7 @@ def to_toml(policy: Policy) -> str:
 def _value(rows: Sequence[Row]) -> str:
     parts: dict[str, str] = {}
     for row in rows:
-        own = {"rule": row.rule.value, "apply": row.apply or "", "instead": row.instead}
+        own = {"rule": row.rule.value, "instead": row.instead}
         told = {key: _quoted(value) for key, value in own.items() if value}
         if row.dtype:
             parts[row.dtype] = _inline(told)

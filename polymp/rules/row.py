@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from polymp import dtypes
 from polymp.errors import PolicyError
+from polymp.rules import scopes
 from polymp.rules.vocabulary import vocabulary
 
 E = TypeVar("E", bound=StrEnum)
@@ -43,19 +44,6 @@ class Rule(StrEnum):
         return made
 
 
-class Apply(StrEnum):
-    """How the torch backend makes an op run in float32, where it does not cast the inputs.
-
-    cast            cast the inputs (every rule but fp32 always does)
-    dtype_argument  fill in the op's own dtype argument, if the caller left it out
-    append_dtype    call the overload of the op that takes a dtype
-    """
-
-    CAST = "cast"
-    DTYPE_ARGUMENT = "dtype_argument"
-    APPEND_DTYPE = "append_dtype"
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Row:
     """One line of a policy's table: an op or a class of ops, and the rule for it."""
@@ -68,40 +56,35 @@ class Row:
     rule: Rule  # how it runs
     dtype: str = ""  # the region dtype it is for, "" for any
     scope: str = ""  # a pattern of the module paths that it holds in, "" for everywhere
-    # How torch runs the op in float32; None for the way of the device's own table.
-    apply: Apply | None = None
     instead: str = ""  # for forbid, the op to use instead
     # The policy or file that the row was written in; rows are equal without it.
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         where, of_op = self.source or "a policy's row", f"for op {self.of!r}"
-        object.__setattr__(self, "rule", member(Rule, self.rule, "rule", where, of_op))
-        if self.apply is not None:
-            object.__setattr__(self, "apply", member(Apply, self.apply, "apply", where, of_op))
-        if self.apply not in (None, Apply.CAST) and self.rule is not Rule.FP32:
-            raise PolicyError(
-                f"{where}: apply {self.apply!s} {of_op} needs rule fp32, not {self.rule!s}."
-            )
-        if self.instead and self.rule is not Rule.FORBID:
-            raise PolicyError(
-                f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not {self.rule!s}."
-            )
+        vocabulary().check(self.of, where)
+        if self.scope:
+            scopes.check(self.scope, where)
+        key = self.dtype or "rule"
+        object.__setattr__(self, "rule", member(Rule, self.rule, key, where, of_op))
+        if self.instead:
+            if self.rule is not Rule.FORBID:
+                raise PolicyError(
+                    f"{where}: instead {self.instead!r} {of_op} needs rule forbid, not "
+                    f"{self.rule!s}."
+                )
+            vocabulary().check(self.instead, f"{where}: instead {of_op}")
         if self.dtype:
             try:
                 object.__setattr__(self, "dtype", dtypes.name(self.dtype, LOW))
             except (TypeError, ValueError) as error:
                 raise PolicyError(f"{where}: {of_op[4:]}: {error}") from None
-        if self.rule is Rule.FP8:
-            self._check_fp8(where, of_op)
-
-    def _check_fp8(self, where: str, of_op: str) -> None:
-        if self.dtype == "float16":
+        if self.rule is Rule.FP8 and self.dtype == "float16":
             raise PolicyError(
                 f"{where}: rule fp8 {of_op} is for bfloat16 regions, not for float16. Write "
                 f'bfloat16 = "fp8".'
             )
-        if not self.is_of_products:
+        if self.rule is Rule.FP8 and not self.is_of_products:
             raise PolicyError(
                 f"{where}: rule fp8 {of_op} is for matrix products alone: linear, matmul, mm, "
                 "addmm and others of class:matmul. Write lower."
@@ -131,13 +114,6 @@ class Row:
         """The dtype and the scope that the row is for, as words."""
         at = f" in {self.scope!r}" if self.scope else ""
         return f"{f' ({self.dtype})' if self.dtype else ''}{at}"
-
-    def under(self, policy: str) -> "Row":
-        """This row, whose source says by which policy it was inherited."""
-        folder, _, name = self.source.removesuffix(".toml").rpartition("/")
-        if folder != "policies" or name == policy:
-            return self
-        return replace(self, source=f"policy {policy} (row from {name})")
 
     def __str__(self) -> str:
         by = f", {self.source}" if self.source else ""

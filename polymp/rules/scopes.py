@@ -15,6 +15,8 @@ from functools import lru_cache
 
 from polymp.errors import PolicyError
 
+_SET = re.compile(r"\[(?!!\])[^]]+\]")  # of characters; an empty one is none
+
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -47,7 +49,7 @@ def ranked(patterns: Iterable[str], path: str) -> tuple[tuple[tuple[int, int], s
     found = []
     for pattern in patterns:
         if at := depth(pattern, path):
-            plain = re.sub(r"\[[^]]+\]", "?", pattern)
+            plain = _SET.sub("?", pattern)
             found.append(((at, sum(c not in "*?" for c in plain)), pattern))
     return tuple(sorted(found))
 
@@ -75,7 +77,7 @@ def hint(pattern: str, paths: Iterable[str], none: str) -> str:
 def check(pattern: str, where: str) -> None:
     """Refuse a pattern that can match no path."""
     names = pattern.split(".") if isinstance(pattern, str) else [""]
-    if not all(names) or "/" in pattern:
+    if not all(names) or "/" in pattern or "[" in _SET.sub("", pattern):
         raise PolicyError(
             f"{where}: {pattern!r} is no pattern of module paths. Write names joined by dots, "
             'such as "*.lm_head" or "blocks.*.attn"; * stands for any characters.'

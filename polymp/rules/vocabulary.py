@@ -38,7 +38,6 @@ class Op:
     # Without primitive and function, the ops that it becomes in a JAX trace.
     traces: tuple[str, ...] = ()
     note: str = ""  # why a side is empty
-    fp32: str = ""  # how torch brings fp32 about, as a `policy.Apply`, where a cast is not the way
     rule: str = ""  # of a registered op, how it runs under a policy that has no row for it
     # True if it picks numbers and changes none: run low, what it picked is rounded.
     picks: bool = False
@@ -117,17 +116,9 @@ class Vocabulary:
         """The ops of a class, by name."""
         return tuple(op for _, op in sorted(self.ops.items()) if op.kind == kind)
 
-    def kind_of(self, name: str) -> str:
-        """The class of an op of that name, "" of an unknown one."""
-        return self.ops.get(name, _UNKNOWN).kind
-
-    def picks(self, name: str) -> bool:
-        """True if an op of that name picks numbers and changes none; see `Op`."""
-        return self.ops.get(name, _UNKNOWN).picks
-
-    def chooses(self, name: str) -> bool:
-        """True if each result of an op of that name is one of the numbers that it is given."""
-        return self.ops.get(name, _UNKNOWN).chooses
+    def op(self, name: str) -> Op:
+        """The op of a name; of an unknown one an op without class and traits."""
+        return self.ops.get(name, _UNKNOWN)
 
     def within(self, inner: str, outer: str) -> bool:
         """True if every op that selector `inner` selects is selected by `outer` too.
@@ -152,24 +143,24 @@ class Vocabulary:
 
     def check(self, selector: str, where: str) -> None:
         """Refuse a selector that selects no op."""
+        if not isinstance(selector, str):
+            raise PolicyError(f"{where}: ops are named by strings, not {selector!r}.")
         prefix, colon, name = selector.partition(":")
-        if name.startswith(":") and prefix in ("aten", "jax"):
-            raise PolicyError(f"{where}: {selector!r}: write {prefix}:{name.lstrip(':')}.")
-        if selector in ("all", "default") or (colon and prefix in ("aten", "jax") and name):
-            return  # whether torch or jax has such a name, its backend knows
-        if colon and prefix == "class":
+        if name and prefix in ("aten", "jax"):  # whether they have such a name, a backend knows
+            if name.startswith(":"):
+                raise PolicyError(f"{where}: {selector!r}: write {prefix}:{name.lstrip(':')}.")
+        elif colon and prefix == "class":
             if name not in self.kinds:
                 raise PolicyError(
                     f"{where}: no class {name!r}.{nearest(name, self.kinds)} "
                     f"Classes: {', '.join(sorted(self.kinds))}."
                 )
-            return
-        if colon:
+        elif colon:
             raise PolicyError(
                 f"{where}: {selector!r} is not an op. Names with a colon are class:NAME, "
                 "aten:OVERLOAD and jax:PRIMITIVE."
             )
-        if selector not in self.ops:
+        elif selector not in ("all", "default", *self.ops):
             raise PolicyError(f"{where}: no op {selector!r}.{self.hint(selector)}")
 
     def hint(self, name: str) -> str:

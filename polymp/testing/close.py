@@ -62,7 +62,7 @@ def assert_close(
         BackendMissingError: the framework is not installed.
     """
     low = parity.checked("assert_close", dtype, probes, fn=fn, reference=reference)
-    backend = framework_of((fn, reference, args), framework, "assert_close")
+    backend = framework_of((fn, reference, args), framework, "assert_close()")
     if (other := framework_in((reference, fn))) not in (None, backend):
         raise TypeError(
             f"assert_close compares two functions of one framework, got one of {backend} and one "

@@ -54,7 +54,7 @@ def assert_fits(
     low = dtype_name(dtype, LOW, "assert_fits(): dtype")
     if not callable(fn):
         raise TypeError(f"assert_fits needs a function or a module, got {brief(fn)}.")
-    in_torch = framework_of((fn, args, kwargs), framework, "assert_fits") == "torch"
+    in_torch = framework_of((fn, args, kwargs), framework, "assert_fits()") == "torch"
     audit, policy = (_in_torch if in_torch else _in_jax)(fn, args, kwargs, low, policy)
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):

@@ -397,7 +397,7 @@ def compared(calls: Iterable[Call]) -> list[Call]:
         for call in calls
         if call.direction == FORWARD
         and (call.run or name_of(call) == "cast")
-        and vocabulary().kind_of(call.op) not in moving
+        and vocabulary().op(call.op).kind not in moving
     ]
 
 

@@ -72,7 +72,7 @@ def test_a_scale_is_the_formula_in_exact_arithmetic(name, role):
         array = np.array([[0.0, -amax], [amax / 2, 0.0]], np.float32)
         scale = scale_of(VERBS, array, recipe, role, None)
         divisor = max(Fraction(float(np.float32(amax))), Fraction(1e-12))
-        expected = nearest_float32(Fraction(dtypes.get(recipe.format_of(role)).max) / divisor)
+        expected = nearest_float32(Fraction(dtypes.FORMATS[recipe.format_of(role)].max) / divisor)
         if recipe.power_of_two:
             expected = 2.0 ** (math.frexp(expected)[1] - 1)
         assert scale.dtype == np.float32

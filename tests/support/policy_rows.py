@@ -3,6 +3,7 @@
 `expected` is a second answer to the question that `Policy.winner` answers.
 """
 
+import tomllib
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy, Region
+from polymp.rules.policy_files import load, to_toml
 from polymp.rules.row import LOW, Row, Rule
 
 DTYPE = st.sampled_from(LOW)
@@ -42,6 +44,11 @@ PATTERN = (
 
 def region(low="float16", *, enabled=True, scope=""):
     return Region("torch", "cpu", enabled, low, True, MINE, scope)
+
+
+def over(own, base):
+    """The policy `own` as one that extends `base`; the rows of its own have a source."""
+    return load(tomllib.loads(to_toml(own)) | {"extends": base})
 
 
 def refusal(call, *args, **kwargs):

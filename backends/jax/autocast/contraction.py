@@ -26,11 +26,11 @@ from jax.extend.core import Literal
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
+from polymp.backends import processor
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
 from polymp.backends.jax.compat.programs import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import interpreted
-from polymp.dtypes import processor
 
 contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 

@@ -185,7 +185,7 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
     decision = Decision(Rule.PARTS)
     if _rule(eqn.op, region) is not Rule.PARTS:
         decision = frame.decision(eqn.op, tuple(hard), region, "")
-    if decision.rule is Rule.LOWER and vocabulary().picks(eqn.op):
+    if decision.rule is Rule.LOWER and vocabulary().op(eqn.op).picks:
         decision = Decision(decision.rule, None, decision.run)
     elif decision.rule is Rule.LOWER:
         decision = decision._replace(out=decision.run)

@@ -124,7 +124,7 @@ def _plan_of(
         return None
     decision = frame.decision(op_of(op), hard, region, op)
     rule = decision.rule
-    picks = vocabulary().picks(op_of(op))
+    picks = vocabulary().op(op_of(op)).picks
     if picks and rule in (Rule.LOWER, Rule.FP32_KEEP):  # no table is cast, but what is picked of it
         decision = Decision(rule, None, decision.run if rule is Rule.LOWER else None)
     if of_read and rule not in _IN_FLOAT32 and _adds_up_in_float32(rule, region):
@@ -296,7 +296,7 @@ def alike(eqn: Equation, op: str, known: Sequence[ValueFacts]) -> dict[str, str]
         for k, _ in members:
             if run in LOW_DTYPES and not all(fits(n, run) for n in k.numbers):
                 too_large = k.number is not None and abs(float(k.number)) > FORMATS[run].max
-                if not (too_large and vocabulary().chooses(op_of(op))):
+                if not (too_large and vocabulary().op(op_of(op)).chooses):
                     run = "float32"
         groups[one] = run
     return groups
@@ -379,7 +379,7 @@ def _soft(known: ValueFacts, atom: Atom, eqn: Equation, op: str) -> bool:
         case Origin.MASK | Origin.INTEGER:
             return True
         case Origin.LITERAL:
-            return not atom.aval.shape or vocabulary().chooses(op_of(op))
+            return not atom.aval.shape or vocabulary().op(op_of(op)).chooses
         case Origin.GIVEN:  # a scalar tensor, among tensors with dimensions
             return not atom.aval.shape and any(v.aval.shape for v in eqn.outvars)
     return False

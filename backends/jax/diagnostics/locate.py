@@ -189,7 +189,7 @@ def fault(
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in program.late:
         call = call._replace(direction=BACKWARD)
-    row = call.row and call.row.under(program.traced.record.policy)
+    row = call.row
     eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
     if any(by) and kind in ("overflow", "operation"):

@@ -465,7 +465,7 @@ def amount(
     elif of == "reduce_window_sum":
         terms = prod(eqn.params["window_dimensions"])
     op = op_of(spelling(eqn)) or of
-    kind = vocabulary().kind_of(op)
+    kind = vocabulary().op(op).kind
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone
     dtype = np.empty(0, x.dtype).real.dtype.name

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
+from torch.amp import is_autocast_available as is_autocast_available
 from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast import (
@@ -38,21 +39,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _Entries = tuple[compiled_region.CompiledRegion, "_Entries | None"]
 _DTYPES = *LOW, "float32", "float64"  # in the last two, torch warns, and opens no region
-
-
-def is_autocast_available(device_type: str) -> bool:
-    """Return whether torch has autocast for a device type, present on this machine or not.
-
-    Args:
-        device_type: the `tensor.device.type`: "cpu", "cuda", "xpu", "mps", ...
-
-    Returns:
-        True if regions can be opened for the device type.
-
-    Raises:
-        RuntimeError: torch knows no such device type.
-    """
-    return torch.amp.is_autocast_available(device_type)
 
 
 class autocast:  # the name is torch's
@@ -147,24 +133,19 @@ class autocast:  # the name is torch's
         )
 
     def __repr__(self) -> str:
-        policy = regions.prepared.by_ticket[self._ticket][0].policy
+        policy = regions.prepared[self._ticket][0].policy
         shown = [repr(self.device), f"dtype={self.fast_dtype}", f"enabled={self._enabled}"]
         shown += [] if policy is None else [f"policy={policy.name!r}"]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {
-            "_policy": regions.prepared.by_ticket[self._ticket][0].policy,
-            "_traced": None,
-        }
-        del state["_ticket"]  # a name of this process
-        return state
+        region = regions.prepared[self._ticket][0]  # the ticket is a name of this process
+        return self.__dict__ | {"_ticket": region, "_traced": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        policy = state["_policy"]
-        self.__dict__.update({name: value for name, value in state.items() if name != "_policy"})
-        cache = bool(self._cache_enabled)
-        self._ticket = _ready(self.device, self.fast_dtype, self._enabled, cache, policy)
+        region = state["_ticket"]
+        kernel_registry.prepare(region)
+        self.__dict__.update(state, _ticket=regions.ticket(region))
 
     def __call__(self, func: Callable[P, R]) -> Callable[P, R]:
         """Wrap a function so that its body runs in the region.
@@ -203,8 +184,6 @@ def _prepare(
 ) -> tuple[str, bool, torch.dtype]:
     """Check the arguments and prepare their region; return its ticket, enabled, and its dtype."""
     # Without a dtype it is that of the region around, and bfloat16 for a policy with rule fp8.
-    if not is_autocast_available(device):
-        raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     if not isinstance(around, torch.dtype):
         raise TypeError(f"autocast's dtype must be a torch.dtype, got {around!r}")
     loaded = None if policy is None else policy_files.load(policy)
@@ -232,6 +211,8 @@ def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
 ) -> str:
     """Prepare a region, once, and return its ticket."""
+    if not is_autocast_available(device):
+        raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     kind = device.partition(":")[0]  # as in torch.amp, "cuda:0" means every GPU
     region = Region("torch", kind, enabled, dtype_names.NAMES[dtype], cache, policy)
     kernel_registry.prepare(region)
@@ -240,9 +221,8 @@ def _ready(
 
 def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
     """Return `enabled`; False, with torch.amp's warning, where the dtype is not supported."""
-    dtypes, name = [torch.bfloat16, torch.float16], device.upper()
-    if device not in torch_table.DEVICES and accelerators.is_private(device):
-        dtypes, name = accelerators.private_dtypes(device), device
+    private = None if device in torch_table.DEVICES else accelerators.private_dtypes(device)
+    dtypes = [torch.bfloat16, torch.float16] if private is None else private
     if not enabled:
         return enabled
     if device == "cuda":
@@ -251,11 +231,12 @@ def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
                 "CUDA is not available or torch_xla is imported. Disabling autocast.", stacklevel=4
             )
             return False
-        if dtype is torch.bfloat16 and accelerators.cuda_lacks_bfloat16():
+        if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise RuntimeError(
                 "Current CUDA Device does not support bfloat16. Please switch dtype to float16."
             )
     elif dtype not in dtypes:
+        name = device.upper() if private is None else device
         warnings.warn(
             f"In {name} autocast, but the target dtype is not supported. Disabling autocast.\n"
             f"{name} Autocast only supports dtypes of {', '.join(map(str, dtypes))} currently.",

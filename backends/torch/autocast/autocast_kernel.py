@@ -5,7 +5,7 @@ of the region agrees with torch for the op, a kernel passes the call on to torch
 it replaced. torch.compile traces through it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
@@ -15,7 +15,6 @@ from torch.library import get_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from polymp.backends.torch.autocast import (
-    compiled_region,
     dtype_names,
     fp8_product,
     op_facts,
@@ -23,13 +22,12 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.torch_table import APPENDED, dtype_at
 from polymp.backends.torch.compat import dispatcher, dynamo, modes, optimizers
 from polymp.errors import ForbiddenOpError
 from polymp.fp8 import RECIPES
 from polymp.rules import decision_log
 from polymp.rules.policy import Decision, Policy, Region
-from polymp.rules.row import LOW, Apply, Row, Rule
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 # Rules by which a policy has ops cast in front of transforms, also where torch does the same: torch
@@ -38,9 +36,9 @@ AS_A_WHOLE = Rule.LOWER, Rule.FP32_KEEP
 
 
 class TorchKernels:
-    """Whether torch's own kernels are used where they agree with the policy."""
+    """torch's own kernels, which are used where they agree with the policy."""
 
-    used = True
+    unused: Container[str] = ()  # apart from those of these ops
 
 
 Function = Callable[..., Any]
@@ -55,7 +53,6 @@ def make(name: str, device: str, key: str) -> Function | None:
     excluded = dispatcher.keyset(key)
     pass_on, call = dispatcher.passing_on(op, key), dispatcher.calling(op)
     ruled = op_on(name, device)
-    run_by_torch = name in op_facts.RUN_BY_TORCH
     writes = op._schema.is_mutable
     if writes:
         region_casts.watch(device)  # first, for this kernel replaces one of those that it puts
@@ -65,13 +62,13 @@ def make(name: str, device: str, key: str) -> Function | None:
             region_casts.writing(kwargs.get("out", args[0]))
         ruling = ruled.ruling(regions.in_force(device))
         if (found := decision_log.current()) is not None:
-            entry = ruled.entry(ruling, args, kwargs)
+            entry = ruled.entry(ruling, args)
             return found.around(entry, as_ruled, ruling, keys, args, kwargs)
         return as_ruled(ruling, keys, args, kwargs)
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        if ruling.agrees and replaced is not None and (run_by_torch or TorchKernels.used):
+        if ruling.agrees and replaced is not None and name not in TorchKernels.unused:
             if ruling.mul is None or op_facts.adds_up(name, args):
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
@@ -120,11 +117,7 @@ def make_in_front(name: str) -> Function | None:
         tensors = (t for t in tree_leaves(args) if isinstance(t, torch.Tensor))
         device = next((t.device.type for t in tensors), None)
         args = tuple(_wrapped(places, args))
-        if (
-            device not in torch_table.DEVICES
-            or not torch.is_autocast_enabled(device)
-            or not compiled_region.in_region()
-        ):
+        if device not in torch_table.DEVICES or not torch.is_autocast_enabled(device):
             return call(*args, **kwargs)
         ruled, region = op_on(name, device), regions.in_force(device)
         ruling = ruled.ruling(region)
@@ -136,9 +129,9 @@ def make_in_front(name: str) -> Function | None:
         with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
             args = tree_map_only(torch.Tensor, modes.matched_tangent, args)
             if (found := decision_log.current()) is not None:
-                entry = ruled.entry(ruling, args, kwargs)
-                return found.around(entry, ruled.run, ruling, plain, call, args, kwargs)
-            return ruled.run(ruling, plain, call, args, kwargs)
+                entry = ruled.entry(ruling, args)
+                return found.around(entry, ruled.run, ruling, torch.Tensor.to, call, args, kwargs)
+            return ruled.run(ruling, torch.Tensor.to, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)
 
@@ -160,7 +153,7 @@ def _wrapped(places: Sequence[int], args: Sequence[Any]) -> Sequence[Any]:
 # One op, run by its row: the decision of the policy, and the casts that follow from it.
 
 
-CastFunction = Callable[[torch.Tensor, torch.dtype, torch.dtype], torch.Tensor]
+CastFunction = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +164,6 @@ class Ruling:
     policy: Policy  # of the region, or torch's table of the device
     row: Row | None  # the row that won; None if the policy has no row for the op
     agrees: bool  # whether torch's own kernel does the same
-    how: Apply  # how the op is made to run in float32 under rule fp32
     decision: Decision | None  # if it does not depend on the dtypes of the inputs
     mul: Row | None  # for calls in which a product adds nothing up; None if `row` holds for all
     adds: bool  # whether it may add up in the dtype of a low result, where it writes or reads
@@ -197,7 +189,7 @@ class OpOnDevice:
         schema = op._schema.arguments
         # The arguments whose dtypes count for a rule, as in torch's `prioritize`.
         self._asked = tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in schema)
-        self._picks = vocabulary().picks(vocabulary().of_aten(name))
+        self._picks = vocabulary().op(vocabulary().of_aten(name)).picks
         self._into = name in op_facts.ADD_IN_PLACE
         self._in_float32 = op_facts.in_float32(name)
         self._steps = device == "cpu" and name in op_facts.STEPS_ON_CPU
@@ -229,18 +221,7 @@ class OpOnDevice:
         if row is not None and row.rule in fixed and not self._steps:
             decision = policy.apply(row, (), dtype)
         adds = self._steps or name in op_facts.WRITES
-        how = Apply.CAST if row is None else self._how(row, dtype)
-        return Ruling(region, policy, row, agrees, how, decision, mul, adds)
-
-    def _how(self, row: Row, dtype: str) -> Apply:
-        """Return how fp32 is applied: as the row says, as the device's table does, or by a cast."""
-        if row.rule is not Rule.FP32:
-            return Apply.CAST
-        own = torch_table.row(self.device, self.name, dtype)
-        if own is not None and own.rule is Rule.FP32:
-            return row.apply or own.apply or Apply.CAST
-        op = vocabulary().ops.get(vocabulary().of_aten(self.name))
-        return row.apply or Apply(op.fp32 if op and op.fp32 else "cast")
+        return Ruling(region, policy, row, agrees, decision, mul, adds)
 
     def dtypes(self, args: Sequence[Any]) -> list[str]:
         """Return the dtypes of the inputs that count for a rule, in order."""
@@ -271,9 +252,7 @@ class OpOnDevice:
             return Decision(decision.rule, "float32", decision.run)  # rounded once
         return decision
 
-    def entry(
-        self, ruling: Ruling, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> decision_log.Entry:
+    def entry(self, ruling: Ruling, args: Sequence[Any]) -> decision_log.Entry:
         """Return the entry of a record for a call of the op."""
         name, region, row = self.name, ruling.region, ruling.row
         decision = Decision(Rule.PARTS) if row is None else self.decided(ruling, args)
@@ -286,15 +265,13 @@ class OpOnDevice:
                 fallback="it adds nothing up: a multiplication" if unsummed else ""
             )
         recipe = RECIPES[ruling.policy.fp8]
-        why = fp8_product.why_not(name, region, recipe, args, kwargs)
+        why = fp8_product.why_not(name, region, recipe, args)
         return entry._replace(recipe="" if why else recipe.name, fallback=why)
 
     def run(
         self, ruling: Ruling, cast: CastFunction, call: Function, args: Any, kwargs: Any
     ) -> Any:
         """Run a call by a ruling, with autocast excluded."""
-        if ruling.how is not Apply.CAST:
-            return self._by_dtype(ruling.how, call, args, kwargs)
         name, device, decision = self.name, self.device, ruling.decision
         if decision is None or ruling.adds or ruling.mul is not None:
             decision = self.decided(ruling, args)
@@ -310,21 +287,23 @@ class OpOnDevice:
             decision = Decision(decision.rule)  # the caller's own dtype wins, as in torch
         if decision.rule is Rule.FP8:
             recipe = RECIPES[ruling.policy.fp8]
-            if not fp8_product.why_not(name, ruling.region, recipe, args, kwargs):
+            if not fp8_product.why_not(name, ruling.region, recipe, args):
                 return fp8_product.run(name, recipe, args, kwargs)
         if self._picks and decision.run is not None and decision.rule is not Rule.FP32:
             dtype = dtype_names.DTYPES[decision.out or decision.run]
             if device == "cpu" and op_facts.reads_wide(name, args):
                 # Kernels of backward there add up in the dtype of the input.
-                args = [_cast_argument(args[0], device, torch.float32, dtype, plain), *args[1:]]
-            return _cast_argument(call(*args, **kwargs), device, dtype, dtype, plain)
+                args = [_cast_argument(args[0], device, torch.float32), *args[1:]]
+            return _cast_argument(call(*args, **kwargs), device, dtype)
         if decision.rule is Rule.FP32_KEEP and name in op_facts.READS:
             if not op_facts.reads_wide(name, args):
                 return call(*args, **kwargs)
         if decision.run is None:
             result = call(*args, **kwargs)
             return result if decision.out is None else _back(result, decision.out)
-        dtype, low = dtype_names.DTYPES[decision.run], dtype_names.DTYPES[ruling.region.dtype]
+        dtype = dtype_names.DTYPES[decision.run]
+        if decision.run != ruling.region.dtype:
+            cast = torch.Tensor.to
         written_to = kwargs.get("out", args[0]) if self._into else None
         if written_to is not None and written_to.dtype is not args[0].dtype:
             return call(*args, **kwargs)  # torch refuses it
@@ -334,7 +313,7 @@ class OpOnDevice:
         # in which the casts were made.
         if kwargs:
             pairs = reversed(kwargs.items())
-            kwargs = {key: _cast_argument(value, device, dtype, low, cast) for key, value in pairs}
+            kwargs = {key: _cast_argument(value, device, dtype, cast) for key, value in pairs}
         uncast = () if dtype is torch.float32 else self._with_low_input
         made = None
         for at in range(len(args) - 1, -1, -1):
@@ -346,7 +325,7 @@ class OpOnDevice:
                 continue
             if at not in uncast:
                 made = made or list(args)
-                made[at] = _cast_argument(value, device, dtype, low, cast)
+                made[at] = _cast_argument(value, device, dtype, cast)
         given, args = args, made or args
         result = call(*args, **kwargs)
         for at in self._written:
@@ -358,39 +337,17 @@ class OpOnDevice:
             return written_to.copy_(result)
         return result if decision.out is None else _back(result, decision.out)
 
-    def _by_dtype(self, how: Apply, call: Function, args: Any, kwargs: Any) -> Any:
-        """Run in float32 by the dtype argument of the op, or of the overload that has one."""
-        schema = self.op._schema.arguments
-        ok = isinstance(args[0], torch.Tensor) and _eligible(args[0], self.device)
-        if how is Apply.APPEND_DTYPE:
-            longer = dispatcher.overload(APPENDED[self.name])
-            dtype = torch.float32 if ok else args[0].dtype
-            rest = schema[len(args) :]  # defaults are left out of a call; this one has none
-            filled = {a.name: kwargs.get(a.name, a.default_value) for a in rest}
-            return longer(*args, **filled, dtype=dtype)  # type: ignore[misc]
-        at = dtype_at(self.op)
-        assert at is not None, "a policy is checked for it"
-        given = kwargs.get("dtype") if at >= len(args) else args[at]
-        if ok and given is None:
-            args, kwargs = args[:at], {**kwargs, "dtype": torch.float32}
-        return call(*args, **kwargs)
-
-
-def plain(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """Cast without keeping the result."""
-    return t.to(dtype)
-
 
 def _cast_argument(
-    value: Any, device: str, dtype: torch.dtype, low: torch.dtype, cast: CastFunction
+    value: Any, device: str, dtype: torch.dtype, cast: CastFunction = torch.Tensor.to
 ) -> Any:
     """Cast the eligible tensors of an argument."""
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not _eligible(value, device):
             return value
-        return cast(value, dtype, low)
+        return cast(value, dtype)
     if isinstance(value, (list, tuple)):
-        return [_cast_argument(inner, device, dtype, low, cast) for inner in value]
+        return [_cast_argument(inner, device, dtype, cast) for inner in value]
     return value
 
 

@@ -5,7 +5,6 @@ An op of `torch.library` gets our kernel on the autocast keys, as torch's own op
 function that asks the policy at every call.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -266,8 +265,8 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
 def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """Cast the float tensors of a device in a value, at any depth of containers.
 
-    Dicts, lists, tuples and named tuples keep their type; another mapping becomes a dict, another
-    iterable an iterator. Strings, bytes and what numpy defines are left alone.
+    Lists, tuples and named tuples keep their type; a mapping becomes a dict, another iterable an
+    iterator. Strings, bytes and what numpy defines are left alone.
     """
     match value:
         case torch.Tensor():
@@ -278,19 +277,10 @@ def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
         case _ if type(value).__module__ == "numpy":
             return value
         case Mapping():
-            pairs = [
-                (cast_inside(k, device_type, dtype), cast_inside(v, device_type, dtype))
+            return {
+                cast_inside(k, device_type, dtype): cast_inside(v, device_type, dtype)
                 for k, v in value.items()
-            ]
-            if not isinstance(value, dict):
-                return dict(pairs)
-            try:
-                result = copy.copy(value)  # a defaultdict keeps its factory, a subclass its fields
-                result.clear()
-                result.update(pairs)
-            except Exception:  # a subclass that cannot be filled so becomes a dict, as in torch
-                return dict(pairs)
-            return result
+            }
         case Iterable():
             items = (cast_inside(v, device_type, dtype) for v in value)
             if isinstance(value, tuple) and hasattr(value, "_fields"):

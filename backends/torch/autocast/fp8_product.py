@@ -51,32 +51,26 @@ class Parts(NamedTuple):
     alpha: float = 1
 
 
-# By overload: the names of its arguments, by which they may be given, and the parts of a call.
-OPS: Mapping[str, tuple[tuple[str, ...], Callable[..., Parts]]] = {
-    "linear": (("input", "weight", "bias"), Parts),
-    "mm": (("self", "mat2"), lambda a, b: Parts(a, b.t())),
-    "matmul": (("self", "other"), lambda a, b: Parts(a, b.t())),
-    "addmm": (
-        ("self", "mat1", "mat2"),
-        lambda c, a, b, beta=1, alpha=1: Parts(a, b.t(), c, beta, alpha),
-    ),
+# The parts of a call, by overload.
+OPS: Mapping[str, Callable[..., Parts]] = {
+    "linear": Parts,
+    "mm": lambda a, b: Parts(a, b.t()),
+    "matmul": lambda a, b: Parts(a, b.t()),
+    "addmm": lambda c, a, b, beta=1, alpha=1: Parts(a, b.t(), c, beta, alpha),
 }
 
 
-def why_not(
-    name: str, region: Region, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str:
+def why_not(name: str, region: Region, recipe: Recipe, args: Sequence[Any]) -> str:
     """Return why a call runs by rule `lower` instead."""
     op = vocabulary().of_aten(name) or name
     if name not in OPS:
         return f"{op} has no 8-bit product; linear, matmul, mm and addmm have one"
-    given, _ = _given(name, args, kwargs)
-    a, b = (given[0], given[1]) if name != "addmm" else (given[1], given[2])
+    a, b = args[1:3] if name == "addmm" else args[:2]
     if modes.has_tangents():
         return "forward-mode derivatives are computed"
     if modes.is_transformed():
         return "it runs inside a transform of torch.func"
-    for operand in given:
+    for operand in args:
         if operand is None:  # no bias
             continue
         if not isinstance(operand, torch.Tensor):
@@ -111,23 +105,13 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def run(name: str, recipe: Recipe, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a call in 8 bits for which `why_not` has no reason; its result is bfloat16."""
-    given, others = _given(name, args, kwargs)
-    parts = OPS[name][1](*given, **others)
+    parts = OPS[name](*args, **kwargs)
     made: Any = _Product.apply(parts.x, parts.weight, recipe)  # type: ignore[no-untyped-call]
     if parts.alpha != 1:
         made = made * parts.alpha
     if parts.added is None or parts.beta == 0:
         return made
     return torch.add(made, parts.added.to(made.dtype), alpha=parts.beta)
-
-
-def _given(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments by place, and those that are given by name alone."""
-    names, _ = OPS[name]
-    given = [*args, *(kwargs[key] for key in names[len(args) :] if key in kwargs)]
-    return given, {key: value for key, value in kwargs.items() if key not in names}
 
 
 # A product with its derivative.

@@ -131,7 +131,7 @@ def put_everywhere(stack: ExitStack) -> None:
     with now.lock:
         now.records.add(record)
         fakes = modes.innermost_mode() is not None
-        known = {region.device for region in list(regions.prepared.tickets)}
+        known = {device for _, device, *_ in list(regions.prepared.values())}
         for device in torch_table.DEVICES:
             if fakes or device in known or accelerators.is_here(device):
                 _cover(device)

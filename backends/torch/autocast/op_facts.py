@@ -32,11 +32,6 @@ ELEMENT_BY_ELEMENT = frozenset({"activation", "special"})
 # and the result of a Python kernel is a Python object already.
 UNTOUCHED = frozenset({"detach"})
 
-# Lowered by torch's own kernels alone, also where every other op has one of ours. They cast to
-# float16, in bfloat16 regions too, and bring the weights into the one buffer that cuDNN needs.
-# Source: torch v2.13 aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
-RUN_BY_TORCH = frozenset({"_cudnn_rnn", "miopen_rnn"})
-
 
 # Products that may have nothing to add up. Those of linear layers, which are called most, stay with
 # torch's own kernels.
@@ -119,7 +114,7 @@ WRITERS = (
 
 def in_float32(overload: str) -> bool:
     """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""
-    kind = vocabulary().kind_of(vocabulary().of_aten(overload))
+    kind = vocabulary().op(vocabulary().of_aten(overload)).kind
     return overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT
 
 

@@ -27,9 +27,6 @@ from polymp.backends.torch.autocast import op_facts, torch_table
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
 from polymp.rules.policy import Region
 
-_library = torch.library.Library("aten", "IMPL")
-
-
 Code = tuple[torch.dtype, ...]  # of policies: see `regions`
 
 # A frame: the region entered, and before it: enabled, low dtype, cache flag, code of the policies.
@@ -147,7 +144,8 @@ def watch(device: str) -> None:
         packet = getattr(torch.ops.aten, name)
         ops = (getattr(packet, variant) for variant in packet.overloads())
         for op in filter(dispatcher.is_dispatched, ops):
-            dispatcher.put(_library, op.name().removeprefix("aten::"), _writer(op, key), key)
+            name = op.name().removeprefix("aten::")
+            dispatcher.put(dispatcher.library_of(name), name, _writer(op, key), key)
 
 
 @cache
@@ -186,17 +184,14 @@ def _is_parameter(t: torch.Tensor) -> bool:
     return base is not None and base.requires_grad and base.is_leaf
 
 
-def cast(t: torch.Tensor, dtype: torch.dtype, low: torch.dtype) -> torch.Tensor:
-    """Cast a tensor for our kernels; a parameter's cast to the low dtype is kept.
+def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast a tensor to the low dtype for our kernels; a parameter's cast is kept.
 
     Source:
         When a cast may be kept: torch v2.13 aten/src/ATen/autocast_mode.cpp, `cached_cast`.
     """
-    if t.dtype is dtype:
-        return t
     may_keep = (
-        dtype is low
-        and t.dtype is torch.float32
+        t.dtype is torch.float32
         and type(t) in (torch.Tensor, torch.nn.Parameter)  # a fake tensor has no address,
         and t.layout is torch.strided  # nor has a sparse one
         and t.requires_grad

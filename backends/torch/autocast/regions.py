@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from functools import cache
 from hashlib import sha256
+from itertools import count
 
 import torch
 from torch import (
@@ -41,7 +42,7 @@ def enter(ticket: str) -> None:
 
     It runs at every `with`: a call more shows in the overhead of regions.
     """
-    region, device, enabled, dtype, cache = _by_ticket[ticket]
+    region, device, enabled, dtype, cache = prepared[ticket]
     thread = stack.thread
     code = inside = NONE
     if coded := len(_policies) > 1:
@@ -75,7 +76,7 @@ def enter(ticket: str) -> None:
 @dynamo.no_frame
 def leave(ticket: str) -> None:
     """Leave the youngest open region of this thread that is equal to the ticket's."""
-    region, device, _, _, _ = _by_ticket[ticket]
+    region, device, _, _, _ = prepared[ticket]
     thread = stack.thread
     frames = thread.frames
     frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
@@ -115,17 +116,10 @@ def _pull(region: Region) -> Frame:
     return region, enabled, dtype, cache, code
 
 
-class Prepared:
-    """The regions of this process that can be entered."""
-
-    def __init__(self) -> None:
-        # Each with its device, whether it is enabled, its low dtype and its cache flag.
-        self.by_ticket: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}
-        self.tickets: dict[Region, str] = {}
-        self.lock = threading.Lock()  # held while one is added
-
-
-prepared: Prepared = Prepared()
+# The regions that can be entered, by ticket, each with its device, whether it is enabled, its low
+# dtype and its cache flag.
+prepared: dict[str, tuple[Region, str, bool, torch.dtype, bool]] = {}
+_tickets: Iterator[str] = map("region {}".format, count())
 
 
 # Policy codes: the policies in force in a thread, as two dtypes in torch's autocast state.
@@ -164,21 +158,19 @@ codes: Codes = Codes()
 
 
 # What entering and leaving read: a name of this module costs less than an attribute.
-_by_ticket, _policies = prepared.by_ticket, codes.policies
+_policies = codes.policies
 
 
+@cache
 def ticket(region: Region) -> str:
     """Return a name for the region, equal for equal ones; compiled graphs are guarded by it.
 
     A number would not do: dynamo makes a symbol of a number that changes.
     """
     code_inside(region, NONE)  # from now on policies are read and written, if it has one
-    with prepared.lock:
-        if region not in prepared.tickets:
-            name, dtype = f"region {len(prepared.tickets)}", DTYPES[region.dtype]
-            prepared.by_ticket[name] = region, region.device, region.enabled, dtype, region.cache
-            prepared.tickets[region] = name
-        return prepared.tickets[region]
+    name = next(_tickets)
+    prepared[name] = region, region.device, region.enabled, DTYPES[region.dtype], region.cache
+    return name
 
 
 def in_force(device: str) -> Region:

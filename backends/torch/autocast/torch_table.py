@@ -18,8 +18,8 @@ from polymp.backends.torch.autocast import op_facts
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Policy, find_winner
-from polymp.rules.row import LOW, Apply, Row, Rule
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW, Row, Rule
 from polymp.rules.vocabulary import vocabulary
 
 # So many tables are kept, those used last; kernels keep what they have read in them.
@@ -79,7 +79,7 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
     found: dict[str, Row] = {}
     op_of = dict.fromkeys(own, "") | spelled
     for overload, op in op_of.items():
-        won = find_winner(asked, op, dtype, f"aten:{overload}")
+        won = asked.winner(op, dtype, f"aten:{overload}")
         named = won is not None and won.of in (op, f"aten:{overload}", *lacking)
         low = won is None or won.rule in (Rule.LOWER, Rule.WIDEST)
         # Rows that name no op mean those that can: "cpu" has the fewest low kernels.
@@ -126,7 +126,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     """Return whether torch's own kernel, or the lack of one, does what `other` asks for."""
     ours, theirs = row(device, op, dtype), table(other, dtype, device).get(op)
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
-        if op in op_facts.READS or vocabulary().picks(vocabulary().of_aten(op)):
+        if op in op_facts.READS or vocabulary().op(vocabulary().of_aten(op)).picks:
             return device != "cpu"  # see `autocast_kernel`
         return op_facts.in_float32(op) and kernel(op, device) is None
     if ours is None or theirs is None:
@@ -135,7 +135,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
         return False
     if theirs.rule is Rule.WIDEST and other.halves != policy(device).halves:
         return False
-    return (theirs.apply or ours.apply) == ours.apply and theirs.instead in ("", ours.instead)
+    return theirs.instead in ("", ours.instead)
 
 
 # `layer_norm` of a low input on CPUs: computed in float32, with the low input saved for
@@ -267,12 +267,6 @@ def _faults(row: Row, name: str) -> Iterator[str]:
     fault = schema_fault(op, name, row.rule)
     if fault and (name not in op_facts.ADD_IN_PLACE or row.of == f"aten:{name}"):
         yield f"has a rule for {name!r}, {fault}"
-    if row.apply is Apply.DTYPE_ARGUMENT and dtype_at(op) is None:
-        schema = op._schema
-        yield f"applies fp32 to {name!r} by its dtype argument, which it does not have: {schema}"
-    if row.apply is Apply.APPEND_DTYPE and name not in APPENDED:
-        only = ", ".join(APPENDED)
-        yield f"applies fp32 to {name!r} by an appended dtype, which only {only} can have."
 
 
 def schema_fault(op: torch._ops.OpOverload, name: str, rule: str = "") -> str:
@@ -303,18 +297,3 @@ def _hint(name: str) -> str:
     known = (o for op in vocabulary().ops.values() for o in op.aten if "::" not in o)
     close = difflib.get_close_matches(base.removeprefix("aten::"), sorted(known), n=3)
     return f"; did you mean {', '.join(close)}" if close else ""
-
-
-# Overloads with the same meaning and a dtype at the end, for Apply.APPEND_DTYPE.
-APPENDED = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-}
-
-
-def dtype_at(op: torch._ops.OpOverload) -> int | None:
-    """Return the place of an op's dtype argument, None if it has none."""
-    for at, argument in enumerate(op._schema.arguments):
-        if argument.name == "dtype":
-            return at
-    return None

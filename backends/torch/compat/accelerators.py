@@ -21,21 +21,13 @@ def is_here(device: str) -> bool:
     )
 
 
-def cuda_lacks_bfloat16() -> bool:
-    """Return whether the GPU of this machine cannot compute in bfloat16."""
-    return not torch.cuda.is_bf16_supported()
-
-
-def is_private(device: str) -> bool:
-    """Return whether an extension registered the device type."""
-    return device == torch._C._get_privateuse1_backend_name()
-
-
-def private_dtypes(device: str) -> list[torch.dtype]:
-    """Return the low dtypes of a device that an extension registered as PrivateUse1.
+def private_dtypes(device: str) -> list[torch.dtype] | None:
+    """Return the low dtypes of a device that an extension registered as PrivateUse1; else None.
 
     Raises where the extension has not registered its module, or not all of it.
     """
+    if device != torch._C._get_privateuse1_backend_name():
+        return None
     if not hasattr(getattr(torch, device, None), "get_amp_supported_dtype"):
         torch.autocast(device)  # raises the error of this version of torch
     found: list[torch.dtype] = getattr(torch, device).get_amp_supported_dtype()

@@ -250,18 +250,8 @@ def backward_node() -> int | None:
     """
     if torch._C._current_graph_task_id() < 0:
         return None
-    node = running_node()
-    return -1 if node is None else node_number(node)
-
-
-def running_node() -> Any:
-    """Return the node whose backward runs here; None outside of a backward pass."""
-    return torch._C._current_autograd_node()
-
-
-def node_number(node: Any) -> int:
-    """Return the number of a node, as in `latest_node`; -1 of one that accumulates into a leaf."""
-    number = int(node._sequence_nr())
+    node: Any = torch._C._current_autograd_node()
+    number = -1 if node is None else int(node._sequence_nr())
     return -1 if number >= 2**63 else number
 
 

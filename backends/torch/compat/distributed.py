@@ -78,13 +78,17 @@ def _dtensor() -> type | None:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a DTensor, in the same memory; other tensors as they are."""
+def _is_dtensor(tensor: object) -> bool:
     kind = _dtensor()
-    if kind is None or not isinstance(tensor, kind):
-        return tensor
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return this process's part of a DTensor, in the same memory; other tensors as they are."""
+    if not _is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
     with torch.no_grad():  # otherwise it would be a new node in the graph
-        return tensor.to_local()  # type: ignore[attr-defined,no-any-return]
+        return tensor.to_local()  # type: ignore[no-any-return]
 
 
 def added_up(tensor: Any) -> Any:
@@ -93,15 +97,12 @@ def added_up(tensor: Any) -> Any:
     So it is for some gradients of replicated DTensors, on every rank of the mesh alike. Talks to
     the ranks then; other tensors are returned as they are.
     """
-    kind = _dtensor()
-    if kind is None or not isinstance(tensor, kind):
-        return tensor
-    if not any(p.is_partial() for p in tensor.placements):  # type: ignore[attr-defined]
+    if not _is_dtensor(tensor) or not any(p.is_partial() for p in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]  # type: ignore[attr-defined]
-    return tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=placements)
 
 
 def meshes(tensors: list[torch.Tensor]) -> list[Any]:
@@ -117,25 +118,21 @@ def meshes(tensors: list[torch.Tensor]) -> list[Any]:
     return [m for m in dict.fromkeys(found.values()) if m.get_coordinate() is not None]
 
 
-def offset(tensor: torch.Tensor) -> tuple[int, ...]:
+def offset(whole: Any) -> tuple[int, ...]:
     """Return the place of this process's part in the whole tensor, along each dimension."""
-    kind = _dtensor()
-    if kind is None or not isinstance(tensor, kind):
-        return (0,) * tensor.dim()
+    if not _is_dtensor(whole):
+        return (0,) * whole.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    whole: Any = tensor
     found = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
     return tuple(found[1])
 
 
-def like(part: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def like(part: torch.Tensor, whole: Any) -> torch.Tensor:
     """Return this process's part of a tensor as a DTensor that is laid out as another tensor."""
-    kind: Any = _dtensor()
-    if kind is None or not isinstance(tensor, kind):
+    if not _is_dtensor(whole):
         return part
-    whole: Any = tensor
-    return kind.from_local(  # type: ignore[no-any-return]
+    return type(whole).from_local(  # type: ignore[no-any-return]
         part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape,
         stride=whole.stride(),
     )  # fmt: skip

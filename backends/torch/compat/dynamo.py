@@ -73,20 +73,12 @@ def compile_by(rules: str) -> None:
     a policy keeps wide. It finds graphs of other processes by the autocast state, in which a policy
     is a code that holds for one process. What the user has set stays.
     """
+    import torch.compiler.config as caches
+
     before = _rules.get()
-    if rules != before or (rules and not _tag().endswith(rules)):  # the user has set it since
-        _set_rules(before, rules)
-
-
-def _tag() -> str:
-    import torch.compiler.config as caches
-
-    return caches.cache_key_tag
-
-
-def _set_rules(before: str, rules: str) -> None:
+    if rules == before and caches.cache_key_tag.endswith(rules):  # else the user has set it since
+        return
     import torch._functorch.config as backward
-    import torch.compiler.config as caches
 
     if not before and backward.backward_pass_autocast == "same_as_forward":
         backward.backward_pass_autocast = "off"
@@ -94,8 +86,7 @@ def _set_rules(before: str, rules: str) -> None:
     _rules.set(rules)
 
 
-for _each in (compile_by, _tag, _set_rules):
-    no_frame(_each, inside=True)
+no_frame(compile_by, inside=True)
 
 
 def after_tracing(undo: Callable[[], object]) -> None:

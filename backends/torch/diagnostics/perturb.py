@@ -474,7 +474,7 @@ def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
     op = name_of(func.name().removeprefix("aten::"), name)
     if op.startswith("_foreach_"):  # the same op for each tensor of a list
         op = op.removeprefix("_foreach_").removesuffix("_")
-    return op, vocabulary().kind_of(op)
+    return op, vocabulary().op(op).kind
 
 
 def is_exact(func: torch._ops.OpOverload) -> bool:

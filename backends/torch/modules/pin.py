@@ -185,8 +185,6 @@ def _matched(pattern: str, modules: Iterable[str]) -> set[str]:
     scopes.check(pattern, "pin()")
     found = {path for path in modules if scopes.depth(pattern, path)}
     if not found:
-        names = [repr(path) for path in modules if path]
-        more = ["..."] if len(names) > 12 else []
-        shown = ", ".join(names[:12] + more) or "no modules in it"
-        raise PolicyError(f"pin(): {pattern!r} matches no module. There are {shown}.")
+        hint = scopes.hint(pattern, modules, "it has no modules inside.")
+        raise PolicyError(f"pin(): {pattern!r} matches no module: {hint}")
     return found

@@ -6,24 +6,22 @@ of ops are in `autocast`.
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
 from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast import (
-    dtype_names,
     kernel_registry,
     region_casts,
     regions,
     torch_table,
 )
-from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.autocast.compiled_region import OpenInGraphs
+from polymp.backends.torch.autocast.api import PolicyLike
 from polymp.backends.torch.autocast.regions import NONE, SCOPE, Code, codes
 from polymp.backends.torch.compat import dynamo, modes
 from polymp.backends.torch.modules import subclass
@@ -77,7 +75,8 @@ class Scoping(subclass.Handle):
 
     Args:
         policy: as given to `scoped`.
-        modules: of the model, by path.
+        modules: of the model.
+        paths: of the modules.
 
     Attributes:
         policy: likewise.
@@ -86,10 +85,10 @@ class Scoping(subclass.Handle):
 
     _call = "scoped(model, policy)"
 
-    def __init__(self, policy: Policy, modules: Mapping[str, nn.Module]) -> None:
-        super().__init__(Scoped, modules.values())
+    def __init__(self, policy: Policy, modules: Iterable[nn.Module], paths: Iterable[str]) -> None:
+        super().__init__(Scoped, modules)
         self.policy = policy
-        matched = {p for path in modules for _, p in scopes.ranked(policy.scopes, path)}
+        matched = {p for path in paths for _, p in scopes.ranked(policy.scopes, path)}
         self.unmatched: tuple[str, ...] = tuple(sorted(set(policy.scopes) - matched))
 
     def __repr__(self) -> str:
@@ -105,8 +104,8 @@ def scoped_anew(models: Sequence[nn.Module], policy: Policy) -> Iterator[None]:
         for module, place in were:
             subclass.restore(module, Scoped)
             stack.callback(subclass.extend, module, Scoped, place)
-        for scoping in _scoped(models, policy) if policy.scopes else ():
-            stack.enter_context(scoping)
+        if policy.scopes:
+            stack.enter_context(_scoped(models, policy))
         yield
 
 
@@ -145,14 +144,15 @@ def scoped(model: nn.Module, policy: PolicyLike) -> Scoping:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"scoped() takes a torch.nn.Module and a policy, not {brief(model)}.")
-    return _scoped([model], policy_files.load(policy))[0]
+    return _scoped([model], policy_files.load(policy))
 
 
-def _scoped(models: Sequence[nn.Module], policy: Policy) -> list[Scoping]:
+def _scoped(models: Sequence[nn.Module], policy: Policy) -> Scoping:
     """Put the scopes of a policy on models, and warn of those that none of them has."""
-    each = [dict(model.named_modules()) for model in models]
+    named = [item for model in models for item in model.named_modules()]
+    paths = [path for path, _ in named]
     places = dict[nn.Module, ModuleScope]()
-    for path, module in (item for modules in each for item in modules.items()):
+    for path, module in named:
         what = subclass.check(module, path, "scoped")
         if module._compiled_call_impl is not None:
             raise TypeError(f"{what} is compiled by its own compile(). Scope it before that.")
@@ -163,83 +163,27 @@ def _scoped(models: Sequence[nn.Module], policy: Policy) -> list[Scoping]:
                 "Take that off first, by remove() of the handle that scoped() returned."
             )
         places.setdefault(module, _module_scope(policy.at(path)))
+    scoping = Scoping(policy, places, paths)
     try:
         for module, place in places.items():
             subclass.extend(module, Scoped, place)
-        scopings = [Scoping(policy, modules) for modules in each]
-        if unmatched := set.intersection(*(set(scoping.unmatched) for scoping in scopings)):
-            said = _said_of(policy, sorted(unmatched), models)
-            warnings.warn(said, PolicyWarning, stacklevel=outside())
-        return scopings
+        if scoping.unmatched:
+            none = "it has no modules inside."
+            hints = [f"{p!r}: {scopes.hint(p, paths, none)}" for p in scoping.unmatched]
+            kinds = " or ".join(type(model).__name__ for model in models)
+            warnings.warn(
+                f"scoped(): policy {policy.name!r} has rules for paths that no module of {kinds} "
+                f"has. {' '.join(hints)}",
+                PolicyWarning,
+                stacklevel=outside(),
+            )
+        return scoping
     except BaseException:  # without a handle, nobody could take the scopes off
-        for module in places:
-            subclass.restore(module, Scoped)
+        scoping.remove()
         raise
 
 
-def _said_of(policy: Policy, patterns: Iterable[str], models: Sequence[nn.Module]) -> str:
-    """Return a warning with the patterns that match nothing, and what may have been meant."""
-    firsts = {id(m): path for model in models for path, m in model.named_modules()}
-    every = (it for model in models for it in model.named_modules(remove_duplicate=False))
-    paths = {path: firsts[id(module)] for path, module in every}
-    said = []
-    for pattern in patterns:
-        hint = scopes.hint(pattern, firsts.values(), "it has no modules inside.")
-        if pattern in paths:
-            hint = f"that module goes by its first path, {paths[pattern]!r}."
-        said.append(f"{pattern!r}: {hint}")
-    return (
-        f"scoped(): policy {policy.name!r} has rules for paths that no module of "
-        f"{' or '.join(type(model).__name__ for model in models)} has. {' '.join(said)}"
-    )
-
-
-# A module whose calls open a region: for trainers that call the model and open none.
-
-
-class RegionOptions(NamedTuple):
-    """The arguments of the region of a module's calls."""
-
-    device: str
-    dtype: str
-    policy: Policy | None  # None, too, for one that `scoped` has put on the modules inside
-
-
-class InRegion(subclass.Extension):
-    """The class of a module whose calls open a region."""
-
-    KEY: ClassVar[str] = "_polymp_region"
-
-    def _call_impl(self, *args: object, **kwargs: object) -> Any:
-        """Call the module in its region."""
-        options = self.__dict__.get(InRegion.KEY)
-        if options is None:
-            above: Any = super() if isinstance(self, InRegion) else self
-            return above._call_impl(*args, **kwargs)
-        dtype = dtype_names.DTYPES[options.dtype]
-        with autocast(options.device, dtype, policy=options.policy):
-            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-def opens_region(model: nn.Module) -> bool:
-    """Return whether the calls of a model open a region."""
-    return InRegion.KEY in model.__dict__
-
-
-def open_region(model: nn.Module, policy: Policy | None, dtype: torch.dtype, device: str) -> None:
-    """Have every call of a model open a region, in place."""
-    subclass.check(model, "", "use")
-    if policy is not None and policy.scopes:
-        scoped(model, policy)
-        policy = None
-    options = RegionOptions(device, dtype_names.NAMES[dtype], policy)
-    subclass.extend(model, InRegion, options)
-
-
 # The scope of a module: its policy in force while it runs, whatever the device.
-
-
-_open = OpenInGraphs()
 
 
 @dynamo.no_frame
@@ -273,13 +217,14 @@ def _put(entering: bool, *code: torch.dtype) -> None:
     """Enter or leave a scope, as a call in a graph."""
     if entering:
         _refuse_export(code)
-        before = regions.code_in_force()
-        if before == NONE:  # nothing is open: these are of a graph that raised
-            _open.leaving.clear()
-        _open.enter(functools.partial(regions.write_code, before))
-    else:
-        _open.leave()
+        dynamo.after_tracing(functools.partial(_restore, code, regions.code_in_force()))
     regions.write_code(code)
+
+
+def _restore(code: Code, outer: Code) -> None:
+    """Restore the policies from before a scope, if the trace was given up inside of it."""
+    if regions.code_in_force() == code:
+        regions.write_code(outer)
 
 
 def _refuse_export(code: Code) -> None:

@@ -8,7 +8,6 @@ is in the module's `__dict__`, where `state_dict` does not look; without data th
 would not work: torch runs none after an interrupt, and torch.compile does not guard them.
 """
 
-import copy
 import copyreg
 import types
 from collections.abc import Callable, Iterable
@@ -33,12 +32,13 @@ class Extension(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class below does; loading extends the module again."""
-        below, worn = _taken_apart(type(self))
+        below, extensions = _taken_apart(type(self))
         reduced: Any = super().__reduce_ex__(protocol)
-        function, arguments, *rest = reduced
+        function, arguments, *state = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             arguments = (below, *arguments[1:])
-        return _extended_again, (function, arguments, _copied(self, worn)), *rest
+        data = tuple((e, self.__dict__[e.KEY]) for e in extensions if e.KEY in self.__dict__)
+        return _extended_again, (function, arguments, data), *state
 
 
 class Handle:
@@ -128,8 +128,6 @@ def _class(extension: type[Extension], base: type[nn.Module]) -> type[nn.Module]
             return known
     names: dict[str, Any] = {"_made": (extension, base), "__doc__": base.__doc__}
     names |= {name: getattr(base, name) for name in ("__module__", "__qualname__")}
-    if hasattr(base, "__deepcopy__"):
-        names["__deepcopy__"] = _deepcopy
     return types.new_class(base.__name__, (extension, base), exec_body=lambda ns: ns.update(names))
 
 
@@ -141,11 +139,11 @@ def _made(cls: type) -> tuple[type[Extension], type[nn.Module]] | None:
 
 def _taken_apart(cls: type) -> tuple[type, list[type[Extension]]]:
     """Return the class below, and the extensions above it, the lowest first."""
-    worn: list[type[Extension]] = []
+    extensions: list[type[Extension]] = []
     while made := _made(cls):
-        worn.insert(0, made[0])
+        extensions.insert(0, made[0])
         cls = made[1]
-    return cls, worn
+    return cls, extensions
 
 
 def _extended_again(
@@ -157,19 +155,3 @@ def _extended_again(
     for extension, its in data:
         extend(module, extension, its)
     return module
-
-
-def _deepcopy(self: nn.Module, memo: Any) -> nn.Module:
-    """Copy with the class below, which may look at the class, and extend the copy again."""
-    own = type(self)
-    self.__class__, worn = _taken_apart(own)
-    try:
-        copied = copy.deepcopy(self, memo)
-    finally:
-        self.__class__ = own
-    return _extended_again(lambda: copied, (), _copied(self, worn))
-
-
-def _copied(module: nn.Module, worn: Iterable[type[Extension]]) -> Any:
-    """Return the extensions of a module that have data, with their data."""
-    return tuple((e, module.__dict__[e.KEY]) for e in worn if e.KEY in module.__dict__)

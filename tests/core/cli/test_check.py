@@ -179,4 +179,4 @@ def test_check_without_frameworks():
     )
     run = process("check", "amp", "--backend", "jax", blocked=("jax",))
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "polymp: backend 'jax' needs the jax package: pip install 'polymp[jax]'.\n"
+    assert run.stderr == "polymp: polymp.jax needs the jax package: pip install 'polymp[jax]'.\n"

@@ -189,17 +189,12 @@ def pair(folder: Path, one: str, other: str) -> tuple[str, str]:
     [
         ('halves = "raise"\nrules.add = "widest"', 'rules.add = "widest"', "add "),
         ('halves = "raise"\nrules.add = "fp32"', 'rules.add = "fp32"', ""),
-        (
-            'rules.softmax = { rule = "fp32", apply = "dtype_argument" }',
-            'rules.softmax = "fp32"',
-            "softmax ",
-        ),
         ('rules."class:softmax" = "fp32"', 'rules."default" = "parts"', "logsumexp softmax "),
-        ('rules.softmax = "parts"', "", ""),
-        ('rules."aten:max.dim" = "keep"', "", "aten:max.dim "),
+        ('rules.softmax = "parts"', "[rules]", ""),
+        ('rules."aten:max.dim" = "keep"', "[rules]", "aten:max.dim "),
         ('rules."aten:max.dim" = "keep"\nrules.max = "keep"', 'rules.max = "keep"', ""),
         ('scopes."a[b-d].*".add = "fp32"', 'scopes."a[b-d].*".add = "keep"', "add a[b-d].*"),
-        ('scopes."[!a].b".add = "fp32"', "", "add [!a].b"),
+        ('scopes."[!a].b".add = "fp32"', "[rules]", "add [!a].b"),
         # Equal outside of the scope and row by row inside it; but a class there leaves an op alone.
         (
             'rules.exp = "fp32"\nscopes.a."class:power" = "keep"',

@@ -16,7 +16,7 @@ from polymp.rules.policy import Decision, Policy, Region, why_float32
 from polymp.rules.policy_files import load
 from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import Op, Vocabulary
-from tests.support.policy_rows import DTYPE, MINE, NAMES, refusal, region
+from tests.support.policy_rows import DTYPE, MINE, NAMES, over, refusal, region
 
 DECISIONS = [
     ("mm", ["float32", "float32"], "bfloat16", Decision(Rule.LOWER, "bfloat16")),
@@ -69,7 +69,7 @@ def test_the_recipe_of_a_policy():
     assert rowwise != FP8_ROWS.override(keep=["relu"])
     assert rowwise.override(fp8=["mm"]).fp8 == "rowwise"
     assert rowwise.override(lower=["class:matmul"]).fp8 == ""
-    assert Policy("p", (Row("mm", Rule.KEEP),)).over(rowwise).fp8 == "rowwise"
+    assert over(Policy("p", (Row("mm", Rule.KEEP),)), rowwise).fp8 == "rowwise"
     assert load("amp").override(fp8=["class:matmul"], recipe="rowwise").fp8 == "rowwise"
 
 

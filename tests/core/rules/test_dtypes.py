@@ -48,12 +48,6 @@ def test_widest_is_the_join_of_the_order_that_holds_defines():
             )
 
 
-def test_unknown_format():
-    with pytest.raises(KeyError) as error:
-        dtypes.get("float17")
-    assert error.value.args[0] == f"no float format 'float17'; known: {', '.join(FORMATS)}"
-
-
 def test_widest_of_nothing():
     with pytest.raises(ValueError, match=r"^widest\(\) of no formats; give at least one name$"):
         widest([])

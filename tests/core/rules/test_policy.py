@@ -10,7 +10,7 @@ import polymp
 from polymp.errors import PolicyError
 from polymp.rules import scopes
 from polymp.rules.policy import Policy
-from polymp.rules.row import Apply, Row, Rule
+from polymp.rules.row import Row, Rule
 from tests.support.policy_rows import (
     ANY_PATH,
     MINE,
@@ -87,7 +87,6 @@ def test_rows_are_values_whatever_their_source():
     row = Row("mm", "lower", source="one.toml")
     assert row == Row("mm", Rule.LOWER, source="two.toml")
     assert row.rule is Rule.LOWER
-    assert Row("sum", "fp32", apply="dtype_argument").apply is Apply.DTYPE_ARGUMENT
     assert str(row) == "mm = lower, one.toml"
     assert str(Row("mm", Rule.FP32, "float16", "*.head")) == "mm (float16) in '*.head' = fp32"
 
@@ -99,9 +98,10 @@ def test_rows_are_values_whatever_their_source():
         (("mm", "fp32", "float32"),
             "a policy's row: op 'mm': dtype 'float32' is not accepted here. "
             "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."),
-        (("mm", "fp32", "", "", "magic"),
-            "a policy's row: apply 'magic' for op 'mm' is not one of "
-            "cast, dtype_argument, append_dtype."),
+        (("bnm", "lower"), "a policy's row: no op 'bnm'. Did you mean bmm?"),
+        (("mm", "lower", "", "a."), f"a policy's row: 'a.' {PATTERN}"),
+        (("mm", "forbid", "", "", "bnm"),
+            "a policy's row: instead for op 'mm': no op 'bnm'. Did you mean bmm?"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be(arguments, message):
@@ -115,8 +115,6 @@ def test_a_row_that_cannot_be(arguments, message):
             "policy 'p' gives 'mm' two rules: lower and fp32. Keep one."),
         ((Row("mm", Rule.LOWER, scope="a"), Row("mm", Rule.FP32, scope="a")), "widen",
             "policy 'p' gives 'mm' in 'a' two rules: lower and fp32. Keep one."),
-        ((Row("bnm", Rule.LOWER),), "widen", "policy 'p': no op 'bnm'. Did you mean bmm?"),
-        ((Row("mm", Rule.LOWER, scope="a."),), "widen", f"policy 'p': 'a.' {PATTERN}"),
         ((), "drop", "policy 'p': halves = 'drop' is not one of widen, raise."),
     ],
 )  # fmt: skip
@@ -160,7 +158,10 @@ def test_the_strongest_pattern_is_the_deepest_then_the_one_with_most_plain_chara
     assert [rank for rank, _ in found] == sorted(expected.values()), "the weakest come first"
 
 
-@pytest.mark.parametrize("pattern", ["", "model/lm_head", ".lm_head", "lm_head.", "*.", "."])
+PATHLESS = ["", "model/lm_head", ".lm_head", "lm_head.", "*.", ".", "a[].b", "a[!]", "a.[0-3"]
+
+
+@pytest.mark.parametrize("pattern", PATHLESS)
 def test_a_pattern_of_no_module_is_refused(pattern):
     with pytest.raises(PolicyError) as error:
         scopes.check(pattern, "own.toml")

@@ -161,22 +161,6 @@ def _of_case(case: str) -> str:
     return CASES.get(case) or next((name for name in names if name in OPS), case)
 
 
-def ways_of_float32() -> Iterator[str]:
-    """`fp32` is there just where all of torch's tables with the op apply the rule in that way."""
-    tables = [_table(f"torch-{device}")["rules"] for device in DEVICES]
-    for name, op in OPS.items():
-        rows = [
-            table[row]
-            for table in tables
-            for row in (name, *(f"aten:{overload}" for overload in op.get("aten", ())))
-            if row in table
-        ]
-        ways = {row.get("apply", "") if isinstance(row, dict) else "" for row in rows}
-        agreed = ways.pop() if len(ways) == 1 else ""
-        if op.get("fp32", "") != agreed:
-            yield f"{name}: {op.get('fp32', '')!r}, in the tables {agreed!r}"
-
-
 # --- torch ----------------------------------------------------------------------------------------
 
 
@@ -445,7 +429,7 @@ def _kind(name: str) -> str:
 CHECKS: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {  # by the package they need
     "": (
         *(malformed, unsorted, twice, unexplained, traces_of_nothing, unknown_variants),
-        *(not_for_policies, without_case, ways_of_float32, not_public),
+        *(not_for_policies, without_case, not_public),
     ),
     "torch": (unknown_overloads, unknown_kernels, missing_overloads, mixed, other_calls),
     "jax": (unknown_primitives, missing_primitives, other_traces),
@@ -481,7 +465,7 @@ def test_ops_that_pick_and_ops_that_choose() -> None:
     picking = {name for name, op in words.ops.items() if op.picks}
     assert {"embedding", "gather", "index"} <= picking
     assert {words.ops[name].kind for name in picking} == {"indexing"}
-    assert words.picks("take")
-    assert all(map(words.chooses, ("clamp", "where", "cat", "pad")))
-    assert not any(map(words.picks, ("linear", "")))
-    assert not any(map(words.chooses, ("add", "")))
+    assert words.op("take").picks
+    assert all(words.op(name).chooses for name in ("clamp", "where", "cat", "pad"))
+    assert not any(words.op(name).picks for name in ("linear", ""))
+    assert not any(words.op(name).chooses for name in ("add", ""))

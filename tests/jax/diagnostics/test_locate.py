@@ -43,7 +43,7 @@ def test_the_module_and_the_row_are_named() -> None:
     assert (fault.op, fault.module, fault.kind) == ("linear", "layers.0", "overflow")
     assert fault.region == "float16"
     assert fault.row is not None
-    assert ", by the row linear = lower, policy amp (row from torch-cuda)\n" in str(fault)
+    assert ", by the row linear = lower, policies/torch-cuda.toml\n" in str(fault)
     assert fault.found.startswith("Inf")
 
 

@@ -250,10 +250,15 @@ def test_accumulated_gradients_and_a_custom_loop() -> None:
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer.build([weight])
     assert float(optimizer.scale_loss(jnp.float32(2))) == 16
-    optimizer.apply([jnp.full(3, 8.0)])
-    optimizer.apply([jnp.full(3, jnp.inf)])
-    np.testing.assert_array_equal(np.array(weight), np.full(3, 0.5, "float32"))
+    values, state = [weight.value], [v.value for v in optimizer.variables]
+    for gradient in (8.0, jnp.inf):
+        values, state = optimizer.stateless_apply(state, [jnp.full(3, gradient)], values)
+    np.testing.assert_array_equal(values[0], np.full(3, 0.5, "float32"))
+    for variable, value in zip(optimizer.variables, state, strict=True):
+        variable.assign(value)
     assert float(optimizer.scaler.state.scale) == 4
+    with pytest.raises(TypeError, match="stateless_apply"):
+        optimizer.apply([jnp.full(3, 8.0)])
     optimizer.learning_rate = 0.25
     assert float(optimizer.inner_optimizer.learning_rate) == 0.25
 

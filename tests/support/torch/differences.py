@@ -536,9 +536,6 @@ FUNCTIONS: tuple[Callable[[Amp], Any], ...] = (
 PROGRAMS: dict[str, Callable[[Amp], Any]] = {
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},
     "cast-inputs-in-a-named-tuple": lambda amp: kinds(inside_forward(amp, Pair(X, X))),
-    "cast-inputs-in-a-mapping": lambda amp: kinds(
-        inside_forward(amp, collections.OrderedDict(a=X))
-    ),
     "scale-a-named-tuple": lambda amp: (
         type(amp.GradScaler("cpu").scale(Pair(torch.ones(1), torch.ones(1)))).__name__
     ),

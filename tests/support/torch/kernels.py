@@ -19,10 +19,15 @@ def drift(device: str) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def all_python(device: str) -> Iterator[None]:
-    """Run every op of a device that has a rule on our kernels."""
+    """Run every op of a device that has a rule on our kernels.
+
+    But for recurrent layers: torch's kernels cast to float16, in bfloat16 regions too, and bring
+    the weights into the one buffer that cuDNN needs. Source: torch v2.13
+    aten/src/ATen/cudnn/AutocastRNN.cpp, miopen/AutocastRNN.cpp.
+    """
     kernel_registry.put(device, sorted(torch_table.kernels(device)))
-    autocast_kernel.TorchKernels.used = False
+    autocast_kernel.TorchKernels.unused = torch_table.kernels(device) - torch_table.BUILDS.keys()
     try:
         yield
     finally:
-        autocast_kernel.TorchKernels.used = True
+        autocast_kernel.TorchKernels.unused = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -339,13 +338,6 @@ def test_nested_inputs_are_cast_as_torch_casts_them(name: str) -> None:
         assert dtypes_in(args[0]) == dtypes_in(kwargs["keyword"])
         results.append(dtypes_in(args[0]))
     assert results[0] == results[1]
-
-
-def test_a_default_dict_keeps_its_default() -> None:
-    """That other mappings and named tuples keep their types, test_differences has beside torch."""
-    (made,), _ = received(custom_fwd, autocast("cpu"), defaultdict(list, a=ONE))
-    assert (type(made), made.default_factory) == (defaultdict, list)
-    assert made["a"].dtype is FP16
 
 
 def test_arrays_pass_and_other_iterables_become_iterators() -> None:

@@ -127,16 +127,6 @@ def test_gradients_pass_through_our_casts():
             {"cbrt": "fp32"},
             "policy 'p' has a rule for 'cbrt', which torch lacks. " + vocabulary().ops["cbrt"].note,
         ),
-        (
-            {"exp": {"rule": "fp32", "apply": "dtype_argument"}},
-            "policy 'p' applies fp32 to 'exp' by its dtype argument, which it does not have: "
-            "aten::exp(Tensor self) -> Tensor",
-        ),
-        (
-            {"exp": {"rule": "fp32", "apply": "append_dtype"}},
-            "policy 'p' applies fp32 to 'exp' by an appended dtype, "
-            "which only norm.Scalar, norm.ScalarOpt_dim can have.",
-        ),
     ],
 )
 def test_what_torch_cannot_honour_is_refused_when_the_region_is_made(rule, message):
@@ -447,7 +437,6 @@ BY_HAND = """
 rules = {row.of: str(row.rule) for row in own.rows}
 rules["binary_cross_entropy"] = {"rule": rules["binary_cross_entropy"], "instead": instead}
 mine = policy_files.load({"name": "mine", "halves": own.halves, "rules": rules})
-assert not any(row.apply for row in mine.rows)
 """
 EXTENDED = """
 mine = policy_files.load({"name": "mine", "extends": own.name, "rules": {"softmax": softmax}})

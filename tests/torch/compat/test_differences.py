@@ -46,7 +46,6 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     ),
     "with-blocks-interleaved": (True, False),
     "cast-inputs-in-a-named-tuple": (RAISES, ["Pair", "float16"]),
-    "cast-inputs-in-a-mapping": (["dict", "float16"], ["OrderedDict", "float16"]),
     "region-inside-a-region-of-torch": (RAISES, "bfloat16"),
     # of scalers
     "lowered-growth-interval": (8.0, 16.0),

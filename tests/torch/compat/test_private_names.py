@@ -38,8 +38,7 @@ def test_autocast_keys_and_their_kernels_are_known():
         names = dispatcher.registered(dispatcher.autocast_key(device))
         assert names, f"torch registers nothing for {device}"
         assert {dispatcher.overload(name).name() for name in names} == {f"aten::{n}" for n in names}
-    assert accelerators.is_private("privateuseone")
-    assert not accelerators.is_private("cuda")
+    assert accelerators.private_dtypes("cuda") is None
 
 
 def test_a_function_mode_is_noticed():

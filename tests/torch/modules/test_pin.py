@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no match": (
         lambda: pin(nn.Sequential(nn.ReLU(), nn.ReLU()), "float32", paths=["0", "norm"]),
         PolicyError,
-        "pin(): 'norm' matches no module. There are '0', '1'.",
+        "pin(): 'norm' matches no module: paths are, for example, '0', '1'.",
     ),
     "lazy": (
         lambda: pin(nn.LazyLinear(2), "float32"),

@@ -278,7 +278,7 @@ def test_a_module_with_two_paths_has_the_first(x: torch.Tensor) -> None:
     model = nn.Sequential(shared, nn.GELU(), shared)
     for path, expected in (("0", FP32), ("2", BF16)):
         rows = {path: {"linear": "fp32"}}
-        warned = pytest.warns(PolicyWarning, match="'2': that module goes by its first path, '0'.")
+        warned = pytest.warns(PolicyWarning, match="'2': paths are, for example, '0', '1'.")
         with nullcontext() if path == "0" else warned:
             handle = scoped(model, {"rules": {"linear": "lower"}, "scopes": rows})
         with handle:
@@ -380,22 +380,6 @@ def test_a_pickle_in_a_fresh_process(x: torch.Tensor, tmp_path: Path) -> None:
         "assert y.dtype is torch.float32, y.dtype\n"
     )
     forks.program(code, tmp_path / "model")
-
-
-class CopiesItself(nn.Linear):
-    def __deepcopy__(self, memo: Any) -> nn.Module:
-        made = CopiesItself(self.in_features, self.out_features)
-        made.load_state_dict(self.state_dict())
-        return made
-
-
-def test_a_module_that_copies_itself_keeps_its_scope(x: torch.Tensor) -> None:
-    linear = CopiesItself(8, 8)
-    scoped(linear, {"rules": {"linear": "fp32"}})
-    twin = copy.deepcopy(nn.Sequential(linear))
-    with autocast("cpu", BF16):
-        assert twin(x).dtype is FP32
-        assert torch.equal(twin(x), linear(x))
 
 
 def test_a_class_on_top_is_left_in_place(x: torch.Tensor) -> None:

@@ -1,9 +1,8 @@
-"""`Precision` in a Trainer of Lightning and `FabricPrecision` in Fabric, beside their plugins."""
+"""`Precision` in a Trainer of Lightning, beside its plugins; Fabric with a policy."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from lightning.fabric.plugins.precision.fsdp import FSDPPrecision  # noqa: E402
 from lightning.pytorch import plugins, strategies  # noqa: E402
 
 from polymp.errors import BadStepError  # noqa: E402
-from polymp.lightning import FabricPrecision, Precision, catch  # noqa: E402
-from polymp.torch import GradScaler  # noqa: E402
+from polymp.lightning import Precision, catch  # noqa: E402
+from polymp.torch import GradScaler, scoped  # noqa: E402
 from tests.support.torch.lightning_models import (  # noqa: E402
     OPTIMIZERS,
     QUIET,
@@ -34,7 +33,6 @@ from tests.support.torch.lightning_models import (  # noqa: E402
     make_net,
 )
 from tests.support.torch.ranks import launch  # noqa: E402
-from tests.support.torch.trainer_models import losses_of_closures  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("left_as_found"),
@@ -44,17 +42,17 @@ pytestmark = [
 ]
 
 
-def theirs(precision: str, kinds: Any = plugins) -> Any:
+def theirs(precision: str) -> Any:
     if precision == "32-true":
-        return kinds.Precision()
+        return plugins.Precision()
     half = precision == "16-mixed"
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if half else None
-    return kinds.MixedPrecision(precision, "cpu", scaler)
+    return plugins.MixedPrecision(precision, "cpu", scaler)
 
 
-def ours(precision: str, policy: Any = None, kind: Any = Precision) -> Any:
+def ours(precision: str, policy: Any = None) -> Any:
     scaler = GradScaler("cpu", init_scale=2.0**10) if precision == "16-mixed" else None
-    return kind(precision, policy, scaler=scaler)
+    return Precision(precision, policy, scaler=scaler)
 
 
 MODES = ("bf16-mixed", "16-mixed")
@@ -214,117 +212,47 @@ def test_catch_stops_the_trainer_at_the_bad_step(precision: str) -> None:
         catch(model)  # type: ignore[arg-type]
 
 
-# --- Fabric --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [theirs, ours])
+def test_catch_leaves_gradients_that_overflow_to_the_scaler(make: Any) -> None:
+    data, plugin = batches(), make("16-mixed")
+    data[3][1][0] = 1e6
+    trainer = catch(lightning.Trainer(max_epochs=1, plugins=[plugin], **QUIET))
+    trainer.fit(Regression(), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    assert plugin.scaler.get_scale() == 2.0**9
 
-theirs_in_fabric = partial(theirs, kinds=fabric_plugins)
-ours_in_fabric = partial(ours, kind=FabricPrecision)
+
+# --- Fabric: its own plugin, with a scaler of polymp's and the policy on the model ----------------
 
 
-def start(plugin: Any, optimizer: str = "sgd") -> tuple[Any, Any, Any]:
+def trained(plugin: Any, policy: Any = None) -> list[float]:
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    net = make_net()
-    return fabric, *fabric.setup(net, OPTIMIZERS[optimizer](net.parameters()))
-
-
-def trained(plugin: Any, optimizer: str = "sgd", clip: float | None = None) -> list[float]:
-    return epoch(*start(plugin, optimizer), clip)
-
-
-def epoch(fabric: Any, model: Any, optimizer: Any, clip: float | None = None) -> list[float]:
-    losses = []
+    net, losses = make_net(), []
+    if policy is not None:
+        scoped(net, policy)
+    model, optimizer = fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
     for x, y in batches():
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), y)
         fabric.backward(loss)
-        if clip is not None:
-            fabric.clip_gradients(model, optimizer, max_norm=clip)
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("precision", MODES)
-def test_losses_are_fabrics_bit_for_bit(precision: str, clip: float | None) -> None:
-    expected = trained(theirs_in_fabric(precision), clip=clip)
-    assert trained(ours_in_fabric(precision), clip=clip) == expected
-    assert trained(ours_in_fabric(precision, "torch-cpu"), clip=clip) == expected
-    policy = {"name": "mine", "rules": {"linear": "fp32"}}
-    assert trained(ours_in_fabric(precision, policy), clip=clip) != expected, "this could not fail"
+def test_fabric_trains_with_a_policy_and_a_scaler() -> None:
+    def plugin(scaler: Any) -> Any:
+        return fabric_plugins.MixedPrecision("16-mixed", "cpu", scaler("cpu", init_scale=2.0**10))
 
-
-def test_outputs_are_float32_and_the_autocast_of_fabric_has_the_policy() -> None:
-    fabric, model, _ = start(ours_in_fabric("bf16-mixed", "lean"))
-    x = batches()[0][0]
-    assert model(x).dtype == torch.float32
-    with fabric.autocast():
-        assert model(x).dtype == torch.float32  # the same region once more
-        assert model.module(x).dtype == torch.bfloat16
-        assert torch.nn.functional.layer_norm(x.bfloat16(), (16,)).dtype == torch.bfloat16
-
-
-def test_fabric_clips_a_fused_optimizer() -> None:
-    expected = trained(theirs_in_fabric("32-true"), "fused", clip=0.01)
-    losses = trained(ours_in_fabric("16-mixed"), "fused", clip=0.01)
-    assert losses == pytest.approx(expected, rel=0.02)
-    with pytest.raises(NotImplementedError, match="clipping is not implemented"):
-        trained(theirs_in_fabric("16-mixed"), "fused", clip=0.01)
-
-
-def test_lbfgs_trains_in_fabric_in_float16() -> None:
-    fabric, model, optimizer = start(ours_in_fabric("16-mixed"), "lbfgs")
-    losses = losses_of_closures(model, optimizer, fabric.backward, batches())
-    assert len(losses) > 2 * len(batches())
-    assert losses[-1] < losses[0] / 2
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (theirs_in_fabric, ours_in_fabric),
-        (ours_in_fabric, theirs_in_fabric),
-        (ours_in_fabric, ours_in_fabric),
-    ],
-)
-def test_fabrics_plugins_resume_each_other(first: Any, second: Any, tmp_path: Path) -> None:
-    plugin = first("16-mixed")
-    fabric, model, optimizer = start(plugin)
-    epoch(fabric, model, optimizer)
-    plugin.scaler.update(2.0**7)
-    state = {"model": model, "optimizer": optimizer, "precision": plugin}
-    fabric.save(tmp_path / "here.ckpt", state)
-    expected = epoch(fabric, model, optimizer)
-
-    plugin = second("16-mixed")
-    fabric, model, optimizer = start(plugin)
-    state = {"model": model, "optimizer": optimizer, "precision": plugin}
-    fabric.load(tmp_path / "here.ckpt", state)
-    assert plugin.scaler.get_scale() == 2.0**7
-    assert epoch(fabric, model, optimizer) == expected
-
-
-def test_metrics_of_fabrics_plugin_are_those_of_the_scaler() -> None:
-    plugin = ours_in_fabric("16-mixed")
-    trained(plugin)
-    assert plugin.metrics() == {"loss_scale": 2.0**10, "skipped_steps": 0.0}
-    plugin = ours_in_fabric("bf16-mixed")
-    trained(plugin)
-    assert plugin.metrics() == {}
-
-
-def test_the_scaler_of_fabric_is_made_for_the_device_of_the_model() -> None:
-    plugin = FabricPrecision("16-mixed")
-    assert (plugin.device, plugin.scaler) == (None, None)
-    trained(plugin)
-    assert plugin.device == "cpu"
-    assert plugin.scaler.is_enabled()
-    assert FabricPrecision("16-mixed", device="cpu").scaler.is_enabled()
+    expected = trained(plugin(torch.amp.GradScaler))
+    assert trained(plugin(GradScaler)) == trained(plugin(GradScaler), "torch-cpu") == expected
+    fp32 = {"name": "mine", "rules": {"linear": "fp32"}}
+    assert trained(plugin(GradScaler), fp32) != expected
 
 
 def test_with_a_policy_fsdp_casts_nothing() -> None:
-    assert ours_in_fabric("bf16-mixed", "lean").mixed_precision_config is None
+    assert ours("bf16-mixed", "lean").mixed_precision_config is None
     config = FSDPPrecision("bf16-mixed").mixed_precision_config
-    assert ours_in_fabric("bf16-mixed").mixed_precision_config == config
+    assert ours("bf16-mixed").mixed_precision_config == config
 
 
 # --- Lightning's strategies in two processes: DDP, FSDP, and ModelParallelStrategy with FSDP2 -----

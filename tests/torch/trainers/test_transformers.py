@@ -20,10 +20,10 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-import polymp  # noqa: E402
+import polymp.torch  # noqa: E402
 from polymp.errors import BadStepError  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
-from polymp.transformers import catch, use  # noqa: E402
+from polymp.transformers import use  # noqa: E402
 from tests.support.torch.trainer_models import MODELS, examples, reset  # noqa: E402
 
 pytestmark = [
@@ -250,10 +250,8 @@ def test_catch_stops_the_trainer_at_the_bad_step(make: Any, mode: Any) -> None:
         return loss * (float("nan") if trainer.state.global_step == 2 else 1.0)
 
     trainer.compute_loss = compute_loss
-    assert catch(trainer) is trainer
+    trainer.training_step = polymp.torch.catch(trainer.training_step, every=1)
     with pytest.raises(BadStepError) as raised:
         trainer.train()
     assert (raised.value.report.step, raised.value.report.found) == (2, "the loss is NaN")
     assert all(p.isfinite().all() for p in trainer.model.parameters())
-    with pytest.raises(TypeError, match=r"catch\(\) takes a transformers\.Trainer, got int"):
-        catch(3)  # type: ignore[type-var]

@@ -430,12 +430,12 @@ def test_a_product_that_rounds_its_operands_differs_by_its_spread(
 
     def compared(probes: int) -> Any:
         one, other = step(probes, nullcontext()), step(probes, Rounding())
-        header = {"framework": "torch", "probes": probes}
+        header = {"framework": "torch", "perturb": probes}
         runs = (RunRecord(header, (s,), name) for s, name in ((one, "one"), (other, "other")))
         return polymp.compare(*runs)
 
     assert not compared(8).explained
-    for module in ("probes", "perturb", "record"):
+    for module in ("perturb", "record"):
         where = f"polymp.backends.torch.diagnostics.{module}.rounds_operands"
         monkeypatch.setattr(where, lambda ran, _: "tf32" if "mm" in str(ran.func) else "")
     for probes in (0, 8):

@@ -165,7 +165,9 @@ class LocateValues(Values):
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._steps.append(Snapshot(params, grads=params, optimizers=[optimizer]))
+        grads = [(p, p.grad) for p in params if p.grad is not None]  # a fused step may scale them
+        old = [p for p, grad in grads if modes.storage_key(grad) not in self._new]
+        self._steps.append(Snapshot(params, grads=old, optimizers=[optimizer]))
         super().stepping(optimizer, closure)
 
     def put_back(self) -> None:

@@ -1,6 +1,6 @@
 """Mixed precision for JAX: `from polymp.jax import autocast, GradScaler`."""
 
-from polymp.backends.jax.autocast.api import autocast, call_in, lower, upper
+from polymp.backends.jax.autocast.api import autocast, lower, upper
 from polymp.backends.jax.diagnostics.audit import Audited, audit
 from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
@@ -16,7 +16,7 @@ from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
 
 __all__ = [
     "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "Recorded",
-    "UpdateWatch", "audit", "autocast", "call_in", "catch", "expect_scaler", "explain",
+    "UpdateWatch", "audit", "autocast", "catch", "expect_scaler", "explain",
     "freeze", "locate", "low_weights", "lower", "pin", "record", "scoped", "upper",
 ]  # fmt: skip
 

@@ -1,12 +1,11 @@
 """Plain text in columns, and the short words of tables: what `print` of a report or audit uses.
 
-    heads and rows of cells -> lines no wider than asked
+    heads and rows of cells -> lines no wider than the terminal
 
 No package is needed for it, so that a report can be printed wherever it can be made.
 """
 
 import re
-import reprlib
 import shutil
 import textwrap
 from collections import Counter
@@ -30,18 +29,10 @@ def terminal_width() -> int:
     return min(max(shutil.get_terminal_size((WIDTH, 0)).columns, _NARROWEST), _WIDEST)
 
 
-def _width(asked: int | None) -> int:
-    """The width of a table that a user asked for."""
-    if asked is not None and not isinstance(asked, int):
-        raise TypeError(f"table(width=...) is a number of characters, got {reprlib.repr(asked)}.")
-    return terminal_width() if asked is None else asked
-
-
 def columns(
     heads: Sequence[str],
     rows: Iterable[str | Sequence[str]],
     right: Container[str] = (),
-    width: int | None = None,
 ) -> list[str]:
     """Lines of a table: the heads, then the rows; columns that are empty are left out.
 
@@ -49,7 +40,7 @@ def columns(
     for those of numbers, and cells are broken between words. If that is not enough, words are
     broken, too; but a file and its line, such as "train.py:12", stay in one piece.
     """
-    rows, width = list(rows), _width(width)
+    rows, width = list(rows), terminal_width()
     cells = [row for row in rows if not isinstance(row, str)]
     wide = _widths(heads, cells)
     texts = {i: " ".join(row[i] for row in cells) for i in wide if heads[i] not in right}
@@ -71,13 +62,11 @@ def columns(
     return table
 
 
-def side_by_side(
-    names: tuple[str, str], sides: Sequence[Mapping[str, str]], width: int | None = None
-) -> list[str]:
+def side_by_side(names: tuple[str, str], sides: Sequence[Mapping[str, str]]) -> list[str]:
     """Lines of a table with a column for each of two things, and a row for each of their fields."""
     fields = dict.fromkeys(field for side in sides for field in side)
     rows = [(field, *(side.get(field, "") for side in sides)) for field in fields]
-    return columns(("", *names), [row for row in rows if any(row[1:])], (), width)
+    return columns(("", *names), [row for row in rows if any(row[1:])])
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -102,14 +91,14 @@ def _line(parts: Iterable[str], wide: Iterable[int], right: Iterable[bool]) -> s
     return (" " * _GAP).join(placed).rstrip()
 
 
-def heading(name: str, width: int | None = None) -> str:
+def heading(name: str) -> str:
     """The line above a section of a table."""
-    return f"-- {name} ".ljust(_width(width), "-")
+    return f"-- {name} ".ljust(terminal_width(), "-")
 
 
 def folded(text: str, width: int | None = None) -> list[str]:
-    """The lines of a text, those that are too long broken between words."""
-    width = _width(width)
+    """The lines of a text, those that are wider than the terminal broken between words."""
+    width = terminal_width() if width is None else width
     found = list[str]()
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + _GAP)

@@ -7,7 +7,7 @@
 Facts about JAX's primitives; nothing here knows of dtypes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -154,9 +154,7 @@ def interpreted(
         value: T = atom.val if number is None else number(atom.val)
         return value
 
-    readers = [eqn.invars for eqn in jaxpr.eqns] + [jaxpr.outvars]
-    last = {atom: at for at, atoms in enumerate(readers)
-            for atom in atoms if type(atom) is not Literal}  # fmt: skip
+    last = last_reads([*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars])
     for at, eqn in enumerate(jaxpr.eqns):
         outs = equation(at, eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -164,6 +162,12 @@ def interpreted(
             if type(atom) is not Literal and last.get(atom, -1) <= at:
                 env.pop(atom, None)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def last_reads(readers: Iterable[Sequence[Atom]]) -> dict[Atom, int]:
+    """By variable, the number of the last one that reads it."""
+    pairs = ((atom, at) for at, atoms in enumerate(readers) for atom in atoms)
+    return {atom: at for atom, at in pairs if type(atom) is not Literal}
 
 
 class Walk(Generic[T, A]):

@@ -1,6 +1,6 @@
 """The command line: policies, show, diff, check, doctor and compare.
 
-    argv -> collect(args) -> plain data -> JSON | draw(data) -> exit code
+    argv -> collect(args) -> data -> JSON | draw(data) -> exit code
 
 Here are the arguments; `policies`, `check`, `doctor` and `records` find the data and draw it.
 `check` and `doctor` alone import torch and jax.
@@ -8,6 +8,7 @@ Here are the arguments; `policies`, `check`, `doctor` and `records` find the dat
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -62,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for line in data.get("errors", ()):
         print(f"polymp: {line}", file=sys.stderr)
-    lines = [json.dumps(data, indent=2)] if args.json else _drawn(args, data)
+    if args.json:
+        lines = [json.dumps(data, indent=2, default=dataclasses.asdict)]
+    else:
+        lines = _drawn(args, data)
     try:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
@@ -77,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _drawn(args: argparse.Namespace, data: Data) -> list[str]:
     """Lines no wider than the terminal; lists are lines of tables already."""
-    width, lines = text_table.terminal_width(), list[str]()
+    lines = list[str]()
     for part in args.draw(data, args):
-        lines += part if isinstance(part, list) else text_table.folded(part, width)
+        lines += part if isinstance(part, list) else text_table.folded(part)
     return list(map(escaped, lines))  # names cannot give orders to a terminal
 
 

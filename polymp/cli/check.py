@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from polymp import backends, progress
-from polymp.cli.policies import path_inside, row_data
+from polymp import backends
+from polymp.cli.policies import path_inside
 from polymp.errors import NoPolicyError, PolicyError, UsageError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
@@ -36,10 +36,8 @@ def checked(args: argparse.Namespace) -> Data:
     for name in asked:
         refused: list[Data] | None = None
         if name in backends.installed():
-            with progress.line("polymp check") as line:
-                line.stage(f"asking {name}")
-                said = _refusals(name, policy)
-            refused = [{"row": row_data(row), "why": why} for row, why in said.items()]
+            said = _refusals(name, policy)
+            refused = [{"row": row, "why": why} for row, why in said.items()]
             data["errors"] += [f"{why} [{row}]" for row, why in said.items()]
         data["backends"][name] = refused
     return data | {"ok": not data["errors"], "rows": len(policy.rows)}

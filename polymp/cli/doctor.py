@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import polymp
-from polymp import backends, progress, text_table, versions
+from polymp import backends, text_table, versions
 from polymp.backends import processor
 from polymp.errors import UsageError
 
@@ -34,8 +34,6 @@ FAST: Mapping[str, tuple[str, ...]] = {
     "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16"),
     "float16": ("amx_fp16", "asimdhp", "FEAT_FP16"),
 }
-_LISTED = (*FAST["bfloat16"], *FAST["float16"], "avx512_fp16")
-_UNKNOWN: Mapping[str, bool | None] = dict.fromkeys(FAST)  # is it fast?
 _ADVICE = {  # by what is fast: the dtype to use, "" for none, and the reason
     "bfloat16": ("bfloat16", "fast here, with float32's range: no gradient scaler"),
     "float16": ("float16", "fast here, and bfloat16 is not; ends at 65504: use a GradScaler"),
@@ -49,9 +47,7 @@ def examined(args: argparse.Namespace) -> Data:
     # Else jax takes most of a GPU's memory when it is imported.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     step: Data = {"step": timed(args.model)} if args.model else {}
-    with progress.line("polymp doctor") as line:
-        line.stage("asking the frameworks")
-        frameworks, devices, nvidia = gather()
+    frameworks, devices, nvidia = gather()
     problems, notes = list[str](), list[str]()
     if not any(f["version"] or f["problem"] for f in frameworks):
         problems.append(
@@ -81,27 +77,19 @@ def examined(args: argparse.Namespace) -> Data:
     }
 
 
-def device(
-    framework: str,
-    kind: str,
-    name: str,
-    fast: Mapping[str, bool | None] = _UNKNOWN,
-    by: str = "not known: time a model, with --model",
-) -> Data:
-    """A device: the dtypes that it multiplies faster than float32, what shows it, and advice."""
-    unknown = fast["bfloat16"] is None
-    use, why = _ADVICE["unknown" if unknown else next(filter(fast.get, FAST), "")]
-    told = {"framework": framework, "kind": kind, "name": name, **fast}
-    return told | {"by": by, "use": use, "why": why}
+def device(framework: str, kind: str, name: str, fast: Mapping[str, bool] | None = None) -> Data:
+    """A device: the dtypes that it multiplies faster than float32, None if unknown, and advice."""
+    use, why = _ADVICE["unknown" if fast is None else next(filter(fast.get, FAST), "")]
+    facts = {"framework": framework, "kind": kind, "name": name}
+    return {**facts, **(fast or dict.fromkeys(FAST)), "use": use, "why": why}
 
 
 def cpu(framework: str, name: str, features: frozenset[str] | None) -> Data:
     """A CPU, by the features that it reports; None if the system does not list them."""
     if features is None:
-        return device(framework, "cpu", name, by="this system does not list CPU features")
-    listed = ", ".join(feature for feature in _LISTED if feature in features)
+        return device(framework, "cpu", name)
     fast = {dtype: not features.isdisjoint(names) for dtype, names in FAST.items()}
-    return device(framework, "cpu", name, fast, listed or "no bf16 or fp16 instructions")
+    return device(framework, "cpu", name, fast)
 
 
 def gpu(framework: str, name: str, capability: tuple[int, ...]) -> Data:
@@ -112,58 +100,56 @@ def gpu(framework: str, name: str, capability: tuple[int, ...]) -> Data:
         bfloat16 since 8.0.
     """
     fast = {"bfloat16": capability >= (8, 0), "float16": capability >= (7, 0)}
-    return device(framework, "cuda", name, fast, "compute capability {}.{}".format(*capability))
+    return device(framework, "cuda", name, fast)
 
 
 def gather() -> tuple[list[Data], list[Data], bool]:
     """torch and jax, installed or not; their devices; True if an NVIDIA driver is loaded."""
     frameworks, devices = list[Data](), list[Data]()
     for name, ask in (("torch", _ask_torch), ("jax", _ask_jax)):
-        found = {"name": name, "version": "", "problem": "", "platform": ""}
+        found = {"name": name, "version": "", "problem": ""}
         if name in backends.installed():
             try:
                 found["version"] = metadata.version(name)
                 backends.get(name)
-                found["platform"] = ask(devices)
+                devices += ask()
             except Exception as error:  # any error of a framework is a finding
                 found["problem"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         frameworks.append(found)
     return frameworks, devices, Path("/proc/driver/nvidia/version").exists()
 
 
-def _ask_torch(devices: list[Data]) -> str:
+def _ask_torch() -> Iterator[Data]:
     import torch
 
-    devices.append(cpu("torch", *processor()))
+    yield cpu("torch", *processor())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        return "cpu"
+        return
     for at in range(torch.accelerator.device_count()):
         if accelerator.type != "cuda":
-            devices.append(device("torch", accelerator.type, f"device {at}"))
+            yield device("torch", accelerator.type, f"device {at}")
         elif torch.version.hip:
-            devices.append(device("torch", "cuda", torch.cuda.get_device_name(at)))
+            yield device("torch", "cuda", torch.cuda.get_device_name(at))
         else:
             capability = torch.cuda.get_device_capability(at)
-            devices.append(gpu("torch", torch.cuda.get_device_name(at), capability))
-    return accelerator.type
+            yield gpu("torch", torch.cuda.get_device_name(at), capability)
 
 
-def _ask_jax(devices: list[Data]) -> str:
+def _ask_jax() -> Iterator[Data]:
     import jax
 
     for each in jax.devices():
         kind, name = each.platform, each.device_kind
         capability = str(getattr(each, "compute_capability", ""))
         if kind == "cpu":
-            devices.append(cpu("jax", *processor()))
+            yield cpu("jax", *processor())
         elif kind == "tpu":
-            devices.append(device("jax", kind, name, {"bfloat16": True, "float16": False}, "a TPU"))
+            yield device("jax", kind, name, {"bfloat16": True, "float16": False})
         elif re.fullmatch(r"\d+\.\d+", capability):
-            devices.append(gpu("jax", name, tuple(map(int, capability.split(".")))))
+            yield gpu("jax", name, tuple(map(int, capability.split("."))))
         else:
-            devices.append(device("jax", kind, name))
-    return jax.default_backend()
+            yield device("jax", kind, name)
 
 
 # --- `--model`: the times of its step in float32, bfloat16 and float16 ----------------------------
@@ -177,31 +163,28 @@ WORTH_A_SCALER = 0.8  # float16 is advised if it takes a smaller part of bfloat1
 
 def timed(text: str) -> Data:
     """Time the step of the model that `MODULE:FUNCTION` returns, and choose its dtype."""
-    with progress.line("polymp doctor") as line:
-        line.stage("loading the model")
-        model, inputs = _example(text)
-        torch = sys.modules.get("torch")
-        in_torch = torch is not None and isinstance(model, torch.nn.Module)
-        framework = "torch" if in_torch else "jax"
-        backends.get(framework)
-        line.stage("running it in each dtype")
-        step, device, passes = (_torch_step if in_torch else _jax_step)(model, inputs)
-        times, lacking = dict[str, list[float]](), dict[str, str]()
-        for dtype in (FLOAT32, BFLOAT16, FLOAT16):
-            try:
-                step(dtype)
-                times[dtype] = []
-            except (Exception, SystemExit) as error:
-                if dtype == FLOAT32:
-                    why = f"calling the model on its inputs failed: {_error_line(error)}"
-                    raise UsageError(f"--model {text}: {why}") from error
-                lacking[dtype] = _error_line(error)
-        end = time.perf_counter() + BUDGET
-        while (count := len(times[FLOAT32])) < ROUNDS or time.perf_counter() < end:
-            for dtype, seconds in times.items():  # in turn: what disturbs one disturbs all
-                start = time.perf_counter()
-                step(dtype)
-                seconds.append(time.perf_counter() - start)
+    model, inputs = _example(text)
+    torch = sys.modules.get("torch")
+    in_torch = torch is not None and isinstance(model, torch.nn.Module)
+    framework = "torch" if in_torch else "jax"
+    backends.get(framework)
+    step, device, passes = (_torch_step if in_torch else _jax_step)(model, inputs)
+    times, lacking = dict[str, list[float]](), dict[str, str]()
+    for dtype in (FLOAT32, BFLOAT16, FLOAT16):
+        try:
+            step(dtype)
+            times[dtype] = []
+        except (Exception, SystemExit) as error:
+            if dtype == FLOAT32:
+                why = f"calling the model on its inputs failed: {_error_line(error)}"
+                raise UsageError(f"--model {text}: {why}") from error
+            lacking[dtype] = _error_line(error)
+    end = time.perf_counter() + BUDGET
+    while (count := len(times[FLOAT32])) < ROUNDS or time.perf_counter() < end:
+        for dtype, seconds in times.items():  # in turn: what disturbs one disturbs all
+            start = time.perf_counter()
+            step(dtype)
+            seconds.append(time.perf_counter() - start)
     medians = {dtype: statistics.median(seconds) for dtype, seconds in times.items()}
     ratios = {dtype: median / medians[FLOAT32] for dtype, median in medians.items()}
     use, why = advised(ratios)
@@ -334,15 +317,14 @@ def draw(data: Data, args: argparse.Namespace) -> Iterator[str | list[str]]:
 
 def _draw_facts(data: Data) -> Iterator[str | list[str]]:
     rows = [
-        (f["name"], f["version"] or "not installed", f["supported"], f["platform"])
-        for f in data["frameworks"]
+        (f["name"], f["version"] or "not installed", f["supported"]) for f in data["frameworks"]
     ]
-    yield text_table.columns(("framework", "version", "supported", "runs on"), rows)
+    yield text_table.columns(("framework", "version", "supported"), rows)
     devices = []
     for d in data["devices"]:
         low = "unknown" if d["bfloat16"] is None else " and ".join(filter(d.get, FAST)) or "none"
-        sides = (f"{d['framework']} {d['kind']}", d["name"]), (low, d["by"])
-        devices.append(tuple(map("\n".join, (*sides, (d["use"] or "float32", d["why"])))))
+        name, use = f"{d['framework']} {d['kind']}\n{d['name']}", d["use"] or "float32"
+        devices.append((name, low, f"{use}\n{d['why']}"))
     if devices:
         yield ["", *text_table.columns(("device", "fast dtypes", "use"), devices)]
 

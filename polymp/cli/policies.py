@@ -1,10 +1,9 @@
 """`polymp policies`, `show` and `diff`: policies and their rules, as data and as text.
 
-All that is drawn is in the data, which is what `--json` prints.
+All that is drawn is in the data, which is what `--json` prints; a `Row` as an object.
 """
 
 import argparse
-import dataclasses
 import fnmatch
 import itertools
 import re
@@ -33,11 +32,6 @@ def listed(args: argparse.Namespace) -> Data:
         extends = tomllib.loads(policy_files.text(name)).get("extends")
         entries.append(entry | {"rows": len(policy_files.load(name).rows), "extends": extends})
     return {"policies": entries}
-
-
-def row_data(row: Row | None) -> Data | None:
-    """A row as plain data."""
-    return None if row is None else dataclasses.asdict(row)
 
 
 def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
@@ -89,7 +83,7 @@ def _ruled(policy: Policy, op: str, scope: str, dtypes: Sequence[str]) -> Data:
     whys = {low: policy.why(op, low, scope) for low in dtypes}
     return {
         "rules": {low: why.rule for low, why in whys.items()},
-        "rows": {low: row_data(why.row) for low, why in whys.items()},
+        "rows": {low: why.row for low, why in whys.items()},
     }
 
 
@@ -128,7 +122,7 @@ def compared(args: argparse.Namespace) -> Data:
             known = outside[of, low]
         if answers[0] != answers[1] and answers != known:
             entry = {"op": of, "dtype": low, "scope": pattern}
-            entries.append(entry | {"rules": answers, "rows": [row_data(row) for row in rows]})
+            entries.append(entry | {"rules": answers, "rows": rows})
     return {"policies": list(args.policies), "same": not entries, "differences": entries}
 
 
@@ -226,9 +220,9 @@ def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
         yield ("widest where float16 meets bfloat16: (widen) runs in float32, (raise) is an error")
 
 
-def _by(row: Data | None, op: str, known: str = "") -> str:
+def _by(row: Row | None, op: str, known: str = "") -> str:
     """The op, class or spelling that a row is for and its source, as far as they are not known."""
-    return by(Row(**row), op, known) if row else "no row"
+    return by(row, op, known) if row else "no row"
 
 
 def _rule(answer: Data, other: Data) -> str:

@@ -18,12 +18,6 @@ def blocks(
     return SequenceMatcher(None, ones, others, autojunk=False).get_opcodes()
 
 
-def aligned(ones: Sequence[Hashable], others: Sequence[Hashable]) -> dict[int, int]:
-    """From places in one list of keys to the places of equal keys in another, both in order."""
-    equal = (part[1:] for part in blocks(ones, others) if part[0] == "equal")
-    return {i: k + i - start for start, end, k, _ in equal for i in range(start, end)}
-
-
 def shared_name(op: str) -> str:
     """The name of an op in both frameworks: products of matrices have one, and convolutions."""
     kind = vocabulary().op(op).kind

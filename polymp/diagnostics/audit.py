@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
@@ -19,7 +18,7 @@ from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, UPDATE, l
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
 from polymp.diagnostics.page import Shown
-from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind
+from polymp.diagnostics.tables import Cell, Column, Table, TableKind
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
 from polymp.rules import policy_files, scopes
@@ -147,25 +146,12 @@ class Audit(Shown):
             lines += _scales(self)
         return [*lines, *([_LEGEND] if self.results or self.gradients else [])]
 
-    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
-        rows = [*self.results, *self.gradients]
-        return _MEASURED.table(rows, _COLUMNS, _cells, sort, fold)
+    def _table(self, fold: bool = True) -> Table:
+        return _MEASURED.table([*self.results, *self.gradients], _COLUMNS, _cells, fold)
 
     def __repr__(self) -> str:
         rows = f"{len(self.results)} results, {len(self.gradients)} gradients"
         return f"Audit({text_table.plural(self.steps, 'step')}, {rows})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
-        return {
-            "steps": self.steps,
-            "scale": self.scale,
-            "fitting_scale": self.fitting_scale(),
-            "fault": None if self.fault is None else str(self.fault),
-            "left_out": dict(self.left_out),
-            "results": [m.to_dict() for m in self.results],
-            "gradients": [m.to_dict() for m in self.gradients],
-        }
 
 
 # The table: a row for every op and parameter, below lines on the whole run.
@@ -275,13 +261,7 @@ def _alike_measured(measured: Measured) -> Hashable:
 
 _NOTHING = Magnitudes(0, 0, (), 0.0)
 
-_MEASURED: TableKind[Measured] = TableKind(
-    _section_of,
-    _alike_measured,
-    together,
-    _SECTIONS,
-    lambda rows: min(tuple(-s for s in m.magnitudes.shares(_FIRST)) for m in rows),
-)
+_MEASURED: TableKind[Measured] = TableKind(_section_of, _alike_measured, together, _SECTIONS)
 
 
 # Suggestions. Ops after the first Inf cannot be judged, so audit again with the suggestion.

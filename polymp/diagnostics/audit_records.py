@@ -6,11 +6,11 @@ dtype would make of the numbers. Nothing here knows a framework.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.call_record import Call
-from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
+from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.rules.row import Row
 
 # The share of the values of an op, or of all gradients, that is too much to become zero.
@@ -31,16 +31,6 @@ class Measured(NamedTuple):
     magnitudes: Magnitudes  # of the results; of scaled gradients, divided by the scale
     # Constants of the program that are zero or 1 in its dtype: (1e-12,) for `x + 1e-12`.
     numbers: tuple[float, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return its numbers, with the shares in each dtype, as plain data."""
-        m = self.magnitudes
-        shares = {dtype: m.shares(dtype)._asdict() for dtype in NARROW}
-        data = self._asdict() | {"row": str(self.row) if self.row else None}
-        data["numbers"] = list(self.numbers)
-        del data["magnitudes"]
-        kept = ("values", "largest", "inf", "nan", "burst", "vanished", "gone", "zeros")
-        return data | {name: getattr(m, name) for name in kept} | {"shares": shares}
 
 
 def together(many: Sequence[Measured]) -> Measured:

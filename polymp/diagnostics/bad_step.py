@@ -6,7 +6,6 @@ checks of losses, and what happens at a bad step. Nothing here knows a framework
 
 import functools
 import math
-import reprlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import HUGE, UNTRIED
 from polymp.dtypes import FORMATS
-from polymp.errors import BadStepError, CatchWarning, escaped
+from polymp.errors import BadStepError, CatchWarning, brief, escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
@@ -102,35 +101,22 @@ def _grown(losses: Sequence[float], fault: Fault | None) -> str:
     return ""
 
 
-class LossVerbs(NamedTuple):
-    """A framework's functions of losses on their devices."""
-
-    is_bad: Callable[[Any], Any]  # whether a loss is Inf or NaN, bool []
-    sent: Callable[[Sequence[Any]], Sequence[Any]]  # bools [], to the host: an `AsyncCopy` of each
-    alone: Callable[[], bool]  # False if other processes learn of a bad loss in `now` alone
-
-
 class LossChecks:
-    """The findings on the steps since the last `now`; some are still on their way to the host."""
+    """Whether losses were bad: bools [] on their way to the host, an `AsyncCopy` of each."""
 
-    def __init__(self, verbs: LossVerbs) -> None:
-        self._verbs = verbs
+    def __init__(self) -> None:
         self._sent: tuple[Any, ...] = ()
 
-    def add(self, losses: Mapping[int, Any], bad: Sequence[Any] = ()) -> bool:
-        """Check the losses of a call; return whether one so far, or of `bad`, is known to be bad.
+    def add(self, sent: Iterable[Any], alone: bool) -> bool:
+        """Add those of a call; return whether one so far is known to be true.
 
-        Several processes learn of it in `now` alone, so that all of them stop at the same step.
+        If not `alone`, other processes learn of it in `now`, so that all stop at the same step.
         """
-        sent = self._verbs.sent([*bad, *map(self._verbs.is_bad, losses.values())])
         self._sent = (*self._sent, *sent)
-        return self._verbs.alone() and self._arrived(wait=False)
+        return alone and self.now(wait=False)
 
-    def now(self) -> bool:
-        """Wait for what is on its way, and return whether something was bad."""
-        return self._arrived(wait=True)
-
-    def _arrived(self, *, wait: bool) -> bool:
+    def now(self, *, wait: bool = True) -> bool:
+        """Return whether one that is here is true; wait for those that are on their way."""
         here = [copy for copy in self._sent if wait or copy.is_ready()]
         self._sent = tuple(copy for copy in self._sent if copy not in here)
         return any([bool(copy.values()) for copy in here])
@@ -269,7 +255,7 @@ def checked_arguments(step: object, every: object, on_bad: object) -> None:
     if step is not None and not callable(step):
         raise TypeError(
             "catch(step) needs the function that does a training step, got "
-            f"{reprlib.repr(step)}. Give the function, not what it returned."
+            f"{brief(step)}. Give the function, not what it returned."
         )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         kind = ValueError if type(every) is int else TypeError

@@ -8,7 +8,9 @@ graph count. Nothing here knows a framework.
 """
 
 import math
+import sys
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
@@ -311,6 +313,16 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
         before = {i for of in front for i in nodes[of].inputs if i < of}
         front = sorted(before - seen)
     return max(found, key=lambda i: nodes[i].vanished, default=None)
+
+
+def tell_nothing_found(why: str = "") -> None:
+    """Say on standard error why `locate` returns None, which has no words of its own."""
+    with suppress(OSError, ValueError):  # it may be closed
+        words = f"{why}, so that there was nothing to look at" if why else _HEALTHY
+        print(f"locate: {words}", file=sys.stderr)
+
+
+_HEALTHY = "no op made an Inf or NaN of finite numbers"
 
 
 # An optimizer that breaks a step.

@@ -110,12 +110,7 @@ def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-# What tables show of calls, and by what they fold and sort them.
-
-
-def cost(calls: Sequence[Call]) -> tuple[int, int]:
-    """The sort key that puts the highest costs first: bytes of casts, then FLOPs."""
-    return -sum(call.cast_bytes for call in calls), -sum(call.flops for call in calls)
+# What tables show of calls, and by what they fold them.
 
 
 def alike(call: Call) -> Hashable:

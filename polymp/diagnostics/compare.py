@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from polymp import text_table
-from polymp.diagnostics import page, record_pairs, run_record
+from polymp.diagnostics import record_pairs, run_record
 from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
+from polymp.diagnostics.page import Curve, Shown
 from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side
 from polymp.diagnostics.run_record import (
     AMAX,
@@ -44,7 +45,7 @@ from polymp.errors import escaped
 
 
 @dataclass(eq=False, repr=False)
-class Comparison:
+class Comparison(Shown):
     """The comparison of two records; true if there is a difference that rounding cannot explain.
 
     `print` shows: whether it is the same program, or where the two part; the first call that
@@ -87,47 +88,57 @@ class Comparison:
     def _across(self) -> bool:
         return len({header.get("framework") for header in self.headers}) > 1
 
-    def growth(self) -> list[tuple[str, str, float, float]]:
-        """Return how the difference grows: direction, module, difference, what is allowed.
-
-        The last array of each module in program order; `mean_difference` and `mean_allowed`.
-        """
+    def growth(self) -> list[Compared]:
+        """Return the last pair of each module, with `mean_difference` and `mean_allowed`."""
         ends: dict[tuple[str, str], Compared] = {}
         for row in self.rows:
             if row.array.kind == RESULT and row.one is not None and row.other is not None:
                 place = row.array.direction, row.array.module
                 ends.pop(place, None)
                 ends[place] = row
-        return [(*place, row.mean_difference, row.mean_allowed) for place, row in ends.items()]
+        return [*ends.values()]
 
-    def table(self, width: int | None = None) -> str:
+    def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
         Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
+            fold: False to show how the difference grows from each module to the next, of more than
+                24, too.
 
         Returns:
             The text.
-
-        Raises:
-            TypeError: `width` is no whole number.
         """
-        lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}", width)
+        lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}")
         if self.first is not None:
-            lines += ["", *beside(self.names, self.first, width)]
+            lines += ["", *beside(self.names, self.first)]
         if grown := self.growth():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
-            step = max(1, math.ceil(len(grown) / 24))  # equal layers as one would hide the growth
+            step = math.ceil(len(grown) / 24) if fold else 1  # equal layers would hide the growth
             at = sorted({*range(0, len(grown), step), len(grown) - 1})
-            rows = [
-                (module or OUTSIDE, direction, _number(off), _number(allowed))
-                for direction, module, off, allowed in (grown[i] for i in at)
-            ]
-            lines += text_table.columns(heads, rows, heads[2:], width)
+            rows = []
+            for row in (grown[i] for i in at):
+                place = row.array.module or OUTSIDE, row.array.direction
+                rows.append((*place, _number(row.mean_difference), _number(row.mean_allowed)))
+            lines += text_table.columns(heads, rows, heads[2:])
         for note in self.notes:
-            lines += ["", *text_table.folded(note, width)]
+            lines += ["", *text_table.folded(note)]
         return escaped("\n".join(lines))
+
+    def _lines(self) -> list[str]:
+        title = " and ".join(self.names)
+        return [title, self._about(), self._program(), self._verdict(), *self.notes]
+
+    def _table(self, fold: bool = True) -> Table:
+        lines = [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
+        return Table(_COLUMNS, lines)
+
+    def _curve(self) -> Curve:
+        return [
+            (f"{row.array.module or OUTSIDE}, {row.array.direction}", row.mean_difference,
+             row.mean_allowed)
+            for row in self.growth()
+        ]  # fmt: skip
 
     def _about(self) -> str:
         parts = []
@@ -161,7 +172,7 @@ class Comparison:
         row = self.first
         if row is None:
             pairs = [r for r in self.rows if r.one is not None and r.other is not None]
-            worst = max(pairs, key=Compared.share, default=None)
+            worst = max(pairs, key=lambda pair: pair.share, default=None)
             if worst is None or not worst.difference:
                 return "rounding explains all: no number differs"
             return (
@@ -208,31 +219,8 @@ class Comparison:
             "notes": self.notes,
         }
 
-    def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """Return an HTML page: the text, a curve of the difference over depth, and all arrays.
-
-        Args:
-            path: file to write it to as well, in UTF-8.
-
-        Returns:
-            The page as text.
-        """
-        return page.html(
-            path,
-            title=" and ".join(self.names),
-            about=self._about(),
-            notes=[self._program(), self._verdict(), *self.notes],
-            table=Table(
-                _COLUMNS, [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
-            ),
-            curve=[(f"{m or OUTSIDE}, {d}", off, most) for d, m, off, most in self.growth()],
-        )
-
     def __bool__(self) -> bool:
         return not self.explained
-
-    def __str__(self) -> str:
-        return self.table()
 
     def __repr__(self) -> str:
         first = "rounding explains all" if self.first is None else _called(self.first.array)
@@ -297,14 +285,14 @@ def compare(
                 assert found is not None
                 found.notes.append(
                     f"not compared: steps from {step.number} on. They begin with the weights that "
-                    "the step before has left, and rounding has moved these apart"
+                    "the step before has left, which differ by what rounding explains of updates"
                 )
                 break
             found = now
             if not found.explained:
                 return found
             for row in found.rows:
-                if row.array.kind == UPDATE:
+                if row.array.kind == UPDATE:  # which a jitted step may round in another way
                     most = math.inf if row.difference else row.allowed * row.array.values[RMS]
                     moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
     assert found is not None
@@ -418,7 +406,7 @@ def _called(a: RecordedArray) -> str:
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
 
 
-def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> list[str]:
+def beside(names: tuple[str, str], row: Compared) -> list[str]:
     """The lines of a table with the arrays of both runs."""
 
     def cells(a: RecordedArray | None) -> dict[str, str]:
@@ -437,7 +425,7 @@ def beside(names: tuple[str, str], row: Compared, width: int | None = None) -> l
             "some elements": ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.size, 3)]),
         }
 
-    return text_table.side_by_side(names, (cells(row.one), cells(row.other)), width)
+    return text_table.side_by_side(names, (cells(row.one), cells(row.other)))
 
 
 def _number(x: float) -> str:
@@ -494,34 +482,22 @@ def _notes(
             )
         if record.cut:
             yield f"{name} ends in a step that is not whole, which was left out"
-    if all(COMPILED in step.left_out for step in steps):
+    compiled = [COMPILED in step.left_out for step in steps]
+    if all(compiled):
         yield (
             "both runs are compiled: how far rounding moves what compiled code makes is not known, "
             "so any difference of it counts; compare each with a record of the eager model"
         )
     passed = [row.array for row in rows if row.verdict == PASSED]
-    if calls := [array for array in passed if array.kind == RESULT]:
-        hidden = "the other run is compiled there, or " * any(COMPILED in s.left_out for s in steps)
+    if lone := [array for array in passed if array.kind == RESULT]:
+        hidden = "the other run is compiled there, or " * any(compiled)
         yield (
-            f"not compared: {text_table.plural(len(calls), 'call')} that only one run makes; "
+            f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; "
             f"{hidden}a call that reads them has the same values in both"
         )
-    # The state of an optimizer is read by its updates alone. Compiled code does not tell what it
-    # reads: beside it count the inputs of calls that the other run makes outside of it.
-    pairs = [(row.one, row.other) for row in rows if row.one is not None and row.other is not None]
-    outside = {
-        id(a)
-        for pair in pairs
-        if all(a.kind == RESULT and a.name != COMPILED for a in pair)
-        for a in pair
-    }
-    used = {
-        id(step.arrays[r])
-        for step, other in (steps, steps[::-1])
-        for a in step.arrays
-        if a.kind == RESULT and (COMPILED not in other.left_out or id(a) in outside)
-        for r in a.reads
-    }
+    # The state of an optimizer is read by its updates alone; compiled code does not tell its reads.
+    calls = [(step, a) for step in steps for a in step.arrays if a.kind == RESULT]
+    used = {id(step.arrays[r]) for step, a in calls if not any(compiled) for r in a.reads}
     if inputs := [a.name for a in passed if a.kind == INPUT and id(a) in used]:
         some = ", ".join(inputs[:3]) + (", ..." if len(inputs) > 3 else "")
         ends = {array.name for array in passed if array.kind in (GRADIENT, UPDATE)}

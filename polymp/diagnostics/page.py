@@ -23,8 +23,11 @@ from pathlib import Path
 from string import Template
 
 from polymp import text_table
-from polymp.diagnostics.tables import COST, PROGRAM, Cell, Column, Table
+from polymp.diagnostics.tables import Cell, Column, Table
 from polymp.errors import escaped
+
+# Labels in order, with a difference and what rounding explains of it.
+Curve = Sequence[tuple[str, float, float]]
 
 
 class Shown:
@@ -34,42 +37,36 @@ class Shown:
         """The lines above the table; the first is the title."""
         raise NotImplementedError
 
-    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
+    def _table(self, fold: bool = True) -> Table:
         raise NotImplementedError
 
-    def table(self, width: int | None = None, *, sort: str = PROGRAM, fold: bool = True) -> str:
+    def _curve(self) -> Curve:
+        """The curve above the table of a page, if there is one."""
+        return ()
+
+    def table(self, *, fold: bool = True) -> str:
         """Return the text that `print` shows.
 
-        Rows are grouped by direction and module. "layers.*.attn x24" are 24 modules whose rows are
-        alike: counts are those of all of them, and the largest magnitude is.
+        Rows are grouped by direction and module, in the order in which modules and ops were first
+        reached. "layers.*.attn x24" are 24 modules whose rows are alike: counts are those of all of
+        them, and the largest magnitude is.
 
         Args:
-            width: of a line, in characters; by default the terminal's, and 100 without one.
-            sort: "program" for the order in which modules and ops were first reached; "cost" to put
-                those first that cost most. In a report: whose casts move the most bytes, and of
-                these, or where nothing is cast, those with the most FLOPs. In an audit: of which
-                float16 would lose most, by the share of values that become Inf, of these that
-                become zero, of these that become subnormal.
             fold: False to show equal layers one by one.
 
         Returns:
             The text.
-
-        Raises:
-            TypeError: `width` is no whole number.
-            ValueError: `sort` is neither "program" nor "cost".
         """
-        table = self._table(sort, fold)
+        table = self._table(fold)
         title, *notes = [*self._lines(), *filter(None, [table.note])]
         above = (title, "", *notes, *[""] * bool(table.lines))
-        lines = [line for note in above for line in text_table.folded(note, width)]
-        return escaped("\n".join([*lines, *table.text(width)]))
+        lines = [line for note in above for line in text_table.folded(note)]
+        return escaped("\n".join([*lines, *table.text()]))
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
         """Return an HTML page: the same lines, and a table to sort by any column and to filter.
 
-        The page loads nothing, so it can be mailed or kept with a run. Its rows are in the order of
-        `table(sort="cost")`.
+        The page loads nothing, so it can be mailed or kept with a run.
 
         Args:
             path: file to write it to as well, in UTF-8.
@@ -77,9 +74,13 @@ class Shown:
         Returns:
             The page as text.
         """
-        table = self._table(COST)
+        table = self._table()
         title, *notes = [*self._lines(), *filter(None, [table.note])]
-        return html(path, title=title, notes=notes, table=table)
+        page = _page(title, notes, table, self._curve())
+        if path is not None:
+            with replacing(path) as beside:
+                beside.write_text(page, encoding="utf-8")
+        return page
 
     def __str__(self) -> str:
         return self.table()
@@ -94,31 +95,18 @@ class _Markup(str):
     __slots__ = ()
 
 
-def html(
-    path: str | PathLike[str] | None,
-    *,
-    title: str,
-    about: str = "",
-    notes: Sequence[str],
-    table: Table,
-    curve: Sequence[tuple[str, float, float]] = (),
-) -> str:
-    """A page as one text, also in a file; everything that comes from a program is escaped.
-
-    `about` is the line below the title. Columns without a text are left out. Above the table a
-    curve is drawn: labels in order, a difference, and what rounding explains of it.
-    """
+def _page(title: str, notes: Sequence[str], table: Table, curve: Curve = ()) -> str:
+    """A page without columns that are empty; everything that comes from a program is escaped."""
     columns = [Column("#", True, "the order of these rows"), Column("module"), *table.columns]
     rows = [
         [Cell(c) if isinstance(c, str) else c for c in (Cell(str(at), at), x.module, *x.cells)]
         for at, x in enumerate(table.lines, 1)
     ]
     used = [at for at in range(len(columns)) if any(row[at].text for row in rows)]
-    text = _filled(
+    page = _filled(
         Template(_file("page.html")),
         title=title,
         style=_Markup(_file("page.css")),
-        about=about,
         notes=_joined(_part("note", text=note) for note in notes),
         curve=_curve(curve) if curve else "",
         count=text_table.plural(len(rows), "row"),
@@ -131,10 +119,7 @@ def html(
         ),
         script=_Markup(_file("page.js")),
     )
-    if path is not None:
-        with replacing(path) as beside:
-            beside.write_text(text, encoding="utf-8")
-    return str(text)
+    return str(page)
 
 
 @cache
@@ -165,7 +150,7 @@ def _joined(parts: Iterable[_Markup]) -> _Markup:
 _TICKS = 6  # on the axis of a curve, at most
 
 
-def _curve(points: Sequence[tuple[str, float, float]]) -> _Markup:
+def _curve(points: Curve) -> _Markup:
     """A curve over its points in order, on a logarithmic scale, in percent of its box."""
     # Zero is drawn at the bottom, Inf and NaN at the top.
     sizes = [math.log10(v) for _, *both in points for v in both if 0 < v < math.inf]

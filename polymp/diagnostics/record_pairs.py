@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polymp.diagnostics.alignment import aligned, shared_name
+from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import factor, unit_roundoff
 from polymp.diagnostics.run_record import (
@@ -59,6 +59,7 @@ class Compared(NamedTuple):
     # root mean square; 0 where only one run has the array.
     difference: float = 0.0
     allowed: float = 0.0
+    share: float = 0.0  # of what rounding explains: 1 for all of it
     # The same of the whole array: of the root mean square difference, or between two frameworks of
     # the difference of the root mean squares.
     mean_difference: float = 0.0
@@ -75,19 +76,6 @@ class Compared(NamedTuple):
         assert array is not None
         return array
 
-    def share(self) -> float:
-        """Return how much of what rounding explains the difference takes: 1 for all."""
-        if not self.difference:
-            return 0.0
-        return self.difference / self.allowed if self.allowed else math.inf
-
-    @property
-    def dtypes_differ(self) -> bool:
-        """True if both runs have it in other dtypes."""
-        if self.one is None or self.other is None:
-            return False
-        return (self.one.run, self.one.dtype) != (self.other.run, self.other.dtype)
-
     @property
     def parts(self) -> str:
         """How the programs differ here; "" if both make the same call in the same dtypes."""
@@ -95,7 +83,8 @@ class Compared(NamedTuple):
             return "only one run has it"
         if not _alike(self.one, self.other):
             return f"{self.other.name} in the other run"
-        return "in other dtypes" if self.dtypes_differ else ""
+        same = (self.one.run, self.one.dtype) == (self.other.run, self.other.dtype)
+        return "" if same else "in other dtypes"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data, without the numbers of the arrays."""
@@ -223,10 +212,10 @@ class Pairs:
                 if len(self.held(i, j)[0]) == VALUES:
                     self.ordered.add(i)
         self.aligned |= self.twins  # where a call was aligned wrongly, the other one is left
-        taken = {*self.twins.values(), *self.aligned.values()}
+        self.taken = {*self.aligned.values()}
         # Of the other run: the arrays whose values the first one has.
-        self.met = {*self.twins.values()}
-        self.met |= {j for j in range(len(other.arrays)) if j not in taken and self.has_twin(j)}
+        rest = (j for j in range(len(other.arrays)) if j not in self.taken)
+        self.met = {*self.twins.values(), *filter(self.has_twin, rest)}
 
     def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
@@ -302,13 +291,12 @@ class Pairs:
         array = self.one.arrays[i]
         if not alone and array.kind not in (RESULT, INPUT):
             return None
-        fits = self._with_values(i, self.other.by_size.get(_size(array)))
-        alike = [j for _, j in fits if _alike(self.other.arrays[j], array)]
-        if not alone:
-            module = self.one.modules[i]
-            alike = [j for j in alike if self.other.modules[j] == module]
-            return next(iter(alike), None) if self.one.rms[i] else None
-        return next((j for j in (*alike, *(j for _, j in fits))), None)
+        fits = [j for _, j in self._with_values(i, self.other.by_size.get(_size(array)))]
+        alike = [j for j in fits if _alike(self.other.arrays[j], array)]
+        if alone:
+            return next(iter(alike or fits), None)
+        near = (j for j in alike if self.other.modules[j] == self.one.modules[i])
+        return next(near, None) if self.one.rms[i] else None
 
     def has_twin(self, j: int) -> bool:
         """True if some array of the first run has the values of one of the other."""
@@ -334,14 +322,11 @@ class Pairs:
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
-        backed = {j: i for i, j in self.aligned.items()}
-        shown = backed.keys() | self.twins.values()  # beside an array of the first run
-        stays = self.twins.keys() | self.aligned.keys()
         whole = self.shared if self.ported else set()
         left = self._left() if self.across else set()
-        healed = _healed(self.one, stays | left, self._evidence(), whole) | left
+        healed = _healed(self.one, {*self.aligned, *left}, self._evidence(), whole) | left
         every = dict.fromkeys((j for j in self.met if self.other.tells(j)), -1)
-        healed_other = _healed(self.other, self.met | backed.keys(), every, whole) | self.met
+        healed_other = _healed(self.other, self.met | self.taken, every, whole) | self.met
 
         def alone(j: int) -> Compared:
             array = self.other.arrays[j]
@@ -352,15 +337,13 @@ class Pairs:
         for i, array in enumerate(self.one.arrays):
             j = self.aligned.get(i)
             if j is not None:
-                rows += [alone(k) for k in range(todo, j) if k not in shown]
+                rows += [alone(k) for k in range(todo, j) if k not in self.taken]
                 todo = max(todo, j + 1)
-            j = self.twins.get(i, j)
-            if j is None:
-                rows.append(Compared(array, None, _alone(array, self.other, i in healed)))
-            else:
                 rows.append(self._pair(i, j))
+            else:
+                rows.append(Compared(array, None, _alone(array, self.other, i in healed)))
         rest = range(todo, len(self.other.arrays))
-        rows += [alone(k) for k in rest if k not in shown]
+        rows += [alone(k) for k in rest if k not in self.taken]
         if self.across:  # what only the other run has says nothing: its ops are split otherwise
             rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
@@ -408,13 +391,13 @@ class Pairs:
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.held(i, j)
-        ratio, at = _worst(difference, allowed)
+        share, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
         off = float(difference[at]) / size
         part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
         means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
-        verdict = EXPLAINED if ratio <= 1 else UNEXPLAINED
-        return Compared(one, other, verdict, off, float(allowed[at]) / size, *means)
+        verdict = EXPLAINED if share <= 1 else UNEXPLAINED
+        return Compared(one, other, verdict, off, float(allowed[at]) / size, share, *means)
 
     def _with_partner(self, row: Compared) -> Compared:
         """A call that only one run has, beside the call of the other that reads the same values."""
@@ -515,7 +498,7 @@ def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
     return made
 
 
-def _healed(side: Side, stays: set[int] | Any, met: Mapping[int, int], whole: set[str]) -> set[int]:
+def _healed(side: Side, stays: set[int], met: Mapping[int, int], whole: set[str]) -> set[int]:
     """The arrays that are passed over: what reads them has a counterpart with the same values.
 
     The counterpart is made of an input that the array is made of, too: the gradient of a loss reads
@@ -627,8 +610,11 @@ def _aligned(one: Side, other: Side, common: bool) -> dict[int, int]:
         arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
         return [(module, a.direction, shared_name(a.name), a.shape) for module, a in arrays]
 
-    pairs = aligned(keys(one), keys(other))
-    return {one.results[i]: other.results[j] for i, j in pairs.items()}
+    pairs: dict[int, int] = {}
+    for part, i, end, j, last in blocks(keys(one), keys(other)):
+        if part == "equal":
+            pairs.update(zip(one.results[i:end], other.results[j:last], strict=True))
+    return pairs
 
 
 def _alike(one: RecordedArray, other: RecordedArray) -> bool:

@@ -6,8 +6,8 @@
     report.diff(polymp.explain(model, x, policy="lean"))
 
 It is a list of calls (`call_record`) with their sums, that is drawn here and can be compared with
-another one. Text is plain characters in lines of a given width, so that it reads the same in a
-terminal, in a pipe and in a log; nothing but the standard library is needed.
+another one. Text is plain characters, so that it reads the same in a terminal, in a pipe and in a
+log; nothing but the standard library is needed.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -23,15 +23,13 @@ from polymp.diagnostics.call_record import (
     Call,
     added,
     alike,
-    cost,
     merged,
     ruled,
     sums,
 )
 from polymp.diagnostics.page import Shown
-from polymp.diagnostics.tables import PROGRAM, Cell, Column, Table, TableKind, number
+from polymp.diagnostics.tables import Cell, Column, Table, TableKind, number
 from polymp.errors import brief, escaped
-from polymp.rules.row import Row
 
 
 class Report(Shown):
@@ -99,10 +97,6 @@ class Report(Shown):
         """Products that did not run by their rule, fp8 or lower, by the reason."""
         return sums((call.fallback, call.times) for call in self.calls if call.fallback)
 
-    def rows(self) -> set[Row]:
-        """Return the rows of the policy that decided at least once; see `Policy.unused`."""
-        return {call.row for call in self.calls if call.row is not None}
-
     def of(self, op: str) -> list[Call]:
         """Return the calls of an op.
 
@@ -143,8 +137,8 @@ class Report(Shown):
         """Fill a report that was empty until its block ended."""
         self.calls, self.low, self.policy = merged(calls), low, policy
 
-    def _table(self, sort: str = PROGRAM, fold: bool = True) -> Table:
-        return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), sort, fold)
+    def _table(self, fold: bool = True) -> Table:
+        return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), fold)
 
     def _lines(self) -> list[str]:
         """The title: name, number of call sites, policy and low dtype; then the sums."""
@@ -222,7 +216,7 @@ def _cells(policy: str, call: Call) -> tuple[Cell | str, ...]:
 
 
 CALLS: TableKind[Call] = TableKind(
-    lambda call: (call.direction, call.module), alike, added, SECTIONS, cost
+    lambda call: (call.direction, call.module), alike, added, SECTIONS
 )
 
 

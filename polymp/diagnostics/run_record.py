@@ -18,7 +18,6 @@ import base64
 import json
 import math
 import os
-import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polymp.diagnostics.page import replacing
-from polymp.errors import PolympError
+from polymp.errors import PolympError, brief
 from polymp.rules import scopes
 from polymp.versions import __version__
 
@@ -142,25 +141,18 @@ def places(count: int) -> Any:
     return np.arange(most) * (count - 1) // (most - 1)
 
 
-def summary(array: Any) -> tuple[tuple[float, ...], int, int]:
-    """The values of a numpy array, how many elements are zero, and how many are not finite."""
-    one = Summaries()
-    one.add(array)
-    return one.read()[0]
-
-
 class Summaries:
-    """The same of many arrays, whose blocks are summed up together.
+    """The values of numpy arrays, how many elements are zero, and how many are not finite.
 
-    Of small arrays a call of numpy takes longer than the sums. The backends compute the same of
-    arrays that are not in the memory of a CPU.
+    Blocks of many arrays are summed up together: of small arrays a call of numpy takes longer than
+    the sums. The backends compute the same of arrays that are not in the memory of a CPU.
     """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._scales: list[float] = []
         self._elements: list[Any] = []
-        self._rows: dict[tuple[bool, bool], _Rows] = {}
+        self._rows: dict[int, _Rows] = {}  # by their width
 
     def add(self, array: Any) -> int:
         """Add a numpy array, which may be written afterwards; the place of its summary."""
@@ -173,10 +165,10 @@ class Summaries:
         self._sizes.append(size)
         self._scales.append(scale)
         self._elements.append(row[places(size)] if size else _NO_ELEMENTS)
-        kind = row.dtype == np.float32, size <= _SHORT
-        if kind not in self._rows:
-            self._rows[kind] = _Rows(*kind)
-        self._rows[kind].add(row, at)
+        width = _SHORT if size <= _SHORT else BLOCK
+        if width not in self._rows:
+            self._rows[width] = _Rows(width)
+        self._rows[width].add(row, at)
         return at
 
     def read(self) -> list[tuple[tuple[float, ...], int, int]]:
@@ -211,62 +203,52 @@ _NO_ELEMENTS = np.zeros(ELEMENTS.stop - ELEMENTS.start)
 class _Rows:
     """Blocks of arrays that wait to be summed up, and the sums of those that were."""
 
-    def __init__(self, single: bool, short: bool) -> None:
-        self.width = _SHORT if short else BLOCK
-        self._most = _TOGETHER // self.width
-        shape = self._most, self.width
-        self._waiting = np.empty(_TOGETHER, np.float32 if single else np.float64)
-        self._wide, self._sizes = np.empty(shape), np.empty(shape, self._waiting.dtype)
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._waiting = np.empty((_TOGETHER // width, width))
+        self._sizes = np.empty_like(self._waiting)
+        self._count = 0  # rows that wait
         self._of: list[tuple[int, int]] = []  # array and block of each row, summed up or not
         self._sums: list[Any] = []
-        self._summed = 0  # rows
 
     def add(self, row: Any, array: int) -> None:
         """Add the blocks of an array."""
-        of = [(array, block) for block in range(max(-(-len(row) // self.width), 1))]
-        whole = len(row) // _TOGETHER * self._most  # these are summed up where they are
-        if whole or len(self._of) - self._summed + len(of) > self._most:
-            self._sum_up()
-        for at in range(0, whole, self._most):
-            self._sum(row[at * self.width : (at + self._most) * self.width])
-        rest = row[whole * self.width :]
-        start = (len(self._of) + whole - self._summed) * self.width
-        self._of += of
-        end = (len(self._of) - self._summed) * self.width
-        self._waiting[start : start + len(rest)] = rest
-        self._waiting[start + len(rest) : end] = 0.0
+        blocks = max(-(-len(row) // self.width), 1)
+        self._of += [(array, block) for block in range(blocks)]
+        start = 0
+        while start < blocks:
+            end = min(blocks, start + len(self._waiting) - self._count)
+            part = row[start * self.width : end * self.width]
+            room = self._waiting[self._count : self._count + end - start].reshape(-1)
+            room[: len(part)], room[len(part) :] = part, 0.0
+            self._count, start = self._count + end - start, end
+            if self._count == len(self._waiting):
+                self._sum_up()
 
     def _sum_up(self) -> None:
         """Sum up what waits."""
-        if waiting := len(self._of) - self._summed:
-            self._sum(self._waiting[: waiting * self.width])
-
-    def _sum(self, row: Any) -> None:
-        """Sum up some rows."""
-        rows = row.reshape(-1, self.width)
-        count = len(rows)
-        wide, sizes, sums = self._wide[:count], self._sizes[:count], np.zeros((count, _SUMS))
-        np.copyto(wide, rows)
+        wide, sizes = self._waiting[: self._count], self._sizes[: self._count]
+        sums = np.zeros((self._count, _SUMS))
         sums[:, 1] = _squares(wide)
         if not math.isfinite(sums[:, 1].sum()):
             finite = np.isfinite(wide)
             sums[:, -1] = self.width - np.count_nonzero(finite, axis=1)
             wide[~finite] = 0.0
-            rows, sums[:, 1] = wide, _squares(wide)
-        np.abs(rows, out=sizes, casting="same_kind")
-        sums[:, 0], sums[:, -3] = sizes.max(1), sizes.sum(1, dtype=np.float64)
+            sums[:, 1] = _squares(wide)
+        np.abs(wide, out=sizes)
+        sums[:, 0], sums[:, -3] = sizes.max(1), sizes.sum(1)
         sums[:, 2:-3] = wide @ signs_and_ones(1)[1].T[: self.width]
         if not sizes.min(1).all():
             sums[:, -2] = np.count_nonzero(sizes == 0, axis=1)
         self._sums.append(sums)
-        self._summed += count
+        self._count = 0
 
     def read(self) -> tuple[Any, Any]:
         """The array of each row, and its sums."""
-        self._sum_up()
-        of = np.array(self._of, int).reshape(-1, 2)
-        sums = np.concatenate([np.zeros((0, _SUMS)), *self._sums])
-        outer = signs_and_ones(1 << int(of[:, 1].max(initial=0)).bit_length())[0].T[of[:, 1]]
+        if self._count:
+            self._sum_up()
+        of, sums = np.array(self._of, int), np.concatenate(self._sums)
+        outer = signs_and_ones(1 << int(of[:, 1].max()).bit_length())[0].T[of[:, 1]]
         sums[:, 2:-3] *= outer
         return of[:, 0], sums
 
@@ -299,7 +281,7 @@ def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Opt
     several = isinstance(modules, Collection) and not isinstance(modules, str)
     if not several or not all(isinstance(pattern, str) for pattern in modules):
         raise TypeError(
-            f"record(modules={reprlib.repr(modules)}): write a list of patterns of module paths, "
+            f"record(modules={brief(modules)}): write a list of patterns of module paths, "
             "such as ['blocks.*.attn']."
         )
     for pattern in modules:
@@ -310,7 +292,7 @@ def checked(path: Any, probes: Any, modules: Any, every: Any, steps: Any) -> Opt
 def _check_number(option: str, number: Any, least: int, other: str = "") -> None:
     if type(number) is not int or number < least:
         kind = ValueError if type(number) is int else TypeError
-        given = f"{option}={reprlib.repr(number)}"
+        given = f"{option}={brief(number)}"
         raise kind(f"record({given}): write a whole number from {least} on{other}.")
 
 
@@ -319,7 +301,7 @@ def _checked_path(path: Any) -> Path | None:
         return None
     if not isinstance(path, (str, PathLike)):
         raise TypeError(
-            f"record(path, ...): {reprlib.repr(path)} is no path. Write the path of the file "
+            f"record(path, ...): {brief(path)} is no path. Write the path of the file "
             "first, or None to keep the record in memory."
         )
     whole = Path(path)

@@ -1,4 +1,4 @@
-"""Tables: rows by section and module, equal layers as one, in an order, printed or on a page.
+"""Tables: rows by section and module, equal layers as one, printed or on a page.
 
     rows -> TableKind.table -> Table -> text, or page.html
 
@@ -15,9 +15,6 @@ from polymp import text_table
 
 # The module of rows that are outside of all.
 OUTSIDE = "(top level)"
-
-# The orders that rows have.
-PROGRAM, COST = "program", "cost"
 
 R = TypeVar("R")
 
@@ -58,13 +55,13 @@ class Table(NamedTuple):
     lines: Sequence[Line]
     note: str = ""  # says that equal layers are one
 
-    def text(self, width: int | None = None) -> list[str]:
+    def text(self) -> list[str]:
         """The lines of a printed table; sections and modules are lines in it."""
         shown = [at for at, column in enumerate(self.columns) if not column.on_page]
         rows, above = list[str | Sequence[str]](), ("", "")
         for line in self.lines:
             if line.section != above[0]:
-                rows += ["", text_table.heading(line.section, width)]
+                rows += ["", text_table.heading(line.section)]
             if line[:2] != above:
                 rows.append(line.module)
             above = line.section, line.module
@@ -73,7 +70,7 @@ class Table(NamedTuple):
             rows.append((f"  {first}", *others))
         columns = [self.columns[at] for at in shown]
         right = [column.name for column in columns if column.numeric]
-        return text_table.columns([column.name for column in columns], rows, right, width)
+        return text_table.columns([column.name for column in columns], rows, right)
 
 
 class ModuleRows(NamedTuple, Generic[R]):
@@ -91,25 +88,22 @@ class ModuleRows(NamedTuple, Generic[R]):
 
 
 class TableKind(NamedTuple, Generic[R]):
-    """How rows of one kind are placed, added up, ordered and shown."""
+    """How rows of one kind are placed, added up and shown."""
 
     place: Callable[[R], tuple[str, str]]  # the key of its section, and its module
     alike: Callable[[R], Hashable]  # in what the rows of equal layers agree
     added: Callable[[Sequence[R]], R]  # one row in place of several, with the counts of all
     sections: Mapping[str, str]  # headings, in order, by their keys
-    # The sort key, by cost, of rows that stand together.
-    cost: Callable[[Sequence[R]], tuple[float, ...]] = lambda rows: ()
 
     def table(
         self,
         rows: Iterable[R],
         columns: Sequence[Column],
         cells: Callable[[R], Sequence[Cell | str]],
-        sort: str = PROGRAM,
         fold: bool = True,
     ) -> Table:
         """The rows as they are shown."""
-        modules = self.arranged(rows, sort, fold)
+        modules = self.arranged(rows, fold)
         lines = [
             Line(self.sections[one.section], one.label, cells(row))
             for one in modules
@@ -122,14 +116,8 @@ class TableKind(NamedTuple, Generic[R]):
         )
         return Table(columns, lines, "" if len(lines) == sites else note)
 
-    def arranged(
-        self, rows: Iterable[R], sort: str = PROGRAM, fold: bool = True
-    ) -> list[ModuleRows[R]]:
-        """Rows by section and module, equal layers as one; by cost, both are sorted."""
-        if sort not in (PROGRAM, COST):
-            raise ValueError(
-                f'sort={sort!r} is no order of these rows: write "{PROGRAM}" or "{COST}".'
-            )
+    def arranged(self, rows: Iterable[R], fold: bool = True) -> list[ModuleRows[R]]:
+        """Rows by section and module, equal layers as one, in the order of the program."""
         grouped: dict[tuple[str, str], list[R]] = {}
         for row in rows:
             grouped.setdefault(self.place(row), []).append(row)
@@ -137,12 +125,6 @@ class TableKind(NamedTuple, Generic[R]):
         depth = max((module.count(".") + 1 for _, module in grouped), default=0)
         for at in range(depth if fold else 0):
             modules = _folded(modules, self, at)
-        if sort == COST:
-            modules = [
-                one._replace(rows=tuple(sorted(one.rows, key=lambda row: self.cost([row]))))
-                for one in modules
-            ]
-            modules.sort(key=lambda one: self.cost(one.rows))
         order = [*self.sections]
         return sorted(modules, key=lambda one: order.index(one.section))
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
@@ -22,12 +22,6 @@ from polymp.fp8 import NOT_FLOAT16, RECIPES, REGION_DTYPE, recipe_of
 from polymp.rules import scopes
 from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
 from polymp.rules.vocabulary import nearest, vocabulary
-
-
-class RowsUsed(Protocol):
-    """A record of a run, such as a report of `explain`, that knows which rows won in it."""
-
-    def rows(self) -> set[Row]: ...
 
 
 class Decision(NamedTuple):
@@ -357,16 +351,16 @@ class Policy:
             )
         return self.override(name=self.name, scopes=dict.fromkeys(paths, rules))
 
-    def unused(self, record: RowsUsed) -> tuple[Row, ...]:
+    def unused(self, report: Iterable[Any]) -> tuple[Row, ...]:
         """Return the rows that decided for no op of a run; a typo in a scope shows up here.
 
         Args:
-            record: of a run under this policy: the report of `explain`.
+            report: of `explain`, of a run under this policy: calls, each with the row that decided.
 
         Returns:
             The rows, in the policy's order.
         """
-        used = record.rows()
+        used = {call.row for call in report}
         return tuple(row for row in self.rows if row not in used)
 
 
@@ -553,7 +547,7 @@ class Region:
         with suppress(ValueError):
             object.__setattr__(self, "dtype", dtypes.name(self.dtype))
         policy, here = self.policy, ("", self.dtype)
-        if not self.enabled or policy is None or self.dtype == REGION_DTYPE:
+        if not self.enabled or policy is None or not policy.fp8 or self.dtype == REGION_DTYPE:
             return
         if any(row.rule is Rule.FP8 and row.dtype in here for row in policy.rows):
             raise PolicyError(

@@ -45,7 +45,7 @@ def assert_fits(
         The audit.
 
     Raises:
-        AssertionError: it does not fit; its text has the suggestion and the table's worst rows.
+        AssertionError: it does not fit; its text has the suggestion and the table's first rows.
         TypeError: `fn` is not callable, nothing says which framework this is for, or `dtype` is
             neither a string nor a dtype.
         ValueError: `dtype` is another dtype, or there is no such framework.
@@ -59,7 +59,7 @@ def assert_fits(
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):
         called = getattr(fn, "__name__", type(fn).__name__)
-        lines = audit.table(sort="cost").splitlines()
+        lines = audit.table().splitlines()
         table = "\n".join([*lines[:_LINES], *(["..."] if lines[_LINES:] else [])])
         under = f"{low} under policy {load(policy).name}"
         raise AssertionError(f"{called} does not fit {under}:\n\n{suggestion}\n\n{table}")

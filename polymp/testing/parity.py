@@ -9,7 +9,6 @@ The first op that differs is that of `polymp.compare`, of records of both functi
 """
 
 import importlib
-import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from polymp.diagnostics.rounding import Gap, Run, gap, spread
 from polymp.diagnostics.tables import OUTSIDE
 from polymp.dtypes import FORMATS
 from polymp.dtypes import name as dtype_name
-from polymp.errors import escaped
+from polymp.errors import brief, escaped
 from polymp.rules.policy_files import Source, load
 from polymp.rules.row import LOW, Rule
 from polymp.rules.vocabulary import vocabulary
@@ -281,7 +280,7 @@ def checked(of: str, dtype: object, probes: int, **functions: object) -> str | N
     for argument, function in functions.items():
         if not callable(function):
             raise TypeError(
-                f"{of}: {argument} is no function: {reprlib.repr(function)}. Write "
+                f"{of}: {argument} is no function: {brief(function)}. Write "
                 f"{of}({', '.join(functions)}, ...)."
             )
     return None if name == "float32" else name

@@ -15,7 +15,7 @@ import polymp
 
 # The lowest first. Rooms on one line do not import each other.
 LAYERS = """
-errors dtypes code_origin text_table progress
+errors dtypes code_origin text_table
 versions
 fp8
 rules policies

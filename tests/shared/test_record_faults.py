@@ -195,7 +195,7 @@ def test_the_settings_of_an_optimizer_are_noted() -> None:
 def shares(comparison: Comparison) -> list[float]:
     """Of the arrays that calls made, how much of what is allowed the differences take."""
     pairs = (r for r in comparison.rows if r.one is not None and r.other is not None)
-    return [row.share() for row in pairs if row.array.kind in (RESULT, GRADIENT)]
+    return [row.share for row in pairs if row.array.kind in (RESULT, GRADIENT)]
 
 
 def in_dtype(kind: str, name: str) -> Any:

@@ -77,7 +77,7 @@ def test_a_right_port_raises_no_alarm(name: str) -> None:
             assert comparison.explained, str(comparison)
             pairs = [r for r in comparison.rows if r.one is not None and r.other is not None]
             assert {RESULT, UPDATE} <= {row.array.kind for row in pairs}
-            assert max(row.share() for row in pairs) > 0, "the two are one"
+            assert max(row.share for row in pairs) > 0, "the two are one"
 
 
 def names(comparison: Comparison) -> str:

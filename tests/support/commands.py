@@ -6,8 +6,8 @@ import tomllib
 from tests.support import processes
 from tests.support.processes import ROOT
 
-TORCH = {"name": "torch", "version": "2.13.0+cpu", "problem": "", "platform": "cpu"}
-JAX = {"name": "jax", "version": "0.10.2", "problem": "", "platform": "cpu"}
+TORCH = {"name": "torch", "version": "2.13.0+cpu", "problem": ""}
+JAX = {"name": "jax", "version": "0.10.2", "problem": ""}
 XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
 
 

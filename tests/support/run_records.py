@@ -16,10 +16,19 @@ from polymp.diagnostics.run_record import (
     RecordedStep,
     RecordWriter,
     RunRecord,
-    summary,
+    Summaries,
 )
 
 SIZE = 16
+
+
+def summary(array: Any) -> tuple[tuple[float, ...], int, int]:
+    """The values of one array, how many elements are zero, and how many are not finite."""
+    one = Summaries()
+    one.add(array)
+    return one.read()[0]
+
+
 HEADER = {
     "framework": "torch",
     "versions": {"torch": "2.13.0"},

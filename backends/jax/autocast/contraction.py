@@ -14,8 +14,7 @@ replaced.
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import inf, prod
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as core
@@ -29,8 +28,10 @@ from jax.sharding import AxisType
 from polymp.backends import processor
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import interpreted
+
+T = TypeVar("T")
 
 contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 
@@ -67,32 +68,23 @@ def _lower(
     return outs
 
 
-def _casts(jaxpr: ClosedProgram) -> bool:
-    """True if a contraction in a program, or in a function jitted in it, casts an operand.
-
-    Such functions are lowered into their caller: forward and backward passes are two functions.
-    """
-    for eqn in compat.opened(jaxpr)[0].eqns:
-        if eqn.primitive is contraction_p:
-            if any(v.aval.dtype != eqn.params["run"] for v in eqn.invars[:2]):
-                return True
-        elif eqn.primitive.name == "jit" and _casts(eqn.params["jaxpr"]):
-            return True
-    return False
-
-
 # The parameters of the primitive that a contraction stands for, by name, sorted.
 Params = tuple[tuple[str, Any], ...]
 
 
-def _abstract(
-    *avals: ShapedArray, of: core.Primitive, params: Params, run: str, out: str
+def abstract(
+    *avals: ShapedArray, of: core.Primitive, params: Params, run: str, out: str, **_: object
 ) -> ShapedArray:
-    lhs, rhs, *rest = avals
-    low = [aval.update(dtype=np.dtype(run), weak_type=False) for aval in (lhs, rhs)]
+    """The type of a contraction's result."""
+    own = [low(aval, run) for aval in own_operands(avals, of)]
     made: ShapedArray
-    made, _ = of.abstract_eval(*low, *rest, **dict(params), preferred_element_type=np.dtype(out))
+    made, _ = of.abstract_eval(*own, **dict(params), preferred_element_type=np.dtype(out))
     return made
+
+
+def own_operands(operands: Sequence[T], of: core.Primitive) -> Sequence[T]:
+    """Those of the primitive itself: a product in 8 bits has scales behind them."""
+    return operands[:2] if of is lax.dot_general_p else operands
 
 
 def _jvp(
@@ -134,38 +126,35 @@ def _batch(
 
 
 compat.run_eagerly(contraction_p)
-contraction_p.def_abstract_eval(_abstract)
+contraction_p.def_abstract_eval(abstract)
 
 # A contraction is lowered as this primitive, which is the same in the platform's form.
 form_p: core.Primitive = core.Primitive("polymp_contraction_form")
-form_p.def_abstract_eval(_abstract)
+form_p.def_abstract_eval(abstract)
 
 ad.primitive_jvps[contraction_p] = _jvp
 ad.primitive_transposes[contraction_p] = _transpose
 batching.primitive_batchers[contraction_p] = _batch
 
-# What remat asks of a rule: the forward and the backward equation, whether the result is unknown
-# and whether the backward pass has it, and the variables to save.
-Halves = tuple[
-    core.JaxprEqn | None, core.JaxprEqn | None, Sequence[bool], Sequence[bool], list[core.Var]
-]
-
 
 def remat_rule(
-    saveable: Callable[..., compat.RematAnswer],
+    saveable: Callable[..., Any],
     unknown: Sequence[bool],
     kept: Sequence[bool],
     eqn: core.JaxprEqn,
-) -> Halves:
-    """Ask a rematerialisation policy about the primitive that an equation stands for."""
+) -> tuple[Any, ...]:
+    """Ask a rematerialisation policy about the primitive that an equation stands for.
+
+    Returns the forward and the backward equation, whether the result is unknown and whether the
+    backward pass has it, and the variables to save.
+    """
     missing = [
         x for x, has in zip(eqn.invars, kept, strict=True) if not has and not isinstance(x, Literal)
     ]
     if any(unknown):
         return None, eqn, [True], [True], missing
     of, run = eqn.params["of"], eqn.params["run"]
-    # A product in 8 bits has scales behind its two operands.
-    operands = eqn.invars[:2] if of is lax.dot_general_p else eqn.invars
+    operands = own_operands(eqn.invars, of)
     params = {**dict(eqn.params["params"]), "preferred_element_type": np.dtype(eqn.params["out"])}
     case = compat.remat_case(saveable(of, *(low(x.aval, run) for x in operands), **params))
     if case == "save":
@@ -191,8 +180,6 @@ _lower_form = mlir.lower_fun(form_p.bind, multiple_results=False)
 # Cached, the program of the first contraction would be copied for equal ones.
 mlir.register_lowering(contraction_p, _lower, cacheable=False)
 
-compat.lower_in_place(_casts)
-
 
 # Forms of one product: each binds JAX's own primitive as XLA runs it fast on some platform. All
 # compute the same: low operands, a sum in float32 and one rounding.
@@ -204,13 +191,17 @@ def result_as_asked(
     params: Params,
     run: str,
     out: str,
+    read: str = "",
     accumulator: str = "",
 ) -> jax.Array:
-    """Low operands, and the product's own result in the dtype asked for, or in another before."""
+    """Low operands, and the product's own result in the dtype asked for.
+
+    Or operands that are cast once more before, or a result in another dtype that is cast after.
+    """
     lhs, rhs, *rest = operands
+    low = (lax.convert_element_type(x, run) for x in (lhs, rhs))
     made = of.bind(
-        lax.convert_element_type(lhs, run),
-        lax.convert_element_type(rhs, run),
+        *(lax.convert_element_type(x, read or run) for x in low),
         *rest,
         **dict(params),
         preferred_element_type=np.dtype(accumulator or out),
@@ -224,48 +215,52 @@ def convolutions_low(*operands: jax.Array, of: core.Primitive, run: str, **how: 
     return result_as_asked(*operands, of=of, run=run, accumulator=low_result, **how)
 
 
-def widened(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
-) -> jax.Array:
+def widened(*operands: jax.Array, **how: Any) -> jax.Array:
     """Low operands, widened again for a float32 product: products of low values are exact in it."""
-    lhs, rhs, *rest = operands
-    wide = [
-        lax.convert_element_type(lax.convert_element_type(x, run), "float32") for x in (lhs, rhs)
-    ]
-    made = of.bind(*wide, *rest, **dict(params), preferred_element_type=np.dtype("float32"))
-    return lax.convert_element_type(made, out)
+    return result_as_asked(*operands, read="float32", accumulator="float32", **how)
 
 
 def row_by_row(
     *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
 ) -> jax.Array:
-    """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS."""
+    """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS.
+
+    The kernel takes a lhs of two rows or more that is contracted on its last dimensions, and both
+    operands row by row in memory. A unit dimension after a transpose makes one lie so; the rhs of
+    few rows is not copied for it. The barriers keep XLA from folding the transpose into the
+    product: it would then run a slower kernel, or have none and raise.
+    """
     if run != "bfloat16" or of.name != "dot_general":
         # XLA's CPU kernels for these take float32.
         return widened(*operands, of=of, params=params, run=run, out=out)
     own, (lhs, rhs) = dict(params), operands
     numbers, sharding = own["dimension_numbers"], own["out_sharding"]
-    rows, columns = free_sizes(lhs, rhs, numbers)
-    batched = numbers[1][0]
-    asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
-    if (rows <= _FEW or columns <= _THIN) and not (batched or asked):
-        return _of_few_rows(lhs, rhs, numbers, own["precision"], run, out)
-    # XLA on CPU has a fast kernel for low operands where the lhs is contracted on its last
-    # dimensions and both lie row by row in memory. A unit dimension after a transpose makes it lie
-    # so. The barriers keep XLA from folding the transpose into the product: it would then run a
-    # slower kernel, or have none and raise.
-    lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
     (lc, rc), (lb, rb) = numbers
     lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
-    at, after = len(lb), len(lb) + 1 + len(lf)  # where the unit dimensions come out
-    lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), (at,))
-    rhs = lax.expand_dims(rhs, (0,))
-    lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))
-    dims = (
-        (tuple(range(after, lhs.ndim)), tuple(d + 1 for d in rc)),
-        (tuple(range(at)), tuple(d + 1 for d in rb)),
-    )
-    if sharding is not None:
+    rows, columns = free_sizes(lhs, rhs, numbers)
+    asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+    few = (rows <= _FEW or columns <= _THIN) and not (lb or asked)
+    if few and columns <= _THIN and columns < rows:
+        turned = tuple({**own, "dimension_numbers": ((rc, lc), (rb, lb))}.items())
+        made = row_by_row(rhs, lhs, of=of, params=turned, run=run, out=out)
+        rf = made.ndim - len(lf)
+        return lax.transpose(made, (*range(rf, made.ndim), *range(rf)))
+    lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
+    lhs = lax.transpose(lhs, (*lb, *lf, *lc))
+    single = few and rows == 1
+    if single:  # it gets a row of zeros beside it
+        lhs = lax.reshape(lhs, (1, *lhs.shape[len(lf) :]))
+        lhs = lax.pad(lhs, np.zeros((), lhs.dtype), [(0, 1, 0), *[(0, 0, 0)] * len(lc)])
+    at = len(lb)  # where the unit dimensions come out, first that of the lhs
+    lhs = lax.expand_dims(lhs, (at,))
+    after = lhs.ndim - len(lc)
+    if few:
+        lhs, units = lax.optimization_barrier(lhs), [at]
+    else:
+        rhs, units = lax.expand_dims(rhs, (0,)), [at, after]
+        lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))
+        rc, rb = (tuple(d + 1 for d in dims) for dims in (rc, rb))
+    if sharding is not None and not few:
         spec = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
         spec = [*spec[:at], None, *spec[at : after - 1], None, *spec[after - 1 :]]
         spec = spec[: after + rhs.ndim - len(rc) - len(rb)]
@@ -273,13 +268,15 @@ def row_by_row(
     made = lax.dot_general(
         lhs,
         rhs,
-        dims,
+        ((tuple(range(after, lhs.ndim)), rc), (tuple(range(at)), rb)),
         precision=own["precision"],
         preferred_element_type=np.dtype("float32"),
-        out_sharding=sharding,
+        out_sharding=None if few else sharding,
     )
+    if single:
+        made = lax.reshape(made[:, :1], (*[1] * (1 + len(lf)), *made.shape[2:]))
     made = lax.optimization_barrier(made) if out == "float32" else made
-    return lax.convert_element_type(lax.squeeze(made, (at, after)), out)
+    return lax.convert_element_type(lax.squeeze(made, units), out)
 
 
 # Up to so many rows, to copy the other operand costs as much as to multiply by it. Measured at 1 to
@@ -300,46 +297,6 @@ def free_sizes(
         sizes.append(size if isinstance(size, int) else inf)
     rows, columns = sizes
     return rows, columns
-
-
-def _of_few_rows(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike,
-    run: str,
-    out: str,
-) -> jax.Array:
-    """The product of few rows, without the copy that the general form makes of the other operand.
-
-    XLA on CPU has the fast kernel from two rows on: a single row gets a row of zeros beside it.
-    """
-    (lc, rc), _ = numbers
-    rows, columns = free_sizes(lhs, rhs, numbers)
-    lf = [d for d in range(lhs.ndim) if d not in lc]
-    if columns <= _THIN and columns < rows:
-        turned = _of_few_rows(rhs, lhs, ((rc, lc), ((), ())), precision, run, out)
-        rf = turned.ndim - len(lf)
-        return lax.transpose(turned, (*range(rf, turned.ndim), *range(rf)))
-    few, other = (lax.convert_element_type(x, run) for x in (lhs, rhs))
-    shape = [lhs.shape[d] for d in lf]
-    few = lax.transpose(few, (*lf, *lc))
-    if rows == 1:
-        few = lax.reshape(few, (1, *few.shape[len(lf) :]))
-        zero = np.zeros((), few.dtype)
-        few = lax.pad(few, zero, [(0, 1, 0), *[(0, 0, 0)] * len(lc)])
-    few = lax.optimization_barrier(lax.expand_dims(few, (0,)))
-    made = lax.dot_general(
-        few,
-        other,
-        ((tuple(range(few.ndim - len(lc), few.ndim)), rc), ((), ())),
-        precision=precision,
-        preferred_element_type=np.dtype("float32"),
-    )
-    if rows == 1:
-        made = lax.reshape(made[:, :1], (1, *shape, *made.shape[2:]))
-    made = lax.optimization_barrier(made) if out == "float32" else made
-    return lax.convert_element_type(lax.squeeze(made, (0,)), out)
 
 
 def widened_or_few(
@@ -394,14 +351,12 @@ _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 #             to three times as slow: so it rounds its result, a parameter's gradient too.
 #             Source: XLA, xla/service/gpu/gpu_float_support.cc, SupportsMixedPrecisions.
 # rocm, tpu   by reasoning, not measured.
-FORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
-    {
-        "cpu": of_this_processor,
-        "cuda": convolutions_low,
-        "rocm": convolutions_low,
-        "tpu": result_as_asked,
-    }
-)
+FORMS: Mapping[str, Callable[..., object]] = {
+    "cpu": of_this_processor,
+    "cuda": convolutions_low,
+    "rocm": convolutions_low,
+    "tpu": result_as_asked,
+}
 
 
 def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
@@ -426,9 +381,6 @@ lower_as(result_as_asked)
 for _platform, _form in FORMS.items():
     lower_as(_form, _platform)
 
-# Makes a product of ours from JAX's primitive, its operands and its parameters.
-Product = Callable[..., jax.Array]
-
 
 def low(x: Any, run: str) -> ShapedArray:
     """A type, or that of an array, in a low dtype if it is one of floats."""
@@ -452,12 +404,7 @@ def transposed(
 
     def program(ct: jax.Array, *rest: jax.Array) -> jax.Array:
         def linear(x: jax.Array) -> jax.Array:
-            operands = list(rest)
-            operands.insert(moving, x)
-            result: jax.Array = of.bind(
-                *operands, **dict(params), preferred_element_type=np.dtype(run)
-            )
-            return result
+            return _plain(of, params, run)(*rest[:moving], x, *rest[moving:])
 
         out: jax.Array
         (out,) = jax.linear_transpose(linear, aval)(ct)
@@ -471,18 +418,21 @@ def batched(
     of: core.Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
 ) -> ClosedProgram:
     """The plain primitive over a batch, which comes out in front."""
+    return jax.make_jaxpr(jax.vmap(_plain(of, params, run), dims))(*avals)
 
-    def program(*operands: jax.Array) -> jax.Array:
-        result: jax.Array = of.bind(*operands, **dict(params), preferred_element_type=np.dtype(run))
-        return result
 
-    return jax.make_jaxpr(jax.vmap(program, dims))(*avals)
+def _plain(of: core.Primitive, params: Params, run: str) -> Callable[..., jax.Array]:
+    """A product as JAX has it, all in one dtype."""
+    return partial(of.bind, **dict(params), preferred_element_type=np.dtype(run))
 
 
 def with_products(
-    closed: ClosedProgram, args: Sequence[Any], product: Product, out: str
+    closed: ClosedProgram, args: Sequence[Any], product: Callable[..., jax.Array], out: str
 ) -> jax.Array:
-    """The result of a program of one dtype, with each product in it replaced by one of ours."""
+    """The result of a program of one dtype, with each product in it replaced by one of ours.
+
+    `product` makes it from JAX's primitive, its operands and its parameters.
+    """
     eqns = compat.opened(closed)[0].eqns
     turned = set()  # results of products that were made the other way round
 

@@ -9,9 +9,10 @@ is then bound again with the rewritten body and everything else as it was. Consi
     jit, remat, shard_map   outputs have the dtypes they come out in
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -20,54 +21,49 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.evaluate import bind, closed, run
-from polymp.backends.jax.autocast.frame import Frame, Inside, Plan, Planned, Step, ValueFacts, fits
+from polymp.backends.jax.autocast.frame import (
+    Emit,
+    Frame,
+    Inside,
+    Plan,
+    Planned,
+    Planner,
+    Step,
+    ValueFacts,
+    fits,
+)
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import fixed_point, inside, with_programs
 from polymp.dtypes import widest
 from polymp.rules.policy import Region
 
 
-class _Rebound(Inside):
-    """A primitive that holds closed programs: it gets the rewritten ones."""
-
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        return bind(step, values, **with_programs(step.eqn, list(map(closed, self.plans))))
+def rebound(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
+    """The results of a primitive that holds closed programs: it gets the rewritten ones."""
+    return bind(step, values, **with_programs(step.eqn, list(map(closed, plans))))
 
 
 # jit and remat: a call, and one whose body is computed again
 
 
-def plan_jit(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """A jitted function."""
-    program = eqn.params["jaxpr"]
-    if not compat.only_arrays(program):
-        return _as_written(frame, eqn)
-    return _called(frame, eqn, program, region, _Rebound)
-
-
-def plan_remat(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """A function whose values are computed again for its derivative."""
-    return _called(frame, eqn, compat.close(eqn.params["jaxpr"]), region, _Remat)
-
-
-def _called(
-    frame: Frame, eqn: Equation, program: ClosedProgram, region: Region, kind: type[Inside]
-) -> Planned:
-    plan = frame.planner.plan(program, map(frame.known, eqn.invars), region, keep=True)
+def plan_call(frame: Frame, eqn: Equation, region: Region, emit: Emit = rebound) -> Planned:
+    """A jitted function, or one whose values are computed again for its derivative."""
+    (program,) = inside(eqn)
+    plan = frame.planner.plan(program.closed, map(frame.known, eqn.invars), region, keep=True)
     outs = list(plan.outs)
     frame.casts |= "float32" in plan.reads
     reads, writes = [None] * len(eqn.invars), [k.dtype for k in outs]
-    return frame.step(eqn, reads, writes, inside=kind((plan,))), outs
+    return frame.step(eqn, reads, writes, inside=Inside((plan,), emit)), outs
 
 
-class _Remat(Inside):
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        (plan,) = self.plans
-        if plan.as_written:
-            return bind(step, values)
-        jaxpr, consts = compat.lifted(closed(plan))
-        return bind(step, [*consts, *values], jaxpr=jaxpr)
+def remat(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
+    """The results of a function that is computed again, with constants as operands."""
+    (plan,) = plans
+    if plan.as_written:
+        return bind(step, values)
+    jaxpr, consts = compat.lifted(closed(plan))
+    return bind(step, [*consts, *values], jaxpr=jaxpr)
 
 
 # scan and while: loops
@@ -75,9 +71,7 @@ class _Remat(Inside):
 
 def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A scan or a while loop."""
-    body, *tests = programs = inside(eqn)
-    if not all(compat.only_arrays(program.closed) for program in programs):
-        return _as_written(frame, eqn)
+    body, *tests = inside(eqn)
     known = list(map(frame.known, eqn.invars))
     fixed, start, over = body.split(known)
     rows = [k._replace(product=False) for k in over]
@@ -96,9 +90,8 @@ def plan_loop(frame: Frame, eqn: Equation, region: Region) -> Planned:
     for at, dtype in zip(body.carried, carry, strict=True):
         reads[at], known[at] = dtype, ValueFacts(dtype)
     tested = (frame.planner.plan(t.closed, t.of(known), region, keep=True) for t in tests)
-    plans = [plan, *tested]
-    step = frame.step(eqn, reads, [k.dtype for k in outs], inside=_Rebound(tuple(plans)))
-    return step, outs
+    whole = Inside((plan, *tested), rebound)
+    return frame.step(eqn, reads, [k.dtype for k in outs], inside=whole), outs
 
 
 def _join(have: str | None, out: str | None) -> str | None:
@@ -112,13 +105,11 @@ def plan_cond(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A choice between programs."""
     known = list(map(frame.known, eqn.invars))
     branches = [(branch.closed, branch.of(known), region) for branch in inside(eqn)]
-    if not all(compat.only_arrays(branch) for branch, _, _ in branches):
-        return _as_written(frame, eqn)
     free = [frame.planner.plan(*branch, keep=True) for branch in branches]
     dtypes = [_meet(outs) for outs in zip(*(plan.outs for plan in free), strict=True)]
     plans = tuple(frame.planner.plan(*branch, dtypes, keep=True) for branch in branches)
     outs = [ValueFacts(f) for f in dtypes]
-    return frame.step(eqn, [None] * len(known), dtypes, inside=_Rebound(plans)), outs
+    return frame.step(eqn, [None] * len(known), dtypes, inside=Inside(plans, rebound)), outs
 
 
 def _meet(outs: Sequence[ValueFacts]) -> str | None:
@@ -136,39 +127,38 @@ def _meet(outs: Sequence[ValueFacts]) -> str | None:
 
 def plan_shard_map(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A program on many devices."""
+    return _apart(frame, eqn, region, lambda _: _mapped, keep=True)
+
+
+def _apart(
+    frame: Frame,
+    eqn: Equation,
+    region: Region,
+    emitter: Callable[[Plan], Emit],
+    keep: bool = False,
+) -> Planned:
+    """A program that is planned apart: of numbers around it nothing is known in it."""
     (program,) = inside(eqn)
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
-    plan = frame.planner.plan(program.closed, known, region, keep=True)
+    plan = frame.planner.plan(program.closed, known, region, keep=keep)
     outs = [ValueFacts(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
-    return frame.step(eqn, reads, writes, inside=_Mapped((plan,))), outs
+    return frame.step(eqn, reads, writes, inside=Inside((plan,), emitter(plan))), outs
 
 
-class _Mapped(Inside):
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        (plan,) = self.plans
-        params = step.params
-        if plan.as_written:
-            return bind(step, values)
-        mapped: Callable[..., Sequence[object]] = jax.shard_map(
-            lambda *args: tuple(run(plan, args)),
-            mesh=params["mesh"],
-            in_specs=params["in_specs"],
-            out_specs=params["out_specs"],
-            axis_names=params["newly_manual_axes"],
-            check_vma=params["check_vma"],
-        )
-        return mapped(*values)
-
-
-def _as_written(frame: Frame, eqn: Equation) -> Planned:
-    """For a body that takes references or tokens, whose types no cast can follow."""
-    frame.planner.warn(
-        eqn.primitive.name,
-        "polymp.jax.autocast leaves this {!r} as it is written: its body takes references or "
-        "tokens, whose types no cast can follow.",
+def _mapped(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
+    (plan,), params = plans, step.params
+    if plan.as_written:
+        return bind(step, values)
+    mapped: Callable[..., Sequence[object]] = jax.shard_map(
+        lambda *args: tuple(run(plan, args)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
     )
-    return frame.as_written(eqn)
+    return mapped(*values)
 
 
 # Functions with derivative rules of their own: rewritten, and given rewritten rules.
@@ -181,55 +171,9 @@ def _as_written(frame: Frame, eqn: Equation) -> Planned:
 T = TypeVar("T")
 
 
-def planned(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -> Planned:
+def plan_ruled(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -> Planned:
     """Plan a call of such a function, with the rules of its kind."""
-    known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
-    plan = frame.planner.plan(eqn.params["call_jaxpr"], known, region)
-    outs = [ValueFacts(k.dtype, product=k.product) for k in plan.outs]
-    reads, writes = [None] * len(known), [k.dtype for k in outs]
-    return frame.step(eqn, reads, writes, inside=rules(frame, eqn, plan)), outs
-
-
-class Rules(Inside):
-    """The derivative rules of one equation, in the dtypes of the plan of what it calls."""
-
-    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
-        super().__init__((plan,))
-        self.planner = frame.planner
-        self.eqn = eqn
-        self.floats: list[bool] = [is_inexact(var.aval) for var in eqn.invars]
-        self.float_outs: list[bool] = [is_inexact(var.aval) for var in eqn.outvars]
-        self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
-        self.num_consts: int = eqn.params.get("num_consts", 0)
-        self.name: str = compat.function_name(plan.jaxpr)
-
-    @property
-    def plan(self) -> Plan:
-        return self.plans[0]
-
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        if self.plan.as_written and not self.plan.region.enabled:
-            return bind(step, values)
-        return self.call(values)
-
-    def original(self, *args: jax.Array) -> Sequence[jax.Array]:
-        """The equation as a function, at its declared dtypes."""
-        primitive = self.eqn.primitive
-        outs: Sequence[jax.Array] = primitive.bind(
-            *args, **primitive.get_bind_params(self.eqn.params)
-        )
-        return outs
-
-    def trace(self, function: Callable[..., object], *args: object) -> ClosedProgram:
-        """The closed jaxpr of a rule, traced where the call was."""
-        with regions.AMBIENT(self.plan.region):
-            return jax.make_jaxpr(function)(*args)
-
-    def primal(self, *args: object) -> tuple[object, ...]:
-        return tuple(run(self.plan, args))
-
-    def call(self, values: Sequence[object]) -> Sequence[object]:
-        raise NotImplementedError
+    return _apart(frame, eqn, region, lambda plan: rules(frame.planner, eqn, plan).emit)
 
 
 class Half(NamedTuple):
@@ -238,9 +182,43 @@ class Half(NamedTuple):
     plan: Plan  # of what is computed
     # Which float results have a tangent, or which differentiated arguments a gradient; the others
     # have symbolic zeros.
-    moves: tuple[bool, ...] = ()
+    moves: Sequence[bool] = ()
     # Of the forward half, the structure of what is saved.
     tree: jax.tree_util.PyTreeDef | None = None
+
+
+class Rules:
+    """The derivative rules of one equation, in the dtypes of the plan of what it calls."""
+
+    def __init__(self, planner: Planner, eqn: Equation, plan: Plan) -> None:
+        self.planner, self.eqn, self.plan = planner, eqn, plan
+        self.floats: list[bool] = [is_inexact(var.aval) for var in eqn.invars]
+        self.float_outs: list[bool] = [is_inexact(var.aval) for var in eqn.outvars]
+        self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
+
+    def emit(self, _: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
+        if self.plan.as_written and not self.plan.region.enabled:
+            return bind(step, values)
+        return self.call(values)
+
+    def call(self, values: Sequence[object]) -> Sequence[object]:
+        raise NotImplementedError
+
+    def original(self, *args: jax.Array) -> Sequence[jax.Array]:
+        """The equation as a function, at its declared dtypes."""
+        return compat.put(self.eqn.primitive, args, self.eqn.params)
+
+    def trace(self, function: Callable[..., object], *args: object) -> ClosedProgram:
+        """The closed jaxpr of a rule, traced where the call was."""
+        with regions.AMBIENT(self.plan.region):
+            return jax.make_jaxpr(function)(*args)
+
+    def primal(self, *consts: object) -> Callable[..., tuple[object, ...]]:
+        """The call as a function of all but its first arguments."""
+        called: Callable[..., tuple[object, ...]] = compat.traced_as(
+            lambda *args: tuple(run(self.plan, [*consts, *args])), self.plan.jaxpr
+        )
+        return called
 
 
 FUNCTIONS.border(Rules.trace)
@@ -255,25 +233,10 @@ def moving_of(tangents: Sequence[object], floats: Sequence[bool]) -> tuple[bool,
     )
 
 
-def where(values: Sequence[T], keep: Sequence[bool]) -> list[T]:
-    """The values at the places that are kept."""
-    return [value for value, kept in zip(values, keep, strict=True) if kept]
-
-
-def filled(values: Sequence[T], places: Sequence[bool]) -> list[T | None]:
+def filled(values: Iterable[T], places: Sequence[bool]) -> list[T | None]:
     """The values in their places, and None in the others."""
     left = iter(values)
     return [next(left) if place else None for place in places]
-
-
-def named(function: Callable[..., T], name: str, of: ClosedProgram) -> Callable[..., T]:
-    """The function under a name, and traced as one that was written where a jaxpr's was."""
-
-    def call(*args: object) -> T:
-        return function(*args)
-
-    call.__name__ = call.__qualname__ = name
-    return compat.traced_as(call, of)
 
 
 class Forward(Rules):
@@ -283,11 +246,11 @@ class Forward(Rules):
     choice.
     """
 
-    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
-        super().__init__(frame, eqn, plan)
-        self.halves: Callable[..., Half] = cache(self.planned)
+    def __init__(self, planner: Planner, eqn: Equation, plan: Plan) -> None:
+        super().__init__(planner, eqn, plan)
+        self.half: Callable[..., Half] = cache(self.planned)
         # One object, so that JAX's caches know it again.
-        self.function = jax.custom_jvp(named(self.primal, self.name, plan.jaxpr))
+        self.function = jax.custom_jvp(self.primal())
         self.function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
 
     def call(self, values: Sequence[object]) -> Sequence[object]:
@@ -298,9 +261,8 @@ class Forward(Rules):
         self, primals: Sequence[object], tangents: Sequence[object]
     ) -> tuple[tuple[object, ...], tuple[object, ...]]:
         moving = moving_of(tangents, self.floats)
-        half = self.halves(moving)
-        flat = run(half.plan, [*primals, *where(tangents, moving)])
-        count = len(self.plan.outs)
+        half, count = self.half(moving), len(self.plan.outs)
+        flat = run(half.plan, [*primals, *compress(tangents, moving)])
         left, moves = iter(flat[count:]), iter(half.moves)
         tangents = [
             next(left) if is_float and next(moves) else compat.symbolic_zero(out)
@@ -317,18 +279,17 @@ class Forward(Rules):
             primals: list[jax.Array], given: list[jax.Array]
         ) -> tuple[Sequence[jax.Array], list[jax.Array | None]]:
             outs, tangents = compat.jvp(self.original, primals, filled(given, moving))
-            tangents = where(tangents, self.float_outs)
+            tangents = [*compress(tangents, self.float_outs)]
             moves.extend(tangent is not None for tangent in tangents)
-            return outs, where(tangents, moves)
+            return outs, [*compress(tangents, moves)]
 
-        jaxpr = self.trace(pair, avals, where(avals, moving))
-        known = list(self.plan.known)
+        jaxpr = self.trace(pair, avals, [*compress(avals, moving)])
         # A parameter's tangent counts as one, so that its cotangent is not rounded either.
-        given = [k._replace(product=False) for k in where(known, moving)]
+        tangents = [k._replace(product=False) for k in compress(self.plan.known, moving)]
         outs = [k.dtype for k in self.plan.outs]
-        results = [*outs, *where(where(outs, self.float_outs), moves)]
-        plan = self.planner.plan(jaxpr, [*known, *given], self.plan.region, results)
-        return Half(plan, tuple(moves))
+        results = [*outs, *compress(compress(outs, self.float_outs), moves)]
+        known = [*self.plan.known, *tangents]
+        return Half(self.planner.plan(jaxpr, known, self.plan.region, results), moves)
 
 
 class Reverse(Rules):
@@ -339,23 +300,21 @@ class Reverse(Rules):
     cotangent, and gets a plan for each such choice.
     """
 
-    def __init__(self, frame: Frame, eqn: Equation, plan: Plan) -> None:
-        super().__init__(frame, eqn, plan)
+    def __init__(self, planner: Planner, eqn: Equation, plan: Plan) -> None:
+        super().__init__(planner, eqn, plan)
+        self.skip: int = eqn.params.get("num_consts", 0)
         self.forward: Callable[..., Half] = cache(self.planned_forward)
         self.backward: Callable[..., Half] = cache(self.planned_backward)
-        self.whole = None if self.num_consts else self.function(())
+        self.whole = None if self.skip else self.function(())
 
     def call(self, values: Sequence[object]) -> Sequence[object]:
-        consts, args = values[: self.num_consts], values[self.num_consts :]
+        consts, args = values[: self.skip], values[self.skip :]
         outs: Sequence[object] = (self.whole or self.function(consts))(*args)
         return outs
 
     def function(self, consts: Sequence[object]) -> Callable[..., Sequence[object]]:
         count = len(self.plan.outs)
-        floats = tuple(self.floats[self.num_consts :])
-
-        def primal(*args: object) -> tuple[object, ...]:
-            return self.primal(*consts, *args)
+        floats = tuple(self.floats[self.skip :])
 
         def forward(*args: Any) -> tuple[tuple[object, ...], _Residuals]:
             moving = floats
@@ -368,37 +327,34 @@ class Reverse(Rules):
         def backward(saved: _Residuals, cotangents: Sequence[object]) -> tuple[object, ...]:
             coming = moving_of(cotangents, self.float_outs)
             half = self.backward(saved.moving, coming)
-            grads = iter(run(half.plan, [*saved.values, *where(cotangents, coming)]))
+            grads = iter(run(half.plan, [*saved.values, *compress(cotangents, coming)]))
             moves = iter(half.moves)
             return tuple(next(grads) if moving and next(moves) else None for moving in saved.moving)
 
-        function = jax.custom_vjp(named(primal, self.name, self.plan.jaxpr))
+        function = jax.custom_vjp(self.primal(*consts))
         function.defvjp(forward, backward, symbolic_zeros=self.symbolic_zeros)
         return function
 
     def planned_forward(self, moving: tuple[bool, ...]) -> Half:
         """The forward half, when these arguments are differentiated."""
-        count = len(self.plan.outs)
-        skip = self.num_consts
         trees: list[jax.tree_util.PyTreeDef] = []
 
         def forward(*args: jax.Array) -> tuple[Sequence[jax.Array], list[jax.Array]]:
-            consts, args = args[:skip], args[skip:]
+            consts, args = args[: self.skip], args[self.skip :]
 
             def of_moving(*values: jax.Array) -> Sequence[jax.Array]:
                 left = iter(values)
                 pairs = zip(args, moving, strict=True)
                 return self.original(*consts, *(next(left) if moves else a for a, moves in pairs))
 
-            outs, pull = jax.vjp(of_moving, *where(args, moving))
+            outs, pull = jax.vjp(of_moving, *compress(args, moving))
             residuals, tree = jax.tree.flatten(pull)
             trees.append(tree)
             return outs, residuals
 
         jaxpr = self.trace(forward, *(var.aval for var in self.eqn.invars))
         dtypes = [k.dtype for k in self.plan.outs]
-        saved_count = len(compat.opened(jaxpr)[0].outvars) - count
-        results = [*dtypes, *[None] * saved_count]
+        results = [*dtypes, *[None] * (len(jaxpr.jaxpr.outvars) - len(dtypes))]
         plan = self.planner.plan(jaxpr, self.plan.known, self.plan.region, results)
         return Half(plan, tree=trees[0])
 
@@ -406,8 +362,8 @@ class Reverse(Rules):
         """The backward half, when these arguments are differentiated and these cotangents come."""
         first = self.forward(moving)
         count = len(self.plan.outs)
-        saved = [var.aval for var in compat.opened(first.plan.jaxpr)[0].outvars[count:]]
-        avals = where([var.aval for var in self.eqn.invars[self.num_consts :]], moving)
+        saved = [var.aval for var in first.plan.jaxpr.jaxpr.outvars[count:]]
+        avals = [*compress((var.aval for var in self.eqn.invars[self.skip :]), moving)]
         results = [var.aval for var in self.eqn.outvars]
         moves: list[bool] = []
 
@@ -417,16 +373,15 @@ class Reverse(Rules):
             pull = jax.tree.unflatten(first.tree, residuals)
             grads = compat.pulled(pull, avals, results, filled(cotangents, coming))
             moves.extend(grad is not None for grad in grads)
-            return where(grads, moves)
+            return [*compress(grads, moves)]
 
-        jaxpr = self.trace(backward, saved, where(results, coming))
+        jaxpr = self.trace(backward, saved, [*compress(results, coming)])
         known = [k._replace(numbers=()) for k in first.plan.outs[count:]]
-        known += [ValueFacts(k.dtype) for k in where(self.plan.outs, coming)]
-        dtypes = [k.dtype for k in where(self.plan.known[self.num_consts :], moving)]
-        plan = self.planner.plan(
-            jaxpr, known, self.plan.region, where(dtypes, moves), gradients=True
-        )
-        return Half(plan, tuple(moves))
+        known += [ValueFacts(k.dtype) for k in compress(self.plan.outs, coming)]
+        of_moving = compress(self.plan.known[self.skip :], moving)
+        dtypes = [k.dtype for k in compress(of_moving, moves)]
+        plan = self.planner.plan(jaxpr, known, self.plan.region, dtypes, gradients=True)
+        return Half(plan, moves)
 
 
 @jax.tree_util.register_dataclass

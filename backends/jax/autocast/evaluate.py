@@ -21,9 +21,10 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import fp8_contraction
 from polymp.backends.jax.autocast.contraction import contract
-from polymp.backends.jax.autocast.fp8_operands import Quantised, Shared, quantised_once
+from polymp.backends.jax.autocast.fp8_contraction import In8Bits, Shared, quantised_once
 from polymp.backends.jax.autocast.frame import Cast, Kind, Operand, Plan, Step, declared
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, OpenProgram
+from polymp.backends.jax.compat import Atom, ClosedProgram, OpenProgram
+from polymp.backends.jax.jaxprs import last_reads
 from polymp.fp8 import WEIGHT
 from polymp.rules import decision_log
 
@@ -47,53 +48,54 @@ def collector_paused() -> Iterator[None]:
 def run(plan: Plan, args: Sequence[object]) -> list[object]:
     """The outputs of a planned program, in the dtypes of `plan.outs`."""
     env: dict[Atom, Any] = {}
-    casts: dict[tuple[Atom, str], object] = {}
+    made: dict[Atom, dict[object, Any]] = {}  # by value, its casts by dtype, and its 8-bit forms
     constvars, invars = compat.binders(plan.jaxpr)
-    env.update(zip(constvars, plan.consts, strict=True))
+    env.update(zip(constvars, plan.jaxpr.consts, strict=True))
     env.update(zip(invars, args, strict=True))
-    made_in_8_bits: dict[_Form, Quantised] = {}
-    several = _several(plan)
+    shared = _shared(plan)
     record = decision_log.current()
 
     def read(operand: Operand) -> object:
         if type(operand) is not Cast:
             return operand.val if type(operand) is Literal else env[operand]
-        atom, dtype, shared, value, _ = operand
+        atom, dtype, once, value, _ = operand
         if value is not None:
             return lax.full_like(env[atom], value, value.dtype) if atom.aval.shape else value
-        if not shared:
+        if not once:
             return cast(env[atom], dtype)
-        key = (atom, dtype)
-        if key not in casts:
-            casts[key] = cast(env[atom], dtype)
+        casts = made.setdefault(atom, {})
+        if dtype not in casts:
+            casts[dtype] = cast(env[atom], dtype)
         elif record is not None:
             record.spared(step, "shared")
-        return casts[key]
+        return casts[dtype]
 
     outer, here = source_info_util.current_name_stack(), compat.equation_context()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
-    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.consts, *args))
-    drops = [()] * len(plan.steps) if traced else plan.drops
-    for step, drop in zip(plan.steps, drops, strict=True):
+    traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.jaxpr.consts, *args))
+    reads = (step.eqn.invars for step in plan.steps)
+    last = {} if traced else last_reads([*reads, plan.jaxpr.jaxpr.outvars])
+    for at, step in enumerate(plan.steps):
         eqn = step.eqn
-        place = source_info_util.user_context(
+        source = source_info_util.user_context(
             eqn.source_info.traceback, name_stack=outer + step.stack
         )
-        with place, nullcontext() if eqn.ctx is here else eqn.ctx.manager:
-            values = [read(o) for o in step.operands]
-            if step.in_8_bits is not None:
-                values = _shared(step, values, several, made_in_8_bits)
+        with source, nullcontext() if eqn.ctx is here else eqn.ctx.manager:
+            values: list[Any] = [read(o) for o in step.operands]
+            for place, form in shared[at]:
+                forms = made.setdefault(form.atom, {})
+                if form not in forms:
+                    forms[form] = quantised_once(values[place], *form[1:], differentiated=False)
+                values[place] = Shared(values[place], forms[form])
             outs = _step(step, values)
         if record is not None and step.kind is Kind.CAST:
             if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
                 record.spared(step, "cancelled")
         env.update(zip(eqn.outvars, outs, strict=True))
-        for var in drop:
-            env.pop(var, None)
-            for form in [form for form in made_in_8_bits if form.atom is var]:
-                del made_in_8_bits[form]
-            for dtype in _DTYPES if casts else ():
-                casts.pop((var, dtype), None)
+        for atom in eqn.invars if last else ():
+            if type(atom) is not Literal and last[atom] == at:
+                env.pop(atom, None)
+                made.pop(atom, None)
     return list(map(read, plan.results))
 
 
@@ -124,7 +126,7 @@ def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
             outs = [_contracted(step, *values)]
         case Kind.INSIDE:
             assert step.inside is not None
-            outs = step.inside.emit(step, values)
+            outs = step.inside.emit(step.inside.plans, step, values)
     if step.returns is None:
         return outs
     return [
@@ -218,11 +220,8 @@ class _Form(NamedTuple):
     axes: tuple[int, ...]
 
 
-def _forms(step: Step) -> Iterator[tuple[int, _Form]]:
-    """The operands of a step that are saved in 8 bits, by their places."""
-    how = step.in_8_bits
-    if how is None:
-        return
+def _forms(step: Step, how: In8Bits) -> Iterator[tuple[int, _Form]]:
+    """The operands of a product that are saved in 8 bits, by their places."""
     for at, operand in enumerate(step.operands):
         part, other = how.both[at], how.both[1 - at]
         high = how.rules.weight_gradient_high and other.role == WEIGHT
@@ -232,22 +231,12 @@ def _forms(step: Step) -> Iterator[tuple[int, _Form]]:
         yield at, _Form(operand, how.recipe, part.role, axes)
 
 
-def _several(plan: Plan) -> frozenset[_Form]:
-    """The operands that several products of a program take in 8 bits."""
-    if "several" not in plan.cache:
-        counts = Counter(form for step in plan.steps for _, form in _forms(step))
-        plan.cache["several"] = frozenset(form for form, count in counts.items() if count > 1)
-    found: frozenset[_Form] = plan.cache["several"]
+def _shared(plan: Plan) -> list[list[tuple[int, _Form]]]:
+    """For each step, its operands in 8 bits that other products of the program take, too."""
+    if "shared" not in plan.cache:
+        hows = ((step, step.in_8_bits) for step in plan.steps)
+        forms = [[*_forms(step, how)] if how else [] for step, how in hows]
+        counts = Counter(form for several in forms for _, form in several)
+        plan.cache["shared"] = [[x for x in some if counts[x[1]] > 1] for some in forms]
+    found: list[list[tuple[int, _Form]]] = plan.cache["shared"]
     return found
-
-
-def _shared(
-    step: Step, values: list[Any], several: frozenset[_Form], made: dict[_Form, Quantised]
-) -> list[Any]:
-    """The operands of a product in 8 bits, with what other products take of them, too."""
-    for at, form in _forms(step):
-        if form in several:
-            if form not in made:
-                made[form] = quantised_once(values[at], *form[1:], differentiated=False)
-            values[at] = Shared(values[at], made[form])
-    return values

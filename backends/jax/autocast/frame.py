@@ -4,21 +4,22 @@ A handler takes a frame, an equation and its region, and returns the step that t
 and what is known of its results. `planner` has the table of handlers.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from functools import cache, cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, SupportsFloat, final
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, SupportsFloat, final
 
 import jax
 import jax.extend.core as core
 import numpy as np
-from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.fp8_operands import In8Bits
+from polymp.backends.jax.autocast.fp8_contraction import In8Bits
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
-from polymp.backends.jax.compat.programs import (
+from polymp.backends.jax.compat import (
     Atom,
     ClosedProgram,
     Equation,
@@ -28,8 +29,9 @@ from polymp.backends.jax.compat.programs import (
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, Policy, Region
-from polymp.rules.row import Rule
+from polymp.rules.policy import Decision, Region
+from polymp.rules.row import Row, Rule
+from polymp.rules.vocabulary import vocabulary
 
 
 @final
@@ -138,7 +140,6 @@ class Plan:
     """A planned program."""
 
     jaxpr: ClosedProgram  # the program as traced
-    consts: Sequence[object]  # the values of its constants
     known: tuple[ValueFacts, ...]  # of its inputs
     region: Region  # that holds where no mark says otherwise
     steps: list[Step]  # in the order of the equations
@@ -150,48 +151,49 @@ class Plan:
     # What emission keeps for this plan, such as its rewritten jaxpr.
     cache: dict[Hashable, Any] = field(default_factory=dict)
 
-    @cached_property
-    def drops(self) -> list[list[Atom]]:
-        """For each step, the variables that no later one reads."""
-        results = self.jaxpr.jaxpr.outvars
-        kept = {atom for atom in results if not isinstance(atom, Literal)}
-        drops = []
-        for step in reversed(self.steps):
-            atoms = step.eqn.invars
-            last = [a for a in atoms if not isinstance(a, Literal) and a not in kept]
-            kept.update(last)
-            drops.append(last)
-        return drops[::-1]
+
+# Makes the results of a step with programs inside, from their plans and the values of its operands.
+Emit = Callable[[Sequence[Plan], Step, Sequence[object]], Sequence[object]]
 
 
-@dataclass(eq=False)
-class Inside:
+class Inside(NamedTuple):
     """The programs inside an equation, as they are planned, and how it is put back around them."""
 
-    plans: "tuple[Plan, ...]"  # of the programs, in the order of `jaxprs.inside`
-
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        """The results of the step for the values of its operands."""
-        raise NotImplementedError
-
-    def passed_on(self) -> Sequence[int]:
-        """The outputs of the programs that are the step's results as they come."""
-        return range(len(self.plans[0].outs))
-
-    def rounds(self) -> Mapping[int, str]:
-        """The outputs of the programs that the step casts, each with the dtype."""
-        return {}
-
-    def lowered(self, plans: "tuple[Plan, ...]", lows: Sequence[str | None]) -> Self:
-        """The same where some operands come low."""
-        return replace(self, plans=plans)
+    plans: Sequence[Plan]  # of the programs, in the order of `jaxprs.inside`
+    emit: Emit
 
 
-class Plans(Protocol):
-    """A `Planner`, as the frames of its programs see it."""
+# Plans of the programs inside an autocast function, the latest ones last. JAX hands out the same
+# jaxpr again for a jitted function, and finds what it compiled for one by the jaxpr: with the same
+# plan comes the same rewritten one. So too for the body of a loop.
+Plans = dict[Hashable, Plan]
 
-    stacks: NameStacks
-    op_plans: dict[Hashable, Any]
+# Plans that are kept, for all autocast calls of one function together.
+_KEPT = 512
+
+_UNKNOWN = (
+    "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
+    "dtypes it is written in."
+)
+
+
+class Planner:
+    """Plans the programs inside one traced program, each once.
+
+    It finds plans of earlier calls among those that are kept, and keeps its own there.
+    """
+
+    def __init__(self, planned: "Callable[[Frame], Plan]", kept: Plans) -> None:
+        FUNCTIONS.refresh()
+        self.planned = planned  # the walk; see `planner`
+        self.kept: Plans = {} if decision_log.current() is not None else kept
+        # What else plans depend on: jax's configuration, and the ops that are known by now.
+        known = len(vocabulary().registered), len(FUNCTIONS.ops)
+        self.settings: Hashable = (compat.trace_context(), *known)
+        self.plans: Plans = {}
+        self.stacks: NameStacks = NameStacks()
+        self.unknown: set[str] = set()
+        self.op_plans: dict[Hashable, Any] = {}
 
     def plan(
         self,
@@ -201,43 +203,55 @@ class Plans(Protocol):
         results: Sequence[str | None] | None = None,
         gradients: bool = False,
         keep: bool = False,
-    ) -> Plan: ...
-    def warn(self, name: str, message: str = ...) -> None: ...
+    ) -> Plan:
+        """The plan of a closed jaxpr; see `Frame`. Kept if JAX may hand out that jaxpr again."""
+        known = tuple(known)
+        key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
+        if key in self.plans:
+            return self.plans[key]
+        plan = self.kept.pop((self.settings, key), None) if keep else None
+        if plan is None:
+            plan = self.planned(Frame(self, jaxpr, known, region, results, gradients))
+        if keep:
+            self.kept[self.settings, key] = plan
+            if len(self.kept) > _KEPT:
+                self.kept.pop(next(iter(self.kept)), None)
+        self.plans[key] = plan
+        return plan
+
+    def warn(self, name: str, message: str = _UNKNOWN) -> None:
+        """Name a primitive whose inner program stays as written; once."""
+        if name not in self.unknown:
+            self.unknown.add(name)
+            warnings.warn(message.format(name), stacklevel=2)
 
 
+@dataclass(eq=False)
 class Frame:
     """One closed jaxpr under one set of known inputs, while its equations become steps."""
 
-    def __init__(
-        self,
-        planner: Plans,
-        jaxpr: ClosedProgram,
-        known: tuple[ValueFacts, ...],
-        region: Region,
-        results: Sequence[str | None] | None,
-        gradients: bool,
-    ) -> None:
-        self.planner = planner
-        self.closed = jaxpr
-        self.jaxpr: OpenProgram
-        self.consts: Sequence[Any]
-        self.jaxpr, self.consts = compat.opened(jaxpr)
-        self.inputs = known
-        self.region = region  # where no mark says otherwise
-        self.results = results  # dtypes that the outputs must have; None leaves those as they come
-        # The outputs are gradients: a contraction that makes one of a float32 value then does not
-        # round it.
-        self.gradients = gradients
-        constvars, invars = compat.binders(jaxpr)
-        self.env: dict[Atom, ValueFacts] = {}
-        self.env.update(zip(constvars, map(_constant, constvars, self.consts), strict=True))
-        self.env.update(zip(invars, known, strict=True))
-        self.steps: list[Step] = []
-        # Of the equation at hand, without our marks.
-        self.stack: NameStack = compat.no_scopes()
-        self.casts: bool = results is not None  # whether there may be any
-        # In which dtype all steps read a variable; of several, none. See `planner`.
-        self.reads: Mapping[Atom, str | None] = {}
+    planner: Planner
+    closed: ClosedProgram
+    inputs: tuple[ValueFacts, ...]  # what is known of them
+    region: Region  # where no mark says otherwise
+    # Dtypes that the outputs must have; None leaves those as they come.
+    results: Sequence[str | None] | None = None
+    # The outputs are gradients: a contraction that makes one of a float32 value then does not round
+    # it.
+    gradients: bool = False
+    steps: list[Step] = field(default_factory=list)
+    # Of the equation at hand, without our marks.
+    stack: NameStack = field(default_factory=compat.no_scopes)
+    # In which dtype all steps read a variable; of several, none. See `planner`.
+    reads: Mapping[Atom, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.jaxpr: OpenProgram = self.closed.jaxpr
+        self.casts: bool = self.results is not None  # whether there may be any
+        constvars, invars = compat.binders(self.closed)
+        consts = map(_constant, constvars, self.closed.consts)
+        self.env: dict[Atom, ValueFacts] = dict(zip(constvars, consts, strict=True))
+        self.env.update(zip(invars, self.inputs, strict=True))
 
     def known(self, atom: Atom) -> ValueFacts:
         """The dtype of an operand, where it comes from, and its number if it is one."""
@@ -289,35 +303,6 @@ class Frame:
         writes = [declared(v) for v in eqn.outvars]
         return self.step(eqn, map(declared, eqn.invars), writes), [ValueFacts(f) for f in writes]
 
-    def decision(
-        self,
-        op: str,
-        dtypes: tuple[str, ...],
-        region: Region,
-        spelled: str,
-        in_8_bits: "Callable[[], In8Bits | str] | None" = None,
-    ) -> Decision:
-        """Ask a region's policy for its decision about an op."""
-        policy = region.policy
-        assert policy is not None, "polymp.jax fills in the policy of every region"
-        decision = policy.decide(op, dtypes, region, f"jax:{spelled}")
-        if policy is not AS_CALLED and (found := decision_log.current()) is not None:
-            row = policy.at(region.scope).winner(op, region.dtype, f"jax:{spelled}")
-            if row is not None and region.enabled:
-                spelled = spelled and f"jax:{spelled}"
-                at = "jax", op, spelled, region.dtype, region.scope
-                entry = decision_log.Entry(*at, row, dtypes, decision, policy.name)
-                if decision.rule is Rule.FP8 and in_8_bits is not None:
-                    how = in_8_bits()
-                    if isinstance(how, str):
-                        entry = entry._replace(fallback=how)
-                    else:
-                        entry = entry._replace(recipe=how.recipe)
-                found.note(entry)
-        if decision.rule is Rule.FORBID:
-            raise ForbiddenOpError(_forbidden(policy, op or spelled, dtypes, region))
-        return decision
-
 
 Planned = tuple[Step, list[ValueFacts]]
 Handler = Callable[[Frame, Any, Region], Planned]  # of an equation, or of a `FunctionCall`
@@ -336,13 +321,30 @@ def _constant(var: Atom, value: object) -> ValueFacts:
     return literal(declared(var), number_of(value))
 
 
-def _forbidden(policy: Policy, op: str, dtypes: Sequence[str], region: Region) -> str:
-    row = policy.at(region.scope).winner(op, region.dtype)
-    instead = row.instead if row else ""
-    return (
-        f"policy {policy.name!r} forbids {op!r}, called here with ({', '.join(dtypes)}). "
-        f"Use {instead or 'another op'}, or give it another rule in the policy."
-    )
+def winner(op: str, region: Region, spelled: str = "") -> Row | None:
+    """The row of a region's policy that decides about an op."""
+    assert region.policy is not None, "polymp.jax fills in the policy of every region"
+    return region.policy.at(region.scope).winner(op, region.dtype, spelled)
+
+
+def decide(op: str, dtypes: tuple[str, ...], region: Region, spelled: str = "") -> Decision:
+    """Ask a region's policy for its decision about an op, and tell who records it."""
+    row, policy = winner(op, region, f"jax:{spelled}"), region.policy
+    assert policy is not None, "polymp.jax fills in the policy of every region"
+    decision = policy.decide(op, dtypes, region, f"jax:{spelled}")
+    record = None if policy is AS_CALLED or row is None else decision_log.current()
+    if record is not None and region.enabled:
+        own = spelled and f"jax:{spelled}"
+        at = "jax", op, own, region.dtype, region.scope
+        record.note(decision_log.Entry(*at, row, dtypes, decision, policy.name))
+    if decision.rule is Rule.FORBID:
+        instead = row.instead if row else ""
+        raise ForbiddenOpError(
+            f"policy {policy.name!r} forbids {op or spelled!r}, called here with "
+            f"({', '.join(dtypes)}). Use {instead or 'another op'}, or give it another rule in the "
+            "policy."
+        )
+    return decision
 
 
 # A value has two dtypes: the *declared* one, that of the traced program, and the *actual* one,

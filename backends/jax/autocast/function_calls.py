@@ -6,9 +6,8 @@ one `FunctionCall`, which has the shape of an equation outside and of a closed j
 says how it runs. Inside it nothing else is asked: what is computed there has one dtype.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.extend.core as core
@@ -24,12 +23,14 @@ from polymp.backends.jax.autocast.frame import (
     Planned,
     Step,
     ValueFacts,
+    decide,
     declared,
     fixed,
+    winner,
 )
-from polymp.backends.jax.autocast.known_functions import FUNCTIONS, op_of
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS, Found, op_of
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.compat.programs import Atom, Equation, JaxprEqnContext, SourceInfo
+from polymp.backends.jax.compat import Atom, Equation, JaxprEqnContext, SourceInfo
 from polymp.rules.policy import Decision, Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
@@ -48,7 +49,7 @@ def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     if not hard or any(map(fixed, eqn.invars)):
         return frame.as_written(eqn)
     name = eqn.primitive.name
-    decision = frame.decision(op_of(name), hard, region, name)
+    decision = decide(op_of(name), hard, region, name)
     if decision.rule is Rule.PARTS:
         return frame.as_written(eqn)
     reads = [(decision.run or k.dtype) if k.dtype else None for k in known]
@@ -60,51 +61,32 @@ def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     return frame.step(eqn, reads, writes, returns=returns), outs
 
 
-class _Ruled(NamedTuple):
-    """The mark by which equations are one function call."""
-
-    op: str  # of the vocabulary
-    call: object  # what tells a call of the function in one place from those in others
-    region: Region  # that the call is in
-    inside: object  # where in the function the equation was traced; None if that tells nothing
-
-    def goes_on(self, first: "_Ruled") -> bool:
-        """True if this is of the same call as the first equation of a function call.
-
-        A call in a loop has the same place each time; a new one begins where its first equation
-        comes again.
-        """
-        return self[:3] == first[:3] and (self.inside is None or self.inside != first.inside)
-
+# A call of a known function that an equation was traced in, and the region that it is in.
+_Call = tuple[Found, Region]
 
 FUNCTION_CALL = "polymp_section"
 
 
+@dataclass(eq=False)
 class FunctionCall:
     """Equations of one op, as one equation and as the program inside it."""
 
-    # By its name a plan tells these from equations.
-    primitive: core.Primitive = core.Primitive(FUNCTION_CALL)
-    constvars: Sequence[Atom] = ()
-    consts: Sequence[object] = ()
-    debug_info: core.DebugInfo  # there is none: it was traced from no function of its own
+    op: str
+    region: Region
+    eqns: Sequence[Equation]
+    invars: Sequence[Atom]  # variables that they read from outside
+    outvars: Sequence[Atom]  # those of theirs that are read outside
+    debug_info: core.DebugInfo = field(init=False)  # of a function of its own: there is none
 
-    def __init__(
-        self,
-        ruled: _Ruled,
-        eqns: Sequence[Equation],
-        invars: Sequence[Atom],
-        outvars: Sequence[Atom],
-    ) -> None:
-        self.op: str = ruled.op
-        self.region: Region = ruled.region
-        self.eqns = eqns
-        self.invars = invars  # variables that they read from outside
-        self.outvars = outvars  # those of theirs that are read outside
-        self.params: jax.core.ParamDict = {}
-        self.source_info: SourceInfo = eqns[0].source_info
-        self.ctx: JaxprEqnContext = eqns[0].ctx
-        self.effects: core.Effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    # By its name a plan tells these from equations.
+    primitive = core.Primitive(FUNCTION_CALL)
+    constvars = consts = ()
+    params: jax.core.ParamDict = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.source_info: SourceInfo = self.eqns[0].source_info
+        self.ctx: JaxprEqnContext = self.eqns[0].ctx
+        self.effects: core.Effects = frozenset().union(*(eqn.effects for eqn in self.eqns))
 
     @property
     def jaxpr(self) -> "FunctionCall":
@@ -114,40 +96,50 @@ class FunctionCall:
 def grouped(frame: Frame) -> Sequence[Equation]:
     """The equations of a frame's program, those of one call as a `FunctionCall`."""
     jaxpr = frame.jaxpr
-    eqns = jaxpr.eqns
-    keys = [_ruled(frame, eqn) for eqn in eqns]
-    if not any(keys):
-        return list(eqns)
-    groups: list[tuple[_Ruled | None, list[Equation]]] = []
-    for eqn, key in zip(eqns, keys, strict=True):
+    calls = [_call_of(frame, eqn) for eqn in jaxpr.eqns]
+    if not any(calls):
+        return list(jaxpr.eqns)
+    groups: list[tuple[_Call | None, list[Equation]]] = []
+    for eqn, call in zip(jaxpr.eqns, calls, strict=True):
         first = groups[-1][0] if groups else None
-        if key is not None and first is not None and key.goes_on(first):
+        if call is not None and first is not None and _goes_on(call, first):
             groups[-1][1].append(eqn)
         else:
-            groups.append((key, [eqn]))
+            groups.append((call, [eqn]))
     made: list[Equation] = []
-    read = {id(v) for v in jaxpr.outvars}  # by equations further down: the walk goes backwards
-    for key, group in reversed(groups):
-        written = [v for eqn in group for v in eqn.outvars]
-        outvars = [v for v in written if id(v) in read]
-        own = {id(v) for v in written}
-        invars = {
-            id(v): v
-            for eqn in group
-            for v in eqn.invars
-            if type(v) is not Literal and id(v) not in own
-        }
-        made.extend(
-            group[::-1]
-            if key is None or not outvars
-            else [FunctionCall(key, group, list(invars.values()), outvars)]
-        )
-        read.update(id(v) for eqn in group for v in eqn.invars)
+    read = {*variables(jaxpr.outvars)}  # by equations further down: the walk goes backwards
+    for call, group in reversed(groups):
+        written = {v for eqn in group for v in eqn.outvars}
+        taken = dict.fromkeys(v for eqn in group for v in variables(eqn.invars))
+        outvars = [v for eqn in group for v in eqn.outvars if v in read]
+        if call is None or not outvars:
+            made.extend(group[::-1])
+        else:
+            found, region = call
+            invars = [v for v in taken if v not in written]
+            made.append(FunctionCall(found.op, region, group, invars, outvars))
+        read.update(taken)
     return made[::-1]
 
 
-def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
-    """The function call that an equation belongs to: the outermost function with a row."""
+def variables(atoms: Sequence[Atom]) -> list[Atom]:
+    """Those of a program's atoms that are no numbers."""
+    return [atom for atom in atoms if type(atom) is not Literal]
+
+
+def _goes_on(call: _Call, first: _Call) -> bool:
+    """True for an equation of the same call as the first equation of a function call.
+
+    A call in a loop has the same place each time; a new one begins where its first equation comes
+    again.
+    """
+    (one, region), (other, around) = call, first
+    same = (one.op, one.call, region) == (other.op, other.call, around)
+    return same and (one.inside is None or one.inside != other.inside)
+
+
+def _call_of(frame: Frame, eqn: Equation) -> _Call | None:
+    """The function call that an equation belongs to, of the outermost function with a row."""
     if frame.region.policy is AS_CALLED:
         return None
     words, region = vocabulary(), None
@@ -160,13 +152,12 @@ def _ruled(frame: Frame, eqn: Equation) -> _Ruled | None:
         if rule in (Rule.LOWER, Rule.FP8) and kind in words.traits["products"]:
             continue
         if rule is not Rule.PARTS or kind in words.traits["wide"]:
-            return _Ruled(found.op, found.call, region, found.inside)
+            return found, region
     return None
 
 
 def _rule(op: str, region: Region) -> Rule:
-    assert region.policy is not None, "polymp.jax fills in the policy of every region"
-    row = region.policy.at(region.scope).winner(op, region.dtype)
+    row = winner(op, region)
     return Rule.PARTS if row is None else row.rule
 
 
@@ -184,14 +175,14 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
         like = {shape for _, shape in main}
     decision = Decision(Rule.PARTS)
     if _rule(eqn.op, region) is not Rule.PARTS:
-        decision = frame.decision(eqn.op, tuple(hard), region, "")
+        decision = decide(eqn.op, tuple(hard), region)
     if decision.rule is Rule.LOWER and vocabulary().op(eqn.op).picks:
         decision = Decision(decision.rule, None, decision.run)
     elif decision.rule is Rule.LOWER:
         decision = decision._replace(out=decision.run)
     run = decision.run
     own = vocabulary().ops[eqn.op].rule  # a user's function, whose casts are its own
-    inside = replace(
+    own_region = replace(
         region,
         policy=AS_CALLED,
         enabled=decision.rule is not Rule.PARTS,
@@ -202,7 +193,7 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
     else:
         reads = [(run or k.dtype) if k.dtype else None for k in known]
     met = [k._replace(dtype=f) for k, f in zip(known, reads, strict=True)]
-    plan = frame.planner.plan(eqn, met, inside)
+    plan = frame.planner.plan(eqn, met, own_region)
     writes = tuple(k.dtype for k in plan.outs)
     outs = [k._replace(numbers=()) for k in plan.outs]
     returns = None
@@ -219,49 +210,32 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
             for f, v in zip(writes, eqn.outvars, strict=True)
         )
         outs = [k._replace(dtype=f) if f else k for k, f in zip(outs, returns, strict=True)]
-    if decision.rule is Rule.FP32_KEEP and not eqn.effects:
-        finals = tuple(k.dtype for k in outs)
-        kept = _Again((plan,), tuple(reads), returns)
-        return frame.step(eqn, [None] * len(reads), finals, inside=kept), outs
-    inlined = _Inlined((plan,), tuple(reads), returns)
-    return frame.step(eqn, reads, writes, returns=returns, inside=inlined), outs
+    again = decision.rule is Rule.FP32_KEEP and not eqn.effects
+    if again:
+        reads = [None] * len(reads)
+    inside = Inside((plan,), _computed_again if again else _inlined)
+    return frame.step(eqn, reads, writes, returns=returns, inside=inside), outs
 
 
-@dataclass(eq=False)
-class _Inlined(Inside):
-    """A function call that runs where it is."""
-
-    reads: tuple[str | None, ...]  # by operand, the dtype that the plan takes it in
-    # Dtype to cast each result to afterwards; None to leave them.
-    returns: tuple[str | None, ...] | None
-
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        return run(self.plans[0], values)
-
-    def passed_on(self) -> Sequence[int]:
-        outs = range(len(self.plans[0].outs))
-        return [i for i in outs if self.returns is None or self.returns[i] is None]
-
-    def rounds(self) -> Mapping[int, str]:
-        return {i: dtype for i, dtype in enumerate(self.returns or ()) if dtype is not None}
-
-    def lowered(self, plans: tuple[Plan, ...], lows: Sequence[str | None]) -> Self:
-        reads = tuple(low or f for low, f in zip(lows, self.reads, strict=True))
-        return replace(self, plans=plans, reads=reads)
+def _inlined(plans: Sequence[Plan], _: Step, values: Sequence[object]) -> Sequence[object]:
+    """The results of a function call that runs where it is."""
+    return run(plans[0], values)
 
 
-class _Again(_Inlined):
-    """A function call that returns the dtype of its operands: it saves them as they came alone.
+def _computed_again(
+    plans: Sequence[Plan], step: Step, values: Sequence[object]
+) -> Sequence[object]:
+    """Those of one that returns the dtype of its operands: it saves them as they came alone.
 
     For backward it is computed again, as a fused kernel would.
     """
+    (plan,) = plans
 
-    def emit(self, step: Step, values: Sequence[object]) -> Sequence[object]:
-        def section(*values: object) -> Sequence[object]:
-            pairs = zip(values, self.reads, strict=True)
-            outs = run(self.plans[0], [cast(v, f) if f else v for v, f in pairs])
-            finals = self.returns or [None] * len(outs)
-            return [cast(out, f) if f else out for out, f in zip(outs, finals, strict=True)]
+    def section(*values: object) -> Sequence[object]:
+        pairs = zip(values, plan.known, strict=True)
+        outs = run(plan, [cast(v, k.dtype) if k.dtype else v for v, k in pairs])
+        finals = step.returns or [None] * len(outs)
+        return [cast(out, f) if f else out for out, f in zip(outs, finals, strict=True)]
 
-        outs: Sequence[object] = jax.checkpoint(section)(*values)
-        return outs
+    outs: Sequence[object] = jax.checkpoint(section)(*values)
+    return outs

@@ -17,7 +17,7 @@ import jax
 import jax.extend.core as core
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.compat.programs import ClosedProgram, Equation
+from polymp.backends.jax.compat import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import JITTED, RULED, ends_at_tolerance, inside
 from polymp.errors import PolicyError
 from polymp.rules.vocabulary import vocabulary
@@ -41,18 +41,14 @@ _UNSUMMED = ":unsummed"
 
 
 def _product(eqn: Equation) -> str:
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    params = eqn.params
+    ragged = params.get("ragged_dot_dimension_numbers")
+    numbers = params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    (contracted, _), (batch, _) = numbers
     if all(eqn.invars[0].aval.shape[d] == 1 for d in contracted):
         return _UNSUMMED
-    if batch or max(len(v.aval.shape) for v in eqn.invars) < 2:
-        return ""
-    return ":unbatched"
-
-
-def _ragged_product(eqn: Equation) -> str:
-    numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    contracted = numbers[0][0]
-    return _UNSUMMED if all(eqn.invars[0].aval.shape[d] == 1 for d in contracted) else ""
+    batched = batch or ragged is not None or max(len(v.aval.shape) for v in eqn.invars) < 2
+    return "" if batched else ":unbatched"
 
 
 def _convolution(eqn: Equation) -> str:
@@ -66,7 +62,7 @@ def _convolution(eqn: Equation) -> str:
 
 _VARIANTS: dict[str, Callable[[Equation], str]] = {
     "dot_general": _product,
-    "ragged_dot_general": _ragged_product,
+    "ragged_dot_general": _product,
     "conv_general_dilated": _convolution,
     "while": lambda eqn: ":tolerance" if ends_at_tolerance(eqn) else "",
     "integer_pow": lambda eqn: ":negative" if eqn.params["y"] < 0 else "",
@@ -229,14 +225,6 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
-REDUCTIONS = frozenset(
-    """
-    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_max reduce_min reduce_prod
-    reduce_sum reduce_window_max reduce_window_min reduce_window_sum
-    select_and_scatter_add
-    """.split()
-)
-
 # Move numbers and change none of them.
 LAYOUT = frozenset(
     """
@@ -245,10 +233,13 @@ LAYOUT = frozenset(
     """.split()
 )
 
-MOVES = frozenset(
+# Reductions, and what moves numbers from several operands.
+_OTHERS = frozenset(
     """
-    concatenate dynamic_update_slice gather pad scatter scatter-add scatter-max scatter-min
-    scatter-mul scatter-sub split stack top_k unstack
+    argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice gather
+    pad reduce_max reduce_min reduce_prod reduce_sum reduce_window_max reduce_window_min
+    reduce_window_sum scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
+    select_and_scatter_add split stack top_k unstack
     """.split()
 )
 
@@ -261,7 +252,7 @@ INDEPENDENT = frozenset(
     """.split()
 )
 
-FREE = CONTRACTIONS | ELEMENTWISE | REDUCTIONS | LAYOUT | MOVES | INDEPENDENT
+FREE = CONTRACTIONS | ELEMENTWISE | LAYOUT | _OTHERS | INDEPENDENT
 
 # Hold a program of their own that is not the user's to rewrite: run as written, without a word.
 OPAQUE = frozenset(

@@ -11,11 +11,11 @@ that is added to the result of a contraction is its bias, and takes the low dtyp
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import jax
+import jax.extend.core as core
 import numpy as np
 from jax.extend.core import Literal
 
@@ -23,7 +23,7 @@ from polymp import fp8
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import known_functions
 from polymp.backends.jax.autocast.contraction import free_sizes
-from polymp.backends.jax.autocast.fp8_operands import In8Bits, Part
+from polymp.backends.jax.autocast.fp8_contraction import In8Bits, Part
 from polymp.backends.jax.autocast.frame import (
     ELIGIBLE,
     LOW_DTYPES,
@@ -32,13 +32,15 @@ from polymp.backends.jax.autocast.frame import (
     Origin,
     Planned,
     ValueFacts,
+    decide,
     declared,
     fits,
     fixed,
+    winner,
 )
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.autocast.regions import AS_CALLED
-from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.compat import Atom, Equation
 from polymp.dtypes import FORMATS, widest
 from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules import decision_log
@@ -122,7 +124,7 @@ def _plan_of(
     hard = deciding(eqn, op, known)
     if not hard:
         return None
-    decision = frame.decision(op_of(op), hard, region, op)
+    decision = decide(op_of(op), hard, region, op)
     rule = decision.rule
     picks = vocabulary().op(op_of(op)).picks
     if picks and rule in (Rule.LOWER, Rule.FP32_KEEP):  # no table is cast, but what is picked of it
@@ -162,9 +164,8 @@ _IN_FLOAT32 = (Rule.FP32, Rule.FP32_KEEP)
 
 def _adds_up_in_float32(rule: Rule, region: Region) -> bool:
     """True if gradients of what is read more than once are, unless a row of scatter_add differs."""
-    policy = region.policy
+    row, policy = winner("scatter_add", region, "jax:scatter-add"), region.policy
     assert policy is not None, "it has decided already"
-    row = policy.at(region.scope).winner("scatter_add", region.dtype, "jax:scatter-add")
     if rule in _IN_FLOAT32 or (row is not None and row.rule in _IN_FLOAT32):
         return True
     named = row is not None and row.of in ("scatter_add", "jax:scatter-add")
@@ -176,16 +177,19 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     known = [frame.known(atom) for atom in eqn.invars]
     hard = deciding(eqn, eqn.primitive.name, known)
     spelled = spelling(eqn)
-    if not hard:
-        return _not_eligible(frame, eqn, known, spelled, region)
-    how_in_8_bits = partial(in_8_bits, frame, eqn, known, op_of(spelled), region)
-    decision = frame.decision(op_of(spelled), hard, region, spelled, how_in_8_bits)
+    op = op_of(spelled)
+    row = winner(op, region, f"jax:{spelled}")
+    wants_8_bits = row is not None and row.rule is Rule.FP8
+    if not hard and not wants_8_bits:
+        return frame.as_written(eqn)
+    decision = decide(op, hard, region, spelled)
+    how = in_8_bits(frame, eqn, known, op, region) if wants_8_bits else ""
     wide = {f for f in map(declared, eqn.invars) if f}
     preferred = eqn.params.get("preferred_element_type")
     asked = None if preferred is None else np.dtype(preferred).name  # a class or a name as well
-    if why := _why_as_written(eqn, asked):
+    if why := _why_as_written(eqn, asked) if hard else str(how):
         step, outs = frame.as_written(eqn)
-        low = decision.rule in (Rule.LOWER, Rule.FP8)
+        low = wants_8_bits or decision.rule is Rule.LOWER
         return step._replace(fallback=why if low else ""), outs
     run = decision.run or widest(hard)
     plain = asked is None or asked == widest(wide)  # jnp always fills it in
@@ -195,7 +199,7 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     out = run if plain else asked
     final = decision.out or out
     low = run in LOW_DTYPES
-    how = how_in_8_bits() if low and decision.rule is Rule.FP8 else in_float32
+    how = how if low else in_float32
     made = out if out == run or not low else "float32"
     returns = (final,) if final != made else None
     if low:
@@ -234,27 +238,10 @@ def _why_float32(eqn: Equation, known: list[ValueFacts], region: Region) -> str:
     return why_float32(region.policy.few_rows, min(facing)) if facing else ""
 
 
-def _not_eligible(
-    frame: Frame, eqn: Equation, known: list[ValueFacts], spelled: str, region: Region
-) -> Planned:
-    """A product of dtypes that autocast leaves alone: as written, and why it is not in 8 bits."""
-    step, outs = frame.as_written(eqn)
-    policy = region.policy
-    if policy is not None and policy.fp8:
-        row = policy.at(region.scope).winner(op_of(spelled), region.dtype, f"jax:{spelled}")
-        if row is not None and row.rule is Rule.FP8:
-            how = partial(in_8_bits, frame, eqn, known, op_of(spelled), region)
-            frame.decision(op_of(spelled), (), region, spelled, how)
-            why = how()
-            assert isinstance(why, str), "no such dtype is quantised"
-            step = step._replace(fallback=why)
-    return step, outs
-
-
 def unknown(frame: Frame, eqn: Equation, _: Region) -> Planned:
     """A primitive of which nothing is known: it runs as written, and so does a program inside."""
     name = eqn.primitive.name
-    if name not in known_functions.OPAQUE and compat.has_program(eqn.params):
+    if name not in known_functions.OPAQUE and [*core.jaxprs_in_params(eqn.params)]:
         frame.planner.warn(name)
     return frame.as_written(eqn)
 
@@ -439,11 +426,11 @@ def in_8_bits(
         return why
     # Its inputs and constants are in memory as they are.
     own = {var for binders in compat.binders(frame.closed) for var in binders}
-    parts = [
+    first, second = (
         Part(
             WEIGHT if i == weight else ACTIVATION,
             given[i] and not isinstance(atom, Literal) and atom in own,
         )
         for i, atom in enumerate(eqn.invars)
-    ]
-    return In8Bits(recipe.name, parts[0], parts[1])
+    )
+    return In8Bits(recipe.name, (first, second))

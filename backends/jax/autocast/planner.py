@@ -1,15 +1,13 @@
-"""The planner: a table that has a handler for each primitive, and the walk that asks it.
+"""The plan of a program: a table that has a handler for each primitive, and the walk that asks it.
 
 Planning follows dtypes alone: no array is made and JAX is not called. A primitive that is not in
 the table runs as it is written, which is always right, and so does everything but the programs
 inside, where a region is disabled.
 """
 
-import warnings
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax.extend.core as core
 
@@ -20,8 +18,6 @@ from polymp.backends.jax.autocast import (
     known_functions,
     op_handlers,
 )
-from polymp.backends.jax.autocast.contraction import contraction_p
-from polymp.backends.jax.autocast.fp8_contraction import fp8_contraction_p
 from polymp.backends.jax.autocast.frame import (
     LOW_DTYPES,
     Cast,
@@ -35,13 +31,11 @@ from polymp.backends.jax.autocast.frame import (
     ValueFacts,
     declared,
 )
-from polymp.backends.jax.autocast.known_functions import FUNCTIONS
-from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram
+from polymp.backends.jax.autocast.regions import AS_CALLED
+from polymp.backends.jax.compat import Atom
 from polymp.backends.jax.jaxprs import JITTED
 from polymp.rules import decision_log
 from polymp.rules.policy import Region
-from polymp.rules.vocabulary import vocabulary
 
 # By the name of a primitive, what plans an equation of it.
 TABLE: Mapping[str, Handler] = {
@@ -50,14 +44,14 @@ TABLE: Mapping[str, Handler] = {
     **dict.fromkeys(known_functions.INDEPENDENT, op_handlers.independent),
     "convert_element_type": op_handlers.convert,
     "name": op_handlers.name,
-    **dict.fromkeys(jaxprs.JITTED, control_flow.plan_jit),
-    **dict.fromkeys(jaxprs.REMATTED, control_flow.plan_remat),
+    **dict.fromkeys(jaxprs.JITTED, control_flow.plan_call),
+    **dict.fromkeys(jaxprs.REMATTED, partial(control_flow.plan_call, emit=control_flow.remat)),
     "scan": control_flow.plan_loop,
     "while": control_flow.plan_loop,
     "cond": control_flow.plan_cond,
     "shard_map": control_flow.plan_shard_map,
-    "custom_jvp_call": partial(control_flow.planned, rules=control_flow.Forward),
-    "custom_vjp_call": partial(control_flow.planned, rules=control_flow.Reverse),
+    "custom_jvp_call": partial(control_flow.plan_ruled, rules=control_flow.Forward),
+    "custom_vjp_call": partial(control_flow.plan_ruled, rules=control_flow.Reverse),
     function_calls.FUNCTION_CALL: function_calls.plan_function_call,
 }
 
@@ -65,91 +59,13 @@ TABLE: Mapping[str, Handler] = {
 _HOLD_PROGRAMS = jaxprs.HOLDERS | {function_calls.FUNCTION_CALL}
 
 
-class PlanCache:
-    """Plans of the programs inside an autocast function, the latest ones.
-
-    JAX hands out the same jaxpr again for a jitted function, and finds what it compiled for one by
-    the jaxpr: with the same plan comes the same rewritten one. So too for the body of a loop.
-    """
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, Plan] = {}
-
-    def find(self, key: Hashable) -> Plan | None:
-        """The plan that is kept under a key, which is the latest one from now on."""
-        plan = self._plans.pop(key, None)
-        return None if plan is None else self.add(key, plan)
-
-    def add(self, key: Hashable, plan: Plan) -> Plan:
-        """Keep a plan; the oldest one goes."""
-        self._plans[key] = plan
-        if len(self._plans) > _KEPT:
-            self._plans.pop(next(iter(self._plans)), None)
-        return plan
-
-
-# Plans that are kept, for all autocast calls of one function together.
-_KEPT = 512
-
-_UNKNOWN = (
-    "polymp.jax.autocast does not know the primitive {!r}: the program inside it runs in the "
-    "dtypes it is written in."
+_OTHER_TYPES = (
+    "polymp.jax.autocast leaves this {!r} as it is written: its body takes references or tokens, "
+    "whose types no cast can follow."
 )
 
 
-class Planner:
-    """Plans one traced program with everything inside it, each part once.
-
-    With a cache of plans, it finds those of earlier calls, and keeps its own there.
-    """
-
-    def __init__(self, kept: PlanCache | None = None) -> None:
-        FUNCTIONS.refresh()
-        compat.check_nans(contraction_p, fp8_contraction_p)
-        self.kept = None if decision_log.current() is not None else kept
-        # What else plans depend on: jax's configuration, and the ops that are known by now.
-        known = len(vocabulary().registered), len(FUNCTIONS.ops)
-        self.settings: Hashable = (compat.trace_context(), *known)
-        self.plans: dict[Hashable, Plan] = {}
-        self.stacks: NameStacks = NameStacks()
-        self.unknown: set[str] = set()
-        self.op_plans: dict[Hashable, Any] = {}
-
-    def plan(
-        self,
-        jaxpr: ClosedProgram,
-        known: Iterable[ValueFacts],
-        region: Region,
-        results: Sequence[str | None] | None = None,
-        gradients: bool = False,
-        keep: bool = False,
-    ) -> Plan:
-        """The plan of a closed jaxpr; see `Frame`. Kept if JAX may hand out that jaxpr again."""
-        known = tuple(known)
-        key = (id(jaxpr), known, region, None if results is None else tuple(results), gradients)
-        if key in self.plans:
-            return self.plans[key]
-        kept = self.kept if keep else None
-        plan = None if kept is None else kept.find((self.settings, key))
-        if plan is None:
-            plan = _planned(Frame(self, jaxpr, known, region, results, gradients))
-            if kept is not None:
-                kept.add((self.settings, key), plan)
-        self.plans[key] = plan
-        return plan
-
-    def plan_whole(self, jaxpr: ClosedProgram, known: Iterable[ValueFacts], region: Region) -> Plan:
-        """The plan of the outermost program, which may hold its caller's arrays: it is not kept."""
-        return _planned(Frame(self, jaxpr, tuple(known), region, None, False))
-
-    def warn(self, name: str, message: str = _UNKNOWN) -> None:
-        """Name a primitive whose inner program stays as written; once."""
-        if name not in self.unknown:
-            self.unknown.add(name)
-            warnings.warn(message.format(name), stacklevel=2)
-
-
-def _planned(frame: Frame) -> Plan:
+def planned(frame: Frame) -> Plan:
     """The plan of a frame's program."""
     env, steps, region, stack = frame.env, frame.steps, frame.region, None
     place = frame.planner.stacks.place
@@ -161,6 +77,9 @@ def _planned(frame: Frame) -> Plan:
         frame.stack = plain
         name = eqn.primitive.name
         if not here.enabled and name not in _HOLD_PROGRAMS:
+            step, outs = frame.as_written(eqn)
+        elif name in jaxprs.HOLDERS and not all(map(_takes_arrays, jaxprs.inside(eqn))):
+            frame.planner.warn(name, _OTHER_TYPES)
             step, outs = frame.as_written(eqn)
         elif name in TABLE:
             step, outs = TABLE[name](frame, eqn, here)
@@ -176,6 +95,10 @@ def _planned(frame: Frame) -> Plan:
     if frame.casts:
         _CastPuller(frame).run()
     return _finished(frame)
+
+
+def _takes_arrays(program: jaxprs.Inner) -> bool:
+    return compat.only_arrays(program.closed)
 
 
 def _finished(frame: Frame) -> Plan:
@@ -197,7 +120,6 @@ def _finished(frame: Frame) -> Plan:
     )
     return Plan(
         frame.closed,
-        frame.consts,
         frame.inputs,
         frame.region,
         frame.steps,
@@ -316,7 +238,7 @@ class _CastPuller:
         frame.env.update(zip(eqn.outvars, plan.outs, strict=True))
         frame.stack = step.stack
         return frame.step(
-            eqn, [k.dtype for k in known], results, inside=replace(inside, plans=(plan,))
+            eqn, [k.dtype for k in known], results, inside=inside._replace(plans=(plan,))
         )
 
     def settled(self, step: Step) -> Step:

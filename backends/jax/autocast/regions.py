@@ -15,7 +15,7 @@ from dataclasses import replace
 import jax
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.compat.programs import NameStack
+from polymp.backends.jax.compat import NameStack
 from polymp.rules.policy import Policy, Region
 from polymp.rules.row import Row, Rule
 
@@ -35,25 +35,20 @@ CALL = "polymp:call:"
 SCALED = "polymp:scale"
 
 
-class _Marks:
-    """Regions by mark and marks by region, for the life of the process: a jaxpr may outlive any."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.regions: dict[str, Region] = {}
-        self.names: dict[Region, str] = {}
-
-    def name(self, region: Region) -> str:
-        with self.lock:
-            if region not in self.names:
-                plain = f"polymp:{region.dtype if region.enabled else 'off'}"
-                taken = sum(name.split("-")[0] == plain for name in self.regions)
-                name = f"{plain}-{taken}" if taken else plain
-                self.names[region], self.regions[name] = name, region
-            return self.names[region]
+# Regions by mark and marks by region, for the life of the process: a jaxpr may outlive any.
+_REGIONS: dict[str, Region] = {}
+_MARKS: dict[Region, str] = {}
+_LOCK = threading.Lock()
 
 
-_MARKS = _Marks()
+def _mark(region: Region) -> str:
+    with _LOCK:
+        if region not in _MARKS:
+            plain = f"polymp:{region.dtype if region.enabled else 'off'}"
+            taken = sum(name.split("-")[0] == plain for name in _REGIONS)
+            name = f"{plain}-{taken}" if taken else plain
+            _MARKS[region], _REGIONS[name] = name, region
+        return _MARKS[region]
 
 
 def is_inside() -> bool:
@@ -61,16 +56,10 @@ def is_inside() -> bool:
     return AMBIENT.value is not None
 
 
-def is_enabled() -> bool:
-    """True where an enabled region holds in an autocast function that is traced."""
-    ambient = AMBIENT.value
-    return ambient is not None and ambient.enabled
-
-
 @contextmanager
 def entered(region: Region) -> Iterator[None]:
     """Run Python in the region, and mark what is traced meanwhile."""
-    with AMBIENT(region), jax.named_scope(_MARKS.name(region)):
+    with AMBIENT(region), jax.named_scope(_mark(region)):
         yield
 
 
@@ -135,12 +124,12 @@ def latest_low() -> str | None:
 def innermost(stack: NameStack) -> Region | None:
     """The region of an equation: that of the last mark on its name stack; None without a mark."""
     marks = list(filter(is_mark, compat.scope_names(stack)))
-    return _MARKS.regions[marks[-1]] if marks else None
+    return _REGIONS[marks[-1]] if marks else None
 
 
 def is_mark(name: str) -> bool:
     """True for the name of a scope that `entered` opened."""
-    return name in _MARKS.regions
+    return name in _REGIONS
 
 
 # A name stack, the region of its last mark, the stack without marks, and its path of modules.

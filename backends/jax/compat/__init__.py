@@ -2,14 +2,13 @@
 
 Each name says why it is needed and since when it has been there;
 `tests/jax/compat/test_private_names.py` fails when one changes. Supported: jax 0.10.2 to 0.11.
-`programs` has the types and the parts of traced programs.
 """
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
@@ -19,34 +18,163 @@ import jax._src.dispatch as _dispatch
 import jax._src.interpreters.ad as _ad
 import jax._src.interpreters.partial_eval as _partial_eval
 import jax._src.mesh as _mesh
-import jax._src.named_sharding as _named_sharding
-import jax._src.pjit as _pjit
 import jax._src.sharding_impls as _sharding
 import jax._src.source_info_util as _source_info
 import jax.extend.core as core
 import jax.interpreters.mlir as mlir
 import numpy as np
-from jax import lax
 from jax.core import AbstractValue
-from jax.extend.core import primitives
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh
 
-from polymp.backends.jax.compat.programs import Equation, JaxprEqnContext, NameStack
-from polymp.backends.jax.compat.programs import binders as binders
-from polymp.backends.jax.compat.programs import close as close
-from polymp.backends.jax.compat.programs import dtypes_out as dtypes_out
-from polymp.backends.jax.compat.programs import function_name as function_name
-from polymp.backends.jax.compat.programs import has_program as has_program
-from polymp.backends.jax.compat.programs import lifted as lifted
-from polymp.backends.jax.compat.programs import only_arrays as only_arrays
-from polymp.backends.jax.compat.programs import opened as opened
-from polymp.backends.jax.compat.programs import scan_sizes as scan_sizes
-from polymp.backends.jax.compat.programs import traced_as as traced_as
-from polymp.backends.jax.compat.programs import traced_from as traced_from
-from polymp.backends.jax.compat.programs import traced_jaxpr as traced_jaxpr
-
 T = TypeVar("T")
+
+# Traced programs: their types, as polymp reads them, and their parts. Not all of these are objects
+# of jax's own: a call of a known function that is taken as one op has the same attributes as an
+# equation, and as the program inside it.
+
+JaxprEqnContext: TypeAlias = _core.JaxprEqnContext
+NameStack: TypeAlias = _source_info.NameStack
+SourceInfo: TypeAlias = _source_info.SourceInfo
+
+
+class Atom(Protocol):
+    """A variable of a program, or a number in it."""
+
+    @property
+    def aval(self) -> Any:
+        """Its type: that of an array, a token or a reference."""
+
+
+class Equation(Protocol):
+    """An equation: a primitive, what it reads and what it writes. As `jax.extend.core.JaxprEqn`."""
+
+    primitive: core.Primitive
+    params: jax.core.ParamDict
+    effects: core.Effects
+    source_info: SourceInfo
+    ctx: JaxprEqnContext
+
+    @property
+    def invars(self) -> Sequence[Atom]: ...
+    @property
+    def outvars(self) -> Sequence[Atom]: ...
+
+
+class OpenProgram(Protocol):
+    """A program without the values of its constants. As `jax.extend.core.Jaxpr`."""
+
+    @property
+    def invars(self) -> Sequence[Atom]: ...
+    @property
+    def constvars(self) -> Sequence[Atom]: ...
+    @property
+    def outvars(self) -> Sequence[Atom]: ...
+    @property
+    def eqns(self) -> Sequence[Equation]: ...
+    @property
+    def debug_info(self) -> core.DebugInfo: ...
+
+
+class ClosedProgram(Protocol):
+    """A program with the values of its constants. As `jax.extend.core.ClosedJaxpr`."""
+
+    @property
+    def jaxpr(self) -> OpenProgram: ...
+    @property
+    def consts(self) -> Sequence[Any]: ...
+
+
+def opened(closed: ClosedProgram) -> tuple[OpenProgram, Sequence[Any]]:
+    """The jaxpr and the constants of a closed jaxpr. Since jax 0.11 the two kinds are one class."""
+    return closed.jaxpr, closed.consts
+
+
+def close(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """A jaxpr without constants, as a closed one: the same each time. Since jax 0.4."""
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else _partial_eval.close_jaxpr(jaxpr)
+
+
+def binders(closed: ClosedProgram) -> tuple[Sequence[Atom], Sequence[Atom]]:
+    """The variables of the constants and those of the arguments of a closed jaxpr."""
+    jaxpr, consts = opened(closed)
+    invars = getattr(jaxpr, "all_invars", None) or [*jaxpr.constvars, *jaxpr.invars]  # 0.11: one
+    return invars[: len(consts)], invars[len(consts) :]
+
+
+def lifted(closed: ClosedProgram) -> tuple[OpenProgram, Sequence[Any]]:
+    """The open jaxpr that takes the constants as leading arguments, and the constants."""
+    jaxpr, consts = opened(closed)
+    if not consts:
+        return jaxpr, ()
+    constvars, invars = binders(closed)
+    whole: Any = jaxpr
+
+    def evaluate(*args: jax.Array) -> Sequence[jax.Array]:
+        again = core.ClosedJaxpr(whole, list(args[: len(consts)]))
+        outs: Sequence[jax.Array] = core.jaxpr_as_fun(again)(*args[len(consts) :])
+        return outs
+
+    traced = jax.make_jaxpr(evaluate)(*(var.aval for var in (*constvars, *invars)))
+    return opened(traced)[0], consts
+
+
+def scan_sizes(params: jax.core.ParamDict) -> tuple[int, int]:
+    """How many constants and how many carries a scan has. Since jax 0.11 held by a flat tree."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def only_arrays(closed: ClosedProgram) -> bool:
+    """True if a jaxpr takes and returns arrays alone: no references, tokens or boxes."""
+    jaxpr, _ = opened(closed)
+    return all(type(v.aval) is _core.ShapedArray for v in (*binders(closed)[1], *jaxpr.outvars))
+
+
+def dtypes_out(eqn: Equation, dtypes: Sequence[str | None]) -> tuple[str | None, ...]:
+    """The dtypes of an equation's results if its operands had these; None: as declared.
+
+    Asks the primitive's own shape rule, `abstract_eval`. Since jax 0.4.
+    """
+    avals = [
+        var.aval if dtype is None else var.aval.update(dtype=np.dtype(dtype), weak_type=False)
+        for var, dtype in zip(eqn.invars, dtypes, strict=True)
+    ]
+    out, _ = eqn.primitive.abstract_eval(*avals, **eqn.params)
+    outs = out if eqn.primitive.multiple_results else [out]
+    return tuple(aval.dtype.name if hasattr(aval, "dtype") else None for aval in outs)
+
+
+def traced_from(closed: ClosedProgram) -> tuple[str | None, int | None, str]:
+    """File, first line and name of the function that a jaxpr was traced from. Since jax 0.5."""
+    info = opened(closed)[0].debug_info
+    return info.func_filename, info.func_lineno, info.func_name
+
+
+def traced_as(fn: Any, closed: ClosedProgram) -> Any:
+    """A Python function that does the same; what is traced of it says it is of a jaxpr's function.
+
+    A jaxpr's debug information comes of the code object of a function. Since jax 0.5.
+    """
+    filename, line, name = traced_from(closed)
+    code = fn.__code__
+    if filename is not None:
+        code = code.replace(co_filename=filename, co_firstlineno=line or 1, co_name=name)
+    return FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
+
+
+def traced_jaxpr(traced: Any) -> core.ClosedJaxpr:
+    """The closed jaxpr of what `trace` of a jitted function returns.
+
+    That of `flax.nnx.jit` holds jax's own. Since flax 0.12.
+    """
+    jaxpr: core.ClosedJaxpr = getattr(traced, "traced", traced).jaxpr
+    return jaxpr
+
+
+# Rematerialisation, settings and derivatives.
 
 # How remat splits an equation; without a rule it would ask policies about our primitive, which they
 # do not know. Since jax 0.2.
@@ -61,12 +189,8 @@ class Context(Protocol[T]):
     def __call__(self, value: T) -> AbstractContextManager[object]: ...
 
 
-# What a rematerialisation policy may answer.
-RematAnswer: TypeAlias = _partial_eval.RematCases_
-
-
 def remat_case(
-    answer: RematAnswer,
+    answer: Any,
 ) -> Literal["save", "recompute"] | tuple[_core.MemorySpace, _core.MemorySpace]:
     """The answer of a rematerialisation policy: "save", "recompute", or (there, back) to offload.
 
@@ -331,7 +455,12 @@ def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
     `LoweringParameters.for_export` since jax 0.4.27.
     """
     module = ctx.module_context
-    return not module.lowering_parameters.for_export and _devices(module.axis_context) == 1
+    axes, devices = module.axis_context, 1
+    if isinstance(axes, _sharding.ShardingContext):
+        devices = axes.num_devices
+    elif isinstance(axes, _sharding.SPMDAxisContext):
+        devices = axes.mesh.size
+    return not module.lowering_parameters.for_export and devices == 1
 
 
 def merge_repeated(op: mlir.ir.Operation) -> None:
@@ -360,63 +489,3 @@ def _is_earlier_twin(one: mlir.ir.Operation, other: mlir.ir.Operation) -> bool:
     if one.block != other.block or len(one.regions) or not one.is_before_in_block(other):
         return False
     return bool(computed(one) == computed(other))
-
-
-def lower_in_place(belongs: Callable[[core.ClosedJaxpr], bool]) -> None:
-    """Lower some jitted functions into the program that calls them, in place of a call.
-
-    On several devices alone, and none that asks for shardings or layouts of its own, or has
-    effects. All others are lowered by jax's own rule, `_pjit_lowering`. Since jax 0.4.
-    """
-
-    def rule(
-        ctx: mlir.LoweringRuleContext, *args: "mlir.ir.Value[Any]", **params: Any
-    ) -> "Sequence[mlir.ir.Value[Any]]":
-        jaxpr = params["jaxpr"]
-        asked = {x for key in _ASKED for x in params[key]} - {_named_sharding.UNSPECIFIED, None}
-        several = _devices(ctx.module_context.axis_context) > 1
-        if not several or asked or jaxpr.effects or not belongs(jaxpr):
-            own: Sequence[mlir.ir.Value[Any]] = _pjit._pjit_lowering(ctx, *args, **params)
-            return own
-        stack = ctx.name_stack.extend(f"jit({params['name']})")
-        lower = mlir.lower_fun(core.jaxpr_as_fun(jaxpr))
-        outs: Sequence[mlir.ir.Value[Any]] = lower(ctx.replace(name_stack=stack), *args)
-        return outs
-
-    mlir.register_lowering(_pjit.jit_p, rule, cacheable=False)
-
-
-_ASKED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
-
-
-def _devices(context: object) -> int:
-    """How many devices a program is for, that is lowered in a context."""
-    if isinstance(context, _sharding.ShardingContext):
-        return context.num_devices
-    return context.mesh.size if isinstance(context, _sharding.SPMDAxisContext) else 1
-
-
-def follow_buffers(inside: Callable[[], bool]) -> None:
-    """Let `lax.dynamic_update_slice` of a low buffer by float32 values follow the buffer.
-
-    A function is traced in the dtypes as written: a bfloat16 cache meets keys there that autocast
-    makes bfloat16 only afterwards, and jax refuses to write them.
-    `jax.extend.core.primitives` is public; that `lax.dynamic_update_slice` calls `bind` as an
-    attribute of the primitive, which an object may have of its own, is not documented. Since 0.2.
-    """
-    primitive = primitives.dynamic_update_slice_p
-    if "bind" in vars(primitive):
-        return
-    own = primitive.bind
-
-    def bind(buffer: jax.Array, update: jax.Array, *start: jax.Array, **params: object) -> object:
-        name = getattr(getattr(buffer, "dtype", None), "name", "")
-        if (
-            name in ("bfloat16", "float16")
-            and getattr(update, "dtype", None) == np.float32
-            and inside()
-        ):
-            update = lax.convert_element_type(update, name)
-        return own(buffer, update, *start, **params)
-
-    primitive.bind = bind

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array
 from polymp.backends.jax.autocast import regions
@@ -72,9 +71,7 @@ class Audited(Wrapped):
             facts = program.twin.packed(arrays)
         else:
             program = measured(self.fn, args, kwargs)
-            with progress.line("audit") as line:
-                line.stage("compiling the program that measures")
-                facts = program.twin.packed(arrays)
+            facts = program.twin.packed(arrays)
             self._programs[key] = program
         broke = None
         if program.unlisted:

@@ -27,7 +27,6 @@ from polymp.diagnostics.bad_step import (
     CaughtStep,
     Decorator,
     LossChecks,
-    LossVerbs,
     bad_loss,
     checked_arguments,
     described,
@@ -111,7 +110,7 @@ class Catch(CaughtStep, Generic[P, R]):
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
-        self._checks = LossChecks(_LOSSES)
+        self._checks = LossChecks()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Do a step, and check it.
@@ -163,7 +162,8 @@ class Catch(CaughtStep, Generic[P, R]):
                 "catch: the step returns no loss, a float with one element, so that only the "
                 f"state is checked, every {self._every} calls. Return the loss."
             )
-        if not self._checks.add(losses):
+        sent = map(AsyncCopy, map(_not_finite, losses.values()))
+        if not self._checks.add(sent, jax.process_count() == 1):
             return result
         good = self._stop(None, tree)
         back = {made: at for made, at in self._fed.items() if made < len(leaves)}
@@ -234,7 +234,7 @@ class Catch(CaughtStep, Generic[P, R]):
         """Find the first bad step, and say which it was."""
         report, good = self._replayed(last)
         self._recorded = RecordedCalls()
-        self._checks = LossChecks(_LOSSES)
+        self._checks = LossChecks()
         last_good = None if good is None else self._put_back(jax.tree.unflatten(tree, good))
         self._stopped(report, last_good, goes_on=good is not None and bool(self._fed))
         assert good is not None, "otherwise it has raised"
@@ -406,13 +406,6 @@ def copied(leaves: Sequence[Any]) -> Leaves:
 def _not_finite(loss: Any) -> jax.Array:
     """Return whether a loss is Inf or NaN, bool []."""
     return ~jnp.isfinite(loss).reshape(())
-
-
-_LOSSES = LossVerbs(
-    _not_finite,
-    lambda bad: list(map(AsyncCopy, bad)),
-    lambda: jax.process_count() == 1,
-)
 
 
 # Which arguments of a call are not finite, and their names as the caller would write them.

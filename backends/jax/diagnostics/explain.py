@@ -14,10 +14,10 @@ import numpy as np
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import count_of, is_symbol
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
-from polymp.backends.jax.autocast.fp8_operands import IN_8_BITS, In8Bits
+from polymp.backends.jax.autocast.fp8_contraction import IN_8_BITS, In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.traced_call import (
     CLOSED,
     Record,

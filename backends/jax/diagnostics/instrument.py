@@ -26,7 +26,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, largest_magnitude
 from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, FREE, LAYOUT, OURS
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
 from polymp.backends.jax.diagnostics.explain import with_sites
 from polymp.backends.jax.diagnostics.traced_call import (
     CLOSED,

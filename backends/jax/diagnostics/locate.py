@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from polymp import progress
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.diagnostics.instrument import (
     Event,
@@ -34,6 +33,7 @@ from polymp.diagnostics.blame import (
     blame,
     of_optimizer,
     rounded,
+    tell_nothing_found,
 )
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.dtypes import FORMATS
@@ -75,29 +75,24 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         raise TypeError("locate was called by code that is traced, where there are no values.")
     program = measured(fn, args, kwargs, once=True)
     fault = located(program)
-    if fault is None and not program.calls:
-        progress.tell("locate: the call ran no op of JAX, so that there was nothing to look at")
-    elif fault is None:
-        progress.tell("locate: no op made an Inf or NaN of finite numbers")
+    if fault is None:
+        tell_nothing_found("the call ran no op of JAX" * (not program.calls))
     return fault
 
 
 def located(program: MeasuredCall) -> Fault | None:
     """Run a program that was made to be measured once, and return its fault."""
-    with progress.line("locate") as line:
-        line.stage("compiling the program that measures")
-        facts, peaks = program.twin.read(program.twin.packed(program.traced.arrays))
-        found = blame(nodes_of(program, facts, peaks))
-        if found is None:
-            return None
-        # XLA drops all of the twin but what leads to these operands.
-        line.stage("compiling what leads to the op")
-        twin = Twin(program, once=True, ask=found.node)
-        look = jax.jit(
-            lambda arrays: twin.run(arrays)[0][found.node].operands,
-            compiler_options=quick_options(program.traced.arrays),
-        )
-        operands = np.asarray(look(program.traced.arrays))
+    facts, peaks = program.twin.read(program.twin.packed(program.traced.arrays))
+    found = blame(nodes_of(program, facts, peaks))
+    if found is None:
+        return None
+    # XLA drops all of the twin but what leads to these operands.
+    twin = Twin(program, once=True, ask=found.node)
+    look = jax.jit(
+        lambda arrays: twin.run(arrays)[0][found.node].operands,
+        compiler_options=quick_options(program.traced.arrays),
+    )
+    operands = np.asarray(look(program.traced.arrays))
     bad, round_ = _bad(facts[found.node])
     if bad:  # in a loop, those of that round
         operands = operands[round_]

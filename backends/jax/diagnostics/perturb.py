@@ -22,9 +22,9 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
-from polymp.backends.jax.autocast.fp8_operands import as_wide, operands_of
+from polymp.backends.jax.autocast.fp8_contraction import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
-from polymp.backends.jax.compat.programs import Equation
+from polymp.backends.jax.compat import Equation
 from polymp.backends.jax.diagnostics.explain import flops, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
 from polymp.backends.jax.diagnostics.traced_call import Placed, traced

@@ -24,10 +24,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from polymp import progress
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_array, is_float, is_typed
-from polymp.backends.jax.compat.programs import Equation
+from polymp.backends.jax.compat import Equation
 from polymp.backends.jax.diagnostics.explain import module_of
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
@@ -222,9 +221,9 @@ class _Program:
 
     def run(self, arrays: Sequence[jax.Array]) -> list["_Walk"]:
         """Runs with numbers of all arrays; of some probes each."""
-        with progress.line("record", unit="op") as line, _mesh_of(arrays):
+        with _mesh_of(arrays):
             groups: list[Any] = list(self._seeds) or [None]
-            walks = [_Walk(self, seeds, line) for seeds in groups]
+            walks = [_Walk(self, seeds) for seeds in groups]
             for walk in walks:
                 walk.run(arrays)
         return walks
@@ -269,9 +268,9 @@ def _mesh_of(arrays: Sequence[Any]) -> AbstractContextManager[object]:
 class _Walk(Evaluation):
     """A run of the program, beside it some probes; its rows as the calls run, and their numbers."""
 
-    def __init__(self, program: _Program, seeds: Any, line: progress.Line) -> None:
+    def __init__(self, program: _Program, seeds: Any) -> None:
         super().__init__(program.kernels, seeds)
-        self._program, self._line = program, line
+        self._program = program
         self._call = program.call
         self._inputs: dict[int, int] = {}  # places of their rows
         self._written: dict[int, frozenset[int]] = {}  # by reference, what is in it
@@ -326,7 +325,6 @@ class _Walk(Evaluation):
             made = super().equation(at, eqn, values, around)
             self._loops -= 1
         else:
-            self._line.step()
             made, sizes = self.computed(eqn, values, own=call is not None)
             if call is not None and narrow:
                 call = call._replace(run=narrow)

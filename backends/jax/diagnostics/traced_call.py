@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import jax
 
-from polymp import code_origin, progress
+from polymp import code_origin
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, count_of, is_array, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.frame import Cast, Step
 from polymp.backends.jax.autocast.function_calls import FunctionCall
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation, NameStack
+from polymp.backends.jax.compat import Atom, ClosedProgram, Equation, NameStack
 from polymp.backends.jax.jaxprs import Walk, inside
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import grad_scaler, optimizer_step, tree_math
@@ -39,9 +39,8 @@ from polymp.rules.row import Row
 class Record(decision_log.Recorder):
     """Numbers the calls of the plans that are made under it."""
 
-    def __init__(self, line: progress.Line) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._line = line
         # By name, what a plan knows of a call: its op, its row, the casts that were spared.
         self.calls: dict[str, Call] = {}
         # Likewise its operands, by place, that are numbers which a low dtype makes 0 or 1.
@@ -53,7 +52,6 @@ class Record(decision_log.Recorder):
         self._latest = entry
 
     def follow(self, what: Step, low: str, policy: str = "") -> str:
-        self._line.step()
         entry, self._latest = self._latest, None
         self.policy = self.policy or policy
         name = f"{regions.CALL}{len(self.calls)}"
@@ -140,8 +138,8 @@ def traced(
         results[:] = [jax.tree_util.keystr(path) or "result" for path, _ in found]
         return [x for _, x in found]
 
-    with progress.line("tracing", unit="op") as line, regions.EXPLAINED(next(_numbers)):
-        record = Record(line)
+    with regions.EXPLAINED(next(_numbers)):
+        record = Record()
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
             return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)

@@ -18,9 +18,14 @@ from polymp.backends.jax.modules.scoped import scoped
 
 def among(args: object) -> bool:
     """True if an nnx module, or anything else that keeps nnx state, is among the arguments."""
+    return bool(nodes(args))
+
+
+def nodes(args: object) -> list[Any]:
+    """The nnx modules, and all else that keeps nnx state, among the arguments."""
     if "flax.nnx" not in sys.modules:
-        return False
-    return any(map(is_node, jax.tree.leaves(args, is_leaf=is_leaf)))
+        return []
+    return [leaf for leaf in jax.tree.leaves(args, is_leaf=is_leaf) if is_node(leaf)]
 
 
 def objects(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[int | str, object]:
@@ -62,7 +67,7 @@ def call(
 ) -> Any:
     """Call a function of modules by way of a function of arrays."""
     nnx = _flax()
-    function, (state, rest), nodes = pure_of(fn, args, kwargs, named)
+    function, (state, rest), modules = pure_of(fn, args, kwargs, named)
     out, after = pure(function, (state, rest), {})
     before = dict(nnx.to_flat_state(state))
     changed = []
@@ -71,7 +76,7 @@ def call(
         if any(a is not b for a, b in zip(new, old, strict=False)) or len(new) != len(old):
             changed.append((path, jax.tree.map(_as_stored, variable, before.get(path, variable))))
     if changed:
-        nnx.update(nodes, nnx.from_flat_state(changed))
+        nnx.update(modules, nnx.from_flat_state(changed))
     return out
 
 
@@ -86,18 +91,15 @@ def pure_of(
     nnx = _flax()
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
     places = tuple(map(is_node, leaves))
-    nodes = tuple(itertools.compress(leaves, places))
+    modules = tuple(itertools.compress(leaves, places))
     rest = [leaf for leaf, node in zip(leaves, places, strict=True) if not node]
-    graph, state = nnx.split(nodes)
-    return _Pure(fn, graph, tree, places, named), (state, rest), nodes
+    graph, state = nnx.split(modules)
+    return _Pure(fn, graph, tree, places, named), (state, rest), modules
 
 
 def shape_of(args: object) -> Hashable:
     """The graphs of the modules among the arguments; a trace holds for modules of these."""
-    if not among(args):
-        return None
-    leaves = jax.tree.leaves(args, is_leaf=is_leaf)
-    return tuple(_flax().graphdef(leaf) for leaf in leaves if is_node(leaf))
+    return tuple(_flax().graphdef(node) for node in nodes(args))
 
 
 class SplitModules(NamedTuple):
@@ -123,9 +125,8 @@ def split_modules(tree: object) -> SplitModules:
     graph, state = _flax().split(tuple(leaf for _, leaf in modules))
 
     def together(parts: Any) -> object:
-        nodes: Any = _flax().merge(graph, parts[0])
-        nodes, rest = iter(nodes), iter(parts[1])
-        return jax.tree.unflatten(outer, [next(nodes if node else rest) for node in places])
+        merged, rest = iter(_flax().merge(graph, parts[0])), iter(parts[1])
+        return jax.tree.unflatten(outer, [next(merged if node else rest) for node in places])
 
     of_state = [(*modules[path[0].key][0], *path[1:]) for path, _ in flat(state)]
     of_state = [path[:-1] if str(path[-1]) == ".value" else path for path in of_state]
@@ -140,11 +141,8 @@ def is_pure(fn: object) -> bool:
 
 def write_back(old: object, new: object) -> None:
     """Give the modules in a pytree the state of those that stand in their places in another."""
-    if among(old):
-        pairs = zip(*(jax.tree.leaves(t, is_leaf=is_leaf) for t in (old, new)), strict=True)
-        for before, after in pairs:
-            if is_node(before):
-                update(before, after)
+    for before, after in zip(nodes(old), nodes(new), strict=True):
+        update(before, after)
 
 
 @dataclass(frozen=True)
@@ -159,15 +157,15 @@ class _Pure:
 
     def __call__(self, state: Any, rest: list[object]) -> tuple[object, object]:
         nnx = _flax()
-        nodes = nnx.merge(self.graph, state)
-        for node in nodes if self.named else ():
-            if isinstance(node, nnx.Module):
-                scoped(node)
-        left, others = iter(nodes), iter(rest)
-        leaves = [next(left) if node else next(others) for node in self.places]
+        modules = nnx.merge(self.graph, state)
+        for module in modules if self.named else ():
+            if isinstance(module, nnx.Module):
+                scoped(module)
+        left, others = iter(modules), iter(rest)
+        leaves = [next(left if node else others) for node in self.places]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
         out = self.fn(*args, **kwargs)
-        return out, nnx.split(nodes)[1]
+        return out, nnx.split(modules)[1]
 
 
 def _as_stored(new: jax.Array, old: object) -> jax.Array:

@@ -32,7 +32,7 @@ from polymp import scaling
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.compat.programs import Atom, ClosedProgram, Equation
+from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import inside
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import tree_math

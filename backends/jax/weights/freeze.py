@@ -20,26 +20,26 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_typed
 from polymp.backends.jax.autocast import known_functions, regions
-from polymp.backends.jax.autocast.frame import (
-    Cast,
-    Inside,
-    Kind,
-    Operand,
-    Plan,
-    Step,
-    ValueFacts,
-    declared,
-)
-from polymp.backends.jax.autocast.function_calls import FUNCTION_CALL, FunctionCall
-from polymp.backends.jax.autocast.planner import PlanCache
-from polymp.backends.jax.autocast.transform import (
+from polymp.backends.jax.autocast.api import (
     ARRAY,
     AutocastFunction,
     PlannedCall,
     trace,
     transformed,
 )
-from polymp.backends.jax.compat.programs import Atom, Equation
+from polymp.backends.jax.autocast.frame import (
+    Cast,
+    Inside,
+    Kind,
+    Operand,
+    Plan,
+    Plans,
+    Step,
+    ValueFacts,
+    declared,
+)
+from polymp.backends.jax.autocast.function_calls import FUNCTION_CALL, FunctionCall
+from polymp.backends.jax.compat import Atom, Equation
 from polymp.backends.jax.jaxprs import RULED, Inner, inside
 from polymp.backends.jax.modules import nnx
 from polymp.errors import PolicyError
@@ -110,7 +110,7 @@ def freeze(
     places = dict(zip(typed, call.first(len(typed), of_modules), strict=True))
     others = before.kept if before else {}
     why = {i: _reason(leaves[i]) or others.get(paths[i]) for i in typed}
-    traced = trace(function, autocast.region, given_tree, call.statics, arrays)
+    traced = trace(function, autocast.region, given_tree, call.statics, arrays, {})
     candidates = [places[i] for i, text in why.items() if text is None]
     found, wide = _decided(call, traced, candidates, autocast.region.dtype)
 
@@ -262,7 +262,7 @@ class Frozen:
         tree: jax.tree_util.PyTreeDef,
         statics: tuple[object, ...],
         arrays: Sequence[object],
-        kept: PlanCache,
+        kept: Plans,
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
         call = Signature(fn, tree, statics)
@@ -492,8 +492,8 @@ class LowPlan:
         for at in dict.fromkeys(at for program in programs for at in program.carried):
             self.reads(lows[at], "float32", f"a {name} carries it in float32 ({where})")
             lows[at] = NONE
-        passed = {*whole.passed_on(), *whole.rounds()} if name != "cond" else set()
-        allowed = [i for i in sorted(passed) if i >= programs[0].carries]
+        passed = () if name == "cond" else range(len(whole.plans[0].outs))
+        allowed = [i for i in passed if i >= programs[0].carries]
         plans, results = [], []
         for program, plan in zip(programs, whole.plans, strict=True):
             mine = program.of(lows)
@@ -508,11 +508,11 @@ class LowPlan:
                 results.append([NONE.union(*(mine[i] for i in out)) for out in lowered.outs])
         outs = [NONE.union(*several) for several in zip(*results, strict=True)]
         moved, made = self.moved(step, outs)
-        for i, dtype in whole.rounds().items():  # the step casts what comes of the program inside
-            self.reads(made[i], dtype, f"it is returned in {dtype}")
-            made[i] = NONE
-        dtypes = [self.dtype if low else None for low in lows]
-        return moved._replace(inside=whole.lowered(tuple(plans), dtypes)), made
+        for i, dtype in enumerate(step.returns or ()):
+            if dtype is not None:  # the step casts what comes of the program inside
+                self.reads(made[i], dtype, f"it is returned in {dtype}")
+                made[i] = NONE
+        return moved._replace(inside=whole._replace(plans=plans)), made
 
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, and where it is written; as a clause."""

@@ -121,7 +121,7 @@ def meshes(tensors: list[torch.Tensor]) -> list[Any]:
 def offset(whole: Any) -> tuple[int, ...]:
     """Return the place of this process's part in the whole tensor, along each dimension."""
     if not _is_dtensor(whole):
-        return (0,) * whole.dim()
+        return tuple([0] * whole.dim())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     found = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)

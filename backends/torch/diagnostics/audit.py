@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from polymp import progress
 from polymp.backends.torch.compat import dispatcher
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, facts_of, numbers_in
 from polymp.backends.torch.diagnostics.op_stream import OpStream
@@ -89,7 +88,7 @@ class AuditBlock(Audit):
         super().__init__()
         self._entered = False
         self._seen = AuditValues(model, scaler)
-        self._stream = OpStream(model, self._seen, counts=False, floats=numbers_in, title="audit")
+        self._stream = OpStream(model, self._seen, counts=False, floats=numbers_in)
 
     def __enter__(self) -> Audit:
         if self._entered:
@@ -252,8 +251,7 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     audit.scale = scales[-1]
     audit.fault = seen.fault()  # first: it tells the infinities of masks from others
     audit.steps = max(len(seen.passes), bool(seen.events))
-    with progress.line("audit, reading", len(seen.sites), "tensor") as line:
-        rows = _measured(seen.sites, scales, line)
+    rows = _measured(seen.sites, scales)
     audit.results = [m for m in rows if m.spelling]
     audit.gradients = [m for m in rows if not m.spelling]
 
@@ -261,13 +259,11 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
 def _measured(
     sites: Mapping[tuple[Any, ...], Tally],
     scales: Sequence[float],
-    line: progress.Line,
 ) -> list[Measured]:
     found: dict[tuple[Any, ...], list[Measured]] = {}
     made = [site.magnitudes() for site in sites.values()]
     gone = followed((m, site.reads) for m, site in zip(made, sites.values(), strict=True))
     for (key, site), counts, share in zip(sites.items(), made, gone, strict=True):
-        line.step()
         at, op, spelling, place, direction, region, row, run = key
         counts = counts._replace(gone=share)
         if scales[at]:  # torch.amp's may become 0

@@ -41,7 +41,6 @@ from polymp.diagnostics.bad_step import (
     CaughtStep,
     Decorator,
     LossChecks,
-    LossVerbs,
     bad_loss,
     checked_arguments,
     described,
@@ -287,7 +286,7 @@ class Catch(CaughtStep, Generic[P, R]):
         super().__init__(step, every, raises)
         self._fn, self._of = step, of
         self._copy: StateCopy | None = None
-        self._checks = LossChecks(_LOSSES)
+        self._checks = LossChecks()
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
@@ -320,7 +319,8 @@ class Catch(CaughtStep, Generic[P, R]):
         call.losses.update({at: loss.clone() for at, loss in losses(result).items()})
         self._meet(copy, steps, call)
         copy.left = copy.versions()
-        if self._checks.add(call.losses, bad):
+        bad += [~loss.isfinite() for loss in call.losses.values()]
+        if self._checks.add(_sent(bad), _alone()):
             self._stop(copy)
         return result
 
@@ -403,7 +403,7 @@ class Catch(CaughtStep, Generic[P, R]):
     def _stop(self, copy: StateCopy) -> None:
         """Go back to before the first bad step, and say which it was."""
         report = self._replayed(copy)
-        self._copy, self._checks = None, LossChecks(_LOSSES)
+        self._copy, self._checks = None, LossChecks()
         self._stopped(report)
 
     def _replayed(self, copy: StateCopy) -> BadStep:
@@ -503,10 +503,6 @@ def _has_scaler(objects: TrainingObjects) -> bool:
 # Whether the numbers of a training step are finite: its losses, gradients and weights.
 
 
-def _is_bad(loss: torch.Tensor) -> torch.Tensor:
-    return ~loss.isfinite()
-
-
 def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
     """Send the host whether one is true, on any rank; all ranks have to ask."""
     ranks = _ranks()
@@ -520,9 +516,6 @@ def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
 
 def _alone() -> bool:
     return _ranks() == 1 or _device().type == "cpu"  # on which all ranks learn of it at once
-
-
-_LOSSES = LossVerbs(_is_bad, _sent, _alone)
 
 
 def differing(recorded: Mapping[int, torch.Tensor], result: object) -> str:

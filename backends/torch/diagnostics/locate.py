@@ -17,7 +17,6 @@ from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from polymp import progress
 from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics.op_call import OpFacts, Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
@@ -26,6 +25,7 @@ from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.blame import tell_nothing_found
 from polymp.errors import brief
 
 
@@ -83,7 +83,7 @@ def locate(
         model = next((leaf for leaf in (step_fn, *leaves) if isinstance(leaf, nn.Module)), None)
     known = all(isinstance(leaf, _KNOWN) for leaf in leaves)  # an object may have tensors
     values = LocateValues(model, leaves if known else None)
-    stream = OpStream(model, values, counts=False, floats=numbers_in, title="locate")
+    stream = OpStream(model, values, counts=False, floats=numbers_in)
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())), stream:
             step_fn(*args, **kwargs)
@@ -95,10 +95,8 @@ def locate(
         return fault
     finally:
         values.put_back()
-    if fault is None and not values.events:
-        progress.tell("locate: the step ran no op of torch, so that there was nothing to look at")
-    elif fault is None:
-        progress.tell("locate: no op made an Inf or NaN of finite numbers")
+    if fault is None:
+        tell_nothing_found("the step ran no op of torch" * (not values.events))
     return fault
 
 

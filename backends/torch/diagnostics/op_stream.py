@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from polymp import progress
 from polymp.backends.torch.autocast import kernel_registry, regions
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import (
@@ -99,7 +98,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         subscriber: Subscriber | None = None,
         counts: bool = True,
         floats: Callable[..., list[torch.Tensor]] = float_tensors,
-        title: str = "explain",
         compiled: bool = False,  # True to let compiled code run as it is; else it runs uncompiled
     ) -> None:
         super().__init__()
@@ -109,7 +107,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self.looks_away: int = 0  # while it follows nothing, the thread that had it look away
         self.counts = counts  # False if nobody uses dtypes, casts and FLOPs, and `calls`
         self.floats = floats  # from trees to the tensors in them that are followed
-        self._title = title
         self._call_sites = CallSites(model)
         # Each autograd node that is made while ops run, with the call that made it: when the engine
         # runs it, the ops in it are the backward of that call.
@@ -118,7 +115,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._open: list[OpCall] = []
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self, compiled)
-        self.progress: progress.Line = progress.Line()
         self.hear: Subscriber = subscriber or Subscriber()
         self.hear.stream = self
 
@@ -265,7 +261,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         decision_log.recorded_by(self, self)
         self.enter_context(self._mode)
         self.callback(self.go_on)
-        self.progress = self.enter_context(progress.line(self._title, unit="op"))
         if self.hear.measures:
             before, after = self.hear.stepping, self.hear.stepped
             self.callback(register_optimizer_step_pre_hook(partial(self._tell, before)).remove)
@@ -330,7 +325,6 @@ class _Mode(modes.OpMode):
                 with Own():
                     hear.unwatched(facts, (args, kwargs), result)
             return result
-        stream.progress.step()
         op_call = stream.op_call(func, sys._getframe(1))
         sends = op_call.place.sends
         if not sends:

@@ -149,7 +149,7 @@ class Recorder:
             raise RuntimeError("This recorder records a step already: leave its block first.")
         if (number := self._writer.begin()) is not None:
             step = _Step(number, self._model, self._options)
-            stream = OpStream(self._model, step, title="record", compiled=True)
+            stream = OpStream(self._model, step, compiled=True)
             stream.__enter__()
             self._running = stream, step
         self._inside = True

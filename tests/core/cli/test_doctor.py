@@ -37,12 +37,6 @@ def test_the_dtype_to_use(device, use, why):
     assert why in device["why"]
 
 
-def test_what_shows_that_a_dtype_is_fast():
-    assert doctor.cpu("torch", "Xeon", XEON)["by"] == "amx_bf16, avx512_bf16, avx512_fp16"
-    assert doctor.cpu("torch", "old", frozenset({"avx2"}))["by"] == "no bf16 or fp16 instructions"
-    assert doctor.gpu("torch", "H100", (9, 0))["by"] == "compute capability 9.0"
-
-
 @pytest.fixture
 def told(answer, monkeypatch):
     """Returns what `doctor --json` prints on a machine made up."""
@@ -104,7 +98,7 @@ def test_doctor_draws_what_it_found(polymp, monkeypatch):
     monkeypatch.setattr(doctor, "gather", lambda: machine)
     code, out, err = polymp("doctor")
     assert (code, err) == (1, "")
-    assert re.search(r"torch +2\.9\.1 +torch 2\.11 to 2\.15 +cpu\n", out)
+    assert re.search(r"torch +2\.9\.1 +torch 2\.11 to 2\.15\n", out)
     assert re.search(r"torch cpu +bfloat16 +bfloat16\n", out)
     assert re.search(r"jax cuda +float16 +float16\n", out)
     assert re.search(r"torch cuda +none +float32\n", out)

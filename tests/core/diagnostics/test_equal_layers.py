@@ -105,7 +105,7 @@ def test_a_report_folds_and_shows_all_if_asked() -> None:
     assert "equal layers are one, with the counts of all of them: 97 rows in 5; fold=False" in text
     assert " ".join(text.split()).count("linear 24 net.py:7") == 2
     assert len(text.splitlines()) < 30
-    every = deep().table(fold=False, width=120)
+    every = deep().table(fold=False)
     assert [f"net.layers.{i}.attn" in every for i in range(24)] == [True] * 24
     assert "equal layers" not in every
     assert "72 1.69 MiB" in " ".join(text.split()), "casts and bytes of all 24"

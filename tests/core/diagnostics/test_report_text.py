@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from polymp import text_table
 from polymp.diagnostics import report
 from polymp.diagnostics.report import Report
-from polymp.diagnostics.tables import OUTSIDE
 from tests.support import processes, reports
 
 PRINTED = """\
@@ -62,29 +60,11 @@ def ops(text: str) -> list[str]:
     return [line.split()[0] for line in body if line.startswith("  ") and line[2] != " "]
 
 
-def heads(text: str, report: Report) -> list[str]:
-    """The modules of a table, in order."""
-    modules = {call.module or OUTSIDE for call in report}
-    return [line for line in text.splitlines() if line in modules]
-
-
-def test_by_cost_modules_and_calls_with_the_highest_costs_come_first() -> None:
-    report = Report(tuple(reversed(reports.in_torch().calls)))
-    text = report.table(sort="cost")
-    forward, backward, _ = text.split("\n-- ")[1:]
-    assert heads(forward, report) == ["blocks.0.attn", "head", OUTSIDE, "embed"]
-    assert ops(f"\n-- {forward}")[:4] == ["softmax", "linear", "linear", "add"]
-    assert heads(backward, report) == ["head", "blocks.0.attn"]
-    assert heads(str(report), report)[:2] == [OUTSIDE, "head"]
-    cheap, dear = (reports.linear("m", f"a.py:{n}", cast_bytes=0, flops=n) for n in (5, 7))
-    text = Report([cheap, dear]).table(sort="cost")
-    assert 0 < text.index("a.py:7") < text.index("a.py:5")
-
-
-def test_a_report_that_is_long_keeps_to_its_width() -> None:
+def test_a_report_that_is_long_keeps_to_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
     report = reports.long(300)
     for width in (80, 100, 140):
-        lines = report.table(width=width).splitlines()
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = report.table().splitlines()
         assert max(map(len, lines)) == width
         assert all(line == line.rstrip() for line in lines)
     assert len(ops(str(report))) == 300
@@ -95,21 +75,15 @@ def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", columns)
         text = str(reports.in_torch())
         assert max(map(len, text.splitlines())) == width
-        assert text == reports.in_torch().table(width=width)
+        assert text == reports.in_torch().table()
 
 
-@pytest.mark.parametrize("width", ["80", 80.0])
-def test_a_width_that_is_no_whole_number_is_refused(width: Any) -> None:
-    with pytest.raises(TypeError) as error:
-        reports.in_torch().table(width=width)
-    assert str(error.value) == f"table(width=...) is a number of characters, got {width!r}."
-
-
-@pytest.mark.parametrize("width", [60, 72, 80, 100])
-def test_a_file_and_its_line_are_never_broken(width: int) -> None:
+@pytest.mark.parametrize("width", [80, 90, 100])
+def test_a_file_and_its_line_are_never_broken(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
     places = [f"modeling_{'x' * n}_llama.py:{370 + n}" for n in range(0, 12, 2)]
     report = Report([reports.linear("m", place) for place in places])
-    text = report.table(width=width)
+    text = report.table()
     assert [place for place in places if place in text] == places
 
 

@@ -23,9 +23,9 @@ from polymp.diagnostics.run_record import (
     RecordError,
     places,
     signs,
-    summary,
 )
 from tests.support import run_records
+from tests.support.run_records import summary
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from polymp import fp8
-from polymp.backends.jax.autocast.fp8_operands import VERBS, quantised
+from polymp.backends.jax.autocast.fp8_contraction import VERBS, quantised
 from polymp.backends.jax.diagnostics.instrument import peak
 from polymp.dtypes import FORMATS
 from polymp.fp8 import RECIPES

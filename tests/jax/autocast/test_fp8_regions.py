@@ -10,7 +10,7 @@ from flax import nnx
 from jax.experimental import checkify, sparse
 
 import polymp
-from polymp.backends.jax.autocast import fp8_operands
+from polymp.backends.jax.autocast import fp8_contraction
 from polymp.errors import PolicyError
 from polymp.jax import GradScaler, autocast, explain, freeze, locate, lower
 from tests.support.jax.fp8_models import NAMES, Llama, batch, layers, loss, policy
@@ -146,11 +146,11 @@ def test_locate_sees_every_planted_inf_and_nan(recipe):
 
 def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
     """The checks above can fail: with a finite scale, a clipped Inf is a number like others."""
-    bare = fp8_operands.VERBS._replace(
-        amax=lambda x, axis: jnp.nan_to_num(fp8_operands._amax(x, axis), posinf=1, nan=1),
+    bare = fp8_contraction.VERBS._replace(
+        amax=lambda x, axis: jnp.nan_to_num(fp8_contraction._amax(x, axis), posinf=1, nan=1),
         clip=lambda x, low, high: jnp.nan_to_num(jnp.clip(x, low, high)),
     )
-    monkeypatch.setattr(fp8_operands, "VERBS", bare)
+    monkeypatch.setattr(fp8_contraction, "VERBS", bare)
     step.cache_clear()
     try:
         seen = [not step("tensorwise")(layers(), batch(), plants(i))[1] for i in (9, 10)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import polymp
-from polymp.backends.jax.autocast import transform
+from polymp.backends.jax.autocast import api
 from polymp.jax import autocast, explain
 from tests.support.jax.scaler_tools import bits
 
@@ -15,13 +15,13 @@ from tests.support.jax.scaler_tools import bits
 def traces(monkeypatch):
     """The functions that were traced by autocast."""
     found = []
-    trace = transform.trace
+    trace = api.trace
 
     def counted(fn, *args, **kwargs):
         found.append(fn)
         return trace(fn, *args, **kwargs)
 
-    monkeypatch.setattr(transform, "trace", counted)
+    monkeypatch.setattr(api, "trace", counted)
     return found
 
 
@@ -84,7 +84,7 @@ def test_under_a_transformation_nothing_is_kept():
     grad = jax.grad(lambda w: fn(w, X)["y"].astype(jnp.float32).sum())(W)
     assert grad.dtype == jnp.float32
     assert jax.vmap(fn, (None, 0))(W, X[None])["y"].shape == (1, 2, 3)
-    assert transform.call_key(fn, (), ()) is None  # that is no jitted function
+    assert api.call_key(fn, (), ()) is None  # that is no jitted function
 
 
 def test_policies_and_marks_inside_hold():

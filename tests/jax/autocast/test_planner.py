@@ -18,7 +18,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import mlir
 
-from polymp.jax import autocast, call_in, upper
+from polymp.jax import autocast, upper
 from tests.support.jax.walker import Site, equations
 
 X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
@@ -154,17 +154,17 @@ def test_a_sum_over_devices_keeps_its_dtype_and_no_cast_moves_through_it():
     assert any(op.op == "polymp_contraction" for op in found)
 
 
-def test_python_sees_the_dtypes_as_written_and_call_in_shows_others():
+def test_python_sees_the_dtypes_as_written_and_a_disabled_region_shows_others():
     seen = []
 
     def kernel(x):
         seen.append(x.dtype.name)
         return x * 2
 
-    out = autocast(lambda x, w: (kernel(x @ w), call_in(kernel, jnp.float16)(x @ w)))(X, W)
+    as_written = autocast(kernel, enabled=False)
+    out = autocast(lambda x, w: (kernel(x @ w), as_written((x @ w).astype(jnp.float16))))(X, W)
     assert seen == ["float32", "float16"]
     assert dtypes(out) == ("bfloat16", "float16")
-    assert call_in(kernel, jnp.float16)(X).dtype == jnp.float16  # a real cast, region or not
 
 
 @pytest.fixture
@@ -192,11 +192,11 @@ def test_an_error_of_cudnn_about_dtypes_says_what_to_write():
     assert note == (
         "polymp.jax.autocast traces a function in the dtypes as written, and casts afterwards; "
         "cuDNN's kernels ask for low ones before that. Cast around the call: "
-        "call_in(functools.partial(jax.nn.dot_product_attention, implementation='cudnn'), "
-        "jax.numpy.float16)(query, key, value)."
+        "autocast(functools.partial(jax.nn.dot_product_attention, implementation='cudnn'), "
+        "enabled=False)(*(x.astype('float16') for x in (query, key, value)))."
     )
     line = note.partition("Cast around the call: ")[2].removesuffix(".")
-    names = {"call_in": call_in, "functools": functools, "jax": jax}
+    names = {"autocast": autocast, "functools": functools, "jax": jax}
 
     def as_written(query, key, value):
         return eval(line, names | {"query": query, "key": key, "value": value})
@@ -208,7 +208,8 @@ def test_an_error_of_cudnn_about_dtypes_says_what_to_write():
         raise NotImplementedError("not yet")
 
     def of_60(q, k, v):
-        return call_in(attend, jnp.float16)(q[..., :60], k[..., :60], v[..., :60])
+        low = (x[..., :60].astype(jnp.float16) for x in (q, k, v))
+        return autocast(attend, enabled=False)(*low)
 
     for fn, words in (
         (attend, "Q must be"),

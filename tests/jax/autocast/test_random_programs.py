@@ -383,7 +383,7 @@ def _rounded_gradients(real: Callable[..., Any]) -> Callable[..., Any]:
     return mold
 
 
-def _without_rule(rules: Any, step: Any, values: Any) -> Any:
+def _without_rule(rules: Any, plans: Any, step: Any, values: Any) -> Any:
     return evaluate.run(rules.plan, values)
 
 

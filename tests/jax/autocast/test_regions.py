@@ -233,7 +233,6 @@ NO_FUNCTION = (
 NO_LOW_DTYPE = (
     "autocast(dtype={}): this is not a float dtype. Write dtype='bfloat16' or dtype='float16'."
 )
-NO_DTYPE = "dtype must be a float dtype, such as jax.numpy.bfloat16 or 'bf16', got {}"
 BY_NAME = (
     "autocast takes one function and nothing else without a name, and no device; got {}. "
     "Write autocast(fn, dtype=...)."
@@ -265,9 +264,6 @@ BAD = [
     (lambda: autocast(dtype="lo"), TypeError, NO_LOW_DTYPE.format("'lo'")),
     (lambda: autocast(dtype=None), TypeError, NO_LOW_DTYPE.format(None)),
     (lambda: autocast(enabled="no"), TypeError, "autocast(enabled=...) is True or False, got 'no'"),
-    (lambda: polymp.jax.call_in(3, jnp.float16), TypeError,
-        "call_in(fn, dtype) needs a function, got 3"),
-    (lambda: polymp.jax.call_in(abs, int), TypeError, NO_DTYPE.format(int)),
     (lambda: autocast(yields), TypeError, NO_GENERATOR.format(yields, "generator")),
     (lambda: autocast(waits), TypeError, NO_GENERATOR.format(waits, "coroutine")),
 ]  # fmt: skip
@@ -322,8 +318,7 @@ TREE = {"w": X, "v": X}
 
 @pytest.mark.parametrize("given", spellings("float16"), ids=repr)
 def test_a_dtype_by_any_of_its_names(given: object) -> None:
-    for fn in (autocast(square, dtype=given), autocast(polymp.jax.call_in(square, given))):
-        assert fn(X).dtype == jnp.float16
+    assert autocast(square, dtype=given)(X).dtype == jnp.float16
     assert GradScaler(dtype=given).enabled
     assert not GradScaler(dtype="bf16").enabled
     (call,) = polymp.jax.explain(square, X, dtype=given).of("linear")
@@ -348,7 +343,6 @@ LAYERS = {f"layer{i}": {"w": jnp.ones((64, 64))} for i in range(20)}
 SWAPPED = {
     "autocast": lambda: autocast(LAYERS),
     "autocast(dtype)": lambda: autocast(jnp.sin, dtype=LAYERS),
-    "call_in": lambda: polymp.jax.call_in(LAYERS, jnp.float32),
     "catch": lambda: polymp.jax.catch(LAYERS),
     "expect_scaler": lambda: polymp.jax.expect_scaler(LAYERS),
     "GradScaler": lambda: polymp.jax.GradScaler(LAYERS),

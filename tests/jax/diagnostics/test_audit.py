@@ -142,7 +142,7 @@ def test_a_while_loop_has_no_rows_inside_and_is_looked_at() -> None:
     assert fault is not None
     assert (fault.op, fault.kind) == ("while_loop", "inside")
     assert "\nnot measured: 2 calls in a while loop\n" in str(audited.audit)
-    assert audited.audit.to_dict()["left_out"] == {"in a while loop": 2}
+    assert audited.audit.left_out == {"in a while loop": 2}
 
 
 def test_a_step_that_is_all_a_while_loop_was_measured() -> None:

@@ -23,6 +23,7 @@ from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import RecordedArray
 from polymp.jax import GradScaler, autocast, record, scoped
 from tests.shared import test_record_faults as faults
+from tests.support import run_records
 from tests.support.decoder import Config
 from tests.support.jax.scaler_tools import bits
 
@@ -112,7 +113,7 @@ def test_numbers_are_those_of_the_definition() -> None:
 
     found = kinds(rows(fn, arrays()), "input")
     for name, x in arrays().items():
-        row, (values, zeros, bad) = found[f"given['{name}']"], run_record.summary(x)
+        row, (values, zeros, bad) = found[f"given['{name}']"], run_records.summary(x)
         np.testing.assert_allclose(row.values, values, 1e-14, 1e-14 * max(map(abs, values)))
         assert (row.zeros, row.bad, row.shape, row.dtype) == (zeros, bad, x.shape, x.dtype.name)
 
@@ -191,7 +192,7 @@ def test_an_update_has_the_name_of_its_argument() -> None:
         (updates["params['w']"], np.asarray(new["w"]) - np.asarray(params["w"])),
         (updates["state[0].mu['b']"], np.asarray(new_state[0].mu["b"])),
     ):
-        np.testing.assert_allclose(row.values, run_record.summary(change)[0], 1e-3, 1e-5)
+        np.testing.assert_allclose(row.values, run_records.summary(change)[0], 1e-3, 1e-5)
         assert moved(row) > 0
     assert "sqrt" not in kinds(found, "result")  # of the optimizer
     assert kinds(found, "result")["result[2]"].shape == ()

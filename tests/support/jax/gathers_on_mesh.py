@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax import compat
 from polymp.jax import autocast, lower
-from tests.support.jax import forms, hlo
+from tests.support.jax import hlo
 
 WIDTH, LAYERS, ROWS = 16, 3, 256
 KEYS = jax.random.split(jax.random.key(0), LAYERS)
@@ -58,11 +59,11 @@ def scanned_again(weights: Any, x: Any, low: Low) -> Any:
 
 
 def jitted(x: Any, w: Any, low: Low) -> Any:
-    return jax.jit(lambda x, w: x @ low(w))(x, w)
+    return jax.jit(lambda x, w: x @ low(w), inline=True)(x, w)
 
 
 def scanned_jitted(weights: Any, x: Any, low: Low) -> Any:
-    layer = jax.jit(lambda x, w: (jnp.tanh(x @ low(w)), None))
+    layer = jax.jit(lambda x, w: (jnp.tanh(x @ low(w)), None), inline=True)
     return lax.scan(jax.checkpoint(lambda x, w: layer(x, w)), x, weights)[0]
 
 
@@ -97,7 +98,7 @@ PROGRAMS = {
     "scan and remat": scanned_again,
     "jitted": in_a_row(jitted),
     "jitted, one in the other": lambda weights, x, low: jax.jit(
-        lambda weights, x: in_a_row(jitted)(weights, x, low)
+        lambda weights, x: in_a_row(jitted)(weights, x, low), inline=True
     )(weights, x),
     "jitted, scan and remat": scanned_jitted,
     "jitted with autocast inside": PLAIN,
@@ -118,7 +119,8 @@ def losses(network: Any, name: str) -> dict[str, Any]:
         return (out.astype(jnp.float32) ** 2).mean()
 
     found = {"float32": loss, "by hand": by_hand, "autocast": autocast(loss)}
-    return jax.tree.map(jax.jit, found) if name == "jitted with autocast inside" else found
+    inlined = partial(jax.jit, inline=True)
+    return jax.tree.map(inlined, found) if name == "jitted with autocast inside" else found
 
 
 def looked_at(fn: Any, name: str, args: Any, folder: Path) -> tuple[dict[str, Any], Any]:
@@ -150,13 +152,6 @@ def without_merging() -> Iterator[None]:
     jax.clear_caches()
 
 
-@contextmanager
-def with_calls() -> Iterator[None]:
-    one = mock.patch.object(compat, "_devices", return_value=1)
-    with one, forms.lowered_as("row_by_row"):  # as on several devices
-        yield
-
-
 def main(folder: Path, *names: str) -> None:
     """Look at the programs of these names, or at all."""
     found: dict[str, Any] = {}
@@ -186,7 +181,7 @@ def means(name: str) -> Any:
     """Switches off what makes a difference to a program."""
     if "shard_map" in name or "resharded" in name:  # the program gathers by itself
         return nullcontext
-    return with_calls if "jitted" in name else without_merging
+    return without_merging
 
 
 MEANS = {name: means(name) for name in PROGRAMS}

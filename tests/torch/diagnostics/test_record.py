@@ -35,6 +35,7 @@ from polymp.diagnostics.run_record import (
     RunRecord,
 )
 from polymp.torch import GradScaler, audit, autocast, explain, record
+from tests.support import run_records
 from tests.support.decoder import Config
 from tests.support.torch.decoder import Decoder
 from tests.support.torch.each_op import EachOp
@@ -102,8 +103,8 @@ def test_the_numbers_of_a_tensor_are_those_of_the_definition(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     for t in tensors(dtype, shape):
-        (values, *counts), found = run_record.summary(t.double().numpy()), recording.sums(t)
-        on_cpu = run_record.summary(recording.numbers(t))
+        (values, *counts), found = run_records.summary(t.double().numpy()), recording.sums(t)
+        on_cpu = run_records.summary(recording.numbers(t))
         for ours, *our_counts in (recording.values(found.numpy(), t.numel()), on_cpu):
             assert our_counts == counts
             np.testing.assert_allclose(ours, values, rtol=1e-9, atol=1e-9 * values[RMS])
@@ -112,7 +113,7 @@ def test_the_numbers_of_a_tensor_are_those_of_the_definition(
 def test_integers_and_bools_have_numbers() -> None:
     for t in (torch.arange(-5, 100), torch.randn(50) > 0):
         values, *counts = recording.values(recording.sums(t).numpy(), t.numel())
-        want, *_ = run_record.summary(t.numpy())
+        want, *_ = run_records.summary(t.numpy())
         assert values == pytest.approx(want, rel=1e-12, abs=1e-12)
         assert counts == [int((t == 0).sum()), 0]
 
@@ -126,12 +127,12 @@ def test_the_spread_is_the_change_of_these_numbers(
         eps, exact = torch.finfo(dtype).eps, t.double()
         probes = torch.stack([(exact * (1 + eps * torch.randn(t.shape))).to(dtype)] * 2 + [t])
         probes[1] = t - (probes[0] - t)
-        values, *_ = run_record.summary(recording.numbers(t))
+        values, *_ = run_records.summary(recording.numbers(t))
         ours = recording.spread(values, recording.changes(t, probes).double().numpy(), t.numel())
-        base = np.array(run_record.summary(exact.numpy())[0])
-        moved = np.array([run_record.summary(p.double().numpy())[0] for p in probes])
+        base = np.array(run_records.summary(exact.numpy())[0])
+        moved = np.array([run_records.summary(p.double().numpy())[0] for p in probes])
         change = probes.double() - exact
-        changes = np.array([run_record.summary(c.numpy())[0] for c in change])
+        changes = np.array([run_records.summary(c.numpy())[0] for c in change])
         moved[:, :4] -= base[:4]
         moved[:, 4:] = changes[:, 4:]
         top = max(base[0], 1e-300)
@@ -174,7 +175,7 @@ def test_the_recorded_numbers_are_those_of_the_run() -> None:
     for name, p in training.net.named_parameters():
         assert p.grad is not None
         for kind, t in ((INPUT, before[name]), (GRADIENT, p.grad), (UPDATE, p - before[name])):
-            want, *counts = run_record.summary(t.detach().numpy())
+            want, *counts = run_records.summary(t.detach().numpy())
             assert of[kind, name].values == pytest.approx(want, rel=1e-6, abs=1e-7)
             assert [of[kind, name].zeros, of[kind, name].bad] == counts
     losses = [a for a in arrays if a.name == "nll_loss" and a.direction == "forward"]

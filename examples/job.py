@@ -76,9 +76,9 @@ def speed_of_bfloat16() -> str:
     """Say whether products in bfloat16 save time on this machine's processor."""
     found = _processor()
     if found["bfloat16"]:
-        return f"This processor has instructions for bfloat16 products: {found['by']}."
+        return "This processor has instructions for bfloat16 products."
     if found["bfloat16"] is None:
-        return f"Whether this processor has instructions for bfloat16 is not known: {found['by']}."
+        return "Whether this processor has instructions for bfloat16 is not known."
     return (
         "This processor has no instructions for bfloat16 products: torch's kernels emulate them, "
         "JAX's multiply in float32. Expect bfloat16 to save memory, and little or no time. On "

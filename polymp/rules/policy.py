@@ -474,6 +474,7 @@ def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
     for of, value in table.items():
         if of == "class":
             raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
+        vocabulary().check(of, where)  # first: `torch.exp = "fp32"` in TOML is a table for `torch`
         own = dict(_entries(value, of, where))
         of_dtypes = [(low, own.pop(key)) for key in [*own] if (low := _low_dtype(key))]
         check_keys(own, (*_OF_ROW, *LOW), where, of)

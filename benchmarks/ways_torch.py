@@ -224,7 +224,7 @@ def polymp_frozen(job: Job) -> Run:
 
     if job.optimizer is None:
         job.model.requires_grad_(False)
-    polymp.torch.freeze(job.model, job.inputs, dtype=LOW, drop=True)
+    polymp.torch.freeze(job.model, job.inputs, dtype=LOW)
     return Run(job.model, step=stepping(job.made()))
 
 

@@ -87,9 +87,9 @@ def train(args: argparse.Namespace, device: torch.device) -> bool:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.02, fused=True)
     # The usual 2,000 good steps before the scale doubles are more than this run has.
-    scaler = GradScaler(device.type, init_scale=2.0**10, growth_interval=4, named=model)
+    scaler = GradScaler(device.type, init_scale=2.0**10, growth_interval=4)
     first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
     for step in range(args.steps):
         x, y = batch(step, device)

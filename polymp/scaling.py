@@ -230,18 +230,23 @@ def from_state_dict(
         The rule and the state.
 
     Raises:
+        RuntimeError: `saved` is empty, as the state of a disabled scaler.
         TypeError: `saved` is no mapping, an entry is not a number, or a count is not whole.
         KeyError: an entry is missing; names it and lists those that are there.
         ValueError: an entry is out of its range.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"a scaler's state must be a dictionary, got {saved!r}.")
+    if not saved:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved "
+            "from a disabled instance of GradScaler."
+        )
     for key in _TORCH:
         if key not in saved:
-            there = ", ".join(map(repr, saved)) or "nothing"
             raise KeyError(
-                f"a scaler's state needs the entry {key!r}; it has {there}. Give what "
-                "state_dict() returned"
+                f"a scaler's state needs the entry {key!r}; it has {', '.join(map(repr, saved))}. "
+                "Give what state_dict() returned"
             )
     bounds = {key: saved.get(key, getattr(rule, key)) for key in _BOUNDS}
     factors = (saved[key] for key in ("growth_factor", "backoff_factor", "growth_interval"))
@@ -269,7 +274,7 @@ SMALLEST_NORMAL = FORMATS["float16"].smallest_normal
 NOT_NEEDED = (
     "GradScaler is not needed in a bfloat16 region: bfloat16 has the range of float32, so that "
     "gradients do not underflow. It scales and skips steps all the same. Leave the scaler out, or "
-    "write GradScaler(..., dtype=<the region's dtype>), which scales only if that is float16."
+    "write GradScaler(..., enabled=False)."
 )
 
 _ADVICE = (

@@ -1,6 +1,6 @@
 """Weights kept in 16 bits: how one is stored, what stands beside it, and updates that are lost.
 
-    mode         stored low                      beside it                  read back
+    mode         stored in bfloat16              beside it                  read back
     master       cast, to nearest                the float32 number         what is beside
     split        to nearest, ties from zero      the other 16 bits          both joined: exact
     stochastic   up or down at random            nothing                    the low number
@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polymp import dtypes
 from polymp.code_origin import outside
 from polymp.errors import LowWeightsWarning
 
@@ -24,8 +23,6 @@ class Mode(NamedTuple):
 
     name: str  # as the user gives it
     beside: str  # dtype of what stands beside each weight; "" if nothing does
-    accepted: tuple[str, ...]  # dtypes that the weights may have
-    note: str  # what is beside a weight, for messages
 
 
 def mode(name: object) -> Mode:
@@ -39,23 +36,8 @@ def mode(name: object) -> Mode:
 
 MODES: dict[str, Mode] = {
     mode.name: mode
-    for mode in (
-        Mode("master", "float32", ("bfloat16", "float16"), "a float32 copy of each weight"),
-        Mode("split", "int16", ("bfloat16",), "the other 16 bits of the float32 weight"),
-        Mode("stochastic", "", ("bfloat16",), "nothing; each step rounds up or down at random"),
-    )
+    for mode in (Mode("master", "float32"), Mode("split", "int16"), Mode("stochastic", ""))
 }
-
-
-def low_dtype(mode: Mode, dtype: object) -> str:
-    """Return the name of the dtype that weights are kept in, if the mode allows it."""
-    name = dtypes.name(dtype, ("bfloat16", "float16"), "low_weights(): dtype")
-    if name not in mode.accepted:
-        raise ValueError(
-            f"low_weights(): mode {mode.name!r} keeps weights in bfloat16, not in {name}, because "
-            f"it works on the upper 16 bits of float32. Write mode='master' to keep {name} weights."
-        )
-    return name
 
 
 Verb = Callable[[Any], Any]
@@ -70,7 +52,7 @@ class Verbs(NamedTuple):
 
     bits: Verb  # float32 to int32 with the same bits
     float32: Verb  # int32 to float32 with the same bits
-    bits16: Verb  # bfloat16 or float16 to int16 with the same bits
+    bits16: Verb  # bfloat16 to int16 with the same bits
     bfloat16: Verb  # int16 to bfloat16 with the same bits
     to_int32: Verb  # int16 to int32 with the same value
     to_int16: Verb  # int32 to int16, the low 16 bits
@@ -78,18 +60,17 @@ class Verbs(NamedTuple):
     # bfloat16 and back to float32 (XLA by default, torch's inductor in `pointless_convert`), and
     # with it a rounding that is wanted.
     wide: Verb
-    narrow: Callable[[Any, str], Any]  # to "bfloat16" or "float16", to nearest, ties to even
-    from_half: Verb  # float16 to float32 with the same value
+    narrow: Verb  # float32 to bfloat16, to nearest, ties to even
     where: Callable[[Any, Any, Any], Any]  # of two arrays or numbers, element by element
 
 
-def store(verbs: Verbs, mode: Mode, dtype: str, full: Any, random: Any = None) -> tuple[Any, Any]:
+def store(verbs: Verbs, mode: Mode, full: Any, random: Any = None) -> tuple[Any, Any]:
     """Return a float32 weight as it is kept; rounded to nearest in every mode without `random`."""
     if mode.name == "split":
         return split(verbs, full)
     if random is not None and not mode.beside:
         return rounded(verbs, full, random), None
-    return verbs.narrow(full, dtype), full if mode.beside else None
+    return verbs.narrow(full), full if mode.beside else None
 
 
 def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
@@ -101,22 +82,17 @@ def load(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
     return beside
 
 
-def beside_written(verbs: Verbs, mode: Mode, dtype: str, low: Any, beside: Any) -> Any:
+def beside_written(verbs: Verbs, mode: Mode, low: Any, beside: Any) -> Any:
     """Return what has to stand beside weights some of which were written by hand."""
     # What stood beside such a weight no longer belongs to it. In `master` every such element shows:
     # rounding the copy does not give the weight. In `split` nothing shows, and the error is at most
-    # half of the last place of what was written; who knows that an array was written avoids that.
+    # half of the last place of what was written.
     if mode.name == "master":
-        same = verbs.bits16(verbs.narrow(beside, dtype)) == verbs.bits16(low)
-        return verbs.where(same, beside, as_float32(verbs, low, dtype))
+        same = verbs.bits16(verbs.narrow(beside)) == verbs.bits16(low)
+        return verbs.where(same, beside, verbs.wide(low))
     if mode.name == "split":
         return verbs.where(is_torn(verbs, low, beside), 0, beside)
     return beside
-
-
-def as_float32(verbs: Verbs, low: Any, dtype: str) -> Any:
-    """Return a low weight of that dtype as float32 with the same value."""
-    return verbs.wide(low) if dtype == "bfloat16" else verbs.from_half(low)
 
 
 # A float32 number as a bfloat16 number and a 16-bit remainder, without any loss.
@@ -247,10 +223,10 @@ def _int32(x: Any) -> Any:
 # The text that an optimizer of `low_weights` shows of itself.
 
 
-def summary(mode: str, dtype: str, kept: Mapping[str, str], low: int | None = None) -> str:
+def summary(mode: str, kept: Mapping[str, str], low: int | None = None) -> str:
     """Return which parameters are not stored low, and why, as text."""
     count = "" if low is None else f"{low} in "
-    lines = [f"low weights: {count}{dtype}, mode {mode!r}"]
+    lines = [f"low weights: {count}bfloat16, mode {mode!r}"]
     if kept:
         lines += ["not stored low:", *(f"    {name}: {why}" for name, why in kept.items())]
     return "\n".join(lines)

@@ -39,16 +39,18 @@ class Snapshot:
         *,
         grads: Iterable[torch.Tensor] = (),  # the tensors that have them
         optimizers: Iterable[torch.optim.Optimizer] = (),
+        settings: Iterable[torch.optim.Optimizer] = (),  # of which the settings alone are kept
         modules: Iterable[nn.Module] = (),  # not their tensors
         random_numbers: bool = False,
     ) -> None:
         self._tensors = [_Values(t) for t in tensors]
         self._grads = [(t, None if t.grad is None else _Values(t.grad)) for t in grads]
-        self._states = [
-            (it, {p: {k: _kept(v) for k, v in s.items()} for p, s in it.state.items()})
-            for it in optimizers
+        optimizers = [*optimizers]
+        self._states = [(it, {p: _all_kept(s) for p, s in it.state.items()}) for it in optimizers]
+        self._settings = [
+            (it, [_all_kept(_settings(group)) for group in it.param_groups])
+            for it in (*optimizers, *settings)
         ]
-        self._settings = Settings(it for it, _ in self._states)
         self._modules = [(m, dict(vars(m)), _containers(m)) for m in modules]
         self._random = _random_state() if random_numbers else None
 
@@ -61,10 +63,10 @@ class Snapshot:
                 t.grad = None if grad is None else grad.put_back()
             for it, states in self._states:
                 it.state.clear()
-                it.state.update(
-                    {p: {k: _restored(v) for k, v in s.items()} for p, s in states.items()}
-                )
-        self._settings.put_back()
+                it.state.update({p: _all_restored(s) for p, s in states.items()})
+            for it, groups in self._settings:
+                for group, was in zip(it.param_groups, groups, strict=False):
+                    group.update(_all_restored(was))
         for module, attributes, containers in self._modules:
             vars(module).clear()
             vars(module).update(attributes)
@@ -90,24 +92,6 @@ def _containers(module: nn.Module) -> dict[str, Any]:
     return {k: copy.copy(v) for k, v in own.items()}
 
 
-class Settings:
-    """The settings of optimizers, such as the learning rate: all of a group but its parameters."""
-
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._groups = [(it, [_settings(group) for group in it.param_groups]) for it in optimizers]
-
-    def put_back(self) -> None:
-        """Give the optimizers their settings back."""
-        with torch.no_grad():
-            for it, groups in self._groups:
-                for group, was in zip(it.param_groups, groups, strict=False):
-                    group.update({k: _restored(v) for k, v in was.items()})
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: _kept(value) for name, value in group.items() if name != "params"}
-
-
 class _Values:
     """A tensor, and a copy of its values."""
 
@@ -117,17 +101,23 @@ class _Values:
 
     def put_back(self) -> torch.Tensor:
         local = distributed.local(self.tensor)
-        if local.untyped_storage().nbytes() or not self.values.numel():  # else FSDP has freed it
+        freed = local.layout is torch.strided and not local.untyped_storage().nbytes()  # by FSDP
+        if not freed or not self.values.numel():
             local.copy_(self.values)
         return self.tensor
 
 
-def _kept(value: Any) -> Any:
-    return _Values(value) if isinstance(value, torch.Tensor) else _copied(value)
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return all of an optimizer's group but its parameters, such as the learning rate."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
-def _restored(value: Any) -> Any:
-    return value.put_back() if isinstance(value, _Values) else _copied(value)
+def _all_kept(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {k: _Values(v) if isinstance(v, torch.Tensor) else _copied(v) for k, v in values.items()}
+
+
+def _all_restored(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {k: v.put_back() if isinstance(v, _Values) else _copied(v) for k, v in values.items()}
 
 
 def _copied(value: Any) -> Any:

@@ -19,12 +19,12 @@ FULL = np.concatenate([edges(), spread(2**12)])
 def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
     mode = weights.MODES[name]
     full = FULL[~np.isnan(FULL)] if name == "split" else FULL
-    low, beside = weights.store(NUMPY, mode, "bfloat16", full)
+    low, beside = weights.store(NUMPY, mode, full)
     read = weights.load(NUMPY, mode, low, beside)
     random = weights.random16((1, 2), np.arange(read.size, dtype=np.int32))
-    again, rest = weights.store(NUMPY, mode, "bfloat16", read, random)
+    again, rest = weights.store(NUMPY, mode, read, random)
     if beside is not None:
-        follows = weights.beside_written(NUMPY, mode, "bfloat16", low, beside)
+        follows = weights.beside_written(NUMPY, mode, low, beside)
         assert follows.tobytes() == beside.tobytes() == rest.tobytes()
     finite = ~np.isnan(low.astype(np.float32))
     assert again[finite].tobytes() == low[finite].tobytes()
@@ -32,17 +32,15 @@ def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
         assert read.tobytes() == full.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("master", "bfloat16"), ("master", "float16"), ("split", "bfloat16")]
-)
-def test_a_weight_that_was_written_is_what_was_written(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("name", ["master", "split"])
+def test_a_weight_that_was_written_is_what_was_written(name: str) -> None:
     mode = weights.MODES[name]
     full = np.linspace(-3, 3, 101, dtype=np.float32)
-    low, beside = weights.store(NUMPY, mode, dtype, full)
+    low, beside = weights.store(NUMPY, mode, full)
     low = low.copy()
     low[10:20] = 7
-    now = weights.load(NUMPY, mode, low, weights.beside_written(NUMPY, mode, dtype, low, beside))
-    before = weights.load(NUMPY, mode, *weights.store(NUMPY, mode, dtype, full))
+    now = weights.load(NUMPY, mode, low, weights.beside_written(NUMPY, mode, low, beside))
+    before = weights.load(NUMPY, mode, *weights.store(NUMPY, mode, full))
     last_place = 0 if name == "master" else 2.0**-5  # of 7
     assert (np.abs(now[10:20] - 7) <= last_place / 2).all()
     assert (now[:10] == before[:10]).all()
@@ -53,7 +51,7 @@ def test_a_weight_that_was_written_is_what_was_written(name: str, dtype: str) ->
 def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
     mode, remainders = weights.MODES["split"], np.arange(-(2**15), 2**15).astype(np.int16)
     low = np.full(2**16, value, np.float32).astype(BF16)
-    beside = weights.beside_written(NUMPY, mode, "bfloat16", low, remainders)
+    beside = weights.beside_written(NUMPY, mode, low, remainders)
     read = weights.load(NUMPY, mode, low, beside)
     assert np.isnan(weights.load(NUMPY, mode, low, remainders)).any()
     assert not np.isnan(read).any()
@@ -68,18 +66,6 @@ def test_another_mode_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"mode None is not one of"):
         weights.mode(None)
-
-
-def test_float16_is_for_master_alone() -> None:
-    assert weights.low_dtype(weights.mode("master"), "fp16") == "float16"
-    with pytest.raises(ValueError, match="low_weights") as error:
-        weights.low_dtype(weights.mode("split"), "fp16")
-    assert str(error.value) == (
-        "low_weights(): mode 'split' keeps weights in bfloat16, not in float16, because it works "
-        "on the upper 16 bits of float32. Write mode='master' to keep float16 weights."
-    )
-    with pytest.raises(ValueError, match=r"low_weights\(\): dtype 'float32' is not accepted here"):
-        weights.low_dtype(weights.mode("split"), "float32")
 
 
 def test_the_warning_about_lost_updates() -> None:

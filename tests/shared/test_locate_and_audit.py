@@ -93,7 +93,7 @@ def test_what_float16_loses_is_told_from_what_was_zero_or_infinite_anyway(fw: Mo
 
 
 def test_of_large_arrays_extremes_are_of_all_values_and_shares_of_a_sample(fw: ModuleType) -> None:
-    name = {"torch": "measure", "jax": "instrument"}[fw.name]
+    name = {"torch": "values", "jax": "instrument"}[fw.name]
     sample = import_module(f"polymp.backends.{fw.name}.diagnostics.{name}").SAMPLE
     x = np.ones(3 * sample + 1)
     x[1] = 1e5  # not in the sample

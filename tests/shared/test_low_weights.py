@@ -60,8 +60,8 @@ def test_a_framework_stores_and_reads_the_bits_of_the_core(framework: str, mode:
     expected_random = weights.random16(key, index)
     assert (bits(random) == expected_random).all()
     kept = weights.MODES[mode]
-    low, beside = weights.store(verbs, kept, "bfloat16", array(framework, x), random)
-    expected, expected_beside = weights.store(NUMPY, kept, "bfloat16", x, expected_random)
+    low, beside = weights.store(verbs, kept, array(framework, x), random)
+    expected, expected_beside = weights.store(NUMPY, kept, x, expected_random)
     assert (bits(low) == bits(expected)).all()
     if beside is not None:
         assert (bits(beside) == bits(expected_beside)).all()
@@ -86,6 +86,6 @@ def test_split_rebuilds_every_number(framework: str) -> None:
         back = way(lambda high, rest: weights.join(verbs, high, rest))
         assert (bits(high).itemsize, bits(rest).itemsize) == (2, 2)
         assert (bits(back(high, rest)) == x.view(np.int32)).all()
-        differ = bits(high) != bits(way(lambda x: verbs.narrow(x, "bfloat16"))(given))
+        differ = bits(high) != bits(way(lambda x: verbs.narrow(x))(given))
         assert (ties(x) | np.isnan(x))[differ].all()
         assert (differ & ties(x)).any()

@@ -63,7 +63,7 @@ class Torch:
             for parameter in self.model.parameters():
                 parameter.zero_()
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=0.05, momentum=0.5, fused=fused
+            self.model.named_parameters(), lr=0.05, momentum=0.5, fused=fused
         )
         self.scaler = scaler(self.model)
 
@@ -89,9 +89,7 @@ class Torch:
 def polymp_torch(fused: bool = False, **options: Any) -> Torch:
     from polymp.torch import GradScaler
 
-    return Torch(
-        lambda model: GradScaler("cpu", growth_interval=INTERVAL, named=model, **options), fused
-    )
+    return Torch(lambda _: GradScaler("cpu", growth_interval=INTERVAL, **options), fused)
 
 
 def torch_amp(fused: bool = False) -> Torch:

@@ -10,12 +10,11 @@ import numpy as np
 from polymp.weights import Verbs
 
 BF16 = ml_dtypes.bfloat16
-LOW = {"bfloat16": BF16, "float16": np.float16}
 
 
-def _narrow(x: Any, name: str) -> Any:
+def _narrow(x: Any) -> Any:
     with np.errstate(over="ignore", invalid="ignore"):
-        return x.astype(LOW[name])
+        return x.astype(BF16)
 
 
 NUMPY = Verbs(
@@ -27,7 +26,6 @@ NUMPY = Verbs(
     to_int16=lambda x: x.astype(np.int16),
     wide=lambda x: (x.view(np.int16).astype(np.int32) << 16).view(np.float32),
     narrow=_narrow,
-    from_half=lambda x: x.astype(np.float32),
     where=lambda condition, one, other: np.where(
         condition, one, np.asarray(other, getattr(one, "dtype", None))
     ),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, TypeVar
 
 import jax
@@ -20,7 +19,6 @@ import numpy as np
 from jax import lax
 
 from polymp import scaling
-from polymp.backends.jax.arrays import float_dtype
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.scaler import optimizer_step, tree_math
@@ -71,7 +69,6 @@ class GradScaler:
         backoff_factor: multiplies the scale after an overflow.
         growth_interval: see `growth_factor`.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
-        dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
         hysteresis: overflows in a row that do not lower the scale yet.
@@ -101,13 +98,10 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        dtype: jax.typing.DTypeLike | None = None,
         min_scale: float = scaling.SMALLEST,
         max_scale: float = scaling.LARGEST,
         hysteresis: int = 0,
     ) -> None:
-        if dtype is not None:
-            enabled = enabled and float_dtype(dtype) == jnp.float16
         if isinstance(init_scale, str) and init_scale in ("cpu", "cuda", "gpu", "tpu"):
             raise TypeError(f"GradScaler({init_scale!r}): in JAX it takes no device. Leave it out.")
         if enabled:
@@ -120,8 +114,6 @@ class GradScaler:
         else:
             rule, init_scale = ScaleRule(), 1.0
         _set(self, optimizer_step.on_device(ScaleState(init_scale)), rule, bool(enabled))
-        if (serialization := sys.modules.get("flax.serialization")) is not None:
-            _register(serialization)
 
     def scale(self, tree: T) -> T:
         """Multiply a loss, or every float of a pytree, by the scale.
@@ -175,7 +167,7 @@ class GradScaler:
 
         Args:
             finite: bool []; what `unscale` found. With several gradients, True if all were finite.
-            loss_finite: bool []; what `loss_finite` found, for reports of skipped steps.
+            loss_finite: bool []; `jnp.isfinite(loss)`, for reports of skipped steps.
 
         Returns:
             The next scaler.
@@ -186,17 +178,6 @@ class GradScaler:
         if not self.enabled:
             return self
         return self._with(optimizer_step.update(self.rule, self.state, finite, loss_finite))
-
-    def loss_finite(self, loss: object) -> jax.Array:
-        """Say whether every float of a loss is finite, for `update`.
-
-        Args:
-            loss: a number, an array or a pytree, not scaled.
-
-        Returns:
-            Bool []: True if all are.
-        """
-        return tree_math.all_finite(loss, jnp.float32(1))
 
     def step(
         self,
@@ -309,7 +290,22 @@ class GradScaler:
         Raises:
             TypeError: something is traced.
         """
-        return report(self.rule, self.state, grads, scaled)
+        pairs = jax.tree_util.tree_leaves_with_path(grads)
+        if any(isinstance(x, jax.core.Tracer) for x in (*self.state, *(x for _, x in pairs))):
+            raise TypeError(
+                "a report needs values, and traced code has none yet. Return the gradients from "
+                "the jitted function, and call scaler.report(grads) on what it returns."
+            )
+        scale = factor(self.state)
+        by = jnp.float32(1) if scaled else on_host(scale)
+        rows = [(leaf_path(path) or "gradient", x) for path, x in pairs if is_scalable(x)]
+        table = on_host(_table([x for _, x in rows], by)).tolist()
+        counted = [
+            Gradient(path, tuple(np.shape(x)), *numbers)
+            for (path, x), numbers in zip(rows, table, strict=True)
+        ]
+        state = ScaleState(*(on_host(x).item() for x in self.state))
+        return GradientReport(self.rule, state, tuple(counted))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as Python numbers, under the names that torch.amp uses.
@@ -346,11 +342,6 @@ class GradScaler:
         """
         if not self.enabled:
             return self
-        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
         rule, state = from_state_dict(state_dict, self.rule)
         return _make(optimizer_step.on_device(state), rule, self.enabled)
 
@@ -397,49 +388,7 @@ def warn_in_bfloat16(rule: ScaleRule) -> None:
         warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=outside())
 
 
-@cache
-def _register(serialization: Any) -> None:
-    """Let flax save and restore scalers by their state: it does not look at leaves."""
-
-    def to_state_dict(scaler: GradScaler) -> dict[str, object]:
-        return {"state": serialization.to_state_dict(scaler.state)}
-
-    def from_state_dict(scaler: GradScaler, saved: Mapping[str, object]) -> GradScaler:
-        return scaler._with(serialization.from_state_dict(scaler.state, saved["state"]))
-
-    serialization.register_serialization_state(GradScaler, to_state_dict, from_state_dict)
-
-
 # Counts of what a tree of gradients holds, by one program for all leaves, in one array.
-
-_INT32 = 2**31  # a leaf with as many values is counted in int64
-
-
-def report(rule: ScaleRule, state: ScaleState, grads: object, scaled: bool) -> GradientReport:
-    """`GradScaler.report` for a rule and a state."""
-    if any(isinstance(x, jax.core.Tracer) for x in state):
-        raise TypeError(_TRACED)
-    scale = factor(state)
-    rows = _counted(grads, jnp.float32(1) if scaled else on_host(scale))
-    scale, *counts = (on_host(x).item() for x in state)
-    return GradientReport(rule, ScaleState(scale, *counts), rows)
-
-
-_TRACED = (
-    "a report needs values, and traced code has none yet. Return the gradients from the jitted "
-    "function, and call scaler.report(grads) on what it returns."
-)
-
-
-def _counted(grads: object, factor: jax.typing.ArrayLike) -> tuple[Gradient, ...]:
-    """Count every float leaf of a tree. Waits for the device."""
-    pairs = jax.tree_util.tree_leaves_with_path(grads)
-    if any(isinstance(x, jax.core.Tracer) for _, x in pairs):
-        raise TypeError(_TRACED)
-    rows = [(leaf_path(path) or "gradient", x) for path, x in pairs if is_scalable(x)]
-    table = on_host(_table([x for _, x in rows], factor)).tolist()
-    counts = zip(rows, table, strict=True)
-    return tuple(Gradient(path, tuple(np.shape(x)), *numbers) for (path, x), numbers in counts)
 
 
 def on_host(x: jax.typing.ArrayLike) -> np.ndarray[Any, Any]:
@@ -451,17 +400,12 @@ def on_host(x: jax.typing.ArrayLike) -> np.ndarray[Any, Any]:
 
 @jax.jit
 def _table(leaves: list[jax.typing.ArrayLike], factor: jax.Array) -> jax.Array:
-    xs = list(map(jnp.asarray, leaves))
-    if all(x.size < _INT32 for x in xs):
-        return _stacked(xs, factor, jnp.int32)
-    with jax.enable_x64(True):
-        return _stacked(xs, factor, jnp.int64)
-
-
-def _stacked(xs: list[jax.Array], factor: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    if not xs:
-        return jnp.zeros((0, 4), dtype)
-    return jnp.stack([jnp.stack([kind.sum(dtype=dtype) for kind in _kinds(x, factor)]) for x in xs])
+    with jax.enable_x64(True):  # a leaf may have more values than int32 counts
+        rows = [
+            jnp.stack([kind.sum(dtype=jnp.int64) for kind in _kinds(jnp.asarray(x), factor)])
+            for x in leaves
+        ]
+        return jnp.stack(rows) if rows else jnp.zeros((0, 4), jnp.int64)
 
 
 def _kinds(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, ...]:

@@ -59,7 +59,6 @@ class LowWeightsState(NamedTuple):
 def low_weights(
     optimizer: optax.GradientTransformation,
     mode: str = "split",
-    dtype: jax.typing.DTypeLike = "bfloat16",
     keep: Keep | Iterable[Keep] = (),
     *,
     seed: int = 0,
@@ -89,18 +88,16 @@ def low_weights(
     Args:
         optimizer: any optax optimizer.
         mode: see above.
-        dtype: of the weights: "bfloat16", or "float16" in mode "master".
         keep: what stays as it is. An autocast function with its arguments, `(loss_fn, params,
             batch)`, for the parameters that it reads in float32, or not at all: it is traced, and
             arrays may be `jax.ShapeDtypeStruct`. Or a list of paths, "params.norm.scale", or
-            patterns as those of `pin`, with such tuples among them. Or paths with a reason each,
-            as the `kept` of another optimizer.
+            patterns as those of `pin`, with such tuples among them.
         seed: of the random bits of mode "stochastic", which depend on it, the number of steps
             taken, and the place of the weight in the tree, and on nothing else.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with `weights(params)`, the parameters with each
-        float32 array in the low dtype that is not kept; and `kept`: what `keep` has by path, and
+        float32 array in bfloat16 that is not kept; and `kept`: what `keep` has by path, and
         why. `print` shows it. `init` takes the float32 parameters; from low ones, it starts with
         nothing beside them. `update` takes the low parameters, and returns updates in float32 for
         `optax.apply_updates`.
@@ -110,8 +107,8 @@ def low_weights(
             arguments, the function in it is no autocast function or holds its parameters itself,
             or the seed is no whole number. In `update`: the state is another optimizer's, or the
             parameters are missing or not low.
-        ValueError: there is no such mode, or it does not take the dtype. In `update`: the state is
-            of another mode or other kept paths.
+        ValueError: there is no such mode. In `update`: the state is of another mode or other kept
+            paths.
         PolicyError: a path in `keep` is none; in `weights`: it matches no parameter.
         RuntimeError: `keep` has a function, and this is called inside an autocast function.
     """
@@ -126,10 +123,12 @@ def low_weights(
         )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"low_weights(): seed must be a whole number, got {seed!r}.")
-    found = weights.mode(mode)
-    leaf = LowLeaf(found, weights.low_dtype(found, dtype), seed)
+    leaf = LowLeaf(weights.mode(mode), seed)
     inside = optax.with_extra_args_support(optimizer)
-    return _transformation()(_LowWeights(inside, leaf, _kept(keep)))
+    functions = _LowWeights(inside, leaf, _kept(keep))
+    made = _transformation()(functions.init, functions.update)
+    made.weights, made.kept, made.mode = functions.weights, functions.kept, mode
+    return made
 
 
 @cache
@@ -141,16 +140,12 @@ def _transformation() -> Callable[..., Any]:
         """An optax optimizer for low weights, with `weights`, which makes them."""
 
         # Optax takes transformations apart as pairs, so the third function is an attribute.
-        functions: _LowWeights
-
-        def __new__(cls, functions: _LowWeights) -> Any:
-            made = super().__new__(cls, functions.init, functions.update)
-            made.functions, made.weights, made.kept = functions, functions.weights, functions.kept
-            return made
+        weights: Callable[[Any], Any]
+        kept: Mapping[str, str]
+        mode: str
 
         def __repr__(self) -> str:
-            leaf = self.functions.leaf
-            return summary(leaf.mode.name, leaf.dtype, self.kept)
+            return summary(self.mode, self.kept)
 
     return LowWeights
 
@@ -160,21 +155,20 @@ class LowLeaf:
     """The rule for one array."""
 
     mode: Mode
-    dtype: str  # of the low weights
     seed: int  # of the random bits
 
     def wide(self, x: jax.Array) -> jax.Array:
         """Return float32 or low weights as float32."""
         x = jnp.asarray(x)
-        return x if x.dtype == jnp.float32 else weights.as_float32(VERBS, x, self.dtype)
+        return x if x.dtype == jnp.float32 else VERBS.wide(x)
 
     def first(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return float32 or low weights as they are kept before any step, and what is beside."""
-        return weights.store(VERBS, self.mode, self.dtype, self.wide(x))
+        return weights.store(VERBS, self.mode, self.wide(x))
 
     def loaded(self, low: jax.Array, beside: jax.Array | None) -> jax.Array:
         """Return the float32 weights that the optimizer steps on."""
-        beside = weights.beside_written(VERBS, self.mode, self.dtype, low, beside)
+        beside = weights.beside_written(VERBS, self.mode, low, beside)
         return weights.load(VERBS, self.mode, low, beside)  # type: ignore[no-any-return]
 
     def stepped(
@@ -188,13 +182,13 @@ class LowLeaf:
             random = random16(key(self.seed, step, number), flat_index(low.shape))
         if self.mode.name == "split":
             full = _computed_once(full)
-        new, beside = weights.store(VERBS, self.mode, self.dtype, full, random)
+        new, beside = weights.store(VERBS, self.mode, full, random)
         return self.between(low, new), beside
 
     def settled(self, low: jax.Array, full: jax.Array) -> jax.Array:
         """Return new values such that an update leads to the low weights that they give."""
-        new = weights.store(VERBS, self.mode, self.dtype, full)[0]
-        summed = VERBS.narrow(self.wide(low) + self.between(low, new), self.dtype)
+        new = weights.store(VERBS, self.mode, full)[0]
+        summed = VERBS.narrow(self.wide(low) + self.between(low, new))
         to, small = VERBS.bits16(new), _is_small(self.wide(new))
         reached = (to == VERBS.bits16(summed)) | (to == VERBS.bits16(low))
         kept = reached & (~small | ((to & _MAGNITUDE) == 0))
@@ -205,8 +199,6 @@ class LowLeaf:
         # Nothing here depends on whether the device flushes subnormal numbers to zero: XLA may do
         # so in one program and not in another.
         before, after = self.wide(low), self.wide(new)
-        if self.dtype == "float16":  # -0.0, which a sum in float32 can round to
-            after = jnp.where(VERBS.bits16(new) == np.int16(-(2**15)), np.float32(-(2**-26)), after)
         moved = after - before
         moved = jnp.where(_is_small(moved), -0.0, moved)
         to_zero = VERBS.float32(VERBS.bits(before) ^ np.int32(-(2**31)))
@@ -216,12 +208,10 @@ class LowLeaf:
 
 def _kept(keep: Any) -> dict[str, str]:
     """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
-    if isinstance(keep, str):
-        raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
-    if isinstance(keep, Mapping) and not all(isinstance(why, str) for why in keep.values()):
+    if isinstance(keep, str | Mapping):
+        path = keep if isinstance(keep, str) else next(iter(keep), "")
         raise TypeError(
-            f"low_weights(): keep={reprlib.repr(keep)} has a path whose reason is no text. To keep "
-            "what a function reads in float32, write keep=(autocast(loss_fn), params, batch)."
+            f"low_weights(): keep={reprlib.repr(keep)} is not a list. Write keep=[{path!r}]."
         )
     reasons: dict[str, str] = {}
     one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
@@ -235,7 +225,7 @@ def _kept(keep: Any) -> dict[str, str]:
                 "keep=(autocast(loss_fn), params, batch)."
             )
         else:
-            reasons[each] = keep[each] if isinstance(keep, Mapping) else "is in keep="
+            reasons[each] = "is in keep="
     for pattern in reasons:
         scopes.check(pattern, "low_weights(): keep")
     return reasons
@@ -265,7 +255,7 @@ class _LowWeights:
 
     def is_low(self, path: tuple[object, ...], x: object) -> bool:
         """True for an array that is low, or is to become low."""
-        if not is_typed(x) or x.dtype.name not in ("float32", self.leaf.dtype):
+        if not is_typed(x) or x.dtype.name not in ("float32", "bfloat16"):
             return False
         return not any(scopes.depth(pattern, leaf_path(path)) for pattern in self.kept)
 
@@ -342,27 +332,20 @@ class _LowWeights:
                 "an optimizer of low_weights needs the parameters as well: "
                 "tx.update(grads, opt_state, params)."
             )
-        mode, dtype = self.leaf.mode, self.leaf.dtype
+        mode = self.leaf.mode
         flat: tuple[list[Any], Any] = jax.tree_util.tree_flatten_with_path(params)
         paths, tree = flat
-        if (state.beside is None) == bool(mode.beside):
-            has = "nothing" if mode.beside else "something"
-            raise ValueError(
-                f"this state has {has} beside the weights, and mode {mode.name!r} keeps "
-                f"{mode.note}. Start with tx.init(params), or make the optimizer with the mode "
-                "that the state was saved with."
-            )
         beside: list[Any] = [None] * len(paths)
-        if mode.beside:
+        if state.beside is not None:
             beside = tree.flatten_up_to(state.beside)
         low = []
         for i, (path, x) in enumerate(paths):
             name, is_low = leaf_path(path), self.is_low(path, x)
             low += [i] * is_low
-            if is_low and x.dtype.name != dtype:
+            if is_low and x.dtype.name != "bfloat16":
                 raise TypeError(
                     f"low_weights: parameter {name!r} is {x.dtype}, and this optimizer keeps it in "
-                    f"{dtype}. Train with params = tx.weights(params), or leave it as it is with "
+                    "bfloat16. Train with params = tx.weights(params), or leave it as it is with "
                     f"keep=[{name!r}]."
                 )
             has = beside[i].dtype.name if is_typed(beside[i]) else ""
@@ -370,7 +353,7 @@ class _LowWeights:
             if has != wants:
                 raise ValueError(
                     f"low_weights: beside parameter {name!r} the state has {has or 'nothing'}, and "
-                    f"mode {mode.name!r} has {wants or 'nothing'} there. Give the mode, dtype and "
+                    f"mode {mode.name!r} has {wants or 'nothing'} there. Give the mode and "
                     "keep that the state was made with."
                 )
         return [x for _, x in paths], beside, low, tree
@@ -392,7 +375,7 @@ class _LowWeights:
 # It is not if a weight shrinks by more in one step, goes from 0.0 to -0.0, moves by less than
 # 2**-126, which some devices take for zero, moves by more than float32 holds, or was Inf. Then
 # `settled` finds what the sum will be, and that becomes the new value: what stands beside a
-# weight always belongs to the weight that is there. In float16 it is 2**-13 instead of 2**-16.
+# weight always belongs to the weight that is there.
 
 
 VERBS: Verbs = Verbs(
@@ -403,9 +386,7 @@ VERBS: Verbs = Verbs(
     to_int32=partial(lax.convert_element_type, new_dtype=jnp.int32),
     to_int16=partial(lax.convert_element_type, new_dtype=jnp.int16),
     wide=lambda x: VERBS.float32(VERBS.bits16(x).astype(jnp.int32) << 16),
-    narrow=lax.convert_element_type,
-    # XLA takes a cast to float16 and back for nothing to do, unless something stands between.
-    from_half=lambda x: lax.optimization_barrier(x).astype(jnp.float32),
+    narrow=partial(lax.convert_element_type, new_dtype=jnp.bfloat16),
     where=jnp.where,
 )
 

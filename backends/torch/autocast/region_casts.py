@@ -43,7 +43,6 @@ class Thread:
         # low dtype of the latest, and the devices of float16 ones with gradients on since a step.
         self.latest: dict[str, torch.dtype] = {}
         self.unscaled: set[str] = set()
-        self.scaled: bool = False  # whether a scaler of ours has scaled a loss since then
         self.reference = weakref.ref(self)
         self.epoch = 0  # of the map when `casts` were made
         self.casts: dict[  # by identity of the parameter and dtype

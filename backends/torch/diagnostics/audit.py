@@ -4,21 +4,33 @@
         for x, y in batches: step(x, y)
     print(a); a.to_html("audit.html"); print(a.suggest())
 
-`AuditValues` measures; here its measurements become the records of an `Audit`.
+`AuditValues` measures; its measurements become the records of an `Audit`.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn as nn
 
-from polymp.backends.torch.diagnostics.measure import Tally
-from polymp.backends.torch.diagnostics.op_call import Own, numbers_in
+from polymp.backends.torch.compat import dispatcher
+from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, facts_of, numbers_in
 from polymp.backends.torch.diagnostics.op_stream import OpStream
-from polymp.backends.torch.diagnostics.values import AuditValues
+from polymp.backends.torch.diagnostics.values import (
+    BinTable,
+    Event,
+    Lost,
+    RangeTable,
+    Values,
+    measurable,
+)
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Measured, together
-from polymp.diagnostics.magnitudes import followed
+from polymp.diagnostics.blame import DIVIDING, SATURATING
+from polymp.diagnostics.call_record import BACKWARD
+from polymp.diagnostics.magnitudes import Magnitudes, followed
 from polymp.errors import brief
 
 
@@ -92,6 +104,145 @@ class AuditBlock(Audit):
             with Own():
                 _fill(self, self._seen)
             del self._seen, self._stream
+
+
+class Tally:
+    """Measurements of the results at an op call site, or of a gradient, added up."""
+
+    def __init__(self, table: BinTable, ranges: RangeTable, number: int) -> None:
+        self.number = number  # of the op call site in one backward pass, or outside of them
+        self.values: int = 0
+        self.ranges: list[int] = []  # of the tensors, by number
+        self.lost: list[Lost] = []  # of those that were compared with float32
+        self.numbers: set[float] = set()  # in the program, that the dtype made zero
+        self.reads: set[int] = set()  # of gradients, the sites whose results they were made of
+        self._table, self._row = table, table.new_row()
+        self._ranges = ranges
+
+    def add(self, t: torch.Tensor, found: int) -> None:
+        """Count a tensor's values."""
+        self.ranges.append(found)
+        self.values += t.numel()
+        self._table.add(self._row, t)
+
+    def magnitudes(self) -> Magnitudes:
+        """Return what was counted. Waits for the device."""
+        both = self._ranges.read(x.both for x in self.lost)
+        burst, vanished = sum(both[::2]), sum(both[1::2])
+        ends = map(abs, self._ranges.read(x.wide for x in self.lost))
+        total = max(sum(x.looked_at for x in self.lost), 1)
+        found = Magnitudes.measured(
+            self.values,
+            self._table.read(self._row),
+            self._ranges.read(self.ranges),
+            burst / total,
+            vanished / total,
+            max(filter(math.isfinite, ends), default=0.0) if burst else 0.0,
+        )
+        rest = self._ranges.read(n for n in self.ranges if n not in self._ranges.meant)
+        return found if not all(map(math.isfinite, rest)) else found.unmasked()
+
+
+# At each call site, one of so many calls is compared with float32, the first among them.
+_EVERY = 16
+_ALWAYS = DIVIDING | SATURATING  # but of these ops each call
+
+
+class AuditValues(Values):
+    """Counts the magnitudes of results and of gradients; reads nothing from the device."""
+
+    def __init__(self, model: nn.Module | None, scaler: Any) -> None:
+        super().__init__(model)
+        self._model = model
+        self._scaler = scaler
+        self._visits: Counter[Any] = Counter()
+        self._call: OpCall | None = None
+        self._part = 0  # the call whose kernels run, and how many have
+        self._tables: dict[torch.device, BinTable] = {}
+        # Of results, by backward pass and call site; of gradients, by pass and parameter.
+        self.sites: dict[tuple[Any, ...], Tally] = {}
+        self._made_at: dict[int, int] = {}  # by number of an event, that of a site
+        self.scales: list[Any] = [1.0]  # of each backward pass; the first for what is in none
+        self.passes: dict[int, int] = {}  # by number of the backward pass, its place in `scales`
+
+    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+        if event.func is None:
+            return True
+        op_call = event.op_call
+        self._part = self._part + 1 if self._call is op_call else 0
+        self._call = op_call
+        kernel = event.func, self._part  # in a call of an op, one after the other
+        site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
+        self._visits[site] += 1
+        return self._visits[site] % _EVERY == 1 or op_call.op in _ALWAYS
+
+    def noted(self, event: Event, results: list[torch.Tensor], reads: list[torch.Tensor]) -> None:
+        self._pass()
+        op_call, cast = event.op_call, event.func is None
+        back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
+        if cast and back and event.run == "float16":  # where gradients vanish
+            op, spelling = "to", "aten:_to_copy"
+        elif op_call.place.updating or not results or cast:
+            if cast and event.inputs and event.inputs[0] in self._made_at:
+                self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
+            return
+        elif event.func is not None and facts_of(event.func).copies_as not in ("", op_call.op):
+            return  # on the way into a product
+        key = (
+            self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
+            op_call.region, op_call.row, event.run,
+        )  # fmt: skip
+        tally = self._tally(key, results[0])
+        for t, number in zip(results, event.ranges, strict=True):
+            tally.add(t, number)
+        if event.lost is not None:
+            tally.lost.append(event.lost)
+        tally.numbers.update(event.numbers)
+        if back:
+            self._made_at[len(self.events)] = tally.number
+            tally.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
+
+    def _tally(self, key: tuple[Any, ...], t: torch.Tensor) -> Tally:
+        """Return the counts of a key, new ones for tensors like `t` if it has none."""
+        if (tally := self.sites.get(key)) is None:
+            if t.device not in self._tables:
+                self._tables[t.device] = BinTable(t.device)
+            tally = Tally(self._tables[t.device], self.ranges, len(self.sites))
+            self.sites[key] = tally
+        return tally
+
+    # Backward passes and gradients
+
+    _scales_at = 0
+
+    def _pass(self) -> None:
+        """Note the scale of a backward pass when its first op is seen."""
+        task = dispatcher.backward_task()
+        if task is None:
+            return
+        if task not in self.passes:
+            scale = getattr(self._scaler, "_scale", None)
+            if isinstance(scale, torch.Tensor):  # else all passes are as one
+                self.scales.append(scale.detach().clone())
+            self.passes[task] = len(self.scales) - 1
+        self._scales_at = self.passes[task]
+
+    def _gradient(self, name: str, p: torch.Tensor) -> None:
+        if p.grad is None or not measurable(p.grad):
+            return
+        with Own(), torch.no_grad():
+            of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
+            tally = self._tally((self._scales_at, *of), p.grad)
+            tally.add(p.grad, self.ranges.add(p.grad))
+
+    def begin(self) -> None:
+        super().begin()
+        for name, p in self._model.named_parameters() if self._model is not None else ():
+            if p.requires_grad:
+                hook = p.register_post_accumulate_grad_hook(
+                    lambda p, name=name: self._gradient(name, p)
+                )
+                self.stream.callback(hook.remove)
 
 
 def _fill(audit: Audit, seen: AuditValues) -> None:

@@ -8,9 +8,9 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
 
 import copy
 import functools
-import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -23,11 +23,10 @@ from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
-from polymp.backends.torch.diagnostics.fault import moments, with_gradients
+from polymp.backends.torch.diagnostics.values import extremes, moments, with_gradients
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import (
     AsyncCopy,
-    Settings,
     Snapshot,
     TrainingObjects,
     own_modules,
@@ -122,8 +121,9 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]  # copies, but for what is the training's own
     kwargs: dict[str, Any]
-    settings: Settings  # of the optimizers, such as the learning rate, which other code may change
-    random: Snapshot  # the random numbers, some of which a data loader draws between two calls
+    # Of what other code may change between two calls: the settings of optimizers, such as the
+    # learning rate, and random numbers, some of which a data loader draws.
+    before: Snapshot
     losses: dict[int, torch.Tensor]  # by their places in the results, on their devices
 
 
@@ -172,22 +172,17 @@ def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
 
     A parameter that only an optimizer has is called by its place in the optimizer's groups.
     """
-    named: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    named: dict[int, tuple[str, torch.Tensor]] = {}
     many = len(objects.models) > 1
     for at, model in enumerate(objects.models):
         prefix = f"{type(model).__name__}{at}." if many else ""
         for name, t in (*model.named_parameters(), *model.named_buffers()):
-            if id(t) not in seen:
-                seen.add(id(t))
-                named[prefix + name] = t
+            named.setdefault(id(t), (prefix + name, t))
     for it in objects.optimizers:
         for at, group in enumerate(it.param_groups):
             for i, p in enumerate(group["params"]):
-                if id(p) not in seen:
-                    seen.add(id(p))
-                    named[f"param_groups[{at}]['params'][{i}]"] = p
-    return named
+                named.setdefault(id(p), (f"param_groups[{at}]['params'][{i}]", p))
+    return dict(named.values())
 
 
 class StateCopy(TrainingState):
@@ -290,8 +285,8 @@ class Catch(CaughtStep, Generic[P, R]):
             CatchWarning: likewise, if `on_bad` is "report".
         """
         copy, bad = self._current(args, kwargs), list[torch.Tensor]()
-        settings, random = Settings(copy.objects.optimizers), Snapshot(random_numbers=True)
-        call = Call(*copy.kept((args, kwargs)), settings, random, {})
+        before = Snapshot(settings=copy.objects.optimizers, random_numbers=True)
+        call = Call(*copy.kept((args, kwargs)), before, {})
         copy.calls.append(call)
         self.step += 1
         result, steps = self._run(
@@ -393,8 +388,7 @@ class Catch(CaughtStep, Generic[P, R]):
         copy.put_back()
         before_it: list[float] = []
         for at, call in enumerate(calls):
-            call.settings.put_back()
-            call.random.put_back()
+            call.before.put_back()
             before, gradients = TrainingState(objects), dict[str, str]()
             args, kwargs = copy.kept(call[:2], shared=False)
 
@@ -508,16 +502,8 @@ def bad_by_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if values.numel():
             by_device.setdefault(values.device, []).append(values)
     with torch.no_grad():
-        found = [torch.stack(_extremes(many)) for many in by_device.values()]
-        return [~extremes.isfinite().all() for extremes in found]
-
-
-def _extremes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return numbers, each [], that are finite if all values of some tensors of a device are."""
-    if tensors[0].device.type == "cpu" and not any(t.is_complex() for t in tensors):
-        # torch 2.13 takes 11 times as long for these norms on CPUs, which it does not vectorise.
-        return [extreme for t in tensors for extreme in t.aminmax()]
-    return list(torch._foreach_norm(tensors, math.inf))
+        found = [torch.stack([*chain(*extremes(many))]) for many in by_device.values()]
+        return [~ends.isfinite().all() for ends in found]
 
 
 def not_finite(named: Mapping[str, torch.Tensor]) -> dict[str, str]:

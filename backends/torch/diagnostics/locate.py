@@ -6,9 +6,9 @@ tensors that it wrote get their old values back, so that training can go on.
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import compress
 from typing import Any
 
 import torch
@@ -18,16 +18,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes
-from polymp.backends.torch.compat.modes import storage_key
-from polymp.backends.torch.diagnostics import op_call
-from polymp.backends.torch.diagnostics.fault import NOTHING, Event, operand
-from polymp.backends.torch.diagnostics.measure import measurable, sample
-from polymp.backends.torch.diagnostics.op_call import Own, Ran, facts_of, numbers_in, tensors
+from polymp.backends.torch.diagnostics.op_call import OpFacts, Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
-from polymp.backends.torch.diagnostics.values import Values
+from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real, sample
 from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.snapshot import stepping
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import tell_nothing_found
 from polymp.errors import brief
@@ -48,9 +44,9 @@ def locate(
     policy that decided, and the op's inputs. Infinities that a program makes on purpose and removes
     again, such as those of a mask, are no fault.
 
-    Tensors that the step writes in place, `.grad` of leaves, the states of torch's optimizers, loss
-    scalers (torch.amp's and polymp's) and torch's random state are put back afterwards. Other
-    objects that the step changes are not.
+    Tensors that the step writes in place, `.grad` of leaves, the parameters and states of torch's
+    optimizers, loss scalers (torch.amp's and polymp's) and torch's random state are put back
+    afterwards. Other objects that the step changes are not.
 
     A step that talks to other ranks, as one of DistributedDataParallel or FSDP does, is replayed by
     all of them: call `locate` on every rank.
@@ -88,16 +84,17 @@ def locate(
     known = all(isinstance(leaf, _KNOWN) for leaf in leaves)  # an object may have tensors
     values = LocateValues(model, leaves if known else None)
     stream = OpStream(model, values, counts=False, floats=numbers_in)
-    with _put_back(model) as undo:
-        try:
-            with stream, undo:  # the outer one measures, in ops that the inner one does not see
-                step_fn(*args, **kwargs)
-        except Exception:
-            fault = values.fault()
-            if fault is None:
-                raise
-            return fault
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())), stream:
+            step_fn(*args, **kwargs)
         fault = values.fault()
+    except Exception:
+        fault = values.fault()
+        if fault is None:
+            raise
+        return fault
+    finally:
+        values.put_back()
     if fault is None:
         tell_nothing_found("the step ran no op of torch" * (not values.events))
     return fault
@@ -106,57 +103,131 @@ def locate(
 _KNOWN = (torch.Tensor, nn.Module, torch.optim.Optimizer, int, float, complex, str, type(None))
 
 
-class _Undo(modes.OpMode):
-    """Keeps the old values of memory from before the step when ops are about to write it."""
+class LocateValues(Values):
+    """Measures the inputs of ops that may be at fault, and keeps what the step writes.
 
-    def __init__(self, meeting: "_Meeting") -> None:
-        super().__init__()
-        self.meeting = meeting
-        self.made: set[int] = set()
-        self.written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        self.grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    An op may be at fault if its result is not finite, or if its dtype made a value or a number
+    zero: see `polymp.diagnostics.blame`. The host reads the range of each result as soon as it is
+    there. Most ops are not at fault, and their inputs need no measurement.
+    """
 
-    def keep_grads(self, given: Iterable[torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module | None, given: Sequence[Any] | None) -> None:
+        super().__init__(model, given)
+        self._meeting = _Meeting()
+        self._new: set[int] = set()  # keys of the memory that the step makes
+        self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._keep_grads(model.parameters() if model is not None else ())  # may go before any op
+        self._steps: list[Snapshot] = []  # before those of optimizers
+        self._dicts: list[tuple[Any, Any]] = []  # of loss scalers, with copies
+
+    def begin(self) -> None:
+        hook = register_module_forward_pre_hook(self._meeting.module)
+        self.stream.callback(hook.remove)
+        objects = gc.get_objects()  # hundreds of thousands, but of few classes
+        kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, _SCALERS)}
+        scalers = compress(objects, map(kinds.__contains__, map(type, objects)))
+        self._dicts = [(own, _copied(own)) for own in map(vars, scalers)]
+
+    # What the step writes
+
+    def sees(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
+        facts = facts_of(func)
+        self._keep_grads(tensors(*args, *kwargs.values()))
+        if facts.receives and distributed.talks(func):
+            self._meeting.wait(func.name())
+        for t in dispatcher.written(func, args, kwargs) if facts.writes else ():
+            key = 0 if modes.unwrapped_first([type(t)]) else modes.storage_key(t)
+            if key and key not in self._new and key not in self._written:
+                memory = t.untyped_storage()
+                self._written[key] = memory, _bytes(memory).clone()
+
+    def _keep_grads(self, given: Iterable[torch.Tensor]) -> None:
         """Keep the gradients of leaves."""
         for t in given:
             if t.requires_grad and t.is_leaf:
-                self.grads.setdefault(id(t), (t, t.grad))
+                self._grads.setdefault(id(t), (t, t.grad))
 
-    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
-        if not isinstance(func, torch._ops.OpOverload) or op_call.running():
-            return func(*args, **kwargs)
-        given = tensors(*args, *kwargs.values())
-        self.keep_grads(given)
-        if modes.unwrapped_first(types):
-            return NotImplemented
-        facts = facts_of(func)
-        if facts.receives and distributed.talks(func):
-            self.meeting.wait(func.name())
-        if facts.writes:
-            for t in dispatcher.written(func, args, kwargs):
-                key = modes.storage_key(t)
-                if key and key not in self.made and key not in self.written:
-                    memory = t.untyped_storage()
-                    self.written[key] = memory, _bytes(memory).clone()
-        result = func(*args, **kwargs)
-        if facts.kind != "view":
-            made = map(modes.storage_key, tensors(result))
-            self.made.update({*made}.difference(map(modes.storage_key, given)))
-        return result
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
+        super().after(ran, result, made)
+        self._made((ran.args, ran.kwargs), result)
+
+    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
+        super().unwatched(facts, given, result)
+        self._made(given, result)
+
+    def _made(self, given: object, result: object) -> None:
+        """Note the memory that an op has made."""
+        made = {*map(modes.storage_key, tensors(result))}
+        self._new |= made.difference(map(modes.storage_key, tensors(given)))
+
+    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        grads = [(p, p.grad) for p in params if p.grad is not None]  # a fused step may scale them
+        old = [p for p, grad in grads if modes.storage_key(grad) not in self._new]
+        self._steps.append(Snapshot(params, grads=old, optimizers=[optimizer]))
+        super().stepping(optimizer, closure)
 
     def put_back(self) -> None:
-        """Give the memory its old values back."""
+        """Give all that the step wrote its old values back."""
+        for before in reversed(self._steps):
+            before.put_back()
         with torch.no_grad():
-            for memory, was in self.written.values():
+            for memory, was in self._written.values():
                 if memory.nbytes() >= was.nbytes:  # less has been freed, as FSDP does
                     _bytes(memory)[: was.nbytes].copy_(was)
-        for t, grad in self.grads.values():
+        for t, grad in self._grads.values():
             t.grad = grad
+        for own, was in self._dicts:
+            own.clear()
+            own.update(was)
+
+    # What it may be at fault for
+
+    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+        # Else float16 has made no value Inf, and none of those that are compared zero or 1.
+        few = sample(results[0])
+        return not self._finite(event) or bool(((few == 0) | (few == 1)).any())
+
+    def noted(self, event: Event, results: list[torch.Tensor], reads: list[torch.Tensor]) -> None:
+        lost = event.lost is not None and any(self.ranges.read([event.lost.both]))
+        writes = event.func is not None and facts_of(event.func).writes  # they have other values
+        if not writes and (lost or event.numbers or not self._finite(event)):
+            event.operands = tuple(_operand(t) if measurable(t) else _NOTHING for t in reads)
+
+    def _finite(self, event: Event) -> bool:
+        return all(map(math.isfinite, self.ranges.read(event.ranges)))
+
+
+def _operand(t: torch.Tensor) -> torch.Tensor:
+    """Measure smallest, largest magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
+    values = real(t.detach()).to(torch.float32)
+    size = values.abs()
+    finite = size.isfinite()
+    some = torch.where(finite & (size > 0), size, torch.full_like(size, math.inf))
+    most = torch.where(finite, size, torch.zeros_like(size))
+    shares = [(size == 0), size.isinf(), size.isnan(), values < 0]
+    return torch.stack([some.amin(), most.amax(), *(s.to(torch.float32).mean() for s in shares)])
+
+
+_NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is not measured
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """Memory as a tensor of its bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+_SCALERS = (torch.amp.GradScaler, GradScaler, AsyncRead)
+
+
+def _copied(value: Any) -> Any:
+    """Copy a dict with the dicts in it; return other values as they are."""
+    if not isinstance(value, dict):
+        return value
+    copy = value.copy()
+    copy.update((key, _copied(inner)) for key, inner in value.items())
+    return copy
 
 
 class _Meeting:
@@ -203,73 +274,3 @@ class _Meeting:
                 "first, for example by an all_reduce of loss.isfinite(). Or replay what one rank "
                 "can do alone, for example the forward pass of model.module."
             ) from None
-
-
-_SCALERS = (torch.amp.GradScaler, GradScaler, AsyncRead)
-
-
-def _copied(value: Any) -> Any:
-    """Copy a dict with the dicts in it; return other values as they are."""
-    if not isinstance(value, dict):
-        return value
-    copy = value.copy()
-    copy.update((key, _copied(inner)) for key, inner in value.items())
-    return copy
-
-
-@contextmanager
-def _put_back(model: nn.Module | None) -> Iterator[_Undo]:
-    """Let code run in the mode that is yielded, and put back what it wrote."""
-    dicts: list[tuple[Any, Any]] = []  # with copies of them; `undo` has the values of tensors
-
-    def keep(*own: Any) -> None:
-        dicts.extend((it, _copied(it)) for it in own)
-
-    keep(*(vars(it) for it in gc.get_objects() if issubclass(type(it), _SCALERS)))
-    meeting = _Meeting()
-    before_modules = register_module_forward_pre_hook(meeting.module)
-    undo, devices = _Undo(meeting), range(torch.cuda.device_count())
-    undo.keep_grads(model.parameters() if model is not None else ())  # one may go before any op
-    try:
-        with torch.random.fork_rng(devices), stepping(lambda it: keep(it.state, *it.param_groups)):
-            yield undo
-    finally:
-        before_modules.remove()
-        undo.put_back()
-        for own, was in reversed(dicts):
-            own.clear()
-            own.update(was)
-
-
-# `locate` measures the inputs of the ops that may be at fault.
-#
-# The host reads the range of each result as soon as it is there. Most ops are not at fault, and
-# their inputs need no measurement.
-
-
-class LocateValues(Values):
-    """Measures the inputs of ops that may be at fault.
-
-    An op may be at fault if its result is not finite, or if its dtype made a value or a number
-    zero: see `polymp.diagnostics.blame`.
-    """
-
-    def inputs(self, ran: Ran) -> list[torch.Tensor]:
-        if not ran.facts.writes:
-            return ran.reads
-        written = {*map(storage_key, ran.into)}
-        with Own():  # afterwards they have other values
-            return [t.clone() if storage_key(t) in written else t for t in ran.reads]
-
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
-        # Else float16 has made no value Inf, and none of those that are compared zero or 1.
-        few = sample(results[0])
-        return not self._finite(event) or bool(((few == 0) | (few == 1)).any())
-
-    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        lost = event.lost is not None and bool(event.lost.both.any())
-        if lost or event.numbers or not self._finite(event):
-            event.operands = tuple(operand(t) if measurable(t) else NOTHING for t in inputs)
-
-    def _finite(self, event: Event) -> bool:
-        return all(map(math.isfinite, self.ranges.read(event.ranges)))

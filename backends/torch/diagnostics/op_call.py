@@ -69,7 +69,6 @@ class OpCall:
     fallback: str = ""  # why a product with rule fp8 is not in 8 bits
     backward: "OpCall | None" = None  # the backward of this call, once a part of it has run
     ops: int = 0  # the number of ops that ran in it, without casts
-    sends: bool = False  # True for parameters and gradients that FSDP2 sends to other ranks
     cast_storages: frozenset[int] = frozenset()
 
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
@@ -170,21 +169,16 @@ class OpFacts(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class KernelCall:
+class Ran:
     """A kernel that runs or has run, with its arguments."""
 
     func: torch._ops.OpOverload
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    reads: list[torch.Tensor]  # the float tensors among them
-
-
-@dataclass(eq=False, slots=True)
-class Ran(KernelCall):
-    """A kernel that a stream follows."""
-
+    reads: list[torch.Tensor]  # the tensors among them that are followed
     op_call: OpCall  # the call that it is part of
     facts: OpFacts
+    casts: bool  # True of a cast from one float dtype to another
 
     @property
     def into(self) -> list[torch.Tensor]:

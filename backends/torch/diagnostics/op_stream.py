@@ -62,14 +62,14 @@ class Subscriber:
     def begin(self) -> None:
         """Called when the stream begins; the stream is a stack for all that has to be left."""
 
+    def sees(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
+        """Called before every op, also one that the classes of its arguments take apart."""
+
     def before(self, ran: Ran) -> None:
-        """Called before an op other than a cast runs."""
+        """Called before an op runs that reads floats."""
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         """Called after it, with the float tensors in its result."""
-
-    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Called after a cast."""
 
     def viewed(self, args: Sequence[Any]) -> OpCall | None:
         """Called before a view; return the call that its autograd node is of."""
@@ -176,7 +176,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         place, direction, origin = self.where(frame)
         if place.sends:
             spelling = f"aten:{func.name().removeprefix('aten::')}"
-            return self._noted(OpCall(place.sends, spelling, place, direction, sends=True))
+            return self._noted(OpCall(place.sends, spelling, place, direction))
         if origin is None:
             return self._noted(self._alone(func, place, direction))
         if origin.backward is None:
@@ -262,27 +262,22 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self.enter_context(self._mode)
         self.callback(self.go_on)
         if self.hear.measures:
-            self.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            self.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            before, after = self.hear.stepping, self.hear.stepped
+            self.callback(register_optimizer_step_pre_hook(partial(self._tell, before)).remove)
+            self.callback(register_optimizer_step_post_hook(partial(self._tell, after)).remove)
         self.hear.begin()
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    def _tell(
+        self,
+        hear: Callable[[torch.optim.Optimizer, bool], None],
+        optimizer: torch.optim.Optimizer,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
     ) -> None:
-        if self._steps_here():
+        """Tell of an optimizer, or a part of one, that steps in this thread."""
+        if self.is_here() or self.looks_away == threading.get_ident():
             with Own(), torch.no_grad():
-                self.hear.stepping(optimizer, closure_of(args[1:], kwargs) is not None)
-
-    def _after_step(
-        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> None:
-        if self._steps_here():
-            with Own(), torch.no_grad():
-                self.hear.stepped(optimizer, closure_of(args[1:], kwargs) is not None)
-
-    def _steps_here(self) -> bool:
-        """Return whether an optimizer, or a part of one that steps, is of this thread."""
-        return self.is_here() or self.looks_away == threading.get_ident()
+                hear(optimizer, closure_of(args[1:], kwargs) is not None)
 
     def look_away(self) -> None:
         """Follow nothing until `go_on`; free of cost if no other mode is inside of this one."""
@@ -308,10 +303,13 @@ class _Mode(modes.OpMode):
         self.stream = stream
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
+        stream, hear = self.stream, self.stream.hear
+        followed = isinstance(func, torch._ops.OpOverload) and not running()
+        if followed:
+            hear.sees(func, args, kwargs)
         if modes.unwrapped_first(types):
             return NotImplemented
-        stream, hear = self.stream, self.stream.hear
-        if not isinstance(func, torch._ops.OpOverload) or stream.looks_away or running():
+        if not followed or stream.looks_away:
             return func(*args, **kwargs)
         facts = facts_of(func)
         if facts.kind == "view":
@@ -328,26 +326,21 @@ class _Mode(modes.OpMode):
                     hear.unwatched(facts, (args, kwargs), result)
             return result
         op_call = stream.op_call(func, sys._getframe(1))
-        if not op_call.sends:
+        sends = op_call.place.sends
+        if not sends:
             stream.made_by(op_call)
-        if reads and op_call.inputs is None and not op_call.region and not op_call.sends:
+        if reads and op_call.inputs is None and not op_call.region and not sends:
             op_call.region = regions.low_dtype(reads[0].device.type)
-        if casts:
-            result = func(*args, **kwargs)
-            if stream.counts:
-                op_call.cast(source, result)
-            if hear.measures:
-                with Own():
-                    hear.cast(op_call, source, result)
-            return result
-        ran = Ran(func, args, kwargs, reads, op_call, facts)
+        ran = Ran(func, args, kwargs, reads, op_call, facts, casts)
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
         hear.before(ran)
         result = func(*args, **kwargs)
         made = stream.floats(result)
-        if stream.counts:
+        if casts and stream.counts:
+            op_call.cast(source, result)
+        elif stream.counts:
             op_call.computed(func, args, kwargs, result, read, dtypes(made))
-        if op_call.sends and stream.counts:
+        if sends and stream.counts and not casts:
             op_call.sent(reads, float_tensors(*ran.into) or made)
             if not op_call.casts:  # copied into a buffer, or sent
                 stream.calls.pop()

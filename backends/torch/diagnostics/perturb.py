@@ -1,10 +1,21 @@
-"""A run of a function, and runs of it in which the result of every op is moved by its rounding.
+"""Runs in which the result of every op is moved by its rounding, again or beside the run itself.
 
-`polymp.diagnostics.rounding` explains by how much, and why. Results are moved below autograd, so
-that the backward pass is that of the moved run, and is moved itself.
+`Program` runs a function again and again. `Probes` are runs in lockstep with one: how far are its
+tensors moved by the roundings so far?
+
+    each op of the run    runs once more for each probe, on what the probe has in place of its
+                          arguments; then its results are moved by a share of their rounding
+
+A tensor that no rounding has moved is the same in all probes, and is kept once. What the probes
+have lies in memory as the tensor does, so that it has the same views, and is let go with it.
+Nothing of the run is written: not its tensors, and not the state of its random generators.
+
+`polymp.diagnostics.rounding` explains by how much results are moved, and why. They are moved below
+autograd, so that the backward pass is that of the moved run, and is moved itself.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,20 +26,18 @@ from torch.nn.parameter import is_lazy
 
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import dispatcher, modes
-from polymp.backends.torch.diagnostics.measure import real
+from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics.op_call import (
-    KernelCall,
     Own,
+    Ran,
     call_of,
-    facts_of,
     float_tensors,
-    is_cast,
     name_of,
     numbers_in,
-    running,
+    tensors,
 )
-from polymp.backends.torch.diagnostics.op_stream import OpStream
+from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
+from polymp.backends.torch.diagnostics.values import real
 from polymp.backends.torch.snapshot import Snapshot, own_modules, training_objects
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
@@ -36,74 +45,31 @@ from polymp.diagnostics.run_record import RunRecord
 from polymp.rules.vocabulary import vocabulary
 
 
-def move(
-    rows: Sequence[torch.Tensor], t: torch.Tensor, by: torch.Tensor, op: int, seed: int = 0
-) -> None:
-    """Move a result in some runs, the rows, by shares of its rounding `by`, which is changed, too.
+class Moved(Subscriber):
+    """Moves the results of a run."""
 
-    A share is a byte or more of a hash of the number, the op and the seed. So equal numbers in one
-    result go the same way, as they round the same way, and so do neighbours, where a function is
-    off by the same; opposite numbers go opposite ways.
-    """
-    real = t.to(by.dtype)
-    # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN. No number becomes one.
-    room = real.abs().neg_().add_(torch.finfo(t.dtype).max)
-    torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(real)
-    if t.dtype is torch.float64:
-        bits = real.abs().view(torch.int64) & (-1 << 37)
-        bits = (bits ^ (bits >> 32)).to(torch.int32)
-    else:
-        bits = t.abs().to(torch.float32).view(torch.int32) & (-1 << 8)
-    shares = bits
-    for at, row in enumerate(rows):
-        key = op * 0x9E3779B9 + (seed + at) * 0x85EBCA6B
-        shares = _hash(bits, key) if at % 4 == 0 else shares.bitwise_left_shift_(8)
-        moved = row.to(by.dtype).addcmul_(shares.to(by.dtype), by, value=2.0**-31)
-        if moved.dtype is not row.dtype:
-            row.copy_(moved)
-
-
-def _hash(bits: torch.Tensor, key: int) -> torch.Tensor:
-    """Return hashes of some numbers, by murmur3's finalizer."""
-    mixed = bits + key % 2**31
-    for factor in (-0x7A143595, -0x3D4D51CB):
-        mixed.bitwise_xor_(mixed >> 16).mul_(factor)
-    low = (mixed >> 16).bitwise_and_(0xFFFF)  # without the sign, else no hash were negative
-    return mixed.bitwise_xor_(low).bitwise_or_(1)  # odd: the last byte has no mean, either
-
-
-class Moved(modes.OpMode):
-    """A run in which the results of ops are moved."""
+    measures = True
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
         self._seed = seed
         self._moves = 0
 
-    def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
-        result: Any = func(*args, **kwargs)
-        if (
-            running()
-            or not isinstance(func, torch._ops.OpOverload)
-            or facts_of(func).kind != "computes"
-        ):
-            return result
-        if func is torch.ops.aten._to_copy.default and is_cast(args[0], kwargs):
-            if result.element_size() < args[0].element_size():
-                self._move(result, stored_movement(result, torch.float64))
-        elif reads := numbers_in(*args, *kwargs.values()):
-            for t in numbers_in(result):
-                by = result_movement(KernelCall(func, args, kwargs, reads), result, t)
-                if t.is_complex():
-                    t, by = torch.view_as_real(t), torch.stack([by, by], -1)
-                self._move(t, by)
-        return result
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
+        if ran.casts and made[0].element_size() >= ran.reads[0].element_size():
+            return
+        for t in made:
+            by = stored_movement(t, torch.float64) if ran.casts else result_movement(ran, result, t)
+            if t.is_complex():
+                t, by = torch.view_as_real(t), torch.stack([by, by], -1)
+            self._moves += 1
+            # Frameworks round to 8 bits alike; where their operands differ, these have been moved.
+            if t.numel() and t.itemsize > 1:
+                move([t], t, by, self._moves, self._seed)
 
-    def _move(self, t: torch.Tensor, by: torch.Tensor) -> None:
-        self._moves += 1
-        # Both frameworks round to 8 bits alike; where their operands differ, these have been moved.
-        if t.numel() and t.itemsize > 1:
-            move([t], t, by, self._moves, self._seed)
+
+def moved(seed: int) -> OpStream:
+    """Return a context in which the results of ops are moved."""
+    return OpStream(None, Moved(seed), counts=False, floats=numbers_in)
 
 
 class Program:
@@ -137,7 +103,7 @@ class Program:
 
     def probes(self, count: int) -> list[Run]:
         """So many runs in which every op is moved."""
-        return [self.run(Moved(seed)) for seed in range(1, count + 1)]
+        return [self.run(moved(seed)) for seed in range(1, count + 1)]
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
         """A record of it, in memory, by `record` of this backend, whose file imports this one."""
@@ -211,6 +177,293 @@ def _array(t: torch.Tensor) -> Any:
     return (t.double() if t.is_floating_point() else t).numpy()
 
 
+# Probes in lockstep with a run.
+
+
+def has_values(t: torch.Tensor) -> bool:
+    """Return whether a tensor's numbers are in memory of its own, where its strides say."""
+    return (
+        t.layout is torch.strided
+        and not t.is_meta
+        and not t.is_quantized
+        and modes.is_plain(t)
+        and modes.storage_key(t) != 0
+    )
+
+
+class _Memory(NamedTuple):
+    """The memory of a tensor, as probes have it: in the order in which the tensor's own lies."""
+
+    of: Any  # a reference to it
+    dtype: torch.dtype  # of the tensor
+    numbers: torch.Tensor  # [probes, values in it]
+
+
+_SWEEP = 64  # tensors after which the numbers of freed ones are let go
+
+
+class Probes:
+    """The numbers that some probes, if any, have in place of the tensors of a run."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.left_out = Counter[str]()  # ops whose results are as if no rounding had moved them
+        self._memory: dict[int, _Memory] = {}  # by key
+        self._moves = 0
+        self._copies: dict[int, torch.Tensor] = {}  # of what an op writes that is no float
+        self._random: torch.Tensor | None = None  # state of its generator before it
+
+    def of(self, t: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor's numbers in all probes, [probes, *t.shape]; None if they are its own."""
+        known = self._memory.get(modes.storage_key(t)) if self._memory else None
+        if known is None or known.dtype is not t.dtype:
+            return None
+        size = known.numbers.shape[1]
+        if t.untyped_storage().nbytes() // t.element_size() != size:  # it was resized
+            return None
+        shape, strides = (self.count, *t.shape), (size, *t.stride())
+        return known.numbers.as_strided(shape, strides, t.storage_offset())
+
+    def _begun(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a tensor, its own if it has no others yet; they may be written."""
+        if (found := self.of(t)) is not None:
+            return found
+        size = t.untyped_storage().nbytes() // t.element_size()
+        flat = t.detach().as_strided((size,), (1,), 0)
+        self._keep(t, flat.expand(self.count, size).clone())
+        return self._begun(t)
+
+    def _put(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Give a tensor other numbers, whose memory may be written from now on."""
+        if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
+            self._keep(t, numbers.reshape(self.count, -1).contiguous())
+        else:
+            self._begun(t).copy_(numbers)
+
+    def _keep(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
+        if len(self._memory) % _SWEEP == 0:
+            self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
+        memory = _Memory(modes.storage_reference(t), t.dtype, numbers)
+        self._memory[modes.storage_key(t)] = memory
+
+    def forget(self, found: Iterable[torch.Tensor]) -> None:
+        """Have tensors be the run's own in all probes."""
+        for t in found:
+            self._memory.pop(modes.storage_key(t), None)
+
+    def _fits(self, t: torch.Tensor) -> bool:
+        """Return whether probes can have a float tensor; it is counted if not."""
+        if not has_values(t):
+            self.left_out["sparse or wrapped tensors are not in probes"] += 1
+        elif t.itemsize == 1:
+            self.left_out["8-bit tensors are not in probes"] += 1
+        else:
+            return t.numel() > 0
+        return False
+
+    def unmoved(self, t: torch.Tensor) -> None:
+        """Note a tensor whose numbers are made of no others."""
+        if (own := self.of(t)) is not None:
+            own.copy_(t.detach())
+
+    # What runs
+
+    def before(self, ran: Ran) -> None:
+        """Keep what an op is about to change."""
+        self._copies, self._random = {}, None
+        if not self.count or _talks(ran):
+            return
+        for t in ran.into:
+            if not t.is_floating_point() or not self._fits(t):
+                self._copies[id(t)] = t.detach().clone() if has_values(t) else t
+            elif not is_exact(ran.func) or self._moved(ran):
+                self._begun(t)
+        if torch.Tag.nondeterministic_seeded in ran.func.tags:
+            self._random = _generator(ran).get_state()
+
+    def _moved(self, ran: Ran) -> bool:
+        """Return whether some argument of an op is not the run's own in all probes."""
+        return any(self.of(t) is not None for t in float_tensors(ran.args, ran.kwargs))
+
+    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> torch.Tensor | None:
+        """Run an op in all probes, and move its results.
+
+        Returns the norm of how far the first may be from the exact one; None if it is exact.
+        """
+        if not self.count:
+            return None
+        into = [t for t in ran.into if t.is_floating_point()]
+        results = [*made, *(t for t in into if not any(t is m for m in made))]
+        if _talks(ran):
+            self.left_out["what comes from other ranks is not in probes"] += 1
+            self.forget(results)
+            return None
+        try:
+            return self._follow(ran, result, made, into, results)
+        except Exception:  # of an op that is like no other: the program goes on
+            self.left_out["ops that fail in probes"] += 1
+            self.forget(results)
+            return None
+
+    def _follow(
+        self,
+        ran: Ran,
+        result: object,
+        made: list[torch.Tensor],
+        into: list[torch.Tensor],
+        results: list[torch.Tensor],
+    ) -> torch.Tensor | None:
+        if not all(map(has_values, self._copies.values())):
+            raise TypeError("it writes a tensor that cannot be copied")
+        narrow = rounds_operands(ran, result)
+        runs = self._run(ran, narrow) if narrow or self._moved(ran) else []
+        # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
+        moves = not (is_exact(ran.func) or ran.op_call.place.updating)
+        given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
+        changed = {*map(modes.storage_key, into)}
+        norm = None
+        for at, t in enumerate(results):
+            key = modes.storage_key(t)
+            if (key in given and key not in changed) or not self._fits(t):
+                continue  # an alias
+            by = None
+            if moves:
+                by = result_movement(ran, result, t.detach(), wide(t))
+            if key in changed:
+                if by is not None:
+                    self._move(t, self._begun(t), by)
+            elif runs or by is not None:
+                numbers = torch.stack([run[at] for run in runs]) if runs else self._same(t)
+                self._put(t, self._move(t, numbers, by))
+            if at == 0 and by is not None:
+                norm = torch.linalg.vector_norm(by)
+                if narrow:
+                    moved = torch.linalg.vector_norm(t.detach())
+                    norm = norm + rounding.of_operands(narrow) * moved
+        return norm
+
+    def _run(self, ran: Ran, narrow: str) -> list[list[torch.Tensor]]:
+        """Run an op in each probe; return the float tensors in its results.
+
+        Float32 operands are moved by their rounding to the format `narrow`, if it has one.
+        """
+        runs, before = [], self._random
+        generator = None if before is None else _generator(ran)
+        state = None if generator is None else generator.get_state()
+        try:
+            given = self._each(ran.args, narrow), self._each(ran.kwargs, narrow)
+            for args, kwargs in zip(*given, strict=True):
+                if generator is not None and before is not None:
+                    generator.set_state(before)
+                runs.append(float_tensors(ran.func(*args, **kwargs)))
+        finally:
+            if generator is not None and state is not None:
+                generator.set_state(state)
+        return runs
+
+    def _each(self, tree: Any, narrow: str = "") -> Sequence[Any]:
+        """Return what each probe has in place of an op's arguments."""
+        if isinstance(tree, torch.Tensor):
+            if (copy := self._copies.get(id(tree))) is not None:
+                return [copy.clone() for _ in range(self.count)]
+            own = self.of(tree) if tree.is_floating_point() else None
+            if narrow and tree.dtype is torch.float32:
+                by = tree.detach().abs().mul_(rounding.unit_roundoff(narrow))
+                own = self._same(tree) if own is None else own.clone()
+                move(own.unbind(), tree.detach(), by, 0)  # in every op that reads it alike
+            return [tree] * self.count if own is None else own.unbind()
+        if isinstance(tree, (list, tuple)) and tree:
+            each = zip(*(self._each(x, narrow) for x in tree), strict=True)
+            return [type(tree)(items) for items in each]
+        if isinstance(tree, dict) and tree:
+            values = self._each([*tree.values()], narrow)
+            return [dict(zip(tree, found, strict=True)) for found in values]
+        return [tree] * self.count
+
+    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Cast a tensor in all probes, and move it by the rounding of the cast."""
+        if not self.count or not self._fits(result):
+            return
+        narrows = result.element_size() < source.element_size()
+        own, by = self.of(source), stored_movement(result, wide(result)) if narrows else None
+        if own is not None or by is not None:
+            numbers = self._same(result) if own is None else own.to(result.dtype)
+            self._put(result, self._move(result, numbers, by))
+
+    def updated(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of a parameter after its update, moved by the rounding of that."""
+        own = self.of(t)
+        numbers = self._same(t) if own is None else own.clone()
+        return self._move(t, numbers, stored_movement(t, wide(t)))
+
+    def _same(self, t: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's own numbers, once for each probe."""
+        whole = t.detach().expand(self.count, *t.shape)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def _move(
+        self, t: torch.Tensor, numbers: torch.Tensor, by: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Move the numbers of a tensor in all probes by shares of `by`, which is changed, too."""
+        if by is not None:
+            self._moves += 1
+            move(numbers.unbind(), t.detach(), by, self._moves)
+        return numbers
+
+
+def _talks(ran: Ran) -> bool:
+    """Return whether an op sends something to other ranks, or has it from them."""
+    return bool(ran.op_call.place.sends) or ran.facts.receives or distributed.talks(ran.func)
+
+
+def _generator(ran: Ran) -> torch.Generator:
+    """Return the generator that an op draws from."""
+    for given in (*ran.args, *ran.kwargs.values()):
+        if isinstance(given, torch.Generator):
+            return given
+    device = ran.reads[0].device
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: Any = torch.get_device_module(device).default_generators
+    return generators[device.index or 0]  # type: ignore[no-any-return]
+
+
+def move(
+    rows: Sequence[torch.Tensor], t: torch.Tensor, by: torch.Tensor, op: int, seed: int = 0
+) -> None:
+    """Move a result in some runs, the rows, by shares of its rounding `by`, which is changed, too.
+
+    A share is a byte or more of a hash of the number, the op and the seed. So equal numbers in one
+    result go the same way, as they round the same way, and so do neighbours, where a function is
+    off by the same; opposite numbers go opposite ways.
+    """
+    real = t.to(by.dtype)
+    # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN. No number becomes one.
+    room = real.abs().neg_().add_(torch.finfo(t.dtype).max)
+    torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(real)
+    if t.dtype is torch.float64:
+        bits = real.abs().view(torch.int64) & (-1 << 37)
+        bits = (bits ^ (bits >> 32)).to(torch.int32)
+    else:
+        bits = t.abs().to(torch.float32).view(torch.int32) & (-1 << 8)
+    shares = bits
+    for at, row in enumerate(rows):
+        key = op * 0x9E3779B9 + (seed + at) * 0x85EBCA6B
+        shares = _hash(bits, key) if at % 4 == 0 else shares.bitwise_left_shift_(8)
+        moved = row.to(by.dtype).addcmul_(shares.to(by.dtype), by, value=2.0**-31)
+        if moved.dtype is not row.dtype:
+            row.copy_(moved)
+
+
+def _hash(bits: torch.Tensor, key: int) -> torch.Tensor:
+    """Return hashes of some numbers, by murmur3's finalizer."""
+    mixed = bits + key % 2**31
+    for factor in (-0x7A143595, -0x3D4D51CB):
+        mixed.bitwise_xor_(mixed >> 16).mul_(factor)
+    low = (mixed >> 16).bitwise_and_(0xFFFF)  # without the sign, else no hash were negative
+    return mixed.bitwise_xor_(low).bitwise_or_(1)  # odd: the last byte has no mean, either
+
+
 # How far the result of an op may be from the exact one: see `polymp.diagnostics.rounding`.
 
 
@@ -229,7 +482,7 @@ def is_exact(func: torch._ops.OpOverload) -> bool:
     return _op(func)[0] in rounding.EXACT
 
 
-def rounds_operands(ran: KernelCall, result: object) -> str:
+def rounds_operands(ran: Ran, result: object) -> str:
     """Return the format to which a product may round its float32 operands; "" if it keeps them.
 
     GPUs do so where torch's settings allow it, which they do by default for convolutions.
@@ -256,7 +509,7 @@ class _Parts(NamedTuple):
     mixes: bool  # True of kernels that make each number of the others
 
 
-def _parts(ran: KernelCall, result: object, t: torch.Tensor) -> _Parts:
+def _parts(ran: Ran, result: object, t: torch.Tensor) -> _Parts:
     (of, kind), name = _op(ran.func), ran.func.overloadpacket.__name__
     flops = modes.flops(ran.func, ran.args, ran.kwargs, result)
     sums = vocabulary().traits["sums"]
@@ -275,7 +528,7 @@ def _parts(ran: KernelCall, result: object, t: torch.Tensor) -> _Parts:
 
 
 def result_movement(
-    ran: KernelCall, result: object, t: torch.Tensor, within: torch.dtype = torch.float64
+    ran: Ran, result: object, t: torch.Tensor, within: torch.dtype = torch.float64
 ) -> torch.Tensor:
     """Return how far one result of an op may be from the exact one, for each (complex) number.
 
@@ -321,7 +574,7 @@ def stored_movement(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
     return t.detach().to(within).abs().mul_(torch.finfo(t.dtype).eps / 2)
 
 
-def movement_shares(ran: KernelCall, result: object, t: torch.Tensor) -> tuple[float, float]:
+def movement_shares(ran: Ran, result: object, t: torch.Tensor) -> tuple[float, float]:
     """Return about the norm of `result_movement`, for terms of a sum that are as they happen.
 
     It is a share of the result's norm, and one of what that were if all were its largest magnitude.
@@ -344,7 +597,7 @@ def wide(t: torch.Tensor) -> torch.dtype:
     return torch.float64 if t.dtype is torch.float64 else torch.float32
 
 
-def _added(ran: KernelCall, within: torch.dtype) -> torch.Tensor:
+def _added(ran: Ran, within: torch.dtype) -> torch.Tensor:
     """Return the sum of the squares of the terms of a sum."""
     floats = {id(t) for t in numbers_in(ran.args) if t.layout is torch.strided}
     squares: Any = [_magnitude(x, within).square() if id(x) in floats else x for x in ran.args]

@@ -5,10 +5,10 @@
         with recorder:
             step(batch)
 
-`polymp.diagnostics.run_record` has the file; `summary` computes the numbers of a tensor, `probes`
-how far rounding moves them.
+`polymp.diagnostics.run_record` has the file; `perturb` says how far rounding moves a tensor.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,6 +18,7 @@ from itertools import chain
 from os import PathLike
 from typing import Any, NoReturn, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -25,7 +26,6 @@ from torch.nn.parameter import is_lazy
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, distributed, modes
-from polymp.backends.torch.diagnostics import summary
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
     OpFacts,
@@ -35,17 +35,26 @@ from polymp.backends.torch.diagnostics.op_call import (
     tensors,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.perturb import movement_shares, rounds_operands, wide
-from polymp.backends.torch.diagnostics.probes import Probes, has_values
+from polymp.backends.torch.diagnostics.perturb import (
+    Probes,
+    has_values,
+    movement_shares,
+    rounds_operands,
+    wide,
+)
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
     AMAX,
+    BLOCK,
     COMPILED,
+    ELEMENTS,
     GRADIENT,
     INPUT,
+    PROJECTIONS,
     RESULT,
     RMS,
     UPDATE,
+    VALUES,
     Options,
     RecordedArray,
     RecordedStep,
@@ -55,6 +64,7 @@ from polymp.diagnostics.run_record import (
     check_matched,
     checked,
     selected,
+    signs_and_ones,
 )
 from polymp.errors import brief
 
@@ -246,6 +256,8 @@ class _Step(Subscriber):
     # What runs
 
     def before(self, ran: Ran) -> None:
+        if ran.casts:
+            return
         with Own():
             last, writes = self._last, ran.facts.writes
             if last is not None and (writes or last[0].op_call is not ran.op_call):
@@ -260,7 +272,7 @@ class _Step(Subscriber):
                 if id(t) not in unread:
                     for array in self._made_of(t, ran.op_call, at):
                         self._reads[array] = None
-            if self._probes.count and not ran.op_call.place.compiled:
+            if not ran.op_call.place.compiled:
                 self._probes.before(ran)
 
     def _made_of(self, t: torch.Tensor, op_call: OpCall, at: int) -> _Makers:
@@ -282,7 +294,7 @@ class _Step(Subscriber):
     def _records(self, op_call: OpCall) -> bool:
         """Return whether a call is to be in the record, if it computes floats."""
         place = op_call.place
-        if place.updating or place.compiled or op_call.sends:
+        if place.updating or place.compiled or place.sends:
             return False
         if place.module not in self._selected:
             found = selected([place.module], self._modules)
@@ -297,11 +309,15 @@ class _Step(Subscriber):
             self._makers[key] = makers
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
+        if ran.casts:
+            self._made(made[0], self._made_of(ran.reads[0], ran.op_call, 0))
+            self._probes.cast(ran.reads[0], made[0])
+            return
         op_call, into = ran.op_call, ran.into
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
-        norm = self._probes.after(ran, result, made) if self._probes.count else None
+        norm = self._probes.after(ran, result, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = _takes_lists(ran.func)
         if results and not (lists or ran.facts.copies_as) and self._records(op_call):
@@ -349,10 +365,6 @@ class _Step(Subscriber):
             return makers
         return tuple(dict.fromkeys((*self._makers.get(modes.storage_key(t), ()), *makers)))
 
-    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        self._made(result, self._made_of(source, op_call, 0))
-        self._probes.cast(source, result)
-
     def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
         read = tensors(given) if facts.kind != "makes" else []  # ones_like reads no numbers
         known = (self._makers.get(modes.storage_key(t), ()) for t in read)
@@ -388,8 +400,8 @@ class _Step(Subscriber):
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
         if t.is_floating_point() and t.itemsize == 1:  # it has no ops
             t = t.to(torch.float32)
-        array.summary = self._summaries.add(summary.numbers(t)) if t.is_cpu else summary.sums(t)
-        array.changes = None if moved is None else summary.changes(t, moved)
+        array.summary = self._summaries.add(numbers(t)) if t.is_cpu else sums(t)
+        array.changes = None if moved is None else changes(t, moved)
 
     # Optimizers
 
@@ -504,30 +516,30 @@ class _Step(Subscriber):
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
         arrays = [*self._arrays.values(), *ends]
-        numbers = _read([t for a in arrays for t in (a.summary, a.changes, a.own)])
+        read = _read([t for a in arrays for t in (a.summary, a.changes, a.own)])
         summaries, places = self._summaries.read(), {array: at for at, array in enumerate(arrays)}
-        found = []
+        rows = []
         for at, array in enumerate(arrays):
             reads = sorted([p for r in array.reads if (p := places.get(r, at)) < at])
-            sums, *rest = numbers[3 * at : 3 * at + 3]
-            on_cpu = isinstance(sums, int)
-            whole = summaries[sums] if on_cpu else summary.values(sums, array.shape.numel())
-            found.append(self._finished(array, tuple(reads), whole, *rest))
-        return RecordedStep(self._number, tuple(found), self._settings, dict(self._left_out))
+            found, *rest = read[3 * at : 3 * at + 3]
+            on_cpu = isinstance(found, int)
+            whole = summaries[found] if on_cpu else values(found, array.shape.numel())
+            rows.append(self._finished(array, tuple(reads), whole, *rest))
+        return RecordedStep(self._number, tuple(rows), self._settings, dict(self._left_out))
 
     def _finished(
-        self, array: _Array, reads: tuple[int, ...], found: Any, changes: Any, norm: Any
+        self, array: _Array, reads: tuple[int, ...], whole: Any, moved: Any, norm: Any
     ) -> RecordedArray:
-        values, zeros, bad = found
+        numbers, zeros, bad = whole
         size = array.shape.numel()
         own, of_top = array.shares
-        if rms := values[RMS]:
-            own += of_top * values[AMAX] / rms + (0 if norm is None else norm[0] / size**0.5 / rms)
-        spread: tuple[float, ...] = ()
-        if changes is not None:
-            spread = summary.spread(values, changes.reshape(-1, summary.CHANGES), size)
+        if rms := numbers[RMS]:
+            own += of_top * numbers[AMAX] / rms + (0 if norm is None else norm[0] / size**0.5 / rms)
+        by: tuple[float, ...] = ()
+        if moved is not None:
+            by = spread(numbers, moved.reshape(-1, CHANGES), size)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
-            spread = (0.0,) * len(values)
+            by = (0.0,) * len(numbers)
         ran: tuple[str, tuple[str, ...], str] = "", (), ""
         if array.op_call is not None:
             call = call_of(array.op_call)
@@ -535,7 +547,7 @@ class _Step(Subscriber):
         dtype = dtype_names.NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
         counts = zeros, bad, float(own) if rms else 0.0
         named = *array.of, *ran, dtype, tuple(array.shape)
-        return RecordedArray(*named, *counts, reads, values, spread)
+        return RecordedArray(*named, *counts, reads, numbers, by)
 
 
 @cache
@@ -564,10 +576,158 @@ def _read(found: Sequence[Any]) -> list[Any]:
             by_device.setdefault(t.device, []).append(at)
     read = list(found)
     for device, places in by_device.items():
-        rows = [found[at].reshape(-1).to(summary.exact(device)) for at in places]
+        rows = [found[at].reshape(-1).to(exact(device)) for at in places]
         whole = torch.cat(rows).cpu().double().numpy()
         end = 0
         for at, row in zip(places, rows, strict=True):
             read[at] = whole[end : end + len(row)]
             end += len(row)
     return read
+
+
+# The numbers that a record has of a tensor, computed where the tensor is and read later.
+#
+#     found = sums(t)             float64 [SUMS], on the tensor's device, for `values`
+#     moved = changes(t, probes)  [probes, CHANGES]: how far they are moved, for each probe
+#     values(...), spread(...)    once the host has read them
+#
+# Of tensors in the memory of a CPU `run_record.Summaries` has them, in less time. All but the
+# largest magnitude are relative to it, so that no square leaves the range of its dtype.
+
+
+SUMS = 22  # top, zeros, bad, norm, sum, projections, elements, sum of magnitudes
+CHANGES = 21  # top, two sums with the tensor, norm, sum, projections, elements
+
+_PROJECTIONS = PROJECTIONS.stop - PROJECTIONS.start
+_ELEMENTS = ELEMENTS.stop - ELEMENTS.start
+
+
+def exact(device: torch.device) -> torch.dtype:
+    """Return the dtype in which sums are computed on a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def numbers(t: torch.Tensor) -> Any:
+    """Return the numbers of a tensor in the memory of a CPU as a numpy array."""
+    t = t.detach()
+    wide = t if t.dtype in (torch.float32, torch.float64) else t.to(torch.float32)
+    return wide.numpy(force=True)
+
+
+def sums(t: torch.Tensor) -> torch.Tensor:
+    """Return what `values` needs of a tensor of floats, integers or bools."""
+    x, dtype = t.detach().reshape(-1), exact(t.device)
+    if not x.numel():
+        return torch.zeros(SUMS, dtype=dtype, device=t.device)
+    wide = x.to(dtype, copy=True)
+    bad = torch.zeros((), dtype=dtype, device=t.device)
+    top = _top(x) if x.is_floating_point() else _top(wide)
+    if _may_be_bad(top):
+        bad += len(x) - wide.isfinite().count_nonzero()
+        top = _top(wide.nan_to_num_(0.0, 0.0, 0.0))
+    top = top.to(dtype)
+    scale = torch.where(top > 0, top, 1.0)
+    zeros = len(x) - wide.count_nonzero() - bad
+    if x.dtype is dtype:  # its squares may be beyond the range
+        wide.div_(scale)
+        scale = torch.ones_like(scale)
+    norm = torch.linalg.vector_norm(wide)[None]
+    found = [norm, _projected(wide[None])[0], wide[_places(wide)], wide.abs_().sum()[None]]
+    return torch.cat([torch.stack([top, zeros, bad]), torch.cat(found) / scale])
+
+
+def _top(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of floats; NaN if there is one."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
+
+
+def _may_be_bad(number: torch.Tensor) -> bool:
+    """Return whether a number is not finite; True on devices that the host would wait for."""
+    return not number.is_cpu or not math.isfinite(number)
+
+
+def changes(t: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
+    """Return what `spread` needs of a float tensor; probes are [count, *t.shape]."""
+    dtype = torch.float64 if t.dtype is torch.float64 else torch.float32
+    x, moved = t.detach().reshape(1, -1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
+    if not x.numel():
+        return torch.zeros(len(probes), CHANGES, dtype=dtype, device=t.device)
+    top = _top(x)
+    if _may_be_bad(top):
+        top = _top(x.nan_to_num(0.0, 0.0, 0.0))
+    scale = torch.where(top > 0, top, 1.0)
+    by = (moved - x).div_(scale)
+    norms = torch.linalg.vector_norm(by, dim=1)
+    if _may_be_bad(norms.sum()):
+        x, moved = (torch.nan_to_num(each, 0.0, 0.0, 0.0) for each in (x, moved))
+        norms = torch.linalg.vector_norm(by.nan_to_num_(0.0, 0.0, 0.0), dim=1)
+    tops = torch.stack([_top(row) for row in moved])
+    x = (x / scale)[0]
+    ends = torch.stack([tops, by @ x, by @ x.sign(), norms], 1)
+    return torch.cat([ends, _projected(by), by[:, _places(x)]], 1)
+
+
+def _projected(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row, and its projections, not divided yet: [rows, 1 + 8]."""
+    rows, count = x.shape
+    blocks = count // BLOCK
+    outer, inner = _signs(x.device, x.dtype, 1 << (blocks + 1).bit_length())
+    end = blocks * BLOCK
+    found = (x[:, end:] @ inner[: count - end]) * outer[blocks]
+    if blocks:
+        whole, signs = x[:, :end].reshape(rows, blocks, BLOCK), outer[:blocks]
+        if blocks > 8:  # the product is less narrow
+            found += (signs.T @ whole).mul_(inner.T).sum(2)
+        else:
+            found += (whole @ inner).mul_(signs).sum(1)
+    return found
+
+
+@cache
+def _signs(
+    device: torch.device, dtype: torch.dtype, blocks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `run_record.signs` on a device, with a column of ones in front."""
+    with torch.inference_mode(False):
+        both = signs_and_ones(blocks)
+        outer, inner = (torch.from_numpy(each).to(device, dtype).T for each in both)
+    return outer, inner
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    """Return the places of the elements that are kept of a row; see `run_record.places`."""
+    return torch.arange(_ELEMENTS, device=x.device) * (len(x) - 1) // (_ELEMENTS - 1)
+
+
+# Once the host has read them.
+
+
+def values(found: Any, count: int) -> tuple[tuple[float, ...], int, int]:
+    """Return the values of an array, how many elements are zero and not finite, from its sums."""
+    if not count:
+        return (0.0,) * VALUES, 0, 0
+    top, zeros, bad, norm, total = found[:5].tolist()
+    numbers = [1.0, norm / math.sqrt(count), total / count, found[-1] / count]
+    projections = found[5 : 5 + _PROJECTIONS] / math.sqrt(count)
+    whole = np.concatenate([numbers, projections, found[5 + _PROJECTIONS : -1]]) * top
+    return tuple(whole.tolist()), int(zeros), int(bad)
+
+
+def spread(whole: Sequence[float], moved: Any, count: int) -> tuple[float, ...]:
+    """Return how far the values of an array are moved: the root mean square over probes."""
+    if not count:
+        return (0.0,) * VALUES
+    top, rms = whole[AMAX], whole[RMS] / (whole[AMAX] or 1.0)
+    tops, along, signed, norms = moved.T[:4]
+    longer = (2 * along + norms**2) / count
+    sizes = np.sqrt(np.maximum(rms**2 + longer, 0)) + rms
+    ends = (
+        (tops - top) / (top or 1.0),
+        longer / np.where(sizes > 0, sizes, 1),
+        moved[:, 4] / count,
+        signed / count,
+    )
+    projections = moved[:, 5 : 5 + _PROJECTIONS] / math.sqrt(count)
+    changed = np.concatenate([np.stack(ends, 1), projections, moved[:, 5 + _PROJECTIONS :]], 1)
+    return tuple((np.sqrt((changed**2).mean(0)) * (top or 1.0)).tolist())

@@ -1,49 +1,380 @@
-"""Measurements of ops while a program runs, for `audit` and `locate`, and where inputs come from.
+"""The ops of a run with the ranges of their results, for `audit` and `locate`, and what broke it.
 
 Every op is watched below autograd. Its result is measured on its device, in tensors that the
-program never sees.
+program never sees. Ops are followed one by one; the step of an optimizer is one for itself: an
+`Update`.
 """
 
 import math
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_map
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, modes
-from polymp.backends.torch.diagnostics.fault import (
-    Event,
-    Provenance,
-    Reads,
-    Update,
-    first_fault,
-)
-from polymp.backends.torch.diagnostics.measure import (
-    BinTable,
-    Lost,
-    RangeTable,
-    Tally,
-    measurable,
-)
+from polymp.backends.torch.compat import distributed, modes, optimizers
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     OpCall,
     OpFacts,
     Own,
     Ran,
-    facts_of,
+    call_of,
     float_tensors,
     numbers_in,
+    tensors,
 )
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
-from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import DIVIDING, SATURATING, rounded
-from polymp.diagnostics.call_record import BACKWARD
+from polymp.backends.torch.snapshot import Snapshot
+from polymp.backends.torch.weights.low_weights import LowOptimizer
+from polymp.diagnostics.audit_records import Fault, Operand
+from polymp.diagnostics.blame import (
+    CONSTANT,
+    DIVIDING,
+    NO_EPS,
+    SATURATING,
+    UPDATE,
+    Node,
+    blame,
+    larger_eps,
+    meant,
+    of_optimizer,
+    rounded,
+)
+from polymp.diagnostics.call_record import BACKWARD, FORWARD
+from polymp.diagnostics.magnitudes import BINS, SHIFT
+from polymp.dtypes import FORMATS
+
+# About so many values of a larger tensor are counted in bins, evenly spaced.
+SAMPLE = 4096
+
+
+def measurable(t: Any) -> bool:
+    """Return whether an object is a float tensor that has values in memory."""
+    return (
+        isinstance(t, torch.Tensor)
+        and t.dtype in _MEASURED
+        and t.layout is torch.strided
+        and t.numel() > 0
+        and not t.is_meta
+        and modes.is_plain(t)
+    )
+
+
+_MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS or t.is_complex)
+
+
+def real(t: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor's numbers as real ones; another tensor as it is."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def comparable(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, cast to float32 if torch cannot compare values of its dtype."""
+    return real(t) if t.element_size() > 1 else t.to(torch.float32)
+
+
+class RangeTable:
+    """Pairs of numbers that are measured, such as the ends of the values of a tensor.
+
+    They are called by numbers. A number is no object of its own for Python's garbage collector, as
+    a range is: there are tens of thousands of them. Pairs on a GPU wait until they are read, all at
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[float] = []  # two numbers for each
+        # By device and dtype, pairs that wait, and the numbers that they are called by.
+        self._waiting = defaultdict[Any, tuple[list[int], list[torch.Tensor]]](lambda: ([], []))
+        self.meant: Collection[int] = ()  # whose infinities are a mask's, once that is known
+
+    def add(self, t: torch.Tensor) -> int:
+        """Measure the smallest and the largest value, NaN if there is one; return their number."""
+        return self.keep(*torch.aminmax(comparable(t)))
+
+    def add_each(self, tensors: Sequence[torch.Tensor]) -> range:
+        """Measure tensors; return their numbers, no object for the garbage collector either."""
+        for t in tensors:
+            self.add(t)
+        size = len(self._pairs) // 2
+        return range(size - len(tensors), size)
+
+    def keep(self, low: torch.Tensor, high: torch.Tensor) -> int:
+        """Keep two numbers of a device; return the number that they are called by."""
+        number = len(self._pairs) // 2
+        if low.is_cpu:
+            self._pairs += (low.item(), high.item())
+        else:
+            numbers, pairs = self._waiting[low.device, low.dtype]
+            numbers.append(number)
+            pairs += (low, high)
+            self._pairs += (0.0, 0.0)
+        return number
+
+    def read(self, numbers: Iterable[int]) -> list[float]:
+        """Return pairs, one after the other. Waits for the device."""
+        for waiting, pairs in filter(any, self._waiting.values()):
+            read = torch.stack(pairs).tolist()  # one transfer
+            for at, low, high in zip(waiting, read[::2], read[1::2], strict=True):
+                self._pairs[2 * at : 2 * at + 2] = low, high
+            waiting.clear()
+            pairs.clear()
+        return [x for at in numbers for x in self._pairs[2 * at : 2 * at + 2]]
+
+
+def extremes(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return ends of the values of each tensor; on a GPU its largest magnitude, of all at once."""
+    own = list(map(comparable, tensors))
+    if all(t.is_cpu for t in own):  # where torch 2.13 takes 25 times as long for these norms
+        return [torch.aminmax(t) for t in own]
+    return [(x, x) for x in torch._foreach_norm(own, math.inf)]
+
+
+class Lost(NamedTuple):
+    """The values of a tensor that are finite or not zero in float32, and Inf or zero in float16."""
+
+    wide: int  # the ends of the values in float32, by number
+    both: int  # how many of the compared values became Inf, and how many zero, by number
+    looked_at: int  # how many values were compared
+
+    @classmethod
+    def of(cls, wide: torch.Tensor, low: torch.Tensor, ranges: RangeTable) -> "Lost":
+        """Compare a tensor in float32 with the same in float16."""
+        some, few = sample(wide), sample(low)
+        burst = (few.isinf() & some.isfinite()).sum()
+        vanished = ((few == 0) & (some != 0)).sum()
+        return cls(ranges.add(wide), ranges.keep(burst, vanished), few.numel())
+
+
+def sample(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in one row; of a large tensor about `SAMPLE`, evenly spaced."""
+    t = real(t)
+    size = t.numel()
+    every = max(-(-size // SAMPLE), 1)
+    if t.is_contiguous():  # then one op is enough, at half the time
+        return t.as_strided((-(-size // every),), (every,))
+    return t.reshape(-1)[::every]
+
+
+def bins_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bins of float32 values, int32, in the memory of the values."""
+    return values.view(torch.int32).bitwise_right_shift_(SHIFT).bitwise_and_(BINS - 1)  # no sign
+
+
+class BinTable:
+    """Counts of magnitudes by their bins, in a row for each that asks for one.
+
+    Samples wait until there are many, and are counted together: an op on one of them takes longer
+    to call than to compute. They wait in memory that is used again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rows = 0
+        self._counts: torch.Tensor | None = None
+        with torch.inference_mode(False):  # else no op outside of it could write these tensors
+            self._waiting = torch.empty(_TOGETHER, dtype=torch.float32, device=device)
+        self._end = 0  # of what waits
+        self._sizes: list[int] = []  # of the samples that wait
+        self._firsts: list[int] = []  # for each of them, where its row begins in the table
+
+    def new_row(self) -> int:
+        """Return the number of a row that is not used yet."""
+        self._rows += 1
+        return self._rows - 1
+
+    def add(self, row: int, t: torch.Tensor) -> None:
+        """Count the magnitudes in a sample of a measurable tensor."""
+        some = sample(t)
+        size = some.numel()
+        if self._end + size > _TOGETHER:
+            self._count()
+        end = self._end + size
+        self._waiting[self._end : end].copy_(some)
+        self._sizes.append(size)
+        self._firsts.append(row * BINS)
+        self._end = end
+
+    def _count(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if self._counts is None or len(self._counts) < self._rows:
+                old, rows = self._counts, max(2 * self._rows, 256)
+                self._counts = torch.zeros(rows, BINS, dtype=torch.int32, device=self._device)
+                if old is not None:
+                    self._counts[: len(old)] = old
+            firsts = np.repeat(np.array(self._firsts, np.int32), self._sizes)
+            places = bins_of(self._waiting[: self._end])
+            places += torch.from_numpy(firsts).to(self._device, non_blocking=True)
+            ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(places))
+            self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
+        self._end = 0
+        self._sizes, self._firsts = [], []
+
+    def read(self, row: int) -> tuple[int, ...]:
+        """Return the counts in a row. Waits for the device."""
+        if self._end:
+            self._count()
+        return (0,) * BINS if self._counts is None else tuple(self._counts[row].tolist())
+
+
+# Values that are counted together: 1 MB.
+_TOGETHER = 2**17
+
+
+# Dtype and shape of the float tensors that an op reads.
+Reads = tuple[tuple[torch.dtype, torch.Size], ...]
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """An op that ran, with all that `blame` needs to know of it."""
+
+    op_call: OpCall  # the call that it is part of
+    # Of each float tensor that it read: the event that made it; -1 - n for the n-th of those that
+    # no event made; None for one that cannot be measured.
+    origins: tuple[int | None, ...]
+    run: str  # the dtype of its results
+    reads: Reads  # dtype and shape of the float tensors among its arguments
+    func: torch._ops.OpOverload | None  # the kernel; None of a cast
+    single: bool  # True if its result is one number
+    given: bool = False  # True if a number among its arguments is not finite
+    ranges: range = range(0)  # of its results, by their numbers in a `RangeTable`
+    # Of what it makes beside its first result, such as the maxima of aminmax.
+    beside: range = range(0)
+    lost: Lost | None = None  # the values that float16 made Inf or zero; None if that is not known
+    numbers: tuple[float, ...] = ()  # numbers in the program that its dtype made zero
+    operands: tuple[torch.Tensor, ...] = ()  # measurements of `reads`, if they were made
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The events that made the tensors that it read."""
+        return tuple(at for at in self.origins if at is not None and at >= 0)
+
+
+# `Provenance`: the origins of the tensors that ops read.
+#
+# For a tensor that an op made, that op; for others, range and name: a parameter, an argument, a
+# value that other ranks sent.
+
+
+class Provenance:
+    """The origins of tensors, by the memory that they are on."""
+
+    def __init__(
+        self, model: nn.Module | None, ranges: RangeTable, given: Sequence[Any] | None
+    ) -> None:
+        self._model = model  # its parameters and buffers are called by their names
+        # Storages of the step's arguments; None if these are not known.
+        self._arguments = None if given is None else {*map(modes.storage_key, tensors(*given))}
+        self._ranges = ranges
+        # By storage, the event that wrote it last.
+        self._maker: dict[int, int] = {}
+        self._kept = modes.KeptKeys()
+        # By storage and view, a tensor that no event made.
+        self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
+        self._given: list[tuple[torch.Tensor, int]] = []  # with their ranges
+        self._called: dict[int, str] = {}  # of some storages, a word on what they have
+        self._constants: dict[int, float] = {}  # those of single numbers that the program has
+
+    def origin(self, t: torch.Tensor) -> int | None:
+        """Return the origin of a tensor; see `Event.origins`."""
+        key = modes.storage_key(t)
+        made = self._maker.get(key)
+        if made is not None or not key or key in self._constants:
+            return made
+        views = self._outside.setdefault(key, {})
+        view = t.storage_offset(), *sorted(zip(t.shape, t.stride(), strict=True))  # or transposed
+        if view not in views:
+            if not measurable(t):
+                return None
+            views[view] = -1 - len(self._given)
+            with Own():
+                self._given.append((t.detach(), self._ranges.add(t)))  # kept, and so its key
+        return views[view]
+
+    def maker(self, t: torch.Tensor) -> int | None:
+        """Return the event that made a tensor; None if none did."""
+        return self._maker.get(modes.storage_key(t))
+
+    def made(self, t: torch.Tensor, event: int) -> None:
+        """Note that an event made a tensor, or wrote into it."""
+        key = modes.storage_key(t)
+        if key and key not in self._maker:
+            self._kept.keep(t)
+        self._constants.pop(key, None)
+        if key:
+            self._maker[key] = event
+
+    def forget(self, t: torch.Tensor) -> None:
+        """Note that the values in a tensor's memory were not made by a known event."""
+        key = modes.storage_key(t)
+        self._maker.pop(key, None)
+        self._outside.pop(key, None)
+
+    def received(self, t: torch.Tensor) -> None:
+        """Note that other ranks send a value, which may not have arrived: measured once read."""
+        self.forget(t)
+        self._called[modes.storage_key(t)] = "what other ranks sent"
+
+    def accumulated(self, t: torch.Tensor) -> None:
+        """Note that a backward pass adds to a tensor: it is the `.grad` of a leaf."""
+        self._called.setdefault(modes.storage_key(t), "the .grad of a leaf")
+
+    def constant(self, t: torch.Tensor, floats: list[float]) -> None:
+        """Note a single number that the program has as a constant."""
+        self.forget(t)
+        if not floats and t.device.type == "cpu":
+            floats = [float(f"{t.real.item():.7g}")]  # as it was written
+        if floats:
+            self._kept.keep(t)
+            self._constants[modes.storage_key(t)] = floats[0]
+
+    def constants(self, reads: list[torch.Tensor]) -> list[float]:
+        """Return the constants among the tensors that an op reads."""
+        keys = map(modes.storage_key, reads) if self._constants else ()
+        return [self._constants[key] for key in keys if key in self._constants]
+
+    def updated(self) -> None:
+        """Note that all tensors that no event made may have other values."""
+        self._outside.clear()
+
+    def given(self, origin: int) -> tuple[torch.Tensor, list[float]]:
+        """Return a tensor that no op made, with the ends of its values."""
+        t, found = self._given[-1 - origin]
+        return t, self._ranges.read([found])
+
+    def spoiled(self) -> dict[int, str]:
+        """Return the names of the tensors that no op made and that are not finite, by origin."""
+        bad = {-1 - at: t for at, (t, n) in enumerate(self._given) if _bad(self._ranges.read([n]))}
+        return {origin: self.name(t) for origin, t in bad.items()}
+
+    def name(self, t: torch.Tensor) -> str:
+        """Return the name of a parameter or buffer, or a description of another tensor."""
+        key, shape = modes.storage_key(t), "x".join(map(str, t.shape)) or "scalar"
+        for name, own in self._named():
+            if modes.storage_key(own) == key:
+                return name
+            if own.is_leaf and own.grad is not None and modes.storage_key(own.grad) == key:
+                return f"{name}.grad"
+        argument = self._arguments is None or key in self._arguments
+        other = "an argument" if argument else "a tensor that no op computed"
+        return f"{self._called.get(key, other)} ({dtype_names.NAMES[t.dtype]} {shape})"
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._model is not None:
+            yield from self._model.named_parameters()
+            yield from self._model.named_buffers()
+
+    def names_of(self, params: Sequence[torch.Tensor]) -> list[str]:
+        """Return the names of parameters, without a wait."""
+        named = {id(p): name for name, p in self._named()}
+        return [named.get(id(p), f"parameter {at}") for at, p in enumerate(params)]
 
 
 class Values(Subscriber):
@@ -58,18 +389,14 @@ class Values(Subscriber):
         self._reads: dict[Reads, Reads] = {}  # of events: many are alike, and one is kept of these
         self._provenance = Provenance(model, self.ranges, given)
 
-    # To be overridden by those that measure more
-
-    def inputs(self, ran: Ran) -> list[torch.Tensor]:
-        """Return the inputs of an op that is about to run, for `noted`."""
-        return ran.reads
+    # To be overridden
 
     def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
         """Return whether to compare an op in a low dtype with the same in float32."""
         raise NotImplementedError
 
-    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """Measure more of an op that has run, of what the method `inputs` returned."""
+    def noted(self, event: Event, results: list[torch.Tensor], reads: list[torch.Tensor]) -> None:
+        """Measure more of an op that has run."""
         raise NotImplementedError
 
     # What runs
@@ -80,7 +407,7 @@ class Values(Subscriber):
         place = ran.op_call.place
         if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
             self._provenance.accumulated(ran.reads[0])
-        self._read_by = tuple(map(self._provenance.origin, ran.reads)), self.inputs(ran)
+        self._origins = tuple(map(self._provenance.origin, ran.reads))
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         facts, reads, op_call = ran.facts, ran.reads, ran.op_call
@@ -88,7 +415,7 @@ class Values(Subscriber):
             for t in (*made, *ran.into):
                 self._provenance.received(t)
             return
-        origins, inputs = self._read_by
+        origins = self._origins
         results = [t for t in made if measurable(t)]
         beside: list[torch.Tensor] = []
         if op_call.direction != BACKWARD and not isinstance(result, list):
@@ -97,19 +424,28 @@ class Values(Subscriber):
             del results[1:]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
-        single = bool(results) and results[0].numel() == 1
+        single = ran.casts or (bool(results) and results[0].numel() == 1)
         if facts.kind == "makes" or not reads:
             origins = tuple([at for at in origins if at is not None and at >= 0])
-            reads = inputs = []
+            reads = []
             if single and not results[0].dim() and not facts.writes:  # whoever reads it is to blame
                 self._provenance.constant(results[0], floats)
                 return
         given = not all(map(math.isfinite, floats))
-        event = Event(op_call, origins, run, self._seen(reads), ran.func, single, given)
+        func = None if ran.casts else ran.func
+        event = Event(op_call, origins, run, self._seen(reads), func, single, given)
         if not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
         event.beside = self.ranges.add_each(beside)
-        self._keep(event, results, inputs, lambda: _wide(ran, results))
+        event.ranges = self.ranges.add_each(results)
+        saturates = not ran.casts and op_call.op in SATURATING
+        loses = run == "float16" or (run == "bfloat16" and saturates)
+        compared = ran.casts or not op_call.place.updating
+        if results and loses and compared and self.compares(event, results):
+            if (wide := _wide(ran, results)) is not None:
+                event.lost = Lost.of(wide, results[0], self.ranges)
+        self.noted(event, results if reads else [], reads)
+        self.events.append(event)
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
         for t in ran.into:
@@ -117,32 +453,6 @@ class Values(Subscriber):
                 self._provenance.forget(t)  # a parameter, after its step
             else:
                 self._provenance.made(t, len(self.events) - 1)
-
-    def cast(self, op_call: OpCall, source: torch.Tensor, result: torch.Tensor) -> None:
-        origins, run = (self._provenance.origin(source),), dtype_names.NAMES[result.dtype]
-        event = Event(op_call, origins, run, self._seen([source]), None, True)
-        fits = measurable(source) and measurable(result)
-        self._keep(event, [result] if fits else [], [source], lambda: source)
-        self._provenance.made(result, len(self.events) - 1)
-
-    def _keep(
-        self,
-        event: Event,
-        results: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        wide: Callable[[], torch.Tensor | None],
-    ) -> None:
-        """Measure an op's results, also against `wide`, the first one in float32."""
-        event.ranges = self.ranges.add_each(results)
-        compared = event.func is None or not event.op_call.place.updating
-        saturates = event.func is not None and event.op_call.op in SATURATING
-        loses = event.run == "float16" or (event.run == "bfloat16" and saturates)
-        if results and loses and compared and self.compares(event, results):
-            in_float32 = wide()
-            if in_float32 is not None:
-                event.lost = Lost.of(in_float32, results[0], self.ranges)
-        self.noted(event, results if event.reads else [], inputs)
-        self.events.append(event)
 
     def viewed(self, args: Sequence[Any]) -> OpCall | None:
         """Give the gradient of a view to the op that made the viewed tensor."""
@@ -169,10 +479,6 @@ class Values(Subscriber):
 
     # Updates
 
-    def begin(self) -> None:
-        with Own():
-            self._provenance.look_at_parameters()
-
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         # The ops of an update are not the model's; those of a closure are. One update is looked at
         # as a whole, also if it is of other optimizers.
@@ -186,22 +492,95 @@ class Values(Subscriber):
         if not closure and self.updates:
             self.updates[-1].stepped(optimizer)
             self.stream.go_on()
-        self._provenance.updated()
+        self._provenance.updated()  # the values of parameters have changed
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
         broken = ((it.at, fault) for it in self.updates if (fault := it.fault()) is not None)
         until, broke = next(broken, (None, None))
-        found = first_fault(self.events[:until], self.ranges, self._provenance) or broke
+        found = self._first_fault(self.events[:until]) or broke
         spoiled = (it.fault(spoiled=True) for it in self.updates)
         return found or next(filter(None, spoiled), None)
 
+    def _first_fault(self, events: Sequence[Event]) -> Fault | None:
+        """Return the fault of a run: where the first value that is not finite came from."""
+        bad = [_bad(self.ranges.read((*event.ranges, *event.beside))) for event in events]
+        if not any(bad):
+            return None
+        spoiled = self._provenance.spoiled()
+        used = {i for event in events if event.op_call.direction != BACKWARD for i in event.inputs}
+        nodes = []
+        for at, (event, was) in enumerate(zip(events, bad, strict=True)):
+            finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
+            ends, below = self.ranges.read(event.ranges), False
+            if event.lost is not None:
+                low, high = self.ranges.read([event.lost.wide])
+                finite, below = math.isfinite(low) and math.isfinite(high), high < 1
+                vanished = self.ranges.read([event.lost.both])[1] / event.lost.looked_at
+            elif event.func is None and event.inputs:  # of another op's result, which was measured
+                below = max(self.ranges.read(events[event.inputs[0]].ranges), default=1.0) < 1
+            near = ((x, rounded(x, event.run)) for x in event.numbers)
+            nodes.append(
+                Node(
+                    event.inputs,
+                    was,
+                    event.run,
+                    finite and bool(was),
+                    vanished,
+                    tuple(
+                        x for x, end in near if end is not None and min(ends) <= end <= max(ends)
+                    ),
+                    next((spoiled[by] for by in event.origins if by in spoiled), ""),
+                    event.given or not event.reads,
+                    bool(event.ranges),
+                    cast=event.func is None,
+                    op=event.op_call.op,
+                    ones=below and max(ends) == 1 and not event.numbers,
+                    single=event.single,
+                    # A loss, which the backward of its own op may read.
+                    returned=event.single and event.op_call.direction == FORWARD and at not in used,
+                )
+            )
+        found = blame(nodes)
+        if found is None or found.why != CONSTANT:
+            self.ranges.meant = {number for at in meant(nodes) for number in events[at].ranges}
+        if found is None:
+            return None
+        event, first = events[found.node], events[found.first].op_call
+        return Fault.of(
+            call_of(event.op_call),
+            (found.kind, found.why),
+            event.run,
+            self._operands_of(event),
+            bad[found.first],
+            None if first is event.op_call else call_of(first),
+        )
+
+    def _operands_of(self, event: Event) -> Iterator[Operand]:
+        """Yield an op's inputs; where they were not measured, with largest magnitudes alone."""
+        for at, (origin, (dtype, shape)) in enumerate(
+            zip(event.origins, event.reads, strict=False)
+        ):
+            name, ends = "", [0.0]
+            if origin is not None and origin < 0:
+                t, ends = self._provenance.given(origin)
+                name = self._provenance.name(t)
+            elif origin is not None and self.events[origin].ranges:
+                ends = self.ranges.read(self.events[origin].ranges)
+            kind = dtype_names.NAMES[dtype]
+            if event.operands:
+                yield Operand.measured(kind, shape, event.operands[at].tolist(), name)
+            else:
+                yield Operand.of_ends(kind, shape, ends, name)
+
 
 def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return an op's first result in float32, on the same inputs.
+    """Return an op's first result in float32, on the same inputs; of a cast, its input.
 
     None for an op that writes into its arguments, draws random numbers or has no float32 form.
     """
+    if ran.casts:
+        return ran.reads[0]
     if ran.facts.writes or torch.Tag.nondeterministic_seeded in ran.func.tags:
         return None
 
@@ -226,107 +605,147 @@ def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, float)]
 
 
-# `audit` counts the magnitudes of results and gradients.
-#
-# The host reads nothing before the run is over.
-#
-# At each call site, one of so many calls is compared with float32, the first among them.
-_EVERY = 16
-_ALWAYS = DIVIDING | SATURATING  # but of these ops each call
+def _bad(ends: list[float]) -> str:
+    if any(map(math.isnan, ends)):
+        return "NaN"
+    return "Inf" if any(map(math.isinf, ends)) else ""
 
 
-class AuditValues(Values):
-    """Counts the magnitudes of results and of gradients."""
+# The step of an optimizer, which reads gradients and weights, and writes weights and its state.
 
-    def __init__(self, model: nn.Module | None, scaler: Any) -> None:
-        super().__init__(model)
-        self._model = model
-        self._scaler = scaler
-        self._visits: Counter[Any] = Counter()
-        self._call: OpCall | None = None
-        self._part = 0  # the call whose kernels run, and how many have
-        self._tables: dict[torch.device, BinTable] = {}
-        # Of results, by backward pass and call site; of gradients, by pass and parameter.
-        self.sites: dict[tuple[Any, ...], Tally] = {}
-        self._made_at: dict[int, int] = {}  # by number of an event, that of a site
-        self.scales: list[Any] = [1.0]  # of each backward pass; the first for what is in none
-        self.passes: dict[int, int] = {}  # by number of the backward pass, its place in `scales`
 
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
-        if event.func is None:
-            return True
-        op_call = event.op_call
-        self._part = self._part + 1 if self._call is op_call else 0
-        self._call = op_call
-        kernel = event.func, self._part  # in a call of an op, one after the other
-        site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
-        self._visits[site] += 1
-        return self._visits[site] % _EVERY == 1 or op_call.op in _ALWAYS
+# By name, "0.weight", "0.weight.grad" or "exp_avg of 0.weight", a number in the `RangeTable`.
+Ranges = Mapping[str, int]
 
-    def noted(self, event: Event, results: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        self._pass()
-        op_call, cast = event.op_call, event.func is None
-        back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
-        if cast and back and event.run == "float16":  # where gradients vanish
-            op, spelling = "to", "aten:_to_copy"
-        elif op_call.place.updating or not results or cast:
-            if cast and event.inputs and event.inputs[0] in self._made_at:
-                self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
-            return
-        elif event.func is not None and facts_of(event.func).copies_as not in ("", op_call.op):
-            return  # on the way into a product
-        key = (
-            self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
-            op_call.region, op_call.row, event.run,
+
+class Update:
+    """A step of an optimizer that is about to run, measured; nothing waits for the device."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        place: CallSite,
+        at: int,
+        ranges: RangeTable,
+        provenance: Provenance,
+    ) -> None:
+        self.at = at  # how many events there were before
+        self._place, self._ranges = place, ranges
+        self._kind = type(optimizer)
+        params = with_gradients(optimizer)
+        self._params = dict(zip(provenance.names_of(params), params, strict=True))
+        self._dtypes: dict[str, torch.dtype] = {}
+        grads = {f"{name}.grad": p.grad for name, p in self._params.items() if p.grad is not None}
+        self._read = self._measured(self._state(optimizer) | grads)
+        self._wrote: Ranges = {}
+        self._lost = lost_eps(optimizer)
+        self._tried = self._try(optimizer) if self._lost else None
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure what the step has written."""
+        self._wrote = self._measured(self._state(optimizer))
+
+    def _try(self, optimizer: torch.optim.Optimizer) -> Ranges | None:
+        """Take the step with a larger eps, and undo it; None if it cannot be taken."""
+        params = [*self._params.values()]
+        before = Snapshot(params, grads=params, optimizers=[optimizer], random_numbers=True)
+        try:
+            for group in optimizer.param_groups:
+                if lost := {p.dtype for p in group["params"]} & self._lost.keys():
+                    group["eps"] = max(larger_eps(dtype_names.NAMES[dtype]) for dtype in lost)
+            optimizers.step_without_hooks(type(optimizer))(optimizer)
+            return self._measured(self._state(optimizer))
+        except Exception:  # of a user's optimizer, which the step itself will raise
+            return None
+        finally:
+            before.put_back()
+
+    def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Return the parameters and their moments, by name."""
+        found = dict(self._params)
+        for name, p in self._params.items():
+            found |= moments(optimizer, name, p)
+        return found
+
+    def _measured(self, named: Mapping[str, torch.Tensor]) -> Ranges:
+        local = {name: distributed.local(t) for name, t in named.items()}
+        found = {name: t for name, t in local.items() if measurable(t)}
+        self._dtypes |= {name: t.dtype for name, t in found.items()}
+        numbers = [self._ranges.keep(*ends) for ends in extremes(found.values())]
+        return dict(zip(found, numbers, strict=True))
+
+    def _bad(self, ranges: Ranges) -> list[str]:
+        return [name for name, at in ranges.items() if _bad(self._ranges.read([at]))]
+
+    def fault(self, spoiled: bool = False) -> Fault | None:
+        """Return a fault if it made what is not finite, or if `spoiled`, if it was given that."""
+        given, made = self._bad(self._read), self._bad(self._wrote)
+        if spoiled and given:
+            why = f"{given[0]} is not finite before the update"
+            return self._fault("input", given[0], self._read, why)
+        if given or not made:
+            return None
+        name, dtype = made[0], self._dtypes[made[0]]
+        run, lost = dtype_names.NAMES[dtype], self._lost.get(dtype, "")
+        kind, why = "operation", f"its inputs are finite and {name} is not, in {run} or wider"
+        if lost and (self._tried is None or not self._bad(self._tried)):
+            kind, why = "number", f"{NO_EPS} in {run}"
+        elif run == "float16" and _bad(self._ranges.read([self._wrote[name]])) == "Inf":
+            kind = "overflow"
+            why = f"{name} is beyond float16's largest number, {FORMATS[run].max:g}"
+        return self._fault(kind, name, self._wrote, why, lost)
+
+    def _fault(self, kind: str, name: str, ranges: Ranges, why: str, lost: str = "") -> Fault:
+        run, of = dtype_names.NAMES[self._dtypes[name]], name.removesuffix(".grad")
+        of = of.rpartition(" of ")[2]
+        inputs = tuple[Operand, ...]()
+        if (grad := f"{of}.grad") in self._read:
+            kind_of, ends = self._dtypes[grad], self._ranges.read([self._read[grad]])
+            shape = distributed.local(self._params[of]).shape
+            inputs = (Operand.of_ends(dtype_names.NAMES[kind_of], shape, ends, grad),)
+        remedy, largest = "", max((operand.largest for operand in inputs), default=0.0)
+        if kind != "input":
+            tried = self._tried is not None
+            remedy = of_optimizer("torch", kind, run, largest, lost, tried)
+        return Fault(
+            f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
+            self._place.module, self._place.source, UPDATE, kind, run, None, inputs,
+            _bad(self._ranges.read([ranges[name]])), why, remedy=remedy,
         )  # fmt: skip
-        tally = self._tally(key, results[0])
-        for t, number in zip(results, event.ranges, strict=True):
-            tally.add(t, number)
-        if event.lost is not None:
-            tally.lost.append(event.lost)
-        tally.numbers.update(event.numbers)
-        if back:
-            self._made_at[len(self.events)] = tally.number
-            tally.reads.update(self._made_at[at] for at in event.inputs if at in self._made_at)
 
-    def _tally(self, key: tuple[Any, ...], t: torch.Tensor) -> Tally:
-        """Return the counts of a key, new ones for tensors like `t` if it has none."""
-        if (tally := self.sites.get(key)) is None:
-            if t.device not in self._tables:
-                self._tables[t.device] = BinTable(t.device)
-            tally = Tally(self._tables[t.device], self.ranges, len(self.sites))
-            self.sites[key] = tally
-        return tally
 
-    # Backward passes and gradients
+def with_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer that have a gradient."""
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if p.grad is not None]
 
-    _scales_at = 0
 
-    def _pass(self) -> None:
-        """Note the scale of a backward pass when its first op is seen."""
-        task = dispatcher.backward_task()
-        if task is None:
-            return
-        if task not in self.passes:
-            scale = getattr(self._scaler, "_scale", None)
-            if isinstance(scale, torch.Tensor):  # else all passes are as one
-                self.scales.append(scale.detach().clone())
-            self.passes[task] = len(self.scales) - 1
-        self._scales_at = self.passes[task]
+def moments(
+    optimizer: torch.optim.Optimizer, name: str, p: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of more than one number in an optimizer's state of a parameter."""
+    state: Any = optimizer.state.get(p, {})
+    tensors = [(key, t) for key, t in dict(state).items() if isinstance(t, torch.Tensor)]
+    return {
+        f"{key} of {name}": t
+        for key, t in tensors
+        if (t.is_floating_point() or t.is_complex()) and t.numel() > 1
+    }
 
-    def _gradient(self, name: str, p: torch.Tensor) -> None:
-        if p.grad is None or not measurable(p.grad):
-            return
-        with Own(), torch.no_grad():
-            of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
-            tally = self._tally((self._scales_at, *of), p.grad)
-            tally.add(p.grad, self.ranges.add(p.grad))
 
-    def begin(self) -> None:
-        super().begin()
-        for name, p in self._model.named_parameters() if self._model is not None else ():
-            if p.requires_grad:
-                hook = p.register_post_accumulate_grad_hook(
-                    lambda p, name=name: self._gradient(name, p)
-                )
-                self.stream.callback(hook.remove)
+def lost_eps(optimizer: torch.optim.Optimizer) -> dict[torch.dtype, str]:
+    """Return the dtypes of weights in which the optimizer's eps is zero, with a clause on it."""
+    found: dict[torch.dtype, str] = {}
+    # Low weights step in float32.
+    low = set(optimizer.low) if isinstance(optimizer, LowOptimizer) else set[torch.Tensor]()
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if not isinstance(eps, (int, float)):
+            continue
+        runs = {(p.dtype, torch.float32 if p in low else p.dtype) for p in group["params"]}
+        for dtype, run in runs:
+            form = FORMATS.get(dtype_names.NAMES[run])
+            if abs(eps) <= (0 if form is None else form.smallest_subnormal / 2):
+                whose = f"{type(optimizer).__name__}'s eps"
+                found[dtype] = f"{whose}={eps:g} is zero in {run}" if eps else f"{whose} is 0"
+    return found

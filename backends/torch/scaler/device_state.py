@@ -112,12 +112,6 @@ class DeviceState:
         if not torch.compiler.is_compiling():
             self._known = state, tuple((t, t._version) for t in self._tensors())
 
-    def _replays(self) -> bool:
-        """Return whether this code may run again without Python, so that no number may decide."""
-        if torch.compiler.is_compiling() or self._capturing():
-            return True
-        return self._captured is not None and self._captured is self._scale
-
     def _capturing(self) -> bool:
         """Return whether a CUDA graph is captured, other than by a compiler."""
         if torch.compiler.is_compiling() or self._scale is None:
@@ -130,7 +124,9 @@ class DeviceState:
 
     def _are_as_noted(self) -> bool:
         """Return False if something but an update may have written to the tensors."""
-        if self._replays() or self._known is None or self._scale is None:
+        if torch.compiler.is_compiling() or self._capturing():
+            return False  # this code may run again without Python, and no number may decide
+        if self._known is None or self._scale is None or self._captured is self._scale:
             return False
         pairs = zip(self._known[1], self._tensors(), strict=True)
         return all(was is now and was._version == version for (was, version), now in pairs)

@@ -16,7 +16,7 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
 from polymp import scaling
-from polymp.backends.torch.autocast import dtype_names, regions
+from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.compat import accelerators, distributed, modes
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
@@ -98,7 +98,6 @@ class GradScaler(DeviceState):
         growth_interval: see `growth_factor`. A count already past a lowered interval grows the
             scale at the next good step.
         enabled: False makes every method pass through: `step` steps, `scale` returns its argument.
-        dtype: the low dtype of the region, if the scaler is to be disabled for all but float16.
         min_scale: no overflow brings the scale below it; from 2**-126, the default.
         max_scale: no growth brings the scale above it; up to 2**126, the default.
         hysteresis: how many overflows in a row leave the scale as it is.
@@ -106,7 +105,6 @@ class GradScaler(DeviceState):
             function that is called with a `GradientReport`.
         stuck_after: see `on_stuck`. Where the host does not wait for the device, it reacts a few
             steps later; in compiled code it does not.
-        named: a module, whose names of parameters reports use.
         strict: True raises, as torch.amp does, if an optimizer has no gradient; otherwise its step
             does nothing.
         allow_fp16: True accepts float16 gradients. Unscaled they are still float16, and small ones
@@ -134,7 +132,6 @@ class GradScaler(DeviceState):
     _per_optimizer_states: dict[int, Entry]
     _before: dict[int, Entry]  # the entries of the last iteration
     _scaled_in: object  # the entries of the iteration in which a loss was scaled last
-    _named: weakref.ref[torch.nn.Module] | None
 
     def __init__(
         self,
@@ -145,20 +142,18 @@ class GradScaler(DeviceState):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        dtype: torch.dtype | str | None = None,
         min_scale: float = scaling.SMALLEST,
         max_scale: float = scaling.LARGEST,
         hysteresis: int = 0,
         on_stuck: OnStuck = "warn",
         stuck_after: int = 50,
-        named: torch.nn.Module | None = None,
         strict: bool = False,
         allow_fp16: bool = False,
         skip_on: SkipOn = "auto",
         process_group: Any = None,
     ) -> None:
         self._device = device
-        self._enabled = _acts_on(device, dtype, enabled)
+        self._enabled = _acts_on(device, enabled)
         if not self._enabled:
             return
         # The errors are torch.amp's where torch.amp has one.
@@ -175,11 +170,6 @@ class GradScaler(DeviceState):
             raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {skip_on!r}.")
         checked_on_stuck(on_stuck, stuck_after)
         unscale.check_group(process_group)
-        if named is not None and not isinstance(named, torch.nn.Module):
-            raise TypeError(
-                f"named must be a module, got {named!r}. Without one, names come from an optimizer "
-                "that is made with model.named_parameters()."
-            )
         self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
         first = scaling.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.stack.thread.latest.clear()  # regions from before say nothing about this scaler's
@@ -187,7 +177,6 @@ class GradScaler(DeviceState):
         self._reported_row: int | None = None  # of skips, by the number of skips before it
         self._set_first(ScaleState(first))
         self._begin()
-        self._named = None if named is None else weakref.ref(named)
 
     _growth_factor = _constant("growth")
     _backoff_factor = _constant("backoff")
@@ -407,18 +396,14 @@ class GradScaler(DeviceState):
         """
         if not self._enabled:
             return
-        if isinstance(state_dict, Mapping) and len(state_dict) == 0:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved "
-                "from a disabled instance of GradScaler."
-            )
         self._load(state_dict)
 
-    def found_inf(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Return whether Inf or NaN was last found for the optimizer.
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Return whether the last `step` of the optimizer was skipped, or the next one will be.
 
-        In a gradient on any rank, before or after it was unscaled, or in a loss. The host waits for
-        the device when the tensor is read.
+        It is skipped for Inf or NaN in a gradient on any rank, before or after it was unscaled, or
+        in a loss; or because the optimizer had no gradient. Call it after `unscale_` or `step`,
+        before or after `update`. The host waits for the device when the tensor is read.
 
         Args:
             optimizer: the optimizer.
@@ -432,34 +417,7 @@ class GradScaler(DeviceState):
         if not self._enabled:
             return torch.tensor(False)
         entry = self._latest(optimizer)
-        if not entry["found_inf_per_device"]:
-            return torch.tensor(False)
-        return self._found(entry) != 0
-
-    def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Return whether the last `step` of the optimizer was skipped.
-
-        It is skipped for Inf or NaN, or because the optimizer had no gradient. Call it after
-        `step`, before or after `update`. `if scaler.step_skipped(optimizer):` waits for the device
-        if the host does not know the answer.
-
-        Args:
-            optimizer: the optimizer.
-
-        Returns:
-            bool [], on the scale's device.
-
-        Raises:
-            RuntimeError: the scaler has not stepped the optimizer in this iteration or the last.
-        """
-        if not self._enabled:
-            return torch.tensor(False)
-        entry = self._latest(optimizer)
-        if entry["stage"] is not OptState.STEPPED:
-            raise RuntimeError(
-                f"step_skipped() was called before this {type(optimizer).__name__}'s step()."
-            )
-        return self.found_inf(optimizer) if entry["found_inf_per_device"] else torch.tensor(True)
+        return self._found(entry) != 0 if entry["found_inf_per_device"] else torch.tensor(True)
 
     @property
     def skipped_steps(self) -> torch.Tensor:
@@ -471,9 +429,10 @@ class GradScaler(DeviceState):
     def report(self) -> GradientReport:
         """Report on the gradients of the optimizers of this iteration, or of the last one.
 
-        Counts Inf, NaN, zeros and values too small for float16, gradient by gradient. Call it after
-        `step` or `unscale_`, and before `zero_grad`; before them it has no entries. Waits for the
-        device. Of a DTensor, this rank's part is counted.
+        Counts Inf, NaN, zeros and values too small for float16, gradient by gradient, with the
+        names of an optimizer that was made with `model.named_parameters()`. Call it after `step` or
+        `unscale_`, and before `zero_grad`; before them it has no entries. Waits for the device. Of
+        a DTensor, this rank's part is counted.
 
         Returns:
             The report.
@@ -541,7 +500,6 @@ class GradScaler(DeviceState):
     def _begin(self) -> None:
         super()._begin()
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
-        self._named = None  # the parameters of a copied model are other tensors
 
     def __getstate__(self) -> dict[str, object]:
         kept = self.__dict__.copy()
@@ -575,8 +533,6 @@ class GradScaler(DeviceState):
                 warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=level)
             self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
-        if not torch.compiler.is_compiling():
-            regions.stack.thread.scaled = True
         note(loss, self._noted_loss())
         return self._tensors()[0]
 
@@ -596,10 +552,7 @@ class GradScaler(DeviceState):
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self._tensors()[0]
         entry = self._per_optimizer_states[id(optimizer)]
-        ranks = unscale.ALONE
-        if unscale.has_peers():
-            parameters = unscale.parameters(optimizer)
-            ranks = unscale.rank_groups(parameters, self._options.process_group)
+        ranks = unscale.rank_groups(optimizer, self._options.process_group)
         loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
@@ -614,7 +567,6 @@ class GradScaler(DeviceState):
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
             regions.stack.thread.unscaled.clear()
-            regions.stack.thread.scaled = False
         entry["found_inf_per_device"] = found
         entry["loss"] = loss
         entry["optimizer"] = weakref.ref(optimizer)
@@ -715,7 +667,6 @@ class GradScaler(DeviceState):
     def _reported(self, *, last: bool) -> GradientReport:
         """Report on the gradients; if asked for, with optimizers of the `last` iteration."""
         rows: list[Gradient] = []
-        module = None if self._named is None else self._named()
         for entry in {**(self._before if last else {}), **self._per_optimizer_states}.values():
             optimizer = entry["optimizer"]() if "optimizer" in entry else None
             if optimizer is not None:
@@ -725,7 +676,7 @@ class GradScaler(DeviceState):
                 if inverse is None and "grad_scale" in entry and entry["found_inf_per_device"]:
                     # torch's fused optimizers leave true gradients, if they have stepped.
                     factor = torch.where(self._found(entry) != 0, one, entry["grad_scale"])
-                rows += unscale.rows(optimizer, module, factor)
+                rows += unscale.rows(optimizer, factor)
         state = self._read()
         return GradientReport(self._rule, state, tuple(rows))
 
@@ -744,29 +695,24 @@ class GradScaler(DeviceState):
 # loaded where the device is missing.
 _NOT_KEPT = (
     *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
-    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in", "_named"),
+    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in"),
 )
 
 
-def _acts_on(device: object, dtype: object, enabled: bool) -> bool:
+def _acts_on(device: object, enabled: bool) -> bool:
     """Return whether a scaler with these arguments is enabled."""
     if not isinstance(device, (str, torch.device)):
         raise TypeError(
             f"device must be a name such as 'cuda' or 'cpu', got {device!r}. The first scale "
             "is GradScaler(device, init_scale)."
         )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        dtype = dtype_names.of(dtype, "GradScaler(): dtype")
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"dtype must be the region's low dtype, a float dtype, got {dtype}.")
-    acts = enabled and dtype in (None, torch.float16)
-    if acts and device == "cuda" and accelerators.cuda_missing():
+    if enabled and device == "cuda" and accelerators.cuda_missing():
         warnings.warn(
             "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
             stacklevel=3,
         )
         return False
-    return acts
+    return enabled
 
 
 # Outputs multiplied by the scale, and a note of those that are not finite.

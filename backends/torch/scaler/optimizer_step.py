@@ -87,16 +87,9 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
 # The step is taken, and then undone on the device if Inf or NaN was found: parameters that have
 # a gradient, and the tensors of their state, get their old values back, for a copy of both and
 # three passes over them. The rest is put back by the host, which waits for the finding: state that
-# the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere.
-# torch's optimizers, after the step that made their state:
-#
-#   never wait             SGD, Muon; capturable: Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD,
-#                          RMSprop, Rprop
-#   wait unless on the CPU the same without capturable, Adagrad, Adafactor: their count of steps is
-#                          a tensor on the CPU; ASGD's is not, but then ASGD itself reads it
-#   always wait            SparseAdam: its count of steps is a number
-#   need no undoing        SGD, Adagrad, Adam and AdamW with fused: they skip by themselves
-#   wait before the step   those with other objects than tensors and numbers in their state
+# the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere. It
+# waits before the step if there are other objects than tensors and numbers in the state.
+# docs/scaling-torch.md says which of torch's optimizers make it wait.
 
 State = dict[str, Any]
 
@@ -329,7 +322,6 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
     regions.stack.thread.unscaled.clear()
-    regions.stack.thread.scaled = False
     settled: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -342,12 +334,19 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
         if not on:
             return
         if optimizer not in settled and not _stepped_by_a_scaler():
+            said = (
+                f"{type(optimizer).__name__} steps on gradients that came out of a float16 region "
+                f"({' and '.join(map(repr, on))}) without a scaler that takes the step: gradients "
+                "below float16's smallest number are lost there, and those of a scaled loss are "
+                f"still multiplied by the scale. Make scaler = GradScaler({on[0]!r}), and in each "
+                "iteration call scaler.scale(loss).backward(), scaler.step(optimizer) in place of "
+                "optimizer.step(), and scaler.update(). Or use bfloat16, which needs no scaler."
+            )
             if action == "raise":
-                raise UnscaledError(_message(optimizer, on))
-            warnings.warn(_message(optimizer, on), ScalerWarning, stacklevel=3)
+                raise UnscaledError(said)
+            warnings.warn(said, ScalerWarning, stacklevel=3)
             settled.add(optimizer)
         entered.clear()
-        regions.stack.thread.scaled = False
 
     return register_optimizer_step_pre_hook(look)
 
@@ -360,21 +359,3 @@ def _stepped_by_a_scaler() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _message(optimizer: torch.optim.Optimizer, devices: list[str]) -> str:
-    named = " and ".join(map(repr, devices))
-    if regions.stack.thread.scaled:
-        return (
-            f"{type(optimizer).__name__} steps on gradients that came out of a float16 region "
-            f"({named}), and a loss was scaled, but no scaler takes the step: the gradients are "
-            "still multiplied by the scale. Write scaler.step(optimizer) in place of "
-            "optimizer.step(), and then scaler.update()."
-        )
-    return (
-        f"{type(optimizer).__name__} steps on gradients that came out of a float16 region "
-        f"({named}) without a scaler: gradients below float16's smallest number are lost there. "
-        f"Make scaler = GradScaler({devices[0]!r}), and in each iteration call "
-        "scaler.scale(loss).backward(), scaler.step(optimizer) in place of optimizer.step(), and "
-        "scaler.update(). Or use bfloat16, which needs no scaler."
-    )

@@ -6,7 +6,7 @@ wait for it.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -170,17 +170,13 @@ def _values(param: torch.Tensor) -> torch.Tensor:
 # Rows of a scaler's report: counts of the values of each gradient.
 
 
-def rows(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, factor: torch.Tensor
-) -> list[Gradient]:
+def rows(optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> list[Gradient]:
     """Count the values of each gradient of the optimizer. Waits for the device, once."""
-    # Named as in the module, as the optimizer names them, or by their place.
+    # Named as the optimizer names them, or by their place.
     names: dict[int, str] = {}
     for at, group in enumerate(optimizer.param_groups):
         places = (f"group {at}, parameter {i}" for i in range(len(group["params"])))
         names |= zip(map(id, group["params"]), group.get("param_names") or places, strict=True)
-    if module is not None:
-        names |= {id(p): name for name, p in module.named_parameters()}
     heads, counts = [], []
     for param in parameters(optimizer):
         if param.grad is not None:
@@ -224,26 +220,19 @@ class RankGroups(NamedTuple):
     everybody: bool  # whether all ranks of the job know the same afterwards
 
 
-ALONE = RankGroups((), True)
-
-
-def has_peers() -> bool:
-    """Return whether this process is one of several that can talk to each other."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def rank_groups(params: Iterable[torch.Tensor], given: Any = None) -> RankGroups:
-    """Return the groups over which a finding about parameters has to be exchanged."""
+def rank_groups(optimizer: torch.optim.Optimizer, given: Any = None) -> RankGroups:
+    """Return the groups over which a finding about an optimizer's gradients is exchanged."""
     # They are the same on every rank that holds the same parameters, with gradients or without. A
     # group of all ranks replaces the others. The one that the caller gives comes last: ranks may
     # hold other parameters, on other meshes, and every rank of a mesh is then done with the mesh
     # before it waits for ranks outside of it.
-    if not has_peers():
-        return ALONE
-    world = dist.get_world_size()
+    if not dist.is_available() or not dist.is_initialized():
+        return RankGroups((), True)
+    if (world := dist.get_world_size()) == 1:
+        return RankGroups((), True)
     if given is not None and dist.get_world_size(given) == world:
         return RankGroups((given,), True)
-    params = list(params)
+    params = parameters(optimizer)
     meshes = distributed.meshes(params)
     found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
     if given is None and any(map(distributed.in_fsdp1, params)):
@@ -268,7 +257,12 @@ def agreed(
         together.copy_(torch.maximum(together, finding.to(scale.device)))
     bad = torch.zeros_like(scale) if loss is None else (loss != 0).float()
     any_gradient = torch.full_like(scale, bool(found))
-    agree([together, bad, any_gradient], groups)
+    findings = torch.stack([together, bad, any_gradient])
+    for group in groups:
+        there = distributed.speaking(group, findings)
+        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
+        findings = there.to(findings.device)
+    together, bad, any_gradient = findings.unbind()
     if not found and any_gradient.item():
         found = {scale.device: together}
     for finding in found.values():
@@ -276,31 +270,13 @@ def agreed(
     return found, None if loss is None else bad
 
 
-def agree(findings: list[torch.Tensor], groups: Iterable[Any]) -> None:
-    """Make every finding the largest one of any rank, in place; one exchange for each group."""
-    together = torch.stack(findings)
-    for group in groups:
-        there = distributed.speaking(group, together)
-        dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
-        together = there.to(together.device)
-    for finding, largest in zip(findings, together.unbind(), strict=True):
-        finding.copy_(largest)
-
-
 def check_group(group: object) -> None:
     """Raise if findings cannot be exchanged over the group."""
     if group is None:
         return
-    if dist.is_available():
-        if group is dist.GroupMember.NON_GROUP_MEMBER or (
-            isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
-        ):
-            raise ValueError(
-                f"process_group={group!r} is one that this process is not in. Give every rank a "
-                "group that it belongs to, such as torch.distributed.group.WORLD."
-            )
-        if isinstance(group, dist.ProcessGroup):
-            return
-    raise TypeError(
-        f"process_group must be a torch.distributed.ProcessGroup or None, got {group!r}."
-    )
+    known = dist.is_available() and isinstance(group, dist.ProcessGroup)
+    if not known or dist.get_rank(cast("dist.ProcessGroup", group)) < 0:
+        raise TypeError(
+            "process_group must be None or a torch.distributed.ProcessGroup that this process is "
+            f"in, such as torch.distributed.group.WORLD, got {group!r}."
+        )

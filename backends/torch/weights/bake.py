@@ -17,7 +17,7 @@ from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.autocast_kernel import op_on
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
 from polymp.backends.torch.modules import subclass
-from polymp.backends.torch.weights.freeze_usage import tensors
+from polymp.backends.torch.weights.freeze_usage import device_of, tensors
 from polymp.errors import PolicyError, brief
 
 
@@ -72,7 +72,8 @@ def bake(
             f"not as {type(inputs).__name__}."
         )
     if (device_type, dtype, policy) != (None, None, None):
-        with autocast(device_type or _device(model, inputs), dtype, policy=policy):
+        every = (*tensors(inputs), *model.parameters(), *model.buffers())
+        with autocast(device_type or device_of(every), dtype, policy=policy):
             return bake(model, inputs, kwargs, dynamic_shapes=dynamic_shapes)
     trace = Trace()
     subclass.extend(model, _Baked, trace)
@@ -96,13 +97,6 @@ def bake(
             "cannot be written out. Enter it around the control flow."
         )
     return program
-
-
-def _device(model: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """The device type of a model and its inputs; "cpu" if they have no tensors."""
-    every = (*tensors(inputs), *model.parameters(), *model.buffers())
-    found = [t.device.type for t in every]
-    return next((kind for kind in found if kind != "cpu"), "cpu")
 
 
 def _nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:

@@ -25,80 +25,36 @@ from polymp.backends.torch.modules.pin import Pinned
 from polymp.backends.torch.modules.scoped import Scoped
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.backends.torch.weights import freeze_usage
-from polymp.backends.torch.weights.freeze_usage import Group, Original, memory, module_path, names
+from polymp.backends.torch.weights.freeze_usage import Group, device_of, memory, module_path, names
 from polymp.errors import PolicyError, brief
 
 
-class Frozen(subclass.Handle):
-    """The handle that `freeze` returns: `remove()` gives the model its float32 weights back.
-
-    A weight that was written since, for example by load_state_dict, keeps the values that it has
-    now.
-
-    Args:
-        model: the frozen model.
-        region: the region that it is frozen for.
-        groups: its tensors, and why they stay.
-        bytes_before: memory of the model's parameters and buffers before, in bytes.
-        originals: the float32 tensors; None if they are dropped.
+class Frozen(NamedTuple):
+    """The result of `freeze`; `print` shows it.
 
     Attributes:
+        model: name of the model's class.
         stored: names of the parameters and buffers that are stored low, every name of a tied one.
         kept: names of the other float ones, and why each stayed as it was.
         dtype: name of the low dtype.
-        bytes_before: likewise.
-        bytes_after: their memory now, without the originals that `remove()` needs.
+        bytes_before: memory of the model's parameters and buffers before, in bytes.
+        bytes_after: their memory now.
     """
 
-    _call: ClassVar[str] = "freeze(model, example_inputs)"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        region: autocast,
-        groups: Sequence[Group],
-        bytes_before: int,
-        originals: list[Original] | None,
-    ) -> None:
-        super().__init__(FrozenModule, [model])
-        low = {name for g in groups if not g.why for name in g.tensors}
-        self.stored: tuple[str, ...] = tuple(name for name in names(model) if name in low)
-        self.kept: dict[str, str] = _kept(groups)
-        self.dtype: str = dtype_names.NAMES[region.fast_dtype]
-        self.bytes_before = bytes_before
-        self.bytes_after: int = memory(model)
-        self._model = type(model).__name__
-        self._dropped = originals is None
-        self._originals = originals or []
-
-    def remove(self) -> None:
-        """Give the model its float32 weights back, in the same tensors, and its own class.
-
-        Raises:
-            PolicyError: they were dropped, by `freeze(..., drop=True)`.
-        """
-        if self._dropped:
-            raise PolicyError(
-                f"freeze(): the float32 weights of {self._model} are gone, because it was frozen "
-                f"with drop=True. Its {len(self.stored)} tensors in {self.dtype} are rounded. Load "
-                "a checkpoint into a new model."
-            )
-        for original in self._originals:
-            original.give_back(dtype_names.DTYPES[self.dtype])
-        self._originals = []
-        region_casts.drop()
-        super().remove()
+    model: str
+    stored: tuple[str, ...]
+    kept: dict[str, str]
+    dtype: str
+    bytes_before: int
+    bytes_after: int
 
     def __repr__(self) -> str:
         stored, kept = len(self.stored), len(self.kept)
-        return f"Frozen({self._model}, {stored} stored in {self.dtype}, {kept} kept)"
+        return f"Frozen({self.model}, {stored} stored in {self.dtype}, {kept} kept)"
 
     def __str__(self) -> str:
-        before, after = f"{self.bytes_before:,}", f"{self.bytes_after:,}"
-        lines = [f"{self._model}: {len(self.stored)} tensors stored in {self.dtype}."]
-        lines += [f"Bytes of the model: {before} before, {after} now."]
-        kept = "The float32 originals are kept as well, for remove()."
-        lines += ["The float32 originals are dropped." if self._dropped else kept]
+        lines = [f"{self.model}: {len(self.stored)} tensors stored in {self.dtype}."]
+        lines += [f"Bytes of the model: {self.bytes_before:,} before, {self.bytes_after:,} now."]
         if self.kept:
             lines += ["Kept:", *(f"    {why}" for why in _reasons(self.kept))]
         return "\n".join(lines)
@@ -112,19 +68,19 @@ def freeze(
     device_type: str | None = None,
     dtype: torch.dtype | str | None = None,
     policy: PolicyLike | None = None,
-    drop: bool = False,
 ) -> Frozen:
     """Store the weights of a model in the low dtype if autocast only ever casts them to it.
 
-        handle = freeze(model.eval().requires_grad_(False), (x,), dtype=torch.bfloat16, drop=True)
+        frozen = freeze(model.eval().requires_grad_(False), (x,), dtype=torch.bfloat16)
         y = model(x)                         # the bits of autocast, without casts of weights
-        print(handle)                        # what is stored low, what stayed, and why
+        print(frozen)                        # what is stored low, what stayed, and why
 
     The model is called with the examples under `autocast(device_type, dtype, policy=policy)`. A
     float32 parameter or buffer that is not trained, and that is cast to the low dtype at every use,
     is stored in that dtype; tensors that share memory together or not at all. Then outputs,
     gradients and the sequence of ops must be those of the model before, bit for bit. Buffers,
-    attributes, and the random state of torch, Python and NumPy are put back after each run.
+    attributes, and the random state of torch, Python and NumPy are put back after each run. The
+    float32 values of what is stored low are gone: keep a copy of the model if you need them.
 
     Every call of a frozen model enters the region that it is frozen for. Calls that go around the
     model, such as `model.encoder(x)` or `model.forward(x)`, need the region around them. Freeze it
@@ -139,15 +95,13 @@ def freeze(
         model: any module; it is changed in place, and its parameters stay the same objects.
         example_inputs: the arguments of one call, a tuple, or a list of such tuples.
         kwargs: keyword arguments of every call.
-        device_type: the device type of the weights; None if all are on one.
+        device_type: the device type of the weights; None for the accelerator's if some are there.
         dtype: the low dtype, as a name, an alias such as "bf16", or a dtype; None for that of the
             region around, or the device's default.
         policy: as in `autocast`.
-        drop: False keeps the float32 originals for `remove()`; True drops them, so that the stored
-            weights take half of the memory.
 
     Returns:
-        A handle, not the model.
+        The names of what is stored low, and of what is not, and why; not the model.
 
     Raises:
         TypeError: the model is no module or one that cannot be extended; an example is no tuple; a
@@ -159,7 +113,7 @@ def freeze(
     examples = _checked_examples(model, example_inputs, kwargs)
     for path, module in model.named_modules():
         _check_module(module, path)
-    kind = _device(model) if device_type is None else device_type
+    kind = device_type or device_of(t for t in names(model).values() if t.is_floating_point())
     if dtype is not None and not isinstance(dtype, torch.dtype):
         dtype = dtype_names.of(dtype, "freeze(): dtype")
     region = autocast(kind, dtype, policy=policy)
@@ -177,13 +131,15 @@ def freeze(
         as_written = torch.compiler.set_stance("force_eager")
     with torch.inference_mode(False), as_written:
         trial = Trial(model, examples, kwargs or {}, region, groups, grad)
-        _refuse_trained(name, groups)
+        _refuse_if_nothing(name, groups)
         trial.watch()
-        originals = _stored(model, frozen_for, trial)
-    for original in originals:
-        original.announce()
+        _refuse_if_nothing(name, groups)
+        _store(model, frozen_for, trial)
     region_casts.drop()
-    return Frozen(model, region, groups, before, None if drop else originals)
+    low = {n for g in groups if not g.why for n in g.tensors}
+    stored = tuple(n for n in names(model) if n in low)
+    dtype = dtype_names.NAMES[region.fast_dtype]
+    return Frozen(name, stored, _kept(groups), dtype, before, memory(model))
 
 
 class FrozenFor(NamedTuple):
@@ -193,25 +149,23 @@ class FrozenFor(NamedTuple):
     scope: Any  # its scope when it was frozen, from `scoped`; None without one
 
 
-def _stored(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> list[Original]:
+def _store(model: nn.Module, frozen_for: FrozenFor, trial: "Trial") -> None:
     """Store the tensors that can be stored low, and verify."""
     chosen = [group for group in trial.groups if not group.why]
-    if not chosen:
-        _refuse_nothing(type(model).__name__, trial.groups)
-    originals: list[Original] = []
+    held = [(t, t.detach()) for group in chosen for t in group.each()]
     try:
         for group in chosen:
-            originals.append(one := Original(group.each()))
-            one.store(frozen_for.region.fast_dtype)
+            freeze_usage.store(group.each(), frozen_for.region.fast_dtype)
             group.saved = []
         subclass.extend(model, FrozenModule, frozen_for)
         trial.verify()
     except BaseException:
-        for original in originals:
-            original.put_back()
+        for t, original in held:
+            t.data = original
         subclass.restore(model, FrozenModule)
         raise
-    return originals
+    # Autograd refuses graphs made before.
+    torch.autograd.graph.increment_version([t for t, _ in held])
 
 
 # Models and tensors that cannot be frozen, and why; found without a call of the model.
@@ -247,7 +201,7 @@ def _check_module(module: nn.Module, path: str) -> None:
     if FrozenModule.KEY in module.__dict__:
         raise PolicyError(
             f"{what} is frozen already, for {module.__dict__[FrozenModule.KEY].region!r}. "
-            "Take that off first, by remove() of the handle that freeze() returned."
+            "Freeze the float32 model instead, with all examples."
         )
     for name, t in (*module._parameters.items(), *module._buffers.items()):
         if t is not None and (odd_kind := _odd(t)):
@@ -268,20 +222,6 @@ def _odd(t: torch.Tensor) -> str:
     if t.is_inference():
         return "an inference tensor, made under torch.inference_mode()"
     return "a part of FSDP's flat parameter" if distributed.in_fsdp1(t) else ""
-
-
-def _device(model: nn.Module) -> str:
-    """Return the device type that a model's float tensors are on."""
-    found = {t.device.type for t in names(model).values() if t.is_floating_point()}
-    if len(found) != 1:
-        name = type(model).__name__
-        if not found:
-            raise PolicyError(f"freeze(): {name} has no float tensors to store.")
-        raise PolicyError(
-            f"freeze(): the float tensors of {name} are on {', '.join(sorted(found))}. "
-            "Name the device to freeze: freeze(..., device_type='cuda')."
-        )
-    return found.pop()
 
 
 def _groups(model: nn.Module, device: str) -> list[Group]:
@@ -322,20 +262,11 @@ def _why(t: torch.Tensor, device: str) -> str:
     return "is empty" if t.numel() == 0 else ""
 
 
-def _refuse_trained(name: str, groups: Iterable[Group]) -> None:
-    """Raise if every tensor that could be stored low is trained."""
-    trained = [n for g in groups for n, t in g.tensors.items() if t.requires_grad]
-    if trained and all(g.why for g in groups):
-        raise PolicyError(
-            f"freeze(): all parameters of {name} that could be stored low, {len(trained)} of them, "
-            "require gradients. Call requires_grad_(False) first on those that are not trained, or "
-            "model.requires_grad_(False). Those that are trained stay float32."
-        )
-
-
-def _refuse_nothing(name: str, groups: Iterable[Group]) -> NoReturn:
-    """Raise an error with the reasons why no tensor can be stored low."""
-    shown = _reasons(_kept(groups))
+def _refuse_if_nothing(name: str, groups: Iterable[Group]) -> None:
+    """Raise an error with the reasons if no tensor can be stored low."""
+    if not all(group.why for group in groups):
+        return
+    shown = _reasons(_kept(groups)) or ["it has no float tensors"]
     more = f"; and {len(shown) - 6} more reasons" if len(shown) > 6 else ""
     trained = any(t.requires_grad for g in groups for t in g.tensors.values())
     hint = " For weights that are not trained call requires_grad_(False) first." if trained else ""
@@ -373,9 +304,8 @@ class FrozenModule(subclass.Extension):
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""
         frozen_for = self.__dict__.get(FrozenModule.KEY)
-        if frozen_for is None:
-            above: Any = super() if isinstance(self, FrozenModule) else self  # bound, then removed
-            return above._call_impl(*args, **kwargs)
+        if frozen_for is None:  # a copy that a `__deepcopy__` of the class has made
+            return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.__dict__.get(Scoped.KEY) is not frozen_for.scope:
             _refuse_scope(type(self).__name__)
         region = frozen_for.region
@@ -386,20 +316,12 @@ class FrozenModule(subclass.Extension):
 @dynamo.at_trace_time
 def _refuse_scope(name: str) -> NoReturn:
     raise PolicyError(
-        f"{name} has other rules from scoped() than when it was frozen. Call remove() of the "
-        "handle that freeze() returned, and freeze the model again."
+        f"{name} has other rules from scoped() than when it was frozen. Freeze the float32 model "
+        "with these rules."
     )
 
 
 # Trial calls of a model, after which its attributes, tensors and random state are put back.
-
-
-class Case(NamedTuple):
-    """One example, to be run with gradients enabled or not."""
-
-    example: tuple[Any, ...]
-    grad: bool
-    at: int
 
 
 class Trial:
@@ -416,7 +338,8 @@ class Trial:
     ) -> None:
         grads = (True, False) if grad else (False,)
         self.groups = groups  # `watch` notes in them why they stay as they are
-        self._cases = [Case(e, grad, at) for at, e in enumerate(examples) for grad in grads]
+        self._cases = [(at, grad) for at in range(len(examples)) for grad in grads]
+        self._examples = examples
         self._model, self._kwargs, self._region = model, kwargs, region
         self._name = type(model).__name__
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -461,16 +384,17 @@ class Trial:
 
     def _run(
         self,
-        case: Case,
+        case: tuple[int, bool],
         region: Any = None,
         watch: "freeze_usage.Uses | DtypeReads | None" = None,
     ) -> list[Any]:
         """Return the results of a call and their gradients; nothing is changed."""
-        args, kwargs = inputs = _copied((case.example, self._kwargs))
+        at, grad = case
+        args, kwargs = inputs = _copied((self._examples[at], self._kwargs))
         region_casts.drop()  # the next run would use casts of a region around this
         before = Snapshot(modules=self._model.modules(), random_numbers=True)
         try:
-            with torch.set_grad_enabled(case.grad), watch or contextlib.nullcontext():
+            with torch.set_grad_enabled(grad), watch or contextlib.nullcontext():
                 with region or contextlib.nullcontext():
                     returned = list(freeze_usage.leaves(self._model(*args, **kwargs)))
                 if isinstance(watch, freeze_usage.Uses):
@@ -489,12 +413,12 @@ class Trial:
 
     def _refuse(
         self,
-        case: Case,
+        case: tuple[int, bool],
         difference: tuple[freeze_usage.Op | None, freeze_usage.Op | None],
         error: Exception | None,
     ) -> NoReturn:
         """Raise an error with the first op in which the model with low weights differs."""
-        what = f"freeze(): {self._name}, called with example {case.at},"
+        what = f"freeze(): {self._name}, called with example {case[0]},"
         if error is None and not freeze_usage.same(self._run(case), self._run(case)):
             raise PolicyError(
                 f"{what} gives other bits each time, so that nothing can be compared. Call "

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed, modes, optimizers
-from polymp.rules.row import LOW
 
 
 class Group:
@@ -232,7 +231,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-# Tensors of a model that are stored in another dtype, and can be given back.
+# Tensors of a model that are stored in another dtype.
 
 
 def names(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -241,65 +240,24 @@ def names(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t for named in every for name, t in named(remove_duplicate=False)}
 
 
+def device_of(tensors: Iterable[torch.Tensor]) -> str:
+    """Return the device type of an accelerator that one of the tensors is on; else "cpu"."""
+    return next((t.device.type for t in tensors if t.device.type != "cpu"), "cpu")
+
+
 def memory(model: nn.Module) -> int:
     """Return the bytes of the memory of parameters and buffers, each piece once."""
     pieces = {modes.storage_key(t): t for t in names(model).values() if modes.storage_key(t)}
     return sum(t.untyped_storage().nbytes() for t in pieces.values())
 
 
-class Original:
-    """Tensors on one storage, and their values before they were stored in another dtype."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.held: list[torch.Tensor] = [t.detach() for t in tensors]
-
-    def store(self, dtype: torch.dtype) -> None:
-        """Store the values in a dtype: in the same tensors, which share memory as before."""
-        for t, low in zip(self.tensors, _together(self.held, dtype), strict=True):
-            t.data = low
-
-    def put_back(self) -> None:
-        """Give the tensors their old values back, in the old memory."""
-        for t, held in zip(self.tensors, self.held, strict=True):
-            t.data = held
-
-    def announce(self) -> None:
-        """Raise the versions of the tensors, so that autograd refuses graphs made before."""
-        for t in self.tensors:
-            torch.autograd.graph.increment_version(t)
-
-    def give_back(self, low: torch.dtype) -> None:
-        """Store float32 in the tensors: the old values, or those written since, cast."""
-        pairs = list(zip(self.tensors, self.held, strict=True))
-        if all(_is_rounded(t, held, low) for t, held in pairs):
-            values = [held.to(t.device) for t, held in pairs]
-        else:
-            values = _together([t.detach() for t in self.tensors], torch.float32)
-        for t, value in zip(self.tensors, values, strict=True):
-            t.data = value
-        self.announce()
-
-
-def _is_rounded(t: torch.Tensor, held: torch.Tensor, low: torch.dtype) -> bool:
-    """Return whether `t` holds `held` rounded to the low dtype, on any device and in any dtype."""
-    # A model that is only converted was not written: `half().float()` rounds to another low dtype.
-    stored = held.to(low).to(t.device)
-    ways = (low, *(getattr(torch, dtype) for dtype in LOW))
-    return any(same(t.detach(), stored.to(way).to(t.dtype)) for way in ways)
-
-
-def _together(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Cast tensors, so that those which share memory now share memory then."""
-    made: dict[int, torch.Tensor] = {}
-    for key in {modes.storage_key(t) for t in tensors}:
-        sharing = [t for t in tensors if modes.storage_key(t) == key]
-        first = min(t.storage_offset() for t in sharing)
-        last = max(t.storage_offset() + _extent(t) for t in sharing)
-        flat = sharing[0].as_strided((last - first,), (1,), first).to(dtype, copy=True)
-        for t in sharing:
-            made[id(t)] = flat.as_strided(t.size(), t.stride(), t.storage_offset() - first)
-    return [made[id(t)] for t in tensors]
+def store(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """Store tensors on one storage in a dtype: the same objects, which share memory as before."""
+    first = min(t.storage_offset() for t in tensors)
+    last = max(t.storage_offset() + _extent(t) for t in tensors)
+    flat = tensors[0].detach().as_strided((last - first,), (1,), first).to(dtype, copy=True)
+    for t in tensors:
+        t.data = flat.as_strided(t.size(), t.stride(), t.storage_offset() - first)
 
 
 def _extent(t: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ import torch
 from polymp import weights
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.compat import distributed
-from polymp.backends.torch.weights.freeze_usage import Original, sharing
+from polymp.backends.torch.weights.freeze_usage import sharing, store
 from polymp.weights import Mode, Verbs
 
 BESIDE, STEPS, GROUP = "beside", "low_steps", "low_weights"
@@ -51,21 +51,17 @@ class LowWeights:
     """How an optimizer keeps its parameters low."""
 
     mode: Mode
-    dtype: str  # its name
     seed: int  # of the random bits
     kept: dict[Param, str]  # the parameters that stay as they are, and why
     kind: Any  # the optimizer's own class
     places: dict[Param, int] = field(default_factory=dict)  # of the low ones, among all
-    # Of each low parameter and of what stands beside it, after the last step.
-    versions: dict[Param, tuple[int, int]] = field(default_factory=dict)
     stepped: set[Param] = field(default_factory=set)  # those that have taken a step, low or kept
     # What will be in the state of parameters that have taken none.
     waiting: dict[Param, dict[str, Any]] = field(default_factory=dict)
     compiled: Callable[..., None] | None = None  # the step that torch.compile has made
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies of tensors have versions of their own.
-        return {**vars(self), "versions": {}, "compiled": None}
+        return {**vars(self), "compiled": None}
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Store parameters low, in place, except those that are kept, and mark the groups."""
@@ -83,7 +79,7 @@ class LowWeights:
             for together in sharing((str(at), p) for p, at in low.items()):
                 params = list(together.values())
                 fulls = [distributed.local(p).detach().to(torch.float32) for p in params]
-                _set_dtype(params, DTYPES[self.dtype])
+                _set_low(params)
                 for p, full in zip(params, fulls, strict=True):
                     self.begin(optimizer.state, p, full)
                     self.places[p] = low[p]
@@ -100,8 +96,7 @@ class LowWeights:
         else:
             own.setdefault(STEPS, torch.zeros((), dtype=torch.int32))
         row = None if beside is None else flat(beside)
-        keep(self.mode, self.dtype, flat(full), flat(p), row)
-        self.note_versions(state, p)
+        keep(self.mode, flat(full), flat(p), row)
 
     def complete(self, optimizer: torch.optim.Optimizer) -> None:
         """Put into an optimizer's state what belongs there, before a step."""
@@ -128,11 +123,7 @@ class LowWeights:
         own: dict[str, Any] = self.waiting[p] if p in self.waiting else state[p]
         return own
 
-    def note_versions(self, state: State, p: Param) -> None:
-        """Note that a parameter and what stands beside it belong together as they are now."""
-        self.versions[p] = _versions(p, self.entries(state, p).get(BESIDE))
-
-    def prepare(self, state: State, p: Param) -> torch.Tensor | None:
+    def beside(self, state: State, p: Param) -> torch.Tensor | None:
         """Return what stands beside a parameter, laid out as the parameter is now."""
         own = self.entries(state, p)
         beside: torch.Tensor | None = own.get(BESIDE)
@@ -142,29 +133,16 @@ class LowWeights:
         if mine.stride() != its.stride() or mine.device != its.device:
             mine = torch.empty_like(its, dtype=mine.dtype).copy_(mine)
             own[BESIDE] = beside = distributed.like(mine, p)
-        # If other code wrote to it, its weights are what they are in the low dtype. What undoes a
-        # step writes both alike; a parameter of which nothing was noted was just loaded.
-        now = _versions(p, beside)
-        noted = self.versions.get(p, now)
-        if now[0] - noted[0] != now[1] - noted[1]:
-            if self.mode.name == "master":
-                flat(beside).copy_(flat(p))
-            else:
-                flat(beside).zero_()
         return beside
 
     def read(self, state: State, params: list[Param]) -> list[Piece]:
         """Read low parameters on one device as float32."""
         if self.mode.name == "master" and len(params) > 1:  # float32 copies stay where they are
             return [piece for p in params for piece in self.read(state, [p])]
-        besides = [self.prepare(state, p) for p in params]
+        besides = [self.beside(state, p) for p in params]
         low = _row(params)
         beside = None if besides[0] is None else _row(besides)
-        full = load(self.mode, self.dtype, low, beside)
-        for p in params:
-            if p in self.versions:  # what is beside it may have been written
-                self.note_versions(state, p)
-        return [Piece(params, low, beside, full)]
+        return [Piece(params, low, beside, load(self.mode, low, beside))]
 
     def write(self, state: State, piece: Piece) -> None:
         """Store the float32 values of a piece in its parameters and in what stands beside them."""
@@ -175,16 +153,14 @@ class LowWeights:
                 until, steps = at + distributed.local(p).numel(), state[p][STEPS]
                 taken = steps if steps.device.type != "cpu" else int(steps)
                 random = random_of(p, weights.key(self.seed, taken, self.places[p]))
-                keep(self.mode, self.dtype, full[at:until], low[at:until], None, random)
+                keep(self.mode, full[at:until], low[at:until], None, random)
                 at = until
         else:
-            keep(self.mode, self.dtype, full, low, beside)
+            keep(self.mode, full, low, beside)
         if len(params) > 1:
             _put(params, low)
             if beside is not None:
                 _put([state[p][BESIDE] for p in params], beside)
-        for p in params:  # their memory was written through aliases, which have the same version
-            self.note_versions(state, p)
 
 
 def why_kept(p: Param) -> str:
@@ -198,31 +174,21 @@ def why_kept(p: Param) -> str:
     return "is empty" if p.numel() == 0 else ""
 
 
-def _set_dtype(params: list[Param], dtype: torch.dtype) -> None:
-    """Give parameters on one storage memory of another dtype; they stay the same objects."""
+def _set_low(params: list[Param]) -> None:
+    """Give parameters on one storage memory in bfloat16; they stay the same objects."""
     plain = [p for p in params if distributed.local(p) is p]
-    original = Original(plain)
     if plain:
-        original.store(dtype)
-        original.announce()
+        store(plain, torch.bfloat16)
+        torch.autograd.graph.increment_version(plain)
     for p in params:
         grad = p.grad
         p.grad = None
         if distributed.local(p) is not p:
-            low = distributed.like(distributed.local(p).detach().to(dtype), p)
+            low = distributed.like(distributed.local(p).detach().to(torch.bfloat16), p)
             made = torch.nn.Parameter(low, requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, made)
         if grad is not None:
-            p.grad = grad.to(dtype)
-
-
-def _versions(p: Param, beside: torch.Tensor | None) -> tuple[int, int]:
-    return version(p), 0 if beside is None else version(beside)
-
-
-def version(t: torch.Tensor) -> int:
-    """Return how often a tensor was written, as autograd counts it."""
-    return distributed.local(t)._version
+            p.grad = grad.to(torch.bfloat16)
 
 
 def as_saved(value: Any) -> Any:
@@ -247,8 +213,7 @@ VERBS: Verbs = Verbs(
     to_int32=lambda x: x.to(torch.int32),
     to_int16=lambda x: x.to(torch.int16),
     wide=lambda x: x.to(torch.float32),
-    narrow=lambda x, name: x.to(DTYPES[name]),
-    from_half=lambda x: x.to(torch.float32),
+    narrow=lambda x: x.to(torch.bfloat16),
     where=torch.where,
 )
 
@@ -266,12 +231,12 @@ def flat(t: torch.Tensor) -> torch.Tensor:
     return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
 
 
-def load(mode: Mode, dtype: str, low: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+def load(mode: Mode, low: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
     """Return low weights as float32; weights that were written by hand as they are."""
     full: Any = beside if mode.name == "master" else torch.empty_like(low, dtype=torch.float32)
     for at in _pieces(low):
         part = None if beside is None else beside[at]
-        rest = weights.beside_written(VERBS, mode, dtype, low[at], part)
+        rest = weights.beside_written(VERBS, mode, low[at], part)
         if part is not None and rest is not part:
             part.copy_(rest)
         if full is not beside:
@@ -281,7 +246,6 @@ def load(mode: Mode, dtype: str, low: torch.Tensor, beside: torch.Tensor | None)
 
 def keep(
     mode: Mode,
-    dtype: str,
     full: torch.Tensor,
     low: torch.Tensor,
     beside: torch.Tensor | None,
@@ -290,7 +254,7 @@ def keep(
     """Store float32 weights in low ones and in what stands beside them."""
     for at in _pieces(low):
         bits = None if random is None else random(at.start, at.stop)
-        made, rest = weights.store(VERBS, mode, dtype, full[at], bits)
+        made, rest = weights.store(VERBS, mode, full[at], bits)
         low[at] = made
         if beside is not None and beside is not full:
             beside[at] = rest

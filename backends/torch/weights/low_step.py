@@ -207,13 +207,12 @@ def compiled_step(
 
 def _can_compile(optimizer: torch.optim.Optimizer, weights: LowWeights) -> bool:
     # As they are written run the first step of a parameter, which makes its state, and the steps of
-    # fused optimizers, which are one kernel already, of sharded parameters, of float16 weights, and
-    # of optimizers that are not of torch.optim.
+    # fused optimizers, which are one kernel already, of sharded parameters, and of optimizers that
+    # are not of torch.optim.
     groups = optimizer.param_groups
     every = [p for group in groups for p in group["params"]]
     return (
         is_piecewise(weights.kind)
-        and weights.dtype == "bfloat16"
         and not any(group.get("fused") for group in groups)
         and all(distributed.local(p) is p for p in every)
         and weights.stepped.issuperset(p for p in every if p.grad is not None)
@@ -246,7 +245,7 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
             own[p] = {k: v for k, v in state[p].items() if k not in OURS}
             beside = steps = None
             if p in weights.places:
-                beside = low_parameters.as_saved(weights.prepare(state, p))
+                beside = low_parameters.as_saved(weights.beside(state, p))
                 steps = state[p].get(STEPS)
             place = weights.places.get(p)
             groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, steps, place))
@@ -255,8 +254,6 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
     weights.compiled(groups)
     for p, entries in own.items():
         state[p].update(entries)
-        if p in weights.places:
-            weights.note_versions(state, p)
 
 
 def _step_of(weights: LowWeights) -> Callable[..., None]:
@@ -329,7 +326,7 @@ def keep(mode: Mode, full: torch.Tensor, random: Any) -> tuple[torch.Tensor, Any
     # Where the low weight is the usual cast, the compiler makes it, of NaN too.
     if mode.name == "master":
         return full, full
-    return weights.store(VERBS, mode, "bfloat16", full, random)
+    return weights.store(VERBS, mode, full, random)
 
 
 def load(mode: Mode, low: torch.Tensor, rest: Any) -> torch.Tensor:

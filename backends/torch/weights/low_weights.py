@@ -1,4 +1,4 @@
-"""`low_weights`: the parameters of any optimizer kept in 16 bits, so that they still learn."""
+"""`low_weights`: the parameters of any optimizer kept in bfloat16, so that they still learn."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from polymp import weights
 from polymp.backends.torch.autocast import region_casts
-from polymp.backends.torch.autocast.dtype_names import DTYPES
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
 from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, as_saved
@@ -25,12 +24,11 @@ Keep = torch.Tensor | nn.Module | Forward
 def low_weights(
     optimizer: torch.optim.Optimizer,
     mode: str = "split",
-    dtype: torch.dtype | str = torch.bfloat16,
-    keep: Mapping[torch.Tensor, str] | Keep | Iterable[Keep] = (),
+    keep: Keep | Iterable[Keep] = (),
     *,
     seed: int = 0,
 ) -> Any:
-    """Keep the parameters of an optimizer in 16 bits, with what they need beside them to learn.
+    """Keep the parameters of an optimizer in bfloat16, with what they need beside them to learn.
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = polymp.torch.low_weights(optimizer, keep=lambda: loss_of(model, batch))
@@ -51,19 +49,16 @@ def low_weights(
     float32 parameters, up to the sum of several gradients of one weight. Weights that float32 ops
     read, such as those of norms, would be rounded there: `keep` finds them.
 
-    Weights that are written by hand between two steps hold what was written. A write that raises no
-    version of the parameter, as `p.data.copy_()`, keeps the old remainder in `split`, which is at
-    most half of the last place.
+    Weights that are written by hand between two steps hold what was written. In `split` the old
+    remainder stays beside them, which is at most half of the last place.
 
     Args:
         optimizer: any but SparseAdam.
         mode: "master", "split" or "stochastic".
-        dtype: bfloat16; with `master` float16, too.
         keep: what stays float32; all else is stored low. A function that runs the model in its
-            region, for the parameters that the region does not only cast to the low dtype: it is
+            region, for the parameters that the region does not only cast to bfloat16: it is
             called once, and what it changes, such as running means, stays changed. Parameters;
-            modules with parameters; or a list of these. Or parameters with a reason each, as the
-            `kept` of another optimizer.
+            modules with parameters; or a list of these.
         seed: of the random bits of `stochastic`.
 
     Returns:
@@ -73,9 +68,8 @@ def low_weights(
     Raises:
         TypeError: `optimizer` is no optimizer, is SparseAdam, or keeps weights low already;
             `keep` has something else than parameters, modules and functions.
-        ValueError: no such mode, or the mode does not take the dtype; no parameter can be stored
-            low; a scheduler has wrapped the optimizer's step; a function in `keep` runs no region
-            that casts a parameter.
+        ValueError: no such mode; no parameter can be stored low; a scheduler has wrapped the
+            optimizer's step; a function in `keep` runs no region that casts a parameter.
     """
     kind: Any = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -100,8 +94,7 @@ def low_weights(
             "scheduler does. Call low_weights() first, and make the scheduler with what it returns."
         )
     chosen = weights.mode(mode)
-    name = weights.low_dtype(chosen, dtype)
-    kept_low = LowWeights(chosen, name, seed, _kept(optimizer, keep, name), kind)
+    kept_low = LowWeights(chosen, seed, _kept(optimizer, keep), kind)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     reasons = [kept_low.kept.get(p) or low_parameters.why_kept(p) for p in every]
     if all(reasons):
@@ -118,8 +111,7 @@ def low_weights(
 
 def _kept(
     optimizer: torch.optim.Optimizer,
-    keep: Mapping[torch.Tensor, str] | Keep | Iterable[Keep],
-    name: str,
+    keep: Keep | Iterable[Keep],
 ) -> dict[torch.Tensor, str]:
     """Return the parameters that the caller wants to keep, and why."""
     mine = {p for group in optimizer.param_groups for p in group["params"]}
@@ -131,11 +123,10 @@ def _kept(
         leaf = isinstance(each, torch.Tensor) and each.is_leaf
         weight = leaf and (isinstance(each, nn.Parameter) or each.requires_grad or each in mine)
         if weight or isinstance(each, nn.Module):
-            why = keep[each] if isinstance(keep, Mapping) else "is in keep="
             params = each.parameters() if isinstance(each, nn.Module) else [each]
-            found.update((p, why) for p in params if p in mine)
+            found.update((p, "is in keep=") for p in params if p in mine)
         elif callable(each) and not isinstance(each, type):
-            found.update(_read_in_float32(optimizer, each, name))
+            found.update(_read_in_float32(optimizer, each))
         else:
             raise TypeError(
                 "low_weights(keep=...) takes parameters, modules, and a function that runs the "
@@ -145,21 +136,19 @@ def _kept(
     return found
 
 
-def _read_in_float32(
-    optimizer: torch.optim.Optimizer, forward: Forward, name: str
-) -> dict[torch.Tensor, str]:
-    """Run the model, and return the parameters with another use than a cast to the low dtype."""
+def _read_in_float32(optimizer: torch.optim.Optimizer, forward: Forward) -> dict[torch.Tensor, str]:
+    """Run the model, and return the parameters with another use than a cast to bfloat16."""
     every = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(every))
     groups = [freeze_usage.Group(each) for each in tensors]
     region_casts.drop()  # a cast that a region around this has kept would not be seen
-    with freeze_usage.Uses(groups, DTYPES[name], {}):
+    with freeze_usage.Uses(groups, torch.bfloat16, {}):
         forward()
     if not any(group.cast for group in groups):
         raise ValueError(
-            f"low_weights(keep=...): the function cast no parameter of the optimizer to {name}. It "
-            "has to run the model in its region: with autocast(device, "
-            f"dtype=torch.{name}): model(x)."
+            "low_weights(keep=...): the function cast no parameter of the optimizer to bfloat16. "
+            "It has to run the model in its region: with autocast(device, dtype=torch.bfloat16): "
+            "model(x)."
         )
     for group in groups:
         if not group.cast:
@@ -202,7 +191,7 @@ class LowOptimizer(Optimizer):
                 if p in self._low.kept:
                     kept[f"{name} {list(p.shape)}"] = self._low.kept[p]
         mode, low = self._low.mode.name, len(self._low.places)
-        return f"{super().__repr__()}\n{summary(mode, self._low.dtype, kept, low)}"
+        return f"{super().__repr__()}\n{summary(mode, kept, low)}"
 
     def _init_group(self, *args: Any, **kwargs: Any) -> Any:
         """Call the class's own; here, so that it is called in a step alone, on float32 values."""
@@ -237,10 +226,6 @@ class LowOptimizer(Optimizer):
         state = dict(saved["state"])
         for number, p in self._numbered(saved):
             if p in self._low.places:
-                with torch.no_grad():  # of a weight that other code wrote, that is saved
-                    self._low.prepare(self.state, p)
-                if p in self._low.versions:
-                    self._low.note_versions(self.state, p)
                 own = {**self._low.entries(self.state, p), **state.get(number, {})}
                 state[number] = {k: as_saved(v) for k, v in own.items()}
         return {**saved, "state": state}
@@ -292,9 +277,11 @@ class LowOptimizer(Optimizer):
             self._optimizer_load_state_dict_post_hooks = hooks
         for group in self.param_groups:
             group[GROUP] = low.mode.name
-        for p, entries in beside.items():
-            if entries:
-                self._load_beside(p, entries)
+        with torch.no_grad():
+            for p, entries in beside.items():
+                own = low.entries(self.state, p) if entries else {}
+                for key, value in entries.items():
+                    as_saved(own[key]).copy_(as_saved(value))
         for hook in hooks.values():
             hook(self)
 
@@ -310,8 +297,8 @@ class LowOptimizer(Optimizer):
                 f"load_state_dict(): the state was saved with mode {other}, and this optimizer "
                 f"keeps its weights with mode {mine!r}. Make it with low_weights(optimizer, "
                 f"mode={other}). To change the mode, load both there, take "
-                "float32_state_dict(model), and load that with load_float32_state_dict(model, ...) "
-                "here."
+                "float32_state_dict(model), and load that into the model here before "
+                "low_weights()."
             )
         params = [p for group in self.param_groups for p in group["params"]]
         for at, p in enumerate(params):
@@ -332,22 +319,6 @@ class LowOptimizer(Optimizer):
                         f"to be {wanted}. Load it as it was saved: a cast loses bits of the weight."
                     )
 
-    def _load_beside(self, p: torch.Tensor, entries: Mapping[str, Any]) -> None:
-        """Load what stands beside a weight."""
-        # If the weight was loaded before, they belong together from now on. Otherwise it is
-        # expected to be loaded yet: what is written to it before the next step belongs to this.
-        low = self._low
-        own = low.entries(self.state, p)
-        noted = low.versions.get(p)
-        loaded = noted is not None and low_parameters.version(p) != noted[0]
-        with torch.no_grad():
-            for key, value in entries.items():
-                as_saved(own[key]).copy_(as_saved(value))
-        if loaded:
-            low.note_versions(self.state, p)
-        else:
-            low.versions.pop(p, None)
-
     def complete_state(self) -> None:
         """Put into the state what belongs there before a step; for what copies and restores it."""
         self._low.complete(self)
@@ -355,7 +326,7 @@ class LowOptimizer(Optimizer):
     def float32_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return the state_dict of a model with its low weights as float32.
 
-        A model without low weights loads it, and a copy of this run in any mode goes on from it.
+        A model without low weights loads it, and after `low_weights` a run in any mode goes on.
 
         Args:
             model: whose parameters this optimizer has.
@@ -370,28 +341,6 @@ class LowOptimizer(Optimizer):
                 ((_, full),) = piece.values()
                 found[name] = full.clone()
         return found
-
-    def load_float32_state_dict(
-        self, model: nn.Module, state_dict: Mapping[str, Any], **options: Any
-    ) -> Any:
-        """Load a float32 state_dict into a model, and into what stands beside its low weights.
-
-        `model.load_state_dict` alone rounds to the low dtype.
-
-        Args:
-            model: whose parameters this optimizer has.
-            state_dict: with float32 weights.
-            options: of `model.load_state_dict`.
-
-        Returns:
-            What `model.load_state_dict` returns.
-        """
-        result = model.load_state_dict(state_dict, **options)
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if name in state_dict and p in self._low.places:
-                full = state_dict[name].to(torch.float32)
-                self._low.begin(self.state, p, distributed.local(full))
-        return result
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_low": self._low}

@@ -175,7 +175,7 @@ def test_the_backends_count_as_numpy_does(framework: str, dtype: str) -> None:
     if framework == "torch":
         import torch
 
-        from polymp.backends.torch.diagnostics.measure import bins_of
+        from polymp.backends.torch.diagnostics.values import bins_of
 
         bits = torch.from_numpy(values.view(np.int32 if dtype == "float32" else np.int16))
         found = bins_of(bits.view(getattr(torch, dtype)).to(torch.float32, copy=True)).numpy()

@@ -127,14 +127,6 @@ def test_gradients_may_be_low_too(mode):
     assert bits(step_of(tx)(low, state, grads)) == bits(step_of(tx)(low, state, back))
 
 
-def test_float16_weights_have_a_float32_copy():
-    want, _ = run(OPTIMIZERS["adam"], PARAMS)
-    params, state = run(low_weights(OPTIMIZERS["adam"], "master", "float16"), PARAMS)
-    assert params["w"].dtype == jnp.float16
-    assert bits(state.beside) == bits(want)
-    assert bits(params) == bits(jax.tree.map(lambda x: x.astype(jnp.float16), want))
-
-
 # --- transformations ------------------------------------------------------------------------------
 
 
@@ -249,12 +241,8 @@ def test_what_is_kept_takes_plain_steps():
 
 
 def test_the_optimizer_shows_what_is_kept_and_why():
-    keep = {"b": "read in float32 by add"}
-    assert repr(low_weights(optax.sgd(0.1), keep=keep)) == (
-        "low weights: bfloat16, mode 'split'\nnot stored low:\n    b: read in float32 by add"
-    )
-    assert repr(low_weights(optax.sgd(0.1), "master", "float16", keep=["b"])) == (
-        "low weights: float16, mode 'master'\nnot stored low:\n    b: is in keep="
+    assert repr(low_weights(optax.sgd(0.1), keep=["b"])) == (
+        "low weights: bfloat16, mode 'split'\nnot stored low:\n    b: is in keep="
     )
     assert repr(low_weights(optax.sgd(0.1))) == "low weights: bfloat16, mode 'split'"
 
@@ -268,7 +256,7 @@ def test_a_function_with_its_arguments_keeps_what_it_reads_in_float32():
     assert tx.kept == {"gain": tx.kept["gain"], "other": "nothing reads it"}
     several = low_weights(optax.sgd(0.1), keep=[(loss, params, x), "w"])
     assert several.kept == {**tx.kept, "w": "is in keep="}
-    assert low_weights(optax.sgd(0.1), keep=tx.kept).kept == tx.kept
+    assert low_weights(optax.sgd(0.1), keep=[*tx.kept]).kept.keys() == tx.kept.keys()
 
 
 def test_arrays_that_are_no_weights_are_left_alone():
@@ -307,12 +295,8 @@ def refusals() -> dict[str, Any]:
         "Write keep=(autocast(loss_fn), params, batch)."
     )
     beside = (
-        "low_weights: beside parameter 'w' the state has int16, and mode {} there. Give the mode, "
-        "dtype and keep that the state was made with."
-    )
-    start = (
-        "Start with tx.init(params), or make the optimizer with the mode that the state was saved "
-        "with."
+        "low_weights: beside parameter 'w' the state has int16, and mode {} there. Give the mode "
+        "and keep that the state was made with."
     )
     return {
         "optimizer": (lambda: low_weights(3), TypeError,
@@ -345,11 +329,9 @@ def refusals() -> dict[str, Any]:
             "low_weights: parameter 'w' is float32, and this optimizer keeps it in bfloat16. Train "
             "with params = tx.weights(params), or leave it as it is with keep=['w']."),
         "state of another mode": (lambda: other.update(grads, state, low), ValueError,
-            "this state has something beside the weights, and mode 'stochastic' keeps nothing; "
-            f"each step rounds up or down at random. {start}"),
+            beside.format("'stochastic' has nothing")),
         "state without": (lambda: tx.update(grads, other.init(params), low), ValueError,
-            "this state has nothing beside the weights, and mode 'split' keeps the other 16 bits "
-            f"of the float32 weight. {start}"),
+            beside.replace("int16", "nothing").format("'split' has int16")),
         "state of a third mode": (lambda: master.update(grads, state, low), ValueError,
             beside.format("'master' has float32")),
         "state with other kept parameters": (

@@ -47,7 +47,7 @@ class Training:
 
     def compute_in(self, dtype: str) -> None:
         self.dtype = dtype
-        self.scaler = GradScaler(dtype=self.dtype)
+        self.scaler = GradScaler(enabled=dtype == "float16")
 
     @property
     def state(self) -> Any:

@@ -49,7 +49,7 @@ class Training:
 
     def compute_in(self, dtype: str) -> None:
         self.dtype = getattr(torch, dtype)
-        self.scaler = polymp.torch.GradScaler("cpu", dtype=self.dtype)
+        self.scaler = polymp.torch.GradScaler("cpu", enabled=dtype == "float16")
 
     def step(self, *batch: Tensor) -> Tensor:
         self.optimizer.zero_grad()

@@ -203,7 +203,7 @@ class Run:
         full, report = self.cut.full(), self.scaler.report()
         note = {
             "here": here,
-            "found": self.scaler.found_inf(self.optimizer).item(),
+            "found": self.scaler.step_skipped(self.optimizer).item(),
             "skipped": self.scaler.step_skipped(self.optimizer).item(),
             "bad": [(g.name, g.inf, g.nan) for g in report.bad],
             "values": sum(g.size for g in report.gradients),
@@ -383,7 +383,7 @@ def stuck() -> Notes:
     """Note the message to each rank after three skips in a row, and that every rank raises."""
     told: list[Any] = []
     cut = CUTS["fsdp2"]()
-    scaler = GradScaler("cpu", stuck_after=3, on_stuck=told.append, named=cut.model)
+    scaler = GradScaler("cpu", stuck_after=3, on_stuck=told.append)
     go(Run(cut, WAYS["sgd"], scaler), [LAST] * 4)
     cut = CUTS["fsdp2"]()
     run = Run(cut, WAYS["sgd"], GradScaler("cpu", stuck_after=2, on_stuck="raise"))
@@ -415,7 +415,7 @@ def partial_sums() -> Notes:
             notes["partial", way, size] = (
                 *placed,
                 bits(whole(w)),
-                scaler.found_inf(optimizer).item(),
+                scaler.step_skipped(optimizer).item(),
                 scaler.state_dict(),
             )
     return notes
@@ -478,7 +478,7 @@ def mute_cases(ranks: int) -> list[tuple[str, str]]:
 def mute() -> Notes:
     """A plant, and the library as it would be if ranks did not talk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unscale, "agree", lambda *_: None)
+        patch.setattr(unscale, "agreed", lambda found, loss, *_: (found, loss))
         return {
             ("mute", cut, way): go(
                 Run(CUTS[cut](), WAYS[way], GradScaler("cpu", **SETTINGS)), [LAST]

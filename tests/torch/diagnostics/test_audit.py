@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import polymp.torch
-from polymp.backends.torch.diagnostics import measure
+from polymp.backends.torch.diagnostics import values
 from polymp.torch import autocast
 from tests.support.reports import magnitudes
 from tests.support.torch.audit_trainings import DTYPES, Training, same
@@ -66,7 +66,7 @@ def test_an_audit_that_disturbs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         torch.rand(1)
         return t
 
-    monkeypatch.setattr(measure, "comparable", draws)
+    monkeypatch.setattr(values, "comparable", draws)
     assert not same(plain, trained(True, "convolution", "bf16")[0])
 
 

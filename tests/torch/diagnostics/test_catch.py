@@ -503,6 +503,16 @@ def test_a_step_that_writes_into_its_batch_is_repeated_with_the_batch_as_it_came
     assert model.weight.isfinite().all()
 
 
+def test_a_training_with_sparse_gradients_is_put_back() -> None:
+    net = nn.Embedding(5, 3, sparse=True)
+    inner = sgd(net)
+    step = catch(lambda x, factor: inner(x) * factor)
+    step(torch.tensor([1, 2]), 1.0)
+    before = net.weight.detach().clone()
+    assert report_of(step, torch.tensor([2, 3]), BAD).step == 1
+    assert torch.equal(net.weight, before)
+
+
 def test_buffers_and_attributes_that_a_module_sets_anew_are_put_back() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

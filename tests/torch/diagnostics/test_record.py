@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polymp
-from polymp.backends.torch.diagnostics import summary
-from polymp.backends.torch.diagnostics.perturb import Moved
+from polymp.backends.torch.diagnostics import perturb
+from polymp.backends.torch.diagnostics import record as recording
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import (
     AMAX,
@@ -103,16 +103,16 @@ def test_the_numbers_of_a_tensor_are_those_of_the_definition(
     dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     for t in tensors(dtype, shape):
-        (values, *counts), found = run_records.summary(t.double().numpy()), summary.sums(t)
-        on_cpu = run_records.summary(summary.numbers(t))
-        for ours, *our_counts in (summary.values(found.numpy(), t.numel()), on_cpu):
+        (values, *counts), found = run_records.summary(t.double().numpy()), recording.sums(t)
+        on_cpu = run_records.summary(recording.numbers(t))
+        for ours, *our_counts in (recording.values(found.numpy(), t.numel()), on_cpu):
             assert our_counts == counts
             np.testing.assert_allclose(ours, values, rtol=1e-9, atol=1e-9 * values[RMS])
 
 
 def test_integers_and_bools_have_numbers() -> None:
     for t in (torch.arange(-5, 100), torch.randn(50) > 0):
-        values, *counts = summary.values(summary.sums(t).numpy(), t.numel())
+        values, *counts = recording.values(recording.sums(t).numpy(), t.numel())
         want, *_ = run_records.summary(t.numpy())
         assert values == pytest.approx(want, rel=1e-12, abs=1e-12)
         assert counts == [int((t == 0).sum()), 0]
@@ -127,8 +127,8 @@ def test_the_spread_is_the_change_of_these_numbers(
         eps, exact = torch.finfo(dtype).eps, t.double()
         probes = torch.stack([(exact * (1 + eps * torch.randn(t.shape))).to(dtype)] * 2 + [t])
         probes[1] = t - (probes[0] - t)
-        values, *_ = run_records.summary(summary.numbers(t))
-        ours = summary.spread(values, summary.changes(t, probes).double().numpy(), t.numel())
+        values, *_ = run_records.summary(recording.numbers(t))
+        ours = recording.spread(values, recording.changes(t, probes).double().numpy(), t.numel())
         base = np.array(run_records.summary(exact.numpy())[0])
         moved = np.array([run_records.summary(p.double().numpy())[0] for p in probes])
         change = probes.double() - exact
@@ -370,7 +370,7 @@ def test_spreads_are_those_of_runs_with_other_rounding(low: torch.dtype | None) 
     changes = []
     for seed in range(12):
         training = Training(low=low)
-        with Moved(seed):  # what the recorder sees is moved
+        with perturb.moved(seed):  # what the recorder sees is moved
             other = training.recorded(0).arrays
         pairs = zip(other, base, strict=True)
         changes.append(
@@ -431,12 +431,12 @@ def test_a_product_that_rounds_its_operands_differs_by_its_spread(
 
     def compared(probes: int) -> Any:
         one, other = step(probes, nullcontext()), step(probes, Rounding())
-        header = {"framework": "torch", "probes": probes}
+        header = {"framework": "torch", "perturb": probes}
         runs = (RunRecord(header, (s,), name) for s, name in ((one, "one"), (other, "other")))
         return polymp.compare(*runs)
 
     assert not compared(8).explained
-    for module in ("probes", "perturb", "record"):
+    for module in ("perturb", "record"):
         where = f"polymp.backends.torch.diagnostics.{module}.rounds_operands"
         monkeypatch.setattr(where, lambda ran, _: "tf32" if "mm" in str(ran.func) else "")
     for probes in (0, 8):

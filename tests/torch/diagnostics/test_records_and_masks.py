@@ -112,7 +112,7 @@ def test_suggestions_end(name: str) -> None:
     forward, x, helps = SCALED[name]
     policy, scale, dtype, seen = polymp.policy("torch-cpu"), 2.0**16, LOW, list[Any]()
     for _ in range(8):
-        p, scaler = nn.Parameter(x.clone()), GradScaler("cpu", init_scale=scale, dtype=LOW)
+        p, scaler = nn.Parameter(x.clone()), GradScaler("cpu", init_scale=scale)
         with audit(None, scaler) as found:
             with autocast("cpu", dtype, policy=policy):
                 loss = forward(p).sum().float()

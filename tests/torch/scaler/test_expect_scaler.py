@@ -57,10 +57,11 @@ def test_a_step_without_a_scaler_warns_once_for_each_optimizer() -> None:
             second.step()
     assert [w.category for w in caught] == [ScalerWarning] * 2
     assert str(caught[0].message) == (
-        "SGD steps on gradients that came out of a float16 region ('cpu') without a scaler: "
-        "gradients below float16's smallest number are lost there. Make scaler = GradScaler('cpu'),"
-        " and in each iteration call scaler.scale(loss).backward(), scaler.step(optimizer) in "
-        "place of optimizer.step(), and scaler.update(). Or use bfloat16, which needs no scaler."
+        "SGD steps on gradients that came out of a float16 region ('cpu') without a scaler that "
+        "takes the step: gradients below float16's smallest number are lost there, and those of a "
+        "scaled loss are still multiplied by the scale. Make scaler = GradScaler('cpu'), and in "
+        "each iteration call scaler.scale(loss).backward(), scaler.step(optimizer) in place of "
+        "optimizer.step(), and scaler.update(). Or use bfloat16, which needs no scaler."
     )
     assert str(caught[1].message).startswith("AdamW steps on")
     assert caught[0].filename == __file__
@@ -83,16 +84,11 @@ def test_a_scaled_loss_is_not_enough() -> None:
     run, scaler = Run(), GradScaler("cpu")
     with expect_scaler("raise"):
         scaler.scale(run.loss()).backward()
-        with pytest.raises(UnscaledError, match=r"in place of optimizer\.step\(\)") as raised:
+        with pytest.raises(UnscaledError, match=r"in place of optimizer\.step\(\)"):
             run.optimizer.step()
-    assert str(raised.value) == (
-        "SGD steps on gradients that came out of a float16 region ('cpu'), and a loss was scaled, "
-        "but no scaler takes the step: the gradients are still multiplied by the scale. Write "
-        "scaler.step(optimizer) in place of optimizer.step(), and then scaler.update()."
-    )
 
 
-def test_a_loss_that_a_scaler_has_stepped_for_is_no_longer_scaled() -> None:
+def test_a_step_after_one_that_a_scaler_has_taken_is_flagged() -> None:
     run, scaler = Run(), GradScaler("cpu")
     with expect_scaler("raise"):
         iterate(run, scaler)

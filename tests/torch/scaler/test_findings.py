@@ -1,4 +1,4 @@
-"""A scaler's reports of its checks: found_inf, step_skipped, skipped_steps, report()."""
+"""A scaler's reports of its checks: step_skipped, skipped_steps, report()."""
 
 from __future__ import annotations
 
@@ -45,20 +45,18 @@ def iterate(
 @everywhere
 @pytest.mark.parametrize("bad", [None, INF, NAN])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_found_inf_and_step_skipped_before_and_after_update(by, bad, unscale) -> None:
+def test_step_skipped_before_and_after_step_and_update(by, bad, unscale) -> None:
     w, optimizer, scaler = start(by)
     for _ in range(2):  # the second iteration answers for itself
         backward(scaler, w, bad)
         if unscale:
             scaler.unscale_(optimizer)
-            assert bool(scaler.found_inf(optimizer)) == (bad is not None)
-            with pytest.raises(RuntimeError, match="called before this SGD's step"):
-                scaler.step_skipped(optimizer)
+            assert bool(scaler.step_skipped(optimizer)) == (bad is not None)
         scaler.step(optimizer)
         for _ in range(2):
-            for said in (scaler.found_inf(optimizer), scaler.step_skipped(optimizer)):
-                assert (said.dtype, said.shape, said.device) == (torch.bool, (), w.device)
-                assert bool(said) == (bad is not None)
+            said = scaler.step_skipped(optimizer)
+            assert (said.dtype, said.shape, said.device) == (torch.bool, (), w.device)
+            assert bool(said) == (bad is not None)
             if scaler._per_optimizer_states:
                 scaler.update()
 
@@ -88,7 +86,7 @@ def test_each_optimizer_is_answered_for() -> None:
     backward(scaler, v, INF)
     scaler.step(optimizer)
     with pytest.raises(RuntimeError, match="has not looked at the gradients of this SGD"):
-        scaler.found_inf(other)
+        scaler.step_skipped(other)
     scaler.step(other)
     scaler.update()
     assert [bool(scaler.step_skipped(o)) for o in (optimizer, other)] == [False, True]
@@ -96,9 +94,8 @@ def test_each_optimizer_is_answered_for() -> None:
 
 def test_what_was_never_stepped_or_long_ago_is_an_error() -> None:
     w, optimizer, scaler = start("host")
-    for ask in (scaler.found_inf, scaler.step_skipped):
-        with pytest.raises(RuntimeError, match="in this iteration or the last: call step"):
-            ask(optimizer)
+    with pytest.raises(RuntimeError, match="in this iteration or the last: call step"):
+        scaler.step_skipped(optimizer)
     iterate(scaler, optimizer, w)
     v, other, _ = start("host")
     iterate(scaler, other, v)
@@ -110,8 +107,8 @@ def test_disabled_nothing_was_skipped() -> None:
     _, optimizer, _ = start("host")
     scaler = GradScaler("cpu", enabled=False)
     scaler.step(optimizer)
-    for said in (scaler.found_inf(optimizer), scaler.step_skipped(optimizer)):
-        assert (said.dtype, bool(said)) == (torch.bool, False)
+    said = scaler.step_skipped(optimizer)
+    assert (said.dtype, bool(said)) == (torch.bool, False)
     assert int(scaler.skipped_steps) == 0
     assert scaler.report().gradients == ()
 
@@ -234,8 +231,8 @@ def test_reports_before_anything_and_after_the_optimizer_is_gone() -> None:
 
 def test_the_table() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu", 16.0, named=model)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    scaler = GradScaler("cpu", 16.0)
     scaler.scale(model(torch.ones(1, 2)).sum() * 0).backward()
     model[1].weight.grad.copy_(torch.tensor([[INF, NAN]]))
     model[0].bias.grad.fill_(2.0**-16)
@@ -253,8 +250,8 @@ def test_the_table() -> None:
     ]
 
 
-def names(optimizer: torch.optim.Optimizer, named: Any = None) -> list[str]:
-    scaler = GradScaler("cpu", named=named)
+def names(optimizer: torch.optim.Optimizer) -> list[str]:
+    scaler = GradScaler("cpu")
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.ones_like(p)
@@ -270,20 +267,6 @@ def test_names_from_wherever_they_are_known() -> None:
     own = torch.optim.SGD(model.named_parameters(prefix="own"), lr=0.1)
     assert names(plain) == ["group 0, parameter 0", "group 1, parameter 0"]
     assert names(own) == ["own.weight", "own.bias"]
-    assert names(plain, model) == names(own, model) == ["weight", "bias"]
-    part = nn.ParameterDict({"w": model.weight})
-    assert names(plain, part) == ["w", "group 1, parameter 0"]
-    assert names(own, part) == ["w", "own.bias"]
-
-
-def test_a_module_that_named_parameters_is_not_kept_alive() -> None:
-    model = nn.Linear(2, 1)
-    scaler = GradScaler("cpu", named=model)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    assert scaler.report().gradients == ()
 
 
 @everywhere

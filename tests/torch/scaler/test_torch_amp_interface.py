@@ -239,18 +239,6 @@ def test_a_loss_may_be_scaled_inside_a_transform(kind: Any) -> None:
 # Arguments that this scaler alone has, and what is said about them.
 OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     (
-        {"dtype": 16},
-        TypeError,
-        "GradScaler(): dtype 16 is not a dtype. Write float8_e4m3fn (fp8_e4m3), float8_e5m2 "
-        "(fp8_e5m2), float16 (fp16), bfloat16 (bf16), float32 (fp32), float64 (fp64), or such a "
-        "dtype of torch, jax or numpy.",
-    ),
-    (
-        {"dtype": torch.int32},
-        TypeError,
-        "dtype must be the region's low dtype, a float dtype, got torch.int32.",
-    ),
-    (
         {"device": 1024.0},
         TypeError,
         "device must be a name such as 'cuda' or 'cpu', got 1024.0. The first scale is "
@@ -265,12 +253,6 @@ OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     *(
         ({"stuck_after": x}, ValueError, f"stuck_after must be a whole number from 1 up, got {x}.")
         for x in (0, True)
-    ),
-    (
-        {"named": 3},
-        TypeError,
-        "named must be a module, got 3. Without one, names come from an optimizer that is made "
-        "with model.named_parameters().",
     ),
 )
 
@@ -315,7 +297,6 @@ def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
     scaler.step(sgd())  # another one goes on
     scaler.update()
     assert scaler._get_growth_tracker() == 1
-    assert not scaler.found_inf(optimizer)
 
 
 def test_a_strict_scaler_wants_gradients_as_torch_s_does() -> None:

@@ -154,7 +154,7 @@ def test_a_frozen_model_gives_the_bits_of_autocast(name: str, policy: Any, train
     model, inputs = made(name)
     model.train(train)
     plain = copy.deepcopy(model)
-    handle = freeze(model, (inputs,), policy=policy, drop=True)
+    handle = freeze(model, (inputs,), policy=policy)
     low = {id(t): t for n, t in freeze_usage.names(model).items() if n in handle.stored}.values()
     saved = sum(4 * t.numel() - t.nbytes for t in low)
     assert handle.bytes_before - handle.bytes_after == saved > 0
@@ -271,13 +271,9 @@ def test_a_graph_of_before_is_not_used_after(count: Count) -> None:
     compiled = torch.compile(model, backend=count)
     with autocast("cpu"):
         expected = compiled(X)
-        handle = freeze(model, (X,))
+        freeze(model, (X,))
         assert freeze_usage.same(compiled(X), expected)
     assert freeze_usage.same(compiled(X), expected)
-    handle.remove()
-    assert compiled(X).dtype is FP32
-    with autocast("cpu"):
-        assert freeze_usage.same(compiled(X), expected)
 
 
 def perceptron() -> nn.Module:

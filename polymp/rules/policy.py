@@ -95,6 +95,8 @@ class Policy:
                     f"policy {self.name!r} gives {row.of!r}{row.where} two rules: "
                     f"{other.rule} and {row.rule}. Keep one."
                 )
+        for row in rows:  # of a pickle, for an op that may not be registered in this process
+            vocabulary().check(row.of, f"policy {self.name!r}")
         if self.halves not in ("widen", "raise"):
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."

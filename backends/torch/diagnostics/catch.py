@@ -195,21 +195,16 @@ class StateCopy(TrainingState):
         # Of the calls' arguments, by tensor: the version that was copied, and the copy.
         self._copies: Any = WeakTensorKeyDictionary()
         self._arrays = BatchCopies()
-        self._versioned = [t for t in self.named.values() if not t.is_inference()]
         self.left = self.versions()  # when the last call ended
 
-    def versions(self) -> list[int]:
-        """Return the versions of the tensors, which every write to a tensor changes."""
-        return [t._version for t in self._versioned]
+    def versions(self) -> dict[str, int]:
+        """Return the versions of the tensors by name; every write to a tensor changes its own."""
+        return {name: t._version for name, t in self.named.items() if not t.is_inference()}
 
     def written(self) -> str:
         """Return the name of a tensor that was written since the last call ended; "" if none."""
-        now = self.versions()
-        if now == self.left:
-            return ""
-        triples = zip(self._versioned, self.left, now, strict=True)
-        written = next(t for t, was, version in triples if was != version)
-        return self._names[id(written)]
+        now = self.versions().items()
+        return next((name for name, version in now if version != self.left[name]), "")
 
     def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> Named:
         """Return the gradients that an optimizer steps with, by name; without one, all."""
@@ -270,13 +265,6 @@ class Catch(CaughtStep[P, R]):
         self._renews = False
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._copy = copy = self._current(args, kwargs)
-        before = Snapshot(settings=copy.objects.optimizers, random_numbers=True)
-        self._calls.append(Call(*copy.kept((args, kwargs)), before, {}))
-        return args, kwargs
-
-    def _current(self, args: Sequence[object], kwargs: Mapping[str, object]) -> StateCopy:
-        """Return the copy to go back to; a new one, after a check, if it is time for one."""
         copy: StateCopy | None = self._copy
         written = copy.written() if copy is not None else ""
         self._written = self._written + 1 if written else 0
@@ -286,19 +274,20 @@ class Catch(CaughtStep[P, R]):
                 "that the training is copied before each. Do all of it in the step that is "
                 "wrapped: forward, backward, optimizer.step() and what follows it."
             )
-        full = self._renews or len(self._calls) >= self._every
-        if copy is not None and not written and not full:
-            return copy
-        self.check()
-        self._copy = copy = None  # gives its memory back
-        self._calls, self._renews = [], False
-        objects = training_objects(self._fn, [self._of, self._met, *args, *kwargs.values()])
-        if not (objects.models or objects.optimizers):
-            raise ValueError(
-                f"catch found no model and no optimizer in {self._fn!r}. Name them: "
-                "catch(step, of=[model, optimizer])."
-            )
-        return StateCopy(objects)
+        if copy is None or written or self._renews or len(self._calls) >= self._every:
+            self.check()
+            self._copy = copy = None  # gives its memory back
+            self._calls, self._renews = [], False
+            objects = training_objects(self._fn, [self._of, self._met, *args, *kwargs.values()])
+            if not (objects.models or objects.optimizers):
+                raise ValueError(
+                    f"catch found no model and no optimizer in {self._fn!r}. Name them: "
+                    "catch(step, of=[model, optimizer])."
+                )
+            self._copy = copy = StateCopy(objects)
+        before = Snapshot(settings=copy.objects.optimizers, random_numbers=True)
+        self._calls.append(Call(*copy.kept((args, kwargs)), before, {}))
+        return args, kwargs
 
     def _do(self, args: Any, kwargs: Any) -> tuple[R, dict[int, torch.Tensor], bool]:
         copy: StateCopy = self._copy

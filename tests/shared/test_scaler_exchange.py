@@ -146,26 +146,6 @@ def test_torch_amp_loads_what_jax_saved(options, history):
     assert Jax().scaler.load_state_dict(theirs).state_dict()["scale"] == saved["scale"]
 
 
-def test_both_say_the_same_of_bfloat16():
-    import warnings
-
-    import jax
-    import torch
-
-    import polymp.jax
-    import polymp.torch
-    from polymp.scaling import NOT_NEEDED
-
-    rule = {"growth_interval": 987654}  # the warning comes once for a rule
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with polymp.torch.autocast("cpu", dtype=torch.bfloat16):
-            polymp.torch.GradScaler("cpu", **rule).scale(torch.ones(1))
-        cost = polymp.jax.autocast(lambda w: (w * w).sum())
-        jax.grad(lambda w: polymp.jax.GradScaler(**rule).scale(cost(w)))(jax.numpy.ones(2))
-    assert [str(w.message) for w in caught] == [NOT_NEEDED] * 2
-
-
 # --- Arguments and states that a scaler refuses: both frameworks raise the errors of the core -----
 
 

@@ -16,6 +16,21 @@ from torch.optim.optimizer import (
 from polymp.backends.torch.compat import dynamo
 
 
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return every parameter of an optimizer, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def names(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Return the names by which an optimizer knows its parameters, or else their places."""
+    found: dict[torch.Tensor, str] = {}
+    for at, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or ()
+        for number, p in enumerate(group["params"]):
+            found[p] = given[number] if number < len(given) else f"group {at}, parameter {number}"
+    return found
+
+
 def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Call `optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break if possible.
 

@@ -17,7 +17,7 @@ import torch
 
 from polymp import weights
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
-from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.compat import distributed, optimizers
 from polymp.backends.torch.weights.freeze_usage import sharing, store
 from polymp.weights import Mode, Verbs
 
@@ -66,7 +66,7 @@ class LowWeights:
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Store parameters low, in place, except those that are kept, and mark the groups."""
         low: dict[Param, int] = {}
-        for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for at, p in enumerate(optimizers.parameters(optimizer)):
             if p in self.places:
                 continue
             if why := self.kept.get(p) or why_kept(p):

@@ -86,7 +86,7 @@ def step(
         _run(optimizer, weights)
         return loss
     run = optimizers.step_without_hooks(weights.kind)
-    every = [p for group in optimizer.param_groups for p in group["params"]]
+    every = optimizers.parameters(optimizer)
     low = [p for p in every if p in weights.places and (together or p.grad is not None)]
     others = [p for p in every if p not in weights.places]
     rows = list(_alike(low))
@@ -174,15 +174,14 @@ def _alike(params: list[Param]) -> Iterator[list[Param]]:
 
 def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
     """Raise if a gradient is sparse."""
-    for at, group in enumerate(optimizer.param_groups):
-        for number, p in enumerate(group["params"]):
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"low_weights(): the gradient of parameter {number} of group {at}, of shape "
-                    f"{tuple(p.shape)}, is sparse. The step would have to store the whole weight "
-                    "again, and rows without a gradient would not stay as they are. Make the "
-                    "embedding with sparse=False, or give its weight an optimizer of its own."
-                )
+    for p in optimizers.parameters(optimizer):
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"low_weights(): the gradient of {optimizers.names(optimizer)[p]}, of shape "
+                f"{tuple(p.shape)}, is sparse. The step would have to store the whole weight "
+                "again, and rows without a gradient would not stay as they are. Make the "
+                "embedding with sparse=False, or give its weight an optimizer of its own."
+            )
 
 
 # A step on low weights inside code that torch.compile compiles: one graph for all of it.
@@ -209,11 +208,10 @@ def _can_compile(optimizer: torch.optim.Optimizer, weights: LowWeights) -> bool:
     # As they are written run the first step of a parameter, which makes its state, and the steps of
     # fused optimizers, which are one kernel already, of sharded parameters, and of optimizers that
     # are not of torch.optim.
-    groups = optimizer.param_groups
-    every = [p for group in groups for p in group["params"]]
+    every = optimizers.parameters(optimizer)
     return (
         is_piecewise(weights.kind)
-        and not any(group.get("fused") for group in groups)
+        and not any(group.get("fused") for group in optimizer.param_groups)
         and all(distributed.local(p) is p for p in every)
         and weights.stepped.issuperset(p for p in every if p.grad is not None)
     )

@@ -253,13 +253,8 @@ def _why(t: torch.Tensor, device: str) -> str:
     """Return why a tensor cannot be stored low in any use; "" if it can."""
     if t.requires_grad:
         return "requires gradients"
-    if t.dtype is not torch.float32:
-        return f"is {dtype_names.NAMES[t.dtype]}"
-    if t.device.type != device:
-        return f"is on {t.device.type}"
-    if t.layout is not torch.strided:
-        return f"is {str(t.layout).removeprefix('torch.')}"
-    return "is empty" if t.numel() == 0 else ""
+    why = freeze_usage.why_kept(t, torch.float32)
+    return why or ("" if t.device.type == device else f"is on {t.device.type}")
 
 
 def _refuse_if_nothing(name: str, groups: Iterable[Group]) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator
 from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
-from torch.amp import is_autocast_available as is_autocast_available
 from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast import (
@@ -39,6 +38,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _Entries = tuple[compiled_region.CompiledRegion, "_Entries | None"]
 _DTYPES = *LOW, "float32", "float64"  # in the last two, torch warns, and opens no region
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """Return whether torch has autocast for a device type, present on this machine or not.
+
+    Args:
+        device_type: the `tensor.device.type`: "cpu", "cuda", "xpu", "mps", ...
+
+    Returns:
+        True if regions can be opened for the device type.
+
+    Raises:
+        RuntimeError: torch knows no such device type.
+    """
+    return torch.amp.is_autocast_available(device_type)
 
 
 class autocast:  # the name is torch's

@@ -91,25 +91,6 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def plain_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return the step of a class as it is written, without the wrappers that torch puts around it.
-
-    These are `profile_hook_step`, which runs hooks, and `_use_grad_for_differentiable`, which
-    breaks dynamo's graphs; the caller turns gradients off.
-    """
-    return inspect.unwrap(kind.step)
-
-
-def traceable(method: Any) -> Any:
-    """Return a method of an optimizer as dynamo can trace it.
-
-    Dynamo marks `_init_group` of most classes as not to be traced, and calls it by itself, where it
-    meets an optimizer (`torch._dynamo.eval_frame.TorchPatcher.patch`). The mark is on a wrapper
-    around the method.
-    """
-    return inspect.unwrap(method) if inspect.isfunction(method) else method
-
-
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
     """Have polymp's low weights put what stands beside them into the state, before it is copied."""
     getattr(optimizer, "complete_state", lambda: None)()

@@ -86,13 +86,12 @@ def unscale_gradients(
     return founds.copies
 
 
-def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findings:
-    """Find gradients whose quotient by `divisor` is not finite; none is written."""
+def add_overflows(found: Findings, optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
+    """Add to findings whether quotients of gradients by `divisor` are finite; none is written."""
     # The largest magnitude is divided, as torch's fused optimizers divide: in float32, or in
     # float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
     # (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
     divisors = OnDevices(divisor, copy=False)
-    founds: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
         for grads in _by_kind(optimizer):
             grads = [g for g in grads if g.numel()]  # there is no largest of none
@@ -104,8 +103,7 @@ def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findin
                     wide = torch.promote_types(wide, torch.float32)
                 quotient = largest.to(wide) / divisors.get(device).to(wide)
                 bad = quotient.isfinite().logical_not().float()
-                founds[device] = torch.maximum(founds[device], bad) if device in founds else bad
-    return founds
+                found[device] = torch.maximum(found[device], bad) if device in found else bad
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

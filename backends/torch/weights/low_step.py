@@ -244,8 +244,7 @@ def _run(optimizer: Any) -> None:
 
 def _step_of(own: LowWeights) -> Callable[..., None]:
     """Return the function to compile."""
-    mode, seed, kind = own.mode, own.seed, own.kind
-    twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
+    mode, seed, twin_class = own.mode, own.seed, _twin_class(own.kind)
 
     def step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
         twin = twin_class.__new__(twin_class)
@@ -263,7 +262,7 @@ def _step_of(own: LowWeights) -> Callable[..., None]:
                 twin.state[full] = each.state
                 fulls.append(full)
             twin.param_groups.append({**settings, "params": fulls})
-        own_step(twin)
+        twin.step()
         for place, each, full in low:
             p, random = each.param, None
             if each.steps is not None:
@@ -282,8 +281,10 @@ def _step_of(own: LowWeights) -> Callable[..., None]:
 @cache
 def _twin_class(kind: Any) -> Any:
     """Return a class with an optimizer's methods that dynamo takes for no optimizer."""
+    # Torch's wrappers around `step` run hooks and break graphs; dynamo's around `_init_group` has a
+    # mark that it is not to be traced.
     methods = {
-        name: optimizers.traceable(value)
+        name: inspect.unwrap(value) if inspect.isfunction(value) else value
         for each in reversed(kind.__mro__[:-1])
         for name, value in vars(each).items()
         if name not in ("__dict__", "__weakref__", "__init__", "__doc__", "__module__")

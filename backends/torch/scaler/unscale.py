@@ -108,7 +108,8 @@ def add_overflows(found: Findings, optimizer: torch.optim.Optimizer, divisor: to
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients of the optimizer's parameters that have one."""
-    return [p.grad for p in optimizers.parameters(optimizer) if p.grad is not None]
+    grads = [p.grad for p in optimizers.parameters(optimizer)]
+    return [g for g in grads if g is not None]
 
 
 def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:

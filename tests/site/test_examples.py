@@ -173,7 +173,7 @@ def test_the_gains_and_the_processor_are_named(
     [
         ({"avx2", "avx512_bf16"}, "LARGE", "has instructions for bfloat16 products: avx512_bf16."),
         ({"avx2"}, "SHORT", "to save memory, and little or no time. On processors that have them"),
-        (None, "SHORT", "is not known: this system does not list CPU features."),
+        (None, "SHORT", "does not list the processor's instructions for bfloat16."),
     ],
 )  # fmt: skip
 def test_the_processor_decides_how_much_is_trained(

@@ -268,10 +268,7 @@ def _wrapped(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
 
     @functools.wraps(func)
     def function(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if is_dynamo_compiling():
-            with region._again():
-                return func(*args, **kwargs)
-        with region:
+        with region._again() if is_dynamo_compiling() else region:
             return func(*args, **kwargs)
 
     @functools.wraps(func)

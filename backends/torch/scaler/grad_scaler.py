@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
@@ -54,17 +54,6 @@ def _fresh_entries() -> dict[int, Entry]:
 
 
 SkipOn = Literal["auto", "host", "device"]
-
-
-class Options(NamedTuple):
-    """Arguments of `GradScaler` by their names."""
-
-    on_stuck: OnStuck
-    stuck_after: int
-    strict: bool
-    allow_fp16: bool
-    skip_on: SkipOn
-    process_group: Any
 
 
 def _constant(name: str) -> Any:
@@ -170,7 +159,9 @@ class GradScaler(DeviceState):
             raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {skip_on!r}.")
         checked_on_stuck(on_stuck, stuck_after)
         unscale.check_group(process_group)
-        self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
+        self._on_stuck, self._stuck_after = on_stuck, stuck_after
+        self._strict, self._allow_fp16 = strict, allow_fp16
+        self._skip_on, self._process_group = skip_on, process_group
         first = scaling.checked_scale("init_scale", init_scale, self._rule, first=True)
         regions.stack.thread.latest.clear()  # regions from before say nothing about this scaler's
         self._knows_region = False  # whether it is bfloat16, which needs no scaling
@@ -227,7 +218,7 @@ class GradScaler(DeviceState):
             )
         if entry["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._look(optimizer, device_state.inverse(scale), allow_fp16=self._options.allow_fp16)
+        self._look(optimizer, device_state.inverse(scale), allow_fp16=self._allow_fp16)
         entry["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -271,7 +262,7 @@ class GradScaler(DeviceState):
                 self.unscale_(optimizer)
             if self._has_nothing_to_step(entry):
                 result = None
-            elif optimizer_step.decides_on_device(self._options.skip_on, optimizer):
+            elif optimizer_step.decides_on_device(self._skip_on, optimizer):
                 result = optimizer_step.step_or_undo(optimizer, self._found(entry), *args, **kwargs)
             else:
                 result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
@@ -502,19 +493,15 @@ class GradScaler(DeviceState):
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
 
     def __getstate__(self) -> dict[str, object]:
-        kept = self.__dict__.copy()
-        if self._enabled:
-            if self._per_optimizer_states:
-                raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning "
-                    "of an iteration, or at the end after scaler.update()."
-                )
-            scale, tracker, *counts = self._read()
-            kept |= {"_init_scale": scale, "_init_growth_tracker": tracker}
-            kept["_init_counts"] = tuple(counts)
-            for name in _NOT_KEPT:
-                del kept[name]
-        return kept
+        if not self._enabled:
+            return self.__dict__.copy()
+        if self._per_optimizer_states:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        self._set_first(self._read())
+        return {name: value for name, value in vars(self).items() if name not in _NOT_KEPT}
 
     def __setstate__(self, kept: Mapping[str, object]) -> None:
         self.__dict__.update(kept)
@@ -552,7 +539,7 @@ class GradScaler(DeviceState):
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self._tensors()[0]
         entry = self._per_optimizer_states[id(optimizer)]
-        ranks = unscale.rank_groups(optimizer, self._options.process_group)
+        ranks = unscale.rank_groups(optimizer, self._process_group)
         loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
@@ -560,9 +547,7 @@ class GradScaler(DeviceState):
         if divided and self._may_be_below_one():
             # A quotient can be Inf where the scaled gradient was not.
             by = torch.ones_like(scale) if divisor is None else divisor
-            for device, finding in unscale.overflows(optimizer, by).items():
-                before = found.get(device)
-                found[device] = finding if before is None else torch.maximum(before, finding)
+            unscale.add_overflows(found, optimizer, by)
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
@@ -577,7 +562,7 @@ class GradScaler(DeviceState):
         """Return whether there was no gradient to look at, so that the step does nothing."""
         if entry["found_inf_per_device"]:
             return False
-        if self._options.strict:
+        if self._strict:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         return True
 
@@ -682,12 +667,12 @@ class GradScaler(DeviceState):
 
     def _react_if_stuck(self, state: ScaleState) -> None:
         """React to `stuck_after` skips in a row, once in each row."""
-        stuck = state.skips >= self._options.stuck_after
+        stuck = state.skips >= self._stuck_after
         row = state.skipped - state.skips if stuck else None
         if stuck and row != self._reported_row:
             self._reported_row = row
             report = self._reported(last=True)._replace(state=state)
-            tell(self._options.on_stuck, report)
+            tell(self._on_stuck, report)
         self._reported_row = row
 
 

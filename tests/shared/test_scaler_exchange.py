@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import polymp
+from polymp.errors import ScalerWarning
 from polymp.scaling import SMALLEST, ScaleRule, ScaleState, step, to_state_dict
 from tests.conftest import need
 from tests.support.scaler_arguments import CONSTANTS, FIRSTS, SAVED, STATES, spoiled
@@ -208,4 +210,50 @@ def test_what_is_no_state_at_all(make: Any) -> None:
     assert scaler.state_dict() == before
 
 
-# The advice of a scaler that is stuck: `locate` names the op, and a row for it ends the skips
+# --- The advice of a scaler that is stuck: `locate` names the op, and a row for it ends the skips -
+
+
+def test_a_row_for_the_op_ends_the_skips_in_torch() -> None:
+    import torch
+
+    from polymp.torch import GradScaler, autocast, locate
+
+    weight = torch.nn.Parameter(torch.full((2, 2), 600.0))  # its square is beyond float16
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", stuck_after=3)
+
+    def loss(policy: polymp.Policy) -> torch.Tensor:
+        with autocast("cpu", torch.float16, policy=policy):
+            return (torch.mm(weight, weight) / 2**20).square().mean()
+
+    def train(policy: polymp.Policy) -> tuple[int, int]:
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss(policy)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.state_dict()["skips"], scaler.state_dict()["skipped"]
+
+    policy = polymp.policy("amp")
+    with pytest.warns(ScalerWarning, match=r"policy\.override\(fp32=\[op\]\)"):
+        assert train(policy) == (4, 4)
+    fault = locate(lambda: loss(policy))
+    in_float32 = policy.override(fp32=[fault.op])
+    assert train(in_float32) == (0, 4)
+    assert locate(lambda: loss(in_float32)) is None
+
+
+def test_a_row_for_the_op_ends_the_skips_in_jax() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from polymp.jax import autocast, locate
+
+    def loss(policy: polymp.Policy) -> Any:
+        return autocast(lambda w: ((w @ w) / 2**20).mean(), dtype="float16", policy=policy)
+
+    policy, weight = polymp.policy("amp"), jnp.full((2, 2), 600.0)
+    fault = locate(loss(policy), weight)
+    in_float32 = loss(policy.override(fp32=[fault.op]))
+    assert locate(in_float32, weight) is None
+    assert jnp.isfinite(jax.grad(in_float32)(weight)).all()

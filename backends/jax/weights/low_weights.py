@@ -209,11 +209,8 @@ class LowLeaf:
 
 def _kept(keep: Any) -> dict[str, str]:
     """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
-    if isinstance(keep, str | Mapping):
-        path = keep if isinstance(keep, str) else next(iter(keep), "")
-        raise TypeError(
-            f"low_weights(): keep={reprlib.repr(keep)} is not a list. Write keep=[{path!r}]."
-        )
+    if isinstance(keep, str):
+        raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
     reasons: dict[str, str] = {}
     one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
     for each in [keep] if one else keep:

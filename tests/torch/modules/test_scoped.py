@@ -242,6 +242,14 @@ def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tenso
     assert region_casts.stack.thread.casts == {}
 
 
+@pytest.mark.parametrize("kind", REGIONS)
+def test_transforms_follow_the_scope(x: torch.Tensor, kind: str) -> None:
+    linear = nn.Linear(8, 8)
+    scoped(linear, {"rules": {"linear": "lower"}})
+    with REGIONS[kind]("cpu", dtype=BF16):
+        assert torch.vmap(linear)(x[None]).dtype is linear(x).dtype is BF16
+
+
 def test_the_classes_are_their_own_again() -> None:
     model = Model()
     classes = [type(m) for m in model.modules()]

@@ -449,11 +449,9 @@ def test_a_traced_call_is_refused() -> None:
         audit(3)  # type: ignore[arg-type]
 
 
-def test_an_audit_before_any_call_says_that_the_function_has_to_be_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert "call the function that polymp.jax.audit returns" in audit(loss).audit.table()
+def test_an_audit_before_any_call_says_that_the_function_has_to_be_called() -> None:
+    text = " ".join(audit(loss).audit.table().split())
+    assert "call the function that polymp.jax.audit returns" in text
 
 
 def test_an_error_of_the_function_comes_through_and_the_measurement_stays() -> None:

@@ -236,6 +236,7 @@ def catch(trainer: Trainer, **options: Any) -> Trainer:
         inner(optimizer, model=model, closure=evaluate, **kwargs)
         return losses[-1] if losses else None  # an optimizer need not call its closure
 
-    of = [plugin, *options.pop("of", ())]  # with its scaler
+    of = options.pop("of", ())
+    of = [plugin, *(of if isinstance(of, (list, tuple)) else [of])]  # the plugin has a scaler
     plugin.optimizer_step = catch_steps(step, of=of, **options)
     return trainer

@@ -6,7 +6,7 @@ dtype would make of the numbers. Nothing here knows a framework.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polymp import text_table
 from polymp.diagnostics.call_record import BACKWARD, Call
@@ -85,6 +85,20 @@ class Operand(NamedTuple):
         )
         parts += [f"{_percent(share)} {what}" for what, share in shares if share]
         return f"{self.name}: {', '.join(parts)}" if self.name else ", ".join(parts)
+
+
+def operand_numbers(xp: Any, values: Any) -> Any:
+    """Return the numbers of `Operand.measured`, float32 [6], of float32 values.
+
+    `xp` is the framework's module with numpy's functions.
+    """
+    size = xp.abs(values)
+    finite, one, zero = xp.isfinite(size), xp.ones_like(size), xp.zeros_like(size)
+    some = xp.where(finite & (size > 0), size, xp.inf)
+    most = xp.where(finite, size, zero)
+    kinds = (size == 0, xp.isinf(size), xp.isnan(size), values < 0)
+    shares = [xp.mean(xp.where(kind, one, zero)) for kind in kinds]
+    return xp.stack([xp.min(some), xp.max(most), *shares])
 
 
 def _percent(share: float) -> str:

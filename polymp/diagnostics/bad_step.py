@@ -8,9 +8,9 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
@@ -26,6 +26,10 @@ MANY = 3
 
 # What is found where no more can be said.
 SOMETHING = "a value is not finite"
+_ELSEWHERE = "another rank found a value that is not finite"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class BadStep(NamedTuple):
@@ -130,15 +134,26 @@ def bad_loss(losses: Mapping[int, Any]) -> str:
     return ""
 
 
-def first_difference(losses: Iterable[tuple[float, float, str]], on_cpu: bool) -> str:
+class Repeated(NamedTuple):
+    """A call of a step that was repeated."""
+
+    losses: Mapping[int, Any]
+    on_cpu: bool  # whether the losses are
+    found: Callable[[], str]  # says what else is not finite; "" if nothing is
+    before: Any = None  # the state of the training before it, if it is no longer the training's own
+
+
+def first_difference(losses: Mapping[int, Any], again: Repeated) -> str:
     """Say which finite loss was another when its step was repeated; "" if none.
 
-    Each has its first value, its second and its dtype. On a CPU they may differ by a few roundings;
-    other devices may add up in another order.
+    On a CPU they may differ by a few roundings; other devices may add up in another order.
     """
-    for was, now, dtype in losses:
-        near = max(4 * FORMATS[dtype].eps if dtype in FORMATS else 0.0, 1e-5) if on_cpu else 0.1
-        if math.isfinite(was) and not math.isclose(was, now, rel_tol=near):
+    for at, loss in losses.items():
+        if at not in again.losses or not math.isfinite(was := float(loss)):
+            continue
+        now, dtype = float(again.losses[at]), str(loss.dtype).rpartition(".")[2]
+        near = max(4 * FORMATS[dtype].eps if dtype in FORMATS else 0.0, 1e-5)
+        if not math.isclose(was, now, rel_tol=near if again.on_cpu else 0.1):
             return f"{now:.4g}, where it was {was:.4g}"
     return ""
 
@@ -188,7 +203,7 @@ class NoBlock:
         """Never reached; `with` asks for it first."""
 
 
-class CaughtStep(NoBlock):
+class CaughtStep(NoBlock, Generic[P, R]):
     """A training step that `catch` has wrapped.
 
     It is no method of a class, all of whose objects would share its state.
@@ -208,29 +223,119 @@ class CaughtStep(NoBlock):
         "catch is not a context manager. Write step = catch(step), with the function that does a "
         "training step, and call it for each batch."
     )
+    _copy: Any = None  # of the state, from which the calls since can be repeated
+    _calls: list[Any]  # these, each with the `losses` that it had
 
-    def __init__(self, step: Callable[..., object], every: int, raises: bool) -> None:
-        wrapper: Any = self  # callable in both backends
-        functools.update_wrapper(wrapper, step, updated=())
+    # Of a backend.
+    _begin: Callable[[Any, Any], tuple[Any, Any]]  # copies if it is time, records; the arguments
+    _do: Callable[[Any, Any], tuple[Any, dict[int, Any], bool]]  # results, losses, whether bad
+    _bad_state: Callable[[], bool]  # whether the state after the last call is not finite
+    _repeated: Callable[[], Iterator[Repeated]]  # repeats the calls from the copy
+    _another: Callable[[int, str], str]  # the note on a step whose losses were others: which
+    _located: Callable[[Any, Any], tuple[Fault | None, str]]  # the op at which a call broke; a note
+    _other_checks: Callable[[], str]  # what is checked of a step that returns no loss
+    _unrepeated: str  # the note where a bad value did not come again
+    _in_place: bool  # whether the step changes its training in place, and not by its results
+
+    def __init__(self, step: Callable[P, R], every: int, raises: bool) -> None:
+        functools.update_wrapper(self, step, updated=())
         self.step: int = 0
         self.reports: list[BadStep] = []
-        self._every, self._raises = every, raises
+        self._fn, self._every, self._raises = step, every, raises
+        self._calls, self._checks = [], LossChecks()
 
-    def _stopped(self, report: BadStep, last_good: Any = None, goes_on: bool = True) -> None:
-        """Raise a bad step, or warn of it if training goes on."""
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Do a step, and check it.
+
+        Args:
+            args: of the step.
+            kwargs: of the step.
+
+        Returns:
+            The step's results.
+
+        Raises:
+            BadStepError: a value is not finite; the training is in the state before that step, or
+                the error has that state.
+            TypeError: in JAX, the call is traced.
+            ValueError: in torch, no model and no optimizer was found.
+
+        Warns:
+            CatchWarning: likewise, if `on_bad` is "report".
+        """
+        given = self._begin(args, kwargs)
+        self.step += 1
+        result: R
+        result, losses, bad = self._do(*given)
+        self._calls[-1].losses.update(losses)
+        if self.step == 1 and not losses:
+            warn(f"catch: the step returns no loss, {self._other_checks()}. Return the loss.")
+        if bad:
+            result = self._without(result, self._stop())
+        return result
+
+    def check(self) -> None:
+        """Check losses and state now, and wait for the device: before saving a checkpoint.
+
+        Under several ranks, every rank calls it. In JAX, what the program has let go of is not
+        checked, and a bad step raises whatever `on_bad` is.
+
+        Raises:
+            BadStepError: as a call does.
+
+        Warns:
+            CatchWarning: as a call does.
+        """
+        if self._calls and self._anywhere(self._bad_state() or self._checks.now()):
+            self._stop(goes_on=self._in_place)
+
+    def _without(self, result: Any, before: Any) -> Any:
+        """Return the results of a call, with the state before a bad step in place of its own."""
+        return result
+
+    def _back_to(self, before: Any) -> tuple[Any, bool]:
+        """Return the arguments that have the state before a bad step, and if it is known."""
+        return None, True
+
+    def _anywhere(self, found: bool) -> bool:
+        """Return whether any process found something; all ask."""
+        return found
+
+    def _stop(self, goes_on: bool = True) -> Any:
+        """Raise the first bad step, or warn of it if training goes on; return the state before."""
+        report, before = self._first_bad()
+        self._copy, self._calls, self._checks = None, [], LossChecks()
+        last_good, known = self._back_to(before)
         self.reports.append(report)
         last = self.reports[-MANY:]
         in_a_row = all(b.step == a.step + a.undone for a, b in pairwise(last))
-        if self._raises or not goes_on or (len(last) == MANY and in_a_row):
+        if self._raises or not (goes_on and known) or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
         warn(str(report))
+        return before
 
-    def _unrepeated(self, losses: Sequence[float], note: str) -> BadStep:
-        """The bad step of calls that could not be repeated, or gave no bad value again."""
+    def _first_bad(self) -> tuple[BadStep, Any]:
+        """Repeat the calls; return the first bad step, and the state before it if it is known."""
+        first, losses = self.step - len(self._calls), list[float]()
+        for at, (call, again) in enumerate(zip(self._calls, self._repeated(), strict=False)):
+            differs = first_difference(call.losses, again)
+            if self._anywhere(bool(differs)):
+                return self._by_losses(self._another(first + at, differs)), None
+            found = bad_loss(again.losses) or again.found()
+            if self._anywhere(bool(found)):
+                fault, note = self._located(call, again.before)
+                undone, found = len(self._calls) - at, found or _ELSEWHERE
+                return BadStep(first + at, found, fault, tuple(losses), undone, note), again.before
+            losses += map(float, again.losses.values())
+        return self._no_step(losses, self._unrepeated), None
+
+    def _no_step(self, losses: Sequence[float], note: str) -> BadStep:
+        """Return the bad step of calls that could not be repeated, or gave no bad value again."""
         return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, note)
 
-    def _by_losses(self, losses: Sequence[Mapping[int, Any]], note: str) -> BadStep:
-        """The bad step by the losses that the calls had: repeated, they are another training."""
+    def _by_losses(self, note: str) -> BadStep:
+        """Return the bad step by the losses of the calls: repeated, they are another training."""
+        losses = [call.losses for call in self._calls]
         found = [bad_loss(each) for each in losses]
         bad = next((at for at, words in enumerate(found) if words), len(found) - 1)
         before = tuple(float(loss) for each in losses[:bad] for loss in each.values())

@@ -95,6 +95,8 @@ class Policy:
                     f"policy {self.name!r} gives {row.of!r}{row.where} two rules: "
                     f"{other.rule} and {row.rule}. Keep one."
                 )
+        for row in rows:  # of a pickle, for an op that may not be registered in this process
+            vocabulary().check(row.of, f"policy {self.name!r}")
         if self.halves not in ("widen", "raise"):
             raise PolicyError(
                 f"policy {self.name!r}: halves = {self.halves!r} is not one of widen, raise."
@@ -474,6 +476,7 @@ def _rows(table: Mapping[str, object], scope: str, where: str) -> Iterator[Row]:
     for of, value in table.items():
         if of == "class":
             raise PolicyError(f'{where}: a class is written "class:NAME", as in "class:softmax".')
+        vocabulary().check(of, where)  # first: `torch.exp = "fp32"` in TOML is a table for `torch`
         own = dict(_entries(value, of, where))
         of_dtypes = [(low, own.pop(key)) for key in [*own] if (low := _low_dtype(key))]
         check_keys(own, (*_OF_ROW, *LOW), where, of)

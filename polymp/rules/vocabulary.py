@@ -75,7 +75,10 @@ class Vocabulary:
     def _add(self, op: Op) -> None:
         known = self.ops.get(op.name)
         if known is not None and not _completes(op, known):
-            raise PolicyError(_taken("op", op.name, "", op.name))
+            raise PolicyError(
+                f"the vocabulary has an op {op.name!r} already. Register yours by another name, or "
+                "give that op a rule in a policy."
+            )
         spellings = {field: getattr(op, field) for field in _SPELLINGS}
         for field, what in _SPELLINGS.items():
             for name in spellings[field]:

@@ -102,3 +102,12 @@ def test_what_users_call_says_what_it_takes_and_returns(door: str) -> None:
     found = {name: lacking(value) for name, value in exported(importlib.import_module(door))}
     assert {name: missing for name, missing in found.items() if missing} == {}
     assert found
+
+
+def test_planted_docstrings_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacking(lambda x: x) == ["Args:", "Returns:", "x"]
+    (tmp_path / "planted.py").write_text('def f():\n    """What f does."""')
+    monkeypatch.setattr(f"{__name__}.PACKAGE", tmp_path / "polymp")
+    monkeypatch.setattr(f"{__name__}.ROOMS", (tmp_path,))
+    with pytest.raises(AssertionError, match=r"planted\.py:1"):
+        test_no_docstring_begins_with_what()

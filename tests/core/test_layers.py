@@ -8,8 +8,10 @@ import ast
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import polymp
 
@@ -107,6 +109,14 @@ def test_rooms_import_only_what_is_below_them() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(ours()).prepare()  # raises CycleError
+
+
+def test_a_planted_import_is_noticed() -> None:
+    text = "def f():\n    from polymp.backends.torch.scaler import grad_scaler"
+    for module in ("polymp.scaling", "polymp.backends.jax.scaler.optimizer_step"):
+        assert upward({module: set(imported(ast.parse(text), set()))})
+    with pytest.raises(CycleError):
+        TopologicalSorter({**ours(), "polymp.errors": {"polymp.testing.parity"}}).prepare()
 
 
 def test_every_package_is_listed() -> None:

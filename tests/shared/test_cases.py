@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import FRAMEWORKS, need
 from tests.support import cases, frameworks
-from tests.support.cases import LOW, MAIN, OPS, RAISES, Case, Op
+from tests.support.cases import LOW, MAIN, OFF, OPS, OTHER, RAISES, Case, Op
 from tests.support.regions import region
 from tests.support.sizes import LONG
 
@@ -59,6 +59,14 @@ def test_a_result_has_the_dtype_that_the_row_names(fw: ModuleType, op: Op) -> No
     rows = [first, *filter(in_turn, others)]
     wanted = {str(case): getattr(case, fw.name) for case in rows}
     assert {str(case): found(fw, case) for case in rows} == wanted
+
+
+def test_wrong_regions_are_noticed(fw: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [case for name in cases.NESTED for case in BY_OP[name]][::12]
+    right = fw.region
+    for kinds in ({low: OFF for low in LOW}, OTHER, {OFF: "bfloat16"}):
+        monkeypatch.setattr(fw, "region", lambda kind, *fn: right(kinds.get(kind, kind), *fn))  # noqa: B023
+        assert sum(found(fw, case) != getattr(case, fw.name) for case in rows) > 0.05 * len(rows)
 
 
 # float16 inputs whose result is beyond float16, or 0 in it, and is needed by what comes next.
@@ -119,6 +127,17 @@ def too_far(case: Case, name: str, dtype: str, result: Any, exact: Any) -> str:
     error = float(np.abs(result - exact).max(initial=0))
     limit = cases.bound(case, name, dtype, exact)
     return "" if error <= limit else f"{case} in {name}: off by {error:.3g}, bound {limit:.3g}"
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_a_low_softmax_that_is_called_float32_is_noticed(fw, low, monkeypatch) -> None:
+    op, right = cases.BY_NAME["softmax"], fw.ops["softmax"]
+    rows = [c for c in BY_OP[op.name] if (c.inputs, c.low, c.nesting) == ("made", low, "on")]
+    exact, _ = computed(fw, op, rows)
+    monkeypatch.setitem(fw.ops, op.name, lambda x: fw.cast(fw.cast(right(x), low), "float32"))
+    _, [(dtype, numbers)] = computed(fw, op, rows)
+    assert dtype == "float32"
+    assert "off by" in too_far(rows[0], fw.name, dtype, numbers, exact)
 
 
 @pytest.mark.one_in(4)

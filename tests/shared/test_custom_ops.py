@@ -527,20 +527,17 @@ def test_what_is_wrong_in_any_framework_is_refused() -> None:
          f"no class 'sofmax'. Did you mean softmax? Classes: {classes}."),
         (TypeError, {"jax": 3}, "jax=3 is neither a primitive nor a function with Python code"),
     )  # fmt: skip
-    message = (
-        "op 'softmax' is in the vocabulary already: it cannot be registered as 'softmax'. Give it "
-        "a rule in a policy instead."
+    taken = (
+        "the vocabulary has an op {!r} already. Register yours by another name, or give that op a "
+        "rule in a policy."
     )
-    all_refused("", (PolicyError, {"name": "softmax"} | known, message))
+    all_refused("", (PolicyError, {"name": "softmax"} | known, taken.format("softmax")))
     polymp.register_op(name, "fp32", **known)
     message = f"{function!r} is known already, as {name!r}."
     all_refused("register_op('own'): ", (PolicyError, known, message))
     for rule in ("fp32", "lower"):
-        message = (
-            f"op {name!r} is in the vocabulary already: it cannot be registered as {name!r}. Give "
-            "it a rule in a policy instead."
-        )
-        all_refused("", (PolicyError, {"name": name, "rule": rule, "jax": other}, message))
+        arguments = {"name": name, "rule": rule, "jax": other}
+        all_refused("", (PolicyError, arguments, taken.format(name)))
 
 
 def test_what_is_wrong_in_jax_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import polymp
 from polymp.fp8 import RECIPES
-from polymp.testing import assert_parity
+from polymp.testing import ParityError, assert_parity
 from tests.conftest import FRAMEWORKS, need
 
 
@@ -69,6 +69,37 @@ def jax_layers(x, w, v):
 def test_parity_of_two_layers(name):
     found = assert_parity(torch_layers, jax_layers, numbers(*SIZES), policy=policy(name))
     assert found.calls[0] == found.calls[1]
+
+
+@pytest.mark.parametrize(
+    ("region", "said"), [(policy("rowwise"), "by other recipes"), ("lean", "in other dtypes")]
+)
+def test_parity_tells_products_in_8_bits_apart(region, said):
+    import jax.numpy as jnp
+
+    import polymp.jax
+
+    def fn(x, w, v):
+        with polymp.jax.autocast(policy=region):
+            h = x @ w.T
+        return jnp.tanh(h) @ v.T
+
+    with pytest.raises(ParityError, match=f"^the two functions run {said}") as error:
+        assert_parity(torch_layers, fn, numbers(*SIZES), policy="fp8", float32_first=False)
+    assert error.value.op == "linear"
+    assert ("rowwise" in error.value.side_by_side) is (region != "lean")
+
+
+@pytest.mark.long
+def test_parity_notices_operands_that_are_quantised_otherwise(monkeypatch):
+    from polymp.backends.jax.autocast import fp8_contraction
+
+    verbs = fp8_contraction.VERBS
+    smaller = verbs._replace(cast=lambda x, format: verbs.cast(0.95 * x, format))
+    monkeypatch.setattr(fp8_contraction, "VERBS", smaller)
+    arrays = numbers((64, 64), (80, 64), (32, 80))  # sizes that nothing was compiled for
+    with pytest.raises(ParityError, match="compute other values"):
+        assert_parity(torch_layers, jax_layers, arrays, policy="fp8", float32_first=False)
 
 
 # --- A training with products in 8 bits goes on from a checkpoint with the bits of an unbroken one

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import polymp
+from polymp.errors import ScalerWarning
 from polymp.scaling import SMALLEST, ScaleRule, ScaleState, step, to_state_dict
 from tests.conftest import need
 from tests.support.scaler_arguments import CONSTANTS, FIRSTS, SAVED, STATES, spoiled
@@ -146,26 +148,6 @@ def test_torch_amp_loads_what_jax_saved(options, history):
     assert Jax().scaler.load_state_dict(theirs).state_dict()["scale"] == saved["scale"]
 
 
-def test_both_say_the_same_of_bfloat16():
-    import warnings
-
-    import jax
-    import torch
-
-    import polymp.jax
-    import polymp.torch
-    from polymp.scaling import NOT_NEEDED
-
-    rule = {"growth_interval": 987654}  # the warning comes once for a rule
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with polymp.torch.autocast("cpu", dtype=torch.bfloat16):
-            polymp.torch.GradScaler("cpu", **rule).scale(torch.ones(1))
-        cost = polymp.jax.autocast(lambda w: (w * w).sum())
-        jax.grad(lambda w: polymp.jax.GradScaler(**rule).scale(cost(w)))(jax.numpy.ones(2))
-    assert [str(w.message) for w in caught] == [NOT_NEEDED] * 2
-
-
 # --- Arguments and states that a scaler refuses: both frameworks raise the errors of the core -----
 
 
@@ -228,4 +210,50 @@ def test_what_is_no_state_at_all(make: Any) -> None:
     assert scaler.state_dict() == before
 
 
-# The advice of a scaler that is stuck: `locate` names the op, and a row for it ends the skips
+# --- The advice of a scaler that is stuck: `locate` names the op, and a row for it ends the skips -
+
+
+def test_a_row_for_the_op_ends_the_skips_in_torch() -> None:
+    import torch
+
+    from polymp.torch import GradScaler, autocast, locate
+
+    weight = torch.nn.Parameter(torch.full((2, 2), 600.0))  # its square is beyond float16
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scaler = GradScaler("cpu", stuck_after=3)
+
+    def loss(policy: polymp.Policy) -> torch.Tensor:
+        with autocast("cpu", torch.float16, policy=policy):
+            return (torch.mm(weight, weight) / 2**20).square().mean()
+
+    def train(policy: polymp.Policy) -> tuple[int, int]:
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss(policy)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.state_dict()["skips"], scaler.state_dict()["skipped"]
+
+    policy = polymp.policy("amp")
+    with pytest.warns(ScalerWarning, match=r"policy\.override\(fp32=\[op\]\)"):
+        assert train(policy) == (4, 4)
+    fault = locate(lambda: loss(policy))
+    in_float32 = policy.override(fp32=[fault.op])
+    assert train(in_float32) == (0, 4)
+    assert locate(lambda: loss(in_float32)) is None
+
+
+def test_a_row_for_the_op_ends_the_skips_in_jax() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from polymp.jax import autocast, locate
+
+    def loss(policy: polymp.Policy) -> Any:
+        return autocast(lambda w: ((w @ w) / 2**20).mean(), dtype="float16", policy=policy)
+
+    policy, weight = polymp.policy("amp"), jnp.full((2, 2), 600.0)
+    fault = locate(loss(policy), weight)
+    in_float32 = loss(policy.override(fp32=[fault.op]))
+    assert locate(in_float32, weight) is None
+    assert jnp.isfinite(jax.grad(in_float32)(weight)).all()

@@ -9,7 +9,7 @@ torch's own kernel, until a bound, a hysteresis or a lowered interval matters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -414,3 +414,18 @@ def agrees_with_torch(all_: list[History], states: list[States]) -> int:
 def test_the_rule_is_torch_s() -> None:
     need("torch")
     assert sum(agrees_with_torch(*each) for each in drawn()) > COUNT
+
+
+@pytest.mark.sized
+def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("torch")
+    (all_, right), step = drawn()[0], scaling.step
+
+    def late(rule: ScaleRule, *args: Any, **more: Any) -> ScaleState:
+        return step(rule._replace(interval=rule.interval + 1), *args, **more)
+
+    monkeypatch.setattr(scaling, "step", late)
+    wrong = by_numbers(all_)
+    for judge in (partial(all_alike, all_, right), partial(agrees_with_torch, all_)):
+        with pytest.raises(AssertionError):
+            judge(wrong)

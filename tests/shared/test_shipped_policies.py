@@ -264,3 +264,33 @@ def test_an_op_runs_as_the_policy_decides(side: str) -> None:
         len(lows(policy)) for policy in POLICIES
     )
     assert [found for row in judged if (found := wrong(row, side))] == []
+
+
+@pytest.mark.parametrize("side", FRAMEWORKS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_wrong_policy_and_a_wrong_dtype_are_noticed(policy: str, side: str) -> None:
+    its = [row for row in rows() if row.policy == policy]
+    other = "lean" if policy in ("matmul", "torch-xpu") else "matmul"
+    assert any(wrong(row._replace(policy=other), side) for row in its)
+    assert any(wrong(row._replace(low=cases.OTHER[row.low]), side) for row in its)
+
+
+# Ops of JAX with a row of their own in `amp` that no shared op calls: as elu, of no dimensions or
+# of more than three, and in jax.numpy made of log.
+UNSHARED = {"celu", "selu", "convolution", "log2"}
+
+
+def test_every_op_of_jax_with_a_row_of_its_own_is_met_or_excused() -> None:
+    """Functions of other libraries aside, which tests/jax/autocast/test_libraries.py has."""
+    need("jax")
+    import jax
+
+    jax.clear_caches()  # see `rows`
+    policy, ops = polymp.policy("amp"), vocabulary().ops.values()
+    in_jax = [op for op in ops if op.jax or any(f.startswith("jax.") for f in op.functions)]
+    winners = {
+        op.name: policy.winner(op.name, "float16") for op in in_jax if op.kind not in NEUTRAL
+    }
+    table = {op for op, row in winners.items() if row is not None and row.of == op}
+    met = {op for ops in made_of("jax").values() for op in ops}
+    assert table - met == UNSHARED

@@ -255,11 +255,8 @@ def transformed(
         named = by_path or decision_log.current() is not None
         with naming(regions.is_inside) if named else nullcontext():
             if nnx.among((given, kwargs)):
-                out = nnx.call(through, function, given, kwargs, named)
-            else:
-                out = through(fn, args, kwargs)
-        regions.note_call(region)
-        return out
+                return nnx.call(through, function, given, kwargs, named)
+            return through(fn, args, kwargs)
 
     def through(
         fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]

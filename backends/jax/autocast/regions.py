@@ -7,7 +7,6 @@ rewrite knows the region of each. Nothing here casts.
 """
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -74,51 +73,26 @@ def as_written() -> Iterator[None]:
         yield
 
 
-class _Here(threading.local):
-    """The regions that `with` has opened in this thread, and its latest autocast call."""
+class _Open(threading.local):
+    """The regions that `with` has opened in this thread, oldest first."""
 
     def __init__(self) -> None:
-        self.open: list[AbstractContextManager[None]] = []  # oldest first
-        self.dtype: str | None = None  # of the autocast function that was called last
-        self.traces: list[weakref.ref[jax.core.Trace]] = []  # that it was called under
+        self.scopes: list[AbstractContextManager[None]] = []
 
 
-_HERE = _Here()
+_OPEN = _Open()
 
 
 def enter(region: Region) -> None:
     """Open a region; `leave` closes the one that was opened last in this thread."""
     scope = entered(region)
     scope.__enter__()
-    _HERE.open.append(scope)
+    _OPEN.scopes.append(scope)
 
 
 def leave() -> None:
     """Close the region that was opened last in this thread."""
-    _HERE.open.pop().__exit__(None, None, None)
-
-
-def note_call(region: Region) -> None:
-    """Note that an autocast function has been called."""
-    if region.enabled:
-        _HERE.dtype = region.dtype
-        _HERE.traces = [weakref.ref(trace) for trace in compat.traces()]
-
-
-def latest_low() -> str | None:
-    """The low dtype of the region here, or of the latest autocast call in this trace.
-
-    A loss is as often scaled after the call as in it. None in code that is not traced, where no
-    gradient is taken, and where there was no such call: one of another trace, such as that of an
-    evaluation, says nothing of this one.
-    """
-    ambient = AMBIENT.value
-    if ambient is not None and ambient.enabled:
-        return ambient.dtype
-    traces = compat.traces()
-    if traces and any(trace() is traces[0] for trace in _HERE.traces):
-        return _HERE.dtype
-    return None
+    _OPEN.scopes.pop().__exit__(None, None, None)
 
 
 def innermost(stack: NameStack) -> Region | None:

@@ -165,15 +165,6 @@ def traced_as(fn: Any, closed: ClosedProgram) -> Any:
     return FunctionType(code, fn.__globals__, name, fn.__defaults__, fn.__closure__)
 
 
-def traced_jaxpr(traced: Any) -> core.ClosedJaxpr:
-    """The closed jaxpr of what `trace` of a jitted function returns.
-
-    That of `flax.nnx.jit` holds jax's own. Since flax 0.12.
-    """
-    jaxpr: core.ClosedJaxpr = getattr(traced, "traced", traced).jaxpr
-    return jaxpr
-
-
 # Rematerialisation, settings and derivatives.
 
 # How remat splits an equation; without a rule it would ask policies about our primitive, which they
@@ -352,7 +343,7 @@ def other_mesh(aval: object) -> AbstractMesh | None:
     return None if of is mesh or of.empty or of == mesh else of
 
 
-# Where equations and values come from: name stacks, tracebacks, and the traces around.
+# Where equations and values come from: name stacks and tracebacks.
 
 
 def without_scopes(stack: NameStack, drop: Callable[[str], bool]) -> NameStack:
@@ -423,19 +414,6 @@ def frames(traceback: Any) -> Frames:
 def where_written(eqn: Equation) -> str:
     """File, line and function of an equation, as its author would look for it. Since jax 0.3."""
     return _source_info.summarize(eqn.source_info)
-
-
-def traces() -> list[jax.core.Trace]:
-    """The traces that Python runs under, innermost first, without the last: that of no trace.
-
-    Empty in code that is not traced. Since jax 0.4.36.
-    """
-    found = []
-    trace = _core.trace_ctx.trace
-    while trace is not None and trace is not _core.eval_trace:
-        found.append(trace)
-        trace = getattr(trace, "parent_trace", None)
-    return found
 
 
 # Programs as MLIR, while they are lowered.

@@ -36,6 +36,7 @@ from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand, together
 from polymp.diagnostics.blame import (
+    CAST,
     DIVIDING,
     NO_EPS,
     UPDATE,
@@ -450,6 +451,8 @@ def fault(
     kind, why = found.kind, found.why
     if kind == "operation" and event.site.eqn.primitive.name == "gather":
         kind, why = "index", _outside(event)
+    if kind == "overflow" and any(x.largest > FORMATS[event.dtype].max for x in operands):
+        why = CAST.format(event.dtype)
     remedy = ""
     if kind == "operation" and event.site.eqn.primitive.name in CLOSED:
         kind, why = "inside", "its inputs are finite, and ops inside of it were not looked at"

@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,9 @@ from polymp.diagnostics.bad_step import (
     BadStep,
     BatchCopies,
     CaughtStep,
-    LossChecks,
-    bad_loss,
+    Repeated,
     checked_arguments,
     described,
-    first_difference,
-    warn,
 )
 
 P = ParamSpec("P")
@@ -78,107 +75,78 @@ def catch(
 Leaves = list[Any]
 
 
-class Catch(CaughtStep, Generic[P, R]):
+class Catch(CaughtStep[P, R]):
     """A `CaughtStep` of JAX."""
+
+    _in_place = False
+    _unrepeated = (
+        "Repeating the steps did not give that value again: the step reads its batch itself, or "
+        "other code changed an argument in place. Give the step all that it reads as arguments."
+    )
 
     def __init__(self, step: Callable[P, R], every: int, raises: bool) -> None:
         super().__init__(step, every, raises)
-        self._fn = step
-        self._recorded = RecordedCalls()
+        self._arrays, self._results = BatchCopies(), LastResults()
+        self._next: Leaves | None = None  # what a call reads of the last one's results, if known
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
-        self._checks = LossChecks()
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do a step, and check it.
-
-        Args:
-            args: of the step.
-            kwargs: of the step.
-
-        Returns:
-            The step's results.
-
-        Raises:
-            BadStepError: a value is not finite.
-            TypeError: the call is traced.
-
-        Warns:
-            CatchWarning: likewise, if `on_bad` is "report".
-        """
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given, tree = jax.tree.flatten((args, kwargs))
         if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, given))):
             raise TypeError(
                 "the step of catch was called by code that is traced, where there are no values. "
                 "Write catch(jax.jit(step)), and call it outside of jit."
             )
-        positional: Any = args
-        named: Any = kwargs
         self._objects = nnx.objects(args, kwargs)
-        linked = self._recorded.linked(given)
+        self._next = linked = self._results.linked(given)
         changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
-        if not self._recorded.calls or changed or len(self._recorded.calls) >= self._every:
-            good = self._good(given, linked, tree)
-            if good is not given:  # of a bad step, whose state is good and whose batch is not
-                pairs = zip(linked, given, good, strict=True)
-                good = [state if isinstance(it, Made) else leaf for it, leaf, state in pairs]
-                positional, named = self._put_back(jax.tree.unflatten(tree, good))
-            self._recorded.restart(good)
-            linked = self._recorded.linked(good)
-        recorded = self._recorded
-        recorded.add(linked, tree)
-        self._fed |= {leaf.at: at for at, leaf in enumerate(linked) if isinstance(leaf, Made)}
-        self.step += 1
-        result = self._fn(*positional, **named)
-        leaves, of_result = jax.tree.flatten(result)
-        recorded.returned(leaves + jax.tree.leaves(self._changeable((positional, named))))
-        losses = self._losses(leaves)
-        recorded.calls[-1].losses.update(losses)
-        if self.step == 1 and not losses:
-            warn(
-                "catch: the step returns no loss, a float with one element, so that only the "
-                f"state is checked, every {self._every} calls. Return the loss."
-            )
-        sent = map(AsyncCopy, map(_not_finite, losses.values()))
-        if not self._checks.add(sent, jax.process_count() == 1):
-            return result
-        good = self._stop(None, tree)
-        back = {made: at for made, at in self._fed.items() if made < len(leaves)}
-        kept = [good[back[at]] if at in back else leaf for at, leaf in enumerate(leaves)]
-        return jax.tree.unflatten(of_result, kept)  # type: ignore[no-any-return]
-
-    def check(self) -> None:
-        """Check what the last step returned, and wait for the device: before saving a checkpoint.
-
-        What the program has let go of is not checked.
-
-        Raises:
-            BadStepError: a value is not finite, whatever `on_bad` is.
-        """
-        if not (calls := self._recorded.calls):
-            return
-        returned, tree = self._recorded.alive(), calls[-1].tree
-        places = {at: Made(made) for made, at in self._fed.items() if made in returned}
-        state = {at: returned[made.at] for at, made in places.items()}
-        last = [places.get(at) for at in range(tree.num_leaves)]
-        if self._checks.now() or self._described(state, tree):
-            raises, self._raises = self._raises, True
-            try:
-                self._stop(last, tree)
-            finally:
-                self._raises = raises
-
-    def _good(self, leaves: Leaves, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> Leaves:
-        """Return arguments that are finite: these, or if they are not, those of a bad step."""
-        if not self._recorded.calls:
-            found = not_finite(dict(enumerate(leaves)))
+        if not self._calls:
+            found = not_finite(dict(enumerate(given)))
             self._infinite = frozenset(found)  # on purpose, such as a best loss so far
-            return leaves
-        state = {at: leaves[at] for at, it in enumerate(linked) if isinstance(it, Made)}
-        if self._checks.now() or self._described(state, tree):
-            return self._stop(linked, tree)
-        return leaves
+        elif changed or len(self._calls) >= self._every:
+            state = {at: given[at] for at, it in enumerate(linked) if isinstance(it, Made)}
+            if self._checks.now() or self._described(state, tree):
+                good, _ = self._stop()  # of a bad step, whose state is good and whose batch is not
+                pairs = zip(linked, given, good, strict=True)
+                given = [own if isinstance(it, Made) else leaf for it, leaf, own in pairs]
+                args, kwargs = self._put_back(jax.tree.unflatten(tree, given))
+                linked = given
+            self._calls = []
+        if not self._calls:
+            self._copy = copied(given)  # from which the calls start
+        copy = self._arrays.of  # of the others, the references are enough: arrays do not change
+        own = [copy(n, x) if isinstance(x, np.ndarray) else x for n, x in enumerate(linked)]
+        self._calls.append(Call(tree, own, {}))
+        self._fed |= {leaf.at: at for at, leaf in enumerate(linked) if isinstance(leaf, Made)}
+        return args, kwargs
+
+    def _do(self, args: Any, kwargs: Any) -> tuple[R, dict[int, Any], bool]:
+        self._next = None
+        result = self._fn(*args, **kwargs)
+        leaves = jax.tree.leaves(result)
+        # A jitted step changes no argument in place.
+        is_jitted = isinstance(self._fn, _JITTED) and not self._objects
+        self._results.are(leaves if is_jitted else leaves + jax.tree.leaves((args, kwargs)))
+        losses = self._losses(leaves)
+        sent = map(AsyncCopy, map(_not_finite, losses.values()))
+        return result, losses, self._checks.add(sent, jax.process_count() == 1)
+
+    def _without(self, result: Any, before: tuple[Leaves, Any]) -> Any:
+        leaves, tree = jax.tree.flatten(result)
+        good = {made: before[0][at] for made, at in self._fed.items()}
+        return jax.tree.unflatten(tree, [good.get(at, leaf) for at, leaf in enumerate(leaves)])
+
+    def _other_checks(self) -> str:
+        only = f"so that only the state is checked, every {self._every} calls"
+        return f"a float with one element, {only}"
+
+    def _bad_state(self) -> bool:
+        returned, tree = self._results.alive(), self._calls[-1].tree
+        places = {at: Made(made) for made, at in self._fed.items() if made in returned}
+        self._next = [places.get(at) for at in range(tree.num_leaves)]
+        return bool(self._described({at: returned[it.at] for at, it in places.items()}, tree))
 
     def _put_back(self, good: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
         """Give the flax nnx objects of the last call good values; return these with them."""
@@ -188,11 +156,6 @@ class Catch(CaughtStep, Generic[P, R]):
             nnx.update(it, values[place])
             values[place] = it
         return tuple(args), kwargs
-
-    def _changeable(self, arguments: tuple[Any, dict[str, Any]]) -> object:
-        """Return the arguments if the step may change them in place; a jitted one changes none."""
-        is_jitted = isinstance(self._fn, _JITTED) and not self._objects
-        return None if is_jitted else arguments
 
     def _losses(self, leaves: Leaves) -> dict[int, jax.Array]:
         """Return the floats with one element that a call returned and that are no state.
@@ -208,40 +171,50 @@ class Catch(CaughtStep, Generic[P, R]):
             for at, x in floats.items()
         }
 
-    def _stop(self, last: Leaves | None, tree: jax.tree_util.PyTreeDef) -> Leaves:
-        """Find the first bad step, and say which it was."""
-        report, good = self._replayed(last)
-        self._recorded = RecordedCalls()
-        self._checks = LossChecks()
-        last_good = None if good is None else self._put_back(jax.tree.unflatten(tree, good))
-        self._stopped(report, last_good, goes_on=good is not None and bool(self._fed))
-        assert good is not None, "otherwise it has raised"
-        return good
+    def _back_to(self, before: tuple[Leaves, Any] | None) -> tuple[Any, bool]:
+        self._arrays, self._results = BatchCopies(), LastResults()
+        if before is None:
+            return None, False
+        leaves, tree = before
+        return self._put_back(jax.tree.unflatten(tree, leaves)), bool(self._fed)
 
-    def _replayed(self, last: Leaves | None) -> tuple[BadStep, Leaves | None]:
-        calls = self._recorded.calls
-        given = (leaf for call in calls[1:] for leaf in call.leaves)  # the first's were copied
+    def _first_bad(self) -> tuple[BadStep, Any]:
+        given = (leaf for call in self._calls[1:] for leaf in call.leaves)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
-            return self._unrepeated((), _DONATED), None
-        losses: list[float] = []
-        repeated = enumerate(self._recorded.repeated(self._fn, last))
-        for at, (call, before, result, state) in repeated:
-            again = self._losses(jax.tree.leaves(result))
-            pairs = [
-                (float(was), float(again[place]), was.dtype.name)
-                for place, was in call.losses.items()
-                if place in again
-            ]
-            # It is another training: see the note.
-            if first_difference(pairs, on_cpu=jax.default_backend() == "cpu"):
-                return self._by_losses([call.losses for call in calls], _UNREPEATED), None
-            if found := bad_loss(again) or self._described(state, call.tree):
-                fault, note = _located(self._fn, before, call.tree)
-                undone = len(calls) - at
-                report = BadStep(self.step - undone, found, fault, tuple(losses), undone, note)
-                return report, before
-            losses += map(float, again.values())
-        return self._unrepeated(losses, _UNREPEATED), None
+            return self._no_step((), _DONATED), None
+        return super()._first_bad()
+
+    def _repeated(self) -> Iterator[Repeated]:
+        leaves = copied(self._copy)
+        on_cpu = jax.default_backend() == "cpu"
+        following = [*(call.leaves for call in self._calls[1:]), self._next or ()]
+        for call, after in zip(self._calls, following, strict=True):
+            before = copied(leaves)
+            args, kwargs = jax.tree.unflatten(call.tree, leaves)
+            try:
+                result: Any = self._fn(*args, **kwargs)
+            except StopIteration:  # the iterator that the step reads has ended
+                return
+            made = jax.tree.leaves((result, (args, kwargs)))
+            state = {at: made[x.at] for at, x in enumerate(after) if isinstance(x, Made)}
+            leaves = [state.get(at, x) for at, x in enumerate(after)]
+            found = partial(self._described, state, call.tree)
+            yield Repeated(
+                self._losses(jax.tree.leaves(result)), on_cpu, found, (before, call.tree)
+            )
+
+    def _another(self, step: int, losses: str) -> str:
+        return self._unrepeated
+
+    def _located(self, call: "Call", before: tuple[Leaves, Any]) -> tuple[Fault | None, str]:
+        args, kwargs = jax.tree.unflatten(call.tree, before[0])
+        try:
+            return locate(self._fn, *args, **kwargs), ""
+        except nnx.trace_errors():
+            return None, _CLOSURE
+        except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
+            line = str(error).strip().splitlines()[0]
+            return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
 
     def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""
@@ -257,28 +230,10 @@ _DONATED = (
     "the batch, or a state that other code changes between the calls. Donate what it returns alone."
 )
 
-_UNREPEATED = (
-    "Repeating the steps did not give that value again: the step reads its batch itself, or other "
-    "code changed an argument in place. Give the step all that it reads as arguments."
-)
-
 _CLOSURE = (
     "locate could not trace the step: it changes a flax nnx object, such as the random stream of "
     "a Dropout, that is no argument of it. Give it the model and the optimizer as arguments."
 )
-
-
-def _located(
-    fn: Callable[..., object], leaves: Leaves, tree: jax.tree_util.PyTreeDef
-) -> tuple[Fault | None, str]:
-    args, kwargs = jax.tree.unflatten(tree, leaves)
-    try:
-        return locate(fn, *args, **kwargs), ""
-    except nnx.trace_errors():
-        return None, _CLOSURE
-    except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
-        line = str(error).strip().splitlines()[0]
-        return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
 
 
 # Calls of a training step, recorded so that they can be repeated.
@@ -302,38 +257,15 @@ class Call(NamedTuple):
     losses: dict[int, Any]  # that it returned, by their places in the results
 
 
-class RecordedCalls:
-    """The calls of a step since a copy of its arguments."""
+class LastResults:
+    """Results of the last call, which are known when they come back as arguments."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self._start: Leaves = []
-        self._arrays = BatchCopies()
         self._results: dict[int, tuple[Made, weakref.ref[Any]]] = {}
         self._places: list[Made] = []
 
-    def restart(self, leaves: Leaves) -> None:
-        """Forget the calls, and copy the arguments of the next one."""
-        self.calls = []
-        self._start = copied(leaves)
-
-    def add(self, linked: Leaves, tree: jax.tree_util.PyTreeDef) -> None:
-        """Record a call that is about to be made, with its arguments as `linked` returns them.
-
-        Of numpy arrays it keeps copies.
-        """
-        arrays = self._arrays.of
-        own = [arrays(n, x) if isinstance(x, np.ndarray) else x for n, x in enumerate(linked)]
-        self.calls.append(Call(tree, own, {}))
-
-    def linked(self, leaves: Leaves) -> Leaves:
-        """Return the arguments, with a `Made` for each that the last call returned."""
-        found = [self._results.get(id(leaf)) for leaf in leaves]
-        pairs = zip(leaves, found, strict=True)
-        return [leaf if it is None or it[1]() is not leaf else it[0] for leaf, it in pairs]
-
-    def returned(self, leaves: Leaves) -> None:
-        """Note the leaves that the call returned, and those that it may have changed in place."""
+    def are(self, leaves: Leaves) -> None:
+        """Note the leaves that a call returned, and those that it may have changed in place."""
         self._places += map(Made, range(len(self._places), len(leaves)))
         arrays = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
         self._results = {
@@ -342,31 +274,16 @@ class RecordedCalls:
             if type(leaf) in arrays
         }
 
+    def linked(self, leaves: Leaves) -> Leaves:
+        """Return arguments, with a `Made` for each that is among the results."""
+        found = [self._results.get(id(leaf)) for leaf in leaves]
+        pairs = zip(leaves, found, strict=True)
+        return [leaf if it is None or it[1]() is not leaf else it[0] for leaf, it in pairs]
+
     def alive(self) -> dict[int, jax.Array]:
-        """Return the results of the last call that somebody still has, by place."""
+        """Return the results that somebody still has, by place."""
         found = {made.at: reference() for made, reference in self._results.values()}
         return {at: x for at, x in found.items() if x is not None and not x.is_deleted()}
-
-    def repeated(
-        self, step: Callable[..., object], last: Leaves | None = None
-    ) -> Iterator[tuple[Call, Leaves, object, dict[int, Any]]]:
-        """Repeat the calls, one at a time.
-
-        Of each: a copy of its arguments, its result, and what the next call reads of it, by place.
-        """
-        leaves = copied(self._start)
-        following = [*(call.leaves for call in self.calls[1:]), last]
-        for call, after in zip(self.calls, following, strict=True):
-            before = copied(leaves)
-            given, named = jax.tree.unflatten(call.tree, leaves)
-            try:
-                result = step(*given, **named)
-            except StopIteration:  # the iterator that the step reads has ended
-                return
-            made = jax.tree.leaves((result, (given, named)))
-            state = {i: made[x.at] for i, x in enumerate(after or ()) if isinstance(x, Made)}
-            leaves = [state.get(i, x) for i, x in enumerate(after or ())]
-            yield call, before, result, state
 
 
 def copied(leaves: Sequence[Any]) -> Leaves:

@@ -38,6 +38,7 @@ from polymp.backends.jax.diagnostics.traced_call import (
     is_update,
 )
 from polymp.backends.jax.jaxprs import inside
+from polymp.diagnostics.audit_records import operand_numbers
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.magnitudes import BINS, SHIFT
 from polymp.dtypes import FORMATS
@@ -337,7 +338,8 @@ class Twin(Placed[jax.Array]):
         places = {id(x): at for at, x in enumerate(self._outside)}
         values = list(self._came[id(outs[0])][1].values())
         self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
-        return Facts(operands=jnp.stack(list(map(operand, values)))) if values else Facts()
+        found = [operand_numbers(jnp, real(x).astype(jnp.float32)) for x in values]
+        return Facts(operands=jnp.stack(found)) if found else Facts()
 
     def _follow(self, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> None:
         """Note of which values that its call was given an equation makes its results."""
@@ -493,20 +495,6 @@ def lost(
     burst = jnp.mean((jnp.isinf(low) & jnp.isfinite(some)).astype(jnp.float32))
     vanished = jnp.mean(((low == 0) & (some != 0)).astype(jnp.float32))
     return jnp.stack([peak(wide), burst, vanished])
-
-
-def operand(x: jax.Array) -> jax.Array:
-    """Smallest, largest finite magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
-    values = jnp.ravel(real(x)).astype(jnp.float32)
-    size = jnp.abs(values)
-    finite = jnp.isfinite(size)
-    some = jnp.where(finite & (size > 0), size, jnp.inf)
-    most = jnp.where(finite, size, 0)
-    shares = [
-        jnp.mean(s.astype(jnp.float32))
-        for s in (size == 0, jnp.isinf(size), jnp.isnan(size), values < 0)
-    ]
-    return jnp.stack([jnp.min(some), jnp.max(most), *shares])
 
 
 def in_float32(eqn: Equation, args: list[jax.Array]) -> jax.Array | None:

@@ -433,15 +433,20 @@ def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Arra
     return by
 
 
-def share(eqn: Equation, out: Any, narrow: str) -> float:
+def shares(eqn: Equation, out: Any, narrow: str) -> tuple[float, float]:
     """About how far the rounding of an equation moves a result, as a share of its size.
 
-    The square of a sum of independent terms is, in the mean, the sum of their squares. What becomes
-    of operands that are rounded to the format `narrow` is in it.
+    What becomes of operands that are rounded to the format `narrow` is in it. And how far it moves
+    a sum beside that, as a share of the size of its terms, which may cancel: see `of_terms`.
     """
-    own, summed, _ = _parts(eqn, out)
-    sums = _primitive(eqn) in _SUMS
-    return own + summed * (2**0.5 if sums else 1) + rounding.of_operands(narrow)
+    own, summed, terms = _parts(eqn, out)
+    is_sum = _primitive(eqn) in _SUMS and eqn.params.get("how") is None  # in 8 bits, it has scales
+    return own + summed + rounding.of_operands(narrow), summed * terms**0.5 * is_sum
+
+
+def of_terms(values: Sequence[jax.Array], by: float) -> jax.Array:
+    """So much of the root mean square of a sum's terms: products of numbers of these arrays."""
+    return by * jnp.sqrt(prod(jnp.mean(_magnitude(v) ** 2) for v in values))
 
 
 def shifted(x: jax.Array, by: jax.Array, seed: Any, move: Any) -> jax.Array:

@@ -33,8 +33,9 @@ from polymp.backends.jax.diagnostics.perturb import (
     Evaluation,
     Kernels,
     Value,
+    of_terms,
     rounds_operands,
-    share,
+    shares,
     wide,
 )
 from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, traced
@@ -194,6 +195,7 @@ class _Summary(NamedTuple):
     # float64 [VALUES + 2]: values, zeros, bad; of one that numpy sums up, its place.
     numbers: Any
     changes: Any  # of these values, float32 [probes, VALUES]; None if all runs are alike
+    own: tuple[float, Any]  # without probes, how far the call moves it: a share, and as a number
 
 
 class _Program(MeasuredCall):
@@ -258,12 +260,14 @@ class _Walk(Evaluation):
         """The step of the run. Waits for the device."""
         in_numpy, arrays = self.in_numpy.read(), []
         found = jax.device_get([tuple(s[1:]) for s in self.summaries])
-        for (row, *_), (numbers, changes) in zip(self.summaries, found, strict=True):
+        for (row, *_), (numbers, changes, (own, far)) in zip(self.summaries, found, strict=True):
             if isinstance(numbers, int):
                 values, zeros, bad = in_numpy[numbers]
             else:
                 *values, zeros, bad = numbers.tolist()
-            own = row.own if values[RMS] else 0.0
+            own = own if values[RMS] else 0.0
+            if own and far < math.inf:
+                own = math.hypot(own, far / values[RMS])
             spread: tuple[float, ...] = ()
             if self.seeds is not None:
                 changes = np.zeros((1, VALUES)) if changes is None else changes
@@ -308,8 +312,9 @@ class _Walk(Evaluation):
         if call is not None:
             for n in rows:
                 alone = self.seeds is None and name != "while"
-                own = share(eqn, eqn.outvars[n].aval, narrow) if alone else 0.0
-                sources[n] = self._add(RESULT, call.op, made[n], reads, call, own)
+                own, by = shares(eqn, eqn.outvars[n].aval, narrow) if alone else (0.0, 0.0)
+                far = self.kernels.jitted(of_terms)([v.x for v in values], by) if by else 0.0
+                sources[n] = self._add(RESULT, call.op, made[n], reads, call, (own, far))
             if len(rows) == 1:
                 sources = [sources[rows[0]]] * len(made)
         return [v._replace(sources=came) for v, came in zip(made, sources, strict=True)]
@@ -342,7 +347,7 @@ class _Walk(Evaluation):
         value: Value,
         reads: frozenset[int] = NOWHERE,
         call: Call | None = None,
-        own: float = 0.0,
+        own: tuple[float, Any] = (0.0, 0.0),
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
         paths = [] if call is None else [call.module]
@@ -358,7 +363,7 @@ class _Walk(Evaluation):
         if not is_float(value.x):
             value = Value(value.first)
         x, runs = _whole(value.x), value.runs
-        of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, own
+        of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, 0.0
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
         shape = len(x) if runs else 1, math.prod(x.shape[runs:])
         if not x.size or (self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY):
@@ -368,7 +373,7 @@ class _Walk(Evaluation):
         else:
             with jax.enable_x64(True):  # whatever JAX's own setting is
                 found = self.kernels.jitted(_summed, "shape")(x, shape=shape)
-        self.summaries.append(_Summary(row, *found))
+        self.summaries.append(_Summary(row, *found, own))
         return frozenset([len(self.summaries) - 1])
 
 

@@ -197,21 +197,14 @@ def _names(
 ) -> list[str]:
     """The arrays among the arguments of `called`, as a caller would write them."""
     function, given = nnx.owned(fn, args)
-    words, split = parameters(function), nnx.split_modules((given, kwargs))
-    names = []
-    leaves = zip(split.paths, jax.tree.leaves(split.parts), strict=True)
-    for at, ((part, which, *keys), leaf) in enumerate(leaves):
+    words, names = parameters(function), list[str]()
+    for (part, which, *keys), leaf in nnx.leaves_with_paths((given, kwargs)):
         if part.idx == 1:
             name = str(which.key)
         else:
             name = words[which.idx] if which.idx < len(words) else f"args[{which.idx}]"
-        if at < split.state:  # of a module
-            inner = (key.key for key in keys if hasattr(key, "key"))
-            name += "".join(f".{k}" if isinstance(k, str) else f"[{k}]" for k in inner)
-        else:
-            name += jax.tree_util.keystr(tuple(keys)).removesuffix(".value")
         if is_typed(leaf):
-            names.append(name)
+            names.append(name + jax.tree_util.keystr(tuple(keys)).removesuffix(".value"))
     return names
 
 

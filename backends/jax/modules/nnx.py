@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -97,46 +97,36 @@ def pure_of(
     return _Pure(fn, graph, tree, places, named), (state, rest), modules
 
 
+def of_state(fn: Callable[..., object], model: object) -> tuple[Callable[..., object], object]:
+    """A function of a model, its first argument, as one of the model's state; and that state."""
+    nnx = _flax()
+    graph, state = nnx.split(model)
+    return lambda state, *args: fn(nnx.merge(graph, state), *args), state
+
+
 def shape_of(args: object) -> Hashable:
     """The graphs of the modules among the arguments; a trace holds for modules of these."""
     return tuple(_flax().graphdef(node) for node in nodes(args))
 
 
-class SplitModules(NamedTuple):
-    """A pytree whose modules are taken apart."""
-
-    # The state of all modules, by their numbers, and a list of everything else; or the pytree
-    # itself, where it has no modules.
-    parts: Any
-    together: Callable[[Any], Any]  # makes a pytree with new modules of such parts
-    paths: list[tuple[Any, ...]]  # of the leaves of `parts`, by keys
-    state: int  # how many of these leaves, the first ones, are the state of modules
-
-
-def split_modules(tree: object) -> SplitModules:
-    """A pytree, its modules taken apart; they are left as they are."""
+def leaves_with_paths(tree: object) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves that `pure_of` makes of a pytree with modules, in its order, with their paths."""
     flat = jax.tree_util.tree_leaves_with_path
     if not among(tree):
-        return SplitModules(tree, lambda tree: tree, [path for path, _ in flat(tree)], 0)
-    leaves, outer = jax.tree_util.tree_flatten_with_path(tree, is_leaf)
-    places = [is_node(leaf) for _, leaf in leaves]
-    modules = list(itertools.compress(leaves, places))
-    others = [leaf for leaf, node in zip(leaves, places, strict=True) if not node]
-    graph, state = _flax().split(tuple(leaf for _, leaf in modules))
-
-    def together(parts: Any) -> object:
-        merged, rest = iter(_flax().merge(graph, parts[0])), iter(parts[1])
-        return jax.tree.unflatten(outer, [next(merged if node else rest) for node in places])
-
-    of_state = [(*modules[path[0].key][0], *path[1:]) for path, _ in flat(state)]
-    of_state = [path[:-1] if str(path[-1]) == ".value" else path for path in of_state]
-    paths = of_state + [(*path, *keys) for path, leaf in others for keys, _ in flat(leaf)]
-    return SplitModules((state, [leaf for _, leaf in others]), together, paths, len(of_state))
+        return flat(tree)
+    leaves = flat(tree, is_leaf)
+    modules = [(path, leaf) for path, leaf in leaves if is_node(leaf)]
+    others = [(path, leaf) for path, leaf in leaves if not is_node(leaf)]
+    _, state = _flax().split(tuple(leaf for _, leaf in modules))
+    of_state = [((*modules[path[0].key][0], *_attributes(path[1:])), x) for path, x in flat(state)]
+    return of_state + [((*path, *keys), x) for path, leaf in others for keys, x in flat(leaf)]
 
 
-def is_pure(fn: object) -> bool:
-    """True for what `pure_of` made."""
-    return isinstance(fn, _Pure)
+def _attributes(keys: Sequence[Any]) -> list[object]:
+    """The keys of a variable in a state, as keys of attributes and items of its module."""
+    names = [key.key for key in keys if hasattr(key, "key")]
+    attribute, item = jax.tree_util.GetAttrKey, jax.tree_util.SequenceKey
+    return [attribute(name) if isinstance(name, str) else item(name) for name in names]
 
 
 def write_back(old: object, new: object) -> None:

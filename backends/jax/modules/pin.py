@@ -140,17 +140,8 @@ def _state(params: object) -> object:
     return nnx.state(params) if nnx is not None and isinstance(params, nnx.Module) else params
 
 
-def leaf_path(keys: Sequence[object]) -> str:
+def leaf_path(keys: tuple[Any, ...]) -> str:
     """The keys of a leaf, joined by dots; an nnx variable's own "value" is no part of it."""
-    names = [str(key_name(key)) for key in keys]
-    if len(keys) > 1 and isinstance(keys[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
-        names.pop()
-    return ".".join(names)
-
-
-def key_name(key: object) -> object:
-    """The name of one key on a path through a pytree."""
-    for field in ("key", "name", "idx"):
-        if hasattr(key, field):
-            return getattr(key, field)
-    return key
+    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
+        keys = keys[:-1]
+    return jax.tree_util.keystr(keys, simple=True, separator=".")

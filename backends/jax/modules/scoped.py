@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from polymp.backends.jax.modules.pin import key_name
-
 M = TypeVar("M")
 
 
@@ -87,8 +85,8 @@ def _modules(model: Any) -> Iterable[tuple[tuple[object, ...], object]]:
         )
         for keys, leaf in inner:
             if _is_equinox(leaf):  # a bound method is a module too, which has no name
-                names = (name for name in map(key_name, keys) if name != "__self__")
-                add((*path, *names), leaf)
+                names = (jax.tree_util.keystr((key,), simple=True) for key in keys)
+                add((*path, *(name for name in names if name != "__self__")), leaf)
 
     add((), model)
     return found.values()

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, TypeVar
@@ -19,15 +17,12 @@ import numpy as np
 from jax import lax
 
 from polymp import scaling
-from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.scaler import optimizer_step, tree_math
 from polymp.backends.jax.scaler.optimizer_step import factor, look
 from polymp.backends.jax.scaler.tree_math import is_scalable, parts_of
-from polymp.code_origin import outside
-from polymp.errors import ScalerWarning, brief
+from polymp.errors import brief
 from polymp.scaling import (
-    NOT_NEEDED,
     SMALLEST_NORMAL,
     Gradient,
     GradientReport,
@@ -129,9 +124,6 @@ class GradScaler:
 
         Raises:
             TypeError: `tree` is a function.
-
-        Warns:
-            ScalerWarning: the loss comes from a bfloat16 region, while it is traced; once.
         """
         if callable(tree) and jax.tree.leaves(tree) == [tree]:
             raise TypeError(
@@ -140,7 +132,6 @@ class GradScaler:
             )
         if not self.enabled:
             return tree
-        warn_in_bfloat16(self.rule)
         return tree_math.multiplied(tree, factor(self.state))
 
     def unscale(self, grads: T) -> tuple[T, jax.Array]:
@@ -374,18 +365,6 @@ jax.tree_util.register_pytree_with_keys(
     lambda rest, first: _make(*first, *rest),
     lambda it: ((it.state,), (it.rule, it.enabled)),
 )
-
-
-# The rules of the scalers that a thread was warned of: each step makes another scaler.
-_TOLD = threading.local()
-
-
-def warn_in_bfloat16(rule: ScaleRule) -> None:
-    """Warn if a loss that is scaled here comes from a bfloat16 region; once for each rule."""
-    told: set[ScaleRule] = vars(_TOLD).setdefault("rules", set())
-    if regions.latest_low() == "bfloat16" and rule not in told:
-        told.add(rule)
-        warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=outside())
 
 
 # Counts of what a tree of gradients holds, by one program for all leaves, in one array.

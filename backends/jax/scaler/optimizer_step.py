@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -284,7 +284,13 @@ def expect_scaler(
         )
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
-    backward = list(_backward(_traced(train_step, args, kwargs)))
+    arrays, together = apart((args, kwargs), is_typed)
+
+    def called(*arrays: jax.Array) -> list[jax.Array]:
+        args, kwargs = together(arrays)
+        return [x for x in jax.tree.leaves(train_step(*args, **kwargs)) if is_typed(x)]
+
+    backward = list(_backward(jax.make_jaxpr(called)(*arrays)))
     low = (eqn for eqn, _ in backward if any(v.aval.dtype == np.float16 for v in eqn.outvars))
     first = next(low, None)
     if first is None or any(scaled for _, scaled in backward):
@@ -299,21 +305,6 @@ def expect_scaler(
         raise UnscaledError(said)
     warnings.warn(said, ScalerWarning, stacklevel=2)
     return False
-
-
-def _traced(
-    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> ClosedProgram:
-    """The closed jaxpr of a call; jitted functions know which arguments are static."""
-    if hasattr(fn, "trace"):
-        return compat.traced_jaxpr(fn.trace(*args, **kwargs))
-    arrays, together = apart((args, kwargs), is_typed)
-
-    def flat(*arrays: jax.Array) -> list[jax.Array]:
-        args, kwargs = together(arrays)
-        return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if isinstance(x, jax.Array)]
-
-    return jax.make_jaxpr(flat)(*arrays)
 
 
 def _backward(

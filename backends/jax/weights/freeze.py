@@ -42,6 +42,7 @@ from polymp.backends.jax.autocast.function_calls import FUNCTION_CALL, FunctionC
 from polymp.backends.jax.compat import Atom, Equation
 from polymp.backends.jax.jaxprs import RULED, Inner, inside
 from polymp.backends.jax.modules import nnx
+from polymp.backends.jax.modules.scoped import naming
 from polymp.errors import PolicyError
 from polymp.rules.policy import Region
 
@@ -65,9 +66,9 @@ def freeze(
     Args:
         fn: what `autocast(...)` returned; or what `freeze` returned, to serve other arguments as
             well: stored is then what both allow. Its first argument are the parameters.
-        params: a pytree of arrays, flax nnx modules among them or not; or of
-            `jax.ShapeDtypeStruct`, for an answer without arrays. It is left as it is. Arrays over
-            several devices keep their sharding.
+        params: a pytree of arrays; or of `jax.ShapeDtypeStruct`, for an answer without arrays. It
+            is left as it is. Arrays over several devices keep their sharding. Of a flax nnx module,
+            its state: `graph, params = nnx.split(model)`.
         args: the other arguments, or their shapes, as they will be; nothing is run.
         kwargs: the same, by name.
 
@@ -76,7 +77,8 @@ def freeze(
         stored; and those parameters, in the structure of `params`.
 
     Raises:
-        TypeError: `fn` is no autocast function, or holds its parameters itself.
+        TypeError: `fn` is no autocast function, or holds its parameters itself; or an argument is a
+            flax nnx module.
         RuntimeError: called inside an autocast function.
     """
     if regions.AMBIENT.value is not None:
@@ -86,9 +88,9 @@ def freeze(
         )
     before = fn if isinstance(fn, Frozen) else None
     autocast = before.function if before else autocast_function(fn)
-    apart = nnx.split_modules(params)
-    leaves, tree = jax.tree.flatten(apart.parts)
-    paths = list(map(jax.tree_util.keystr, apart.paths))
+    _refuse_modules((params, args, kwargs))
+    leaves, tree = jax.tree.flatten(params)
+    paths = _paths(params)
     typed = [i for i, leaf in enumerate(leaves) if is_typed(leaf)]
     for i in typed:
         low = before.stored.get(paths[i]) if before else None
@@ -97,22 +99,16 @@ def freeze(
                 f"freeze(serve, params, ...): {paths[i]} is {low}, as it was stored "
                 "before. Pass the float32 parameters, from which both are made."
             )
-    function, given = autocast.fn, ((params, *args), kwargs)
-    if nnx.among(given):
-        policy = autocast.region.policy
-        named = policy is not None and bool(policy.scopes)
-        function, parts, _ = nnx.pure_of(autocast.fn, *given, named)
-        given = (parts, {})
-    flat, given_tree = jax.tree.flatten(given)
-    call = Signature(function, given_tree, tuple(ARRAY if is_typed(x) else x for x in flat))
+    flat, given_tree = jax.tree.flatten(((params, *args), kwargs))
+    statics = tuple(ARRAY if is_typed(x) else x for x in flat)
     arrays = [leaf for leaf in flat if is_typed(leaf)]
-    of_modules = sum(i < apart.state for i in typed)
-    places = dict(zip(typed, call.first(len(typed), of_modules), strict=True))
+    places = {i: place for place, i in enumerate(typed)}  # among all arrays: the first of them
     others = before.kept if before else {}
     why = {i: _reason(leaves[i]) or others.get(paths[i]) for i in typed}
-    traced = trace(function, autocast.region, given_tree, call.statics, arrays, {})
+    with naming(regions.is_inside):
+        traced = trace(autocast.fn, autocast.region, given_tree, statics, arrays, {})
     candidates = [places[i] for i, text in why.items() if text is None]
-    found, wide = _decided(call, traced, candidates, autocast.region.dtype)
+    found, wide = _decided(traced, candidates, autocast.region.dtype)
 
     stored = {i: autocast.region.dtype for i in typed if places[i] in found}
     cast: dict[int, object] = {}  # tied parameters stay one array
@@ -132,44 +128,8 @@ def freeze(
         tree,
         paths,
         {i: _dtype_of(served[i]) for i in typed},
-        of_modules,
     )
-    return frozen, apart.together(jax.tree.unflatten(tree, served))
-
-
-class Signature(NamedTuple):
-    """A call as it is traced."""
-
-    # Of arrays; where modules are among the arguments, of their state and everything else.
-    fn: Callable[..., object]
-    tree: jax.tree_util.PyTreeDef  # of the positional and keyword arguments
-    statics: tuple[object, ...]  # the leaves, with `ARRAY` for each array
-
-    def held(self) -> object:
-        """The state of the modules among the arguments."""
-        (state, _), _ = jax.tree.unflatten(self.tree, self.statics)
-        return state
-
-    def first(self, params: int, of_modules: int) -> list[int]:
-        """The places of the parameters among all arrays: their modules' state, and the others."""
-        state = jax.tree.leaves(self.held()).count(ARRAY) if nnx.is_pure(self.fn) else 0
-        return [*range(of_modules), *range(state, state + params - of_modules)]
-
-    def passed_on(self, traced: PlannedCall) -> list[int]:
-        """The outputs that are the state of modules as it came in, and no results of `fn`."""
-        if not nnx.is_pure(self.fn):
-            return []
-        _, after = jax.tree.unflatten(traced.tree, traced.statics)
-        leaves: list[object]
-        before: jax.tree_util.PyTreeDef
-        leaves, before = jax.tree.flatten(self.held())
-        others, now = jax.tree.flatten(after)
-        if before != now or leaves.count(ARRAY) != others.count(ARRAY):
-            return []
-        invars = compat.binders(traced.plan.jaxpr)[1][: leaves.count(ARRAY)]
-        outvars = compat.opened(traced.plan.jaxpr)[0].outvars
-        last = enumerate(outvars[len(outvars) - len(invars) :], len(outvars) - len(invars))
-        return [at for (at, out), given in zip(last, invars, strict=True) if out is given]
+    return frozen, jax.tree.unflatten(tree, served)
 
 
 @dataclass(eq=False, repr=False)
@@ -189,10 +149,9 @@ class Frozen:
     kept: Mapping[str, str]
     bytes_before: int
     bytes_after: int
-    _tree: jax.tree_util.PyTreeDef  # of the parameters, modules taken apart
+    _tree: jax.tree_util.PyTreeDef  # of the parameters
     _paths: Sequence[str]  # of its leaves
     _dtypes: Mapping[int, str]  # of the arrays, by numbers of leaves
-    _of_modules: int  # how many of the arrays, the first ones, are the state of modules
 
     def __post_init__(self) -> None:
         own = dict(vars(self))
@@ -212,7 +171,8 @@ class Frozen:
             What the autocast function returns for the float32 parameters, bit for bit.
 
         Raises:
-            TypeError: `served` has another structure or other dtypes.
+            TypeError: `served` has another structure or other dtypes, or an argument is a flax nnx
+                module.
             PolicyError: with these arguments, the program reads a parameter in float32 that is
                 stored in a low dtype.
             RuntimeError: called inside an autocast function.
@@ -222,16 +182,16 @@ class Frozen:
                 f"{self!r} was called inside an autocast function, but its dtypes are settled. "
                 "Call it outside, or freeze the autocast function around it instead."
             )
+        _refuse_modules((served, args, kwargs))
         self._check(served)
         return self._call(served, *args, **kwargs)
 
     def _check(self, served: object) -> None:
         """Refuse parameters that are not of the structure and the dtypes of the frozen ones."""
-        apart = nnx.split_modules(served)
-        leaves, tree = jax.tree.flatten(apart.parts)
+        leaves, tree = jax.tree.flatten(served)
         paths = self._paths
         if tree != self._tree:
-            ours, theirs = set(paths), set(map(jax.tree_util.keystr, apart.paths))
+            ours, theirs = set(paths), set(_paths(served))
             raise TypeError(
                 "The first argument has another structure than the parameters that freeze "
                 f"returned. {_some('Missing', ours - theirs)}{_some('New', theirs - ours)}"
@@ -265,14 +225,12 @@ class Frozen:
         kept: Plans,
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
-        call = Signature(fn, tree, statics)
         paths = (self._paths[i] for i in self._dtypes)
-        places = zip(call.first(len(self._dtypes), self._of_modules), paths, strict=True)
-        low = {i: path for i, path in places if path in self.stored}
+        low = {place: path for place, path in enumerate(paths) if path in self.stored}
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
         traced = trace(fn, region, tree, statics, avals, kept)
-        lowered = plan_low(traced.plan, region.dtype, low, call.passed_on(traced))
+        lowered = plan_low(traced.plan, region.dtype, low)
         for i, read in lowered.wide.items():
             raise PolicyError(
                 f"{low[i]} is stored in {region.dtype}, but with these arguments {read.why}. "
@@ -295,13 +253,27 @@ def autocast_function(
             f"{_short(fn)}. Write {called.format('autocast(fn)')}{then}."
         )
     if nnx.owned(autocast.fn, ())[1]:
-        whole = "autocast(lambda model, *args: model(*args))"
         raise TypeError(
             f"{called.format('fn')} needs the parameters as first argument, but "
-            f"{_short(autocast.fn)} holds them itself. Write "
-            f"{called.replace('params', 'model').format(whole)}."
+            f"{_short(autocast.fn)} holds them itself. {_WITHOUT_MODULES}"
         )
     return autocast
+
+
+_WITHOUT_MODULES = (
+    "Write graph, params = nnx.split(model), and as its function autocast(lambda params, *args: "
+    "nnx.merge(graph, params)(*args))."
+)
+
+
+def _refuse_modules(args: object) -> None:
+    if nnx.among(args):
+        raise TypeError(f"freeze takes no flax nnx modules as arguments. {_WITHOUT_MODULES}")
+
+
+def _paths(tree: object) -> list[str]:
+    """The paths of a tree's leaves."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 class Wide(NamedTuple):
@@ -312,13 +284,12 @@ class Wide(NamedTuple):
 
 
 def _decided(
-    call: Signature, traced: PlannedCall, candidates: Iterable[int], dtype: str
+    traced: PlannedCall, candidates: Iterable[int], dtype: str
 ) -> tuple[set[int], dict[int, Wide]]:
     """The places of arrays that can be stored in a dtype, and why the others cannot."""
-    allowed = call.passed_on(traced)
     tried, wide = set(candidates), dict[int, Wide]()
     while tried:
-        lowered = plan_low(traced.plan, dtype, tried, allowed)
+        lowered = plan_low(traced.plan, dtype, tried)
         unread = dict.fromkeys(tried - lowered.read, Wide(None, "nothing reads it"))
         if not (new := lowered.wide or unread):
             break

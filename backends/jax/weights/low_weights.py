@@ -27,6 +27,7 @@ from jax import lax
 from polymp import weights
 from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.autocast.api import transformed
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.freeze import Frozen, autocast_function, freeze
@@ -208,11 +209,8 @@ class LowLeaf:
 
 def _kept(keep: Any) -> dict[str, str]:
     """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
-    if isinstance(keep, str | Mapping):
-        path = keep if isinstance(keep, str) else next(iter(keep), "")
-        raise TypeError(
-            f"low_weights(): keep={reprlib.repr(keep)} is not a list. Write keep=[{path!r}]."
-        )
+    if isinstance(keep, str):
+        raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
     reasons: dict[str, str] = {}
     one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
     for each in [keep] if one else keep:
@@ -234,13 +232,14 @@ def _kept(keep: Any) -> dict[str, str]:
 def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
     """By path, the parameters that an autocast function reads in float32 or not at all, and why."""
     if not isinstance(fn, Frozen):
-        autocast_function(fn, "low_weights(optimizer, keep=({}, params, ...))", "")
-    apart = nnx.split_modules(params)
-    leaves, tree = jax.tree.flatten(apart.parts)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_typed(x) else x for x in leaves]
-    kept = freeze(fn, apart.together(jax.tree.unflatten(tree, shapes)), *args)[0].kept
-    paths = zip(apart.paths, leaves, strict=True)
-    wide = [path for path, x in paths if is_typed(x) and x.dtype == np.float32]
+        autocast = autocast_function(fn, "low_weights(optimizer, keep=({}, params, ...))", "")
+        if nnx.among(params):
+            function, params = nnx.of_state(autocast.fn, params)
+            fn = transformed(function, autocast.region)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_typed(x) else x  # noqa: E731
+    kept = freeze(fn, jax.tree.map(shape, params), *args)[0].kept
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    wide = [path for path, x in leaves if is_typed(x) and x.dtype == np.float32]
     named = ((leaf_path(path), jax.tree_util.keystr(path)) for path in wide)
     return {dotted: kept[path] for dotted, path in named if path in kept}
 

@@ -197,6 +197,8 @@ def _prepare(
     policy: PolicyLike | None,
 ) -> tuple[str, bool, torch.dtype]:
     """Check the arguments and prepare their region; return its ticket, enabled, and its dtype."""
+    if not is_autocast_available(device):
+        raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     # Without a dtype it is that of the region around, and bfloat16 for a policy with rule fp8.
     if not isinstance(around, torch.dtype):
         raise TypeError(f"autocast's dtype must be a torch.dtype, got {around!r}")
@@ -225,8 +227,6 @@ def _ready(
     device: str, dtype: torch.dtype, enabled: bool, cache: bool, policy: Policy | None
 ) -> str:
     """Prepare a region, once, and return its ticket."""
-    if not is_autocast_available(device):
-        raise RuntimeError(f"User specified an unsupported autocast device_type '{device}'")
     kind = device.partition(":")[0]  # as in torch.amp, "cuda:0" means every GPU
     region = Region("torch", kind, enabled, dtype_names.NAMES[dtype], cache, policy)
     kernel_registry.prepare(region)
@@ -268,10 +268,7 @@ def _wrapped(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
 
     @functools.wraps(func)
     def function(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if is_dynamo_compiling():
-            with region._again():
-                return func(*args, **kwargs)
-        with region:
+        with region._again() if is_dynamo_compiling() else region:
             return func(*args, **kwargs)
 
     @functools.wraps(func)

@@ -16,6 +16,21 @@ from torch.optim.optimizer import (
 from polymp.backends.torch.compat import dynamo
 
 
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return every parameter of an optimizer, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def names(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Return the names by which an optimizer knows its parameters, or else their places."""
+    found: dict[torch.Tensor, str] = {}
+    for at, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or ()
+        for number, p in enumerate(group["params"]):
+            found[p] = given[number] if number < len(given) else f"group {at}, parameter {number}"
+    return found
+
+
 def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Call `optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break if possible.
 
@@ -74,25 +89,6 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
     """
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def plain_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return the step of a class as it is written, without the wrappers that torch puts around it.
-
-    These are `profile_hook_step`, which runs hooks, and `_use_grad_for_differentiable`, which
-    breaks dynamo's graphs; the caller turns gradients off.
-    """
-    return inspect.unwrap(kind.step)
-
-
-def traceable(method: Any) -> Any:
-    """Return a method of an optimizer as dynamo can trace it.
-
-    Dynamo marks `_init_group` of most classes as not to be traced, and calls it by itself, where it
-    meets an optimizer (`torch._dynamo.eval_frame.TorchPatcher.patch`). The mark is on a wrapper
-    around the method.
-    """
-    return inspect.unwrap(method) if inspect.isfunction(method) else method
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:

@@ -9,9 +9,9 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
 import copy
 import functools
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import distributed
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
@@ -35,14 +34,11 @@ from polymp.backends.torch.snapshot import (
 )
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
-    BadStep,
     BatchCopies,
     CaughtStep,
-    LossChecks,
-    bad_loss,
+    Repeated,
     checked_arguments,
     described,
-    first_difference,
     warn,
 )
 
@@ -186,33 +182,29 @@ def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
 
 
 class StateCopy(TrainingState):
-    """The state of the training before a step, and the calls since."""
+    """The state from which calls are repeated, and copies of their arguments."""
 
     def __init__(self, objects: TrainingObjects) -> None:
         super().__init__(objects)
         self.objects = objects
         self.scaled = _has_scaler(objects)
+        self.broken: TrainingState  # after the calls, while they are repeated
+        self.before: TrainingState  # before the one that is repeated
         self._names = {id(t): name for name, t in self.named.items()}
-        self.calls: list[Call] = []
         self._memory = {*map(storage_key, self.named.values())}
         # Of the calls' arguments, by tensor: the version that was copied, and the copy.
         self._copies: Any = WeakTensorKeyDictionary()
         self._arrays = BatchCopies()
-        self._versioned = [t for t in self.named.values() if not t.is_inference()]
         self.left = self.versions()  # when the last call ended
 
-    def versions(self) -> list[int]:
-        """Return the versions of the tensors, which every write to a tensor changes."""
-        return [t._version for t in self._versioned]
+    def versions(self) -> dict[str, int]:
+        """Return the versions of the tensors by name; every write to a tensor changes its own."""
+        return {name: t._version for name, t in self.named.items() if not t.is_inference()}
 
     def written(self) -> str:
         """Return the name of a tensor that was written since the last call ended; "" if none."""
-        now = self.versions()
-        if now == self.left:
-            return ""
-        triples = zip(self._versioned, self.left, now, strict=True)
-        written = next(t for t, was, version in triples if was != version)
-        return self._names[id(written)]
+        now = self.versions().items()
+        return next((name for name, version in now if version != self.left[name]), "")
 
     def gradients(self, optimizer: torch.optim.Optimizer | None = None) -> Named:
         """Return the gradients that an optimizer steps with, by name; without one, all."""
@@ -255,50 +247,62 @@ class StateCopy(TrainingState):
         return copy
 
 
-class Catch(CaughtStep, Generic[P, R]):
+class Catch(CaughtStep[P, R]):
     """A `CaughtStep` of torch; `of` is as in `catch`."""
+
+    _in_place = True
+    _unrepeated = (
+        "Repeating the steps did not give that value again, and the training is now in the state "
+        "after them. The step reads its batch itself, or other code changed the training in a way "
+        "that does not show: give the step its batch as an argument, and do all of the step in it."
+    )
 
     def __init__(self, step: Callable[P, R], every: int, raises: bool, of: object) -> None:
         super().__init__(step, every, raises)
-        self._fn, self._of = step, of
-        self._copy: StateCopy | None = None
-        self._checks = LossChecks()
+        self._of = of
         self._written = 0  # calls in a row between which other code wrote to the training
         self._met: list[torch.optim.Optimizer] = []  # that stepped, and were not found before
         self._renews = False
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do a step, and check it.
-
-        Args:
-            args: of the step.
-            kwargs: of the step.
-
-        Returns:
-            The step's results.
-
-        Raises:
-            BadStepError: a value is not finite. The training is in the state before that step.
-            ValueError: no model and no optimizer was found.
-
-        Warns:
-            CatchWarning: likewise, if `on_bad` is "report".
-        """
-        copy, bad = self._current(args, kwargs), list[torch.Tensor]()
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        copy: StateCopy | None = self._copy
+        written = copy.written() if copy is not None else ""
+        self._written = self._written + 1 if written else 0
+        if self._written == _OFTEN and self._every > 1:
+            warn(
+                f"catch: {written!r} is written between two calls of the step, again and again, so "
+                "that the training is copied before each. Do all of it in the step that is "
+                "wrapped: forward, backward, optimizer.step() and what follows it."
+            )
+        if copy is None or written or self._renews or len(self._calls) >= self._every:
+            self.check()
+            self._copy = copy = None  # gives its memory back
+            self._calls, self._renews = [], False
+            objects = training_objects(self._fn, [self._of, self._met, *args, *kwargs.values()])
+            if not (objects.models or objects.optimizers):
+                raise ValueError(
+                    f"catch found no model and no optimizer in {self._fn!r}. Name them: "
+                    "catch(step, of=[model, optimizer])."
+                )
+            self._copy = copy = StateCopy(objects)
         before = Snapshot(settings=copy.objects.optimizers, random_numbers=True)
-        call = Call(*copy.kept((args, kwargs)), before, {})
-        copy.calls.append(call)
-        self.step += 1
+        self._calls.append(Call(*copy.kept((args, kwargs)), before, {}))
+        return args, kwargs
+
+    def _do(self, args: Any, kwargs: Any) -> tuple[R, dict[int, torch.Tensor], bool]:
+        copy: StateCopy = self._copy
+        bad: list[torch.Tensor] = []
         result, steps = self._run(
-            copy, args, kwargs, lambda grads: bad.extend(bad_by_device(grads.values()))
+            copy, args, kwargs, lambda g: bad.extend(bad_by_device(g.values()))
         )
-        call.losses.update({at: loss.clone() for at, loss in losses(result).items()})
-        self._meet(copy, steps, call)
+        own = {at: loss.clone() for at, loss in losses(result).items()}
+        known = [it.state for it in (*copy.objects.optimizers, *self._met)]  # of wrappers, too
+        new = [it for it in steps if all(it.state is not state for state in known)]
+        self._met += {id(it): it for it in new}.values()  # the next copy has them
+        self._renews = self._renews or bool(new)
         copy.left = copy.versions()
-        bad += [~loss.isfinite() for loss in call.losses.values()]
-        if self._checks.add(_sent(bad), _alone()):
-            self._stop(copy)
-        return result
+        bad += [~loss.isfinite() for loss in own.values()]
+        return result, own, self._checks.add(_sent(bad), _alone())
 
     def _run(
         self, copy: StateCopy, args: Any, kwargs: Any, check: Callable[[Named], object]
@@ -320,113 +324,58 @@ class Catch(CaughtStep, Generic[P, R]):
             check(copy.gradients())
         return result, steps
 
-    def _meet(self, copy: StateCopy, steps: Sequence[torch.optim.Optimizer], call: Call) -> None:
-        """Have the next copy hold optimizers that were not found; tell what cannot be checked."""
-        known = [it.state for it in (*copy.objects.optimizers, *self._met)]  # of wrappers, too
-        new = [it for it in steps if all(it.state is not state for state in known)]
-        self._met += {id(it): it for it in new}.values()
-        self._renews = self._renews or bool(new)
-        if self.step == 1 and not call.losses:
-            by = ", by the scaler" if copy.scaled else ""
-            warn(
-                f"catch: the step returns no loss, so that only the gradients are checked{by}, and "
-                f"the weights every {self._every} calls. Return the loss."
-            )
+    def _other_checks(self) -> str:
+        by = ", by the scaler" if self._copy.scaled else ""
+        return (
+            f"so that only the gradients are checked{by}, and the weights every {self._every} calls"
+        )
 
-    def check(self) -> None:
-        """Check losses and weights now, and wait for the device: before saving a checkpoint.
+    def _bad_state(self) -> bool:
+        return any(map(bool, bad_by_device(self._copy.trained().values())))
 
-        Under several ranks, every rank calls it.
+    def _anywhere(self, found: bool) -> bool:
+        return any_rank(found)
 
-        Raises:
-            BadStepError: as a call does.
-
-        Warns:
-            CatchWarning: as a call does.
-        """
-        if self._copy is not None:
-            trained = self._copy.trained().values()
-            found = self._checks.now() or any(map(bool, bad_by_device(trained)))
-            if any_rank(found):
-                self._stop(self._copy)
-
-    def _current(self, args: Sequence[object], kwargs: Mapping[str, object]) -> StateCopy:
-        """Return the copy to go back to; a new one, after a check, if it is time for one."""
-        copy = self._copy
-        written = copy.written() if copy is not None else ""
-        self._written = self._written + 1 if written else 0
-        if self._written == _OFTEN and self._every > 1:
-            warn(
-                f"catch: {written!r} is written between two calls of the step, again and again, so "
-                "that the training is copied before each. Do all of it in the step that is "
-                "wrapped: forward, backward, optimizer.step() and what follows it."
-            )
-        full = self._renews or (copy is not None and len(copy.calls) >= self._every)
-        if copy is not None and not written and not full:
-            return copy
-        self.check()
-        self._copy = copy = None  # gives its memory back
-        self._renews = False
-        objects = training_objects(self._fn, [self._of, self._met, *args, *kwargs.values()])
-        if not (objects.models or objects.optimizers):
-            raise ValueError(
-                f"catch found no model and no optimizer in {self._fn!r}. Name them: "
-                "catch(step, of=[model, optimizer])."
-            )
-        self._copy = copy = StateCopy(objects)
-        return copy
-
-    def _stop(self, copy: StateCopy) -> None:
-        """Go back to before the first bad step, and say which it was."""
-        report = self._replayed(copy)
-        self._copy, self._checks = None, LossChecks()
-        self._stopped(report)
-
-    def _replayed(self, copy: StateCopy) -> BadStep:
-        objects, calls = copy.objects, copy.calls
-        broken = TrainingState(objects)
+    def _repeated(self) -> Iterator[Repeated]:
+        copy: StateCopy = self._copy
+        copy.broken = TrainingState(copy.objects)
         copy.put_back()
-        before_it: list[float] = []
-        for at, call in enumerate(calls):
+        for call in self._calls:
             call.before.put_back()
-            before, gradients = TrainingState(objects), dict[str, str]()
+            copy.before, gradients = TrainingState(copy.objects), dict[str, str]()
             args, kwargs = copy.kept(call[:2], shared=False)
 
             def check(grads: Named, found: dict[str, str] = gradients) -> None:
                 found |= not_finite(grads)
 
+            def bad(gradients: dict[str, str] = gradients) -> str:
+                return described(gradients, str) or described(not_finite(copy.trained()), str)
+
             try:
                 result, _ = self._run(copy, args, kwargs, check)
             except StopIteration:  # the iterator that the step reads has ended
-                before.put_back()
-                return self._unrepeated(before_it, _UNREPEATED)
-            differs = differing(call.losses, result)
-            if any_rank(bool(differs)):
-                broken.put_back()
-                step = self.step - len(calls) + at
-                note = _DIFFERS.format(step=step, losses=differs or "another on another rank")
-                return self._by_losses([each.losses for each in calls], note)
-            found = (
-                bad_loss(losses(result))
-                or described(gradients, str)
-                or described(not_finite(copy.trained()), str)
-            )
-            if not any_rank(bool(found)):
-                before_it += values(result)
-                continue
-            before.put_back()
-            first, undone = self.step - len(calls) + at, len(calls) - at
-            fault = _located(self._fn, call, objects)
-            before.put_back()  # locate leaves what it does not know, such as schedulers
-            return BadStep(first, found or _ELSEWHERE, fault, tuple(before_it), undone)
-        return self._unrepeated(before_it, _UNREPEATED)
+                copy.before.put_back()
+                return
+            on_cpu = all(loss.device.type == "cpu" for loss in call.losses.values())
+            yield Repeated(losses(result), on_cpu, bad)
+
+    def _another(self, step: int, losses: str) -> str:
+        self._copy.broken.put_back()
+        return _DIFFERS.format(step=step, losses=losses or "another on another rank")
+
+    def _located(self, call: Call, before: None) -> tuple[Fault | None, str]:
+        copy, fn, kwargs = self._copy, self._fn, dict(call.kwargs)
+        if "model" in kwargs:  # the step's own, and not locate's
+            fn = functools.partial(fn, model=kwargs.pop("model"))
+        copy.before.put_back()
+        model = copy.objects.models[0] if len(copy.objects.models) == 1 else None
+        fault = replay.locate(fn, *call.args, model=model, **kwargs)
+        copy.before.put_back()  # locate leaves what it does not know, such as schedulers
+        return fault, ""
 
 
 # After so many calls in a row that found the training written by other code, say so.
 _OFTEN = 3
-
-
-_ELSEWHERE = "another rank found a value that is not finite"
 
 _DIFFERS = (
     "Repeating step {step} gave the loss {losses}, so no op was looked for. Either the step reads "
@@ -434,20 +383,6 @@ _DIFFERS = (
     "such as an optimizer that only a library reaches: name it, catch(step, of=[...]). The "
     "training is as the last step left it."
 )
-
-_UNREPEATED = (
-    "Repeating the steps did not give that value again, and the training is now in the state after "
-    "them. The step reads its batch itself, or other code changed the training in a way that does "
-    "not show: give the step its batch as an argument, and do all of the step in it."
-)
-
-
-def _located(fn: Callable[..., Any], call: Call, objects: TrainingObjects) -> Fault | None:
-    model = objects.models[0] if len(objects.models) == 1 else None
-    kwargs = dict(call.kwargs)
-    if "model" in kwargs:  # the step's own, and not locate's
-        fn = functools.partial(fn, model=kwargs.pop("model"))
-    return replay.locate(fn, *call.args, model=model, **kwargs)
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
@@ -482,16 +417,6 @@ def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
 
 def _alone() -> bool:
     return _ranks() == 1 or _device().type == "cpu"  # on which all ranks learn of it at once
-
-
-def differing(recorded: Mapping[int, torch.Tensor], result: object) -> str:
-    """Say which finite loss of a step was another when it was repeated; "" if none."""
-    pairs = zip(recorded.values(), values(result), strict=False)
-    names = dtype_names.NAMES
-    return first_difference(
-        ((float(was), now, names[was.dtype]) for was, now in pairs),
-        all(was.device.type == "cpu" for was in recorded.values()),
-    )
 
 
 def bad_by_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -543,8 +468,3 @@ def _device() -> torch.device:
     """Return a device on which ranks can talk."""
     nccl = _ranks() > 1 and "nccl" in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-
-
-def values(result: Any) -> list[float]:
-    """Return a step's losses as numbers. Waits for the device."""
-    return [float(loss) for loss in losses(result).values()]

@@ -24,7 +24,7 @@ from polymp.backends.torch.diagnostics.values import Event, Values, measurable, 
 from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot
-from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.audit_records import Fault, operand_numbers
 from polymp.diagnostics.blame import tell_nothing_found
 from polymp.errors import brief
 
@@ -193,24 +193,16 @@ class LocateValues(Values):
         lost = event.lost is not None and any(self.ranges.read([event.lost.both]))
         writes = event.func is not None and facts_of(event.func).writes  # they have other values
         if not writes and (lost or event.numbers or not self._finite(event)):
-            event.operands = tuple(_operand(t) if measurable(t) else _NOTHING for t in reads)
+            event.operands = tuple(map(_operand, reads))
 
     def _finite(self, event: Event) -> bool:
         return all(map(math.isfinite, self.ranges.read(event.ranges)))
 
 
 def _operand(t: torch.Tensor) -> torch.Tensor:
-    """Measure smallest, largest magnitude, shares of zeros, Inf, NaN, negatives; float32 [6]."""
-    values = real(t.detach()).to(torch.float32)
-    size = values.abs()
-    finite = size.isfinite()
-    some = torch.where(finite & (size > 0), size, torch.full_like(size, math.inf))
-    most = torch.where(finite, size, torch.zeros_like(size))
-    shares = [(size == 0), size.isinf(), size.isnan(), values < 0]
-    return torch.stack([some.amin(), most.amax(), *(s.to(torch.float32).mean() for s in shares)])
-
-
-_NOTHING = torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])  # of a tensor that is not measured
+    if not measurable(t):
+        return torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
+    return operand_numbers(torch, real(t.detach()).to(torch.float32))  # type: ignore[no-any-return]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -502,19 +502,15 @@ class GradScaler(DeviceState):
         self._per_optimizer_states, self._before, self._scaled_in = _fresh_entries(), {}, None
 
     def __getstate__(self) -> dict[str, object]:
-        kept = self.__dict__.copy()
-        if self._enabled:
-            if self._per_optimizer_states:
-                raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning "
-                    "of an iteration, or at the end after scaler.update()."
-                )
-            scale, tracker, *counts = self._read()
-            kept |= {"_init_scale": scale, "_init_growth_tracker": tracker}
-            kept["_init_counts"] = tuple(counts)
-            for name in _NOT_KEPT:
-                del kept[name]
-        return kept
+        if not self._enabled:
+            return self.__dict__.copy()
+        if self._per_optimizer_states:
+            raise AssertionError(
+                "A GradScaler instance may only be pickled at the beginning "
+                "of an iteration, or at the end after scaler.update()."
+            )
+        self._set_first(self._read())
+        return {name: value for name, value in vars(self).items() if name not in _NOT_KEPT}
 
     def __setstate__(self, kept: Mapping[str, object]) -> None:
         self.__dict__.update(kept)
@@ -560,9 +556,7 @@ class GradScaler(DeviceState):
         if divided and self._may_be_below_one():
             # A quotient can be Inf where the scaled gradient was not.
             by = torch.ones_like(scale) if divisor is None else divisor
-            for device, finding in unscale.overflows(optimizer, by).items():
-                before = found.get(device)
-                found[device] = finding if before is None else torch.maximum(before, finding)
+            unscale.add_overflows(found, optimizer, by)
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():

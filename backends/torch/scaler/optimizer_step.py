@@ -111,7 +111,7 @@ def step_or_undo(
     optimizers.complete_state(optimizer)
     if compiling:
         optimizers.make_state(optimizer)
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    params = [p for p in optimizers.parameters(optimizer) if p.grad is not None]
     skip = found != 0
     before = [dict(optimizer.state.get(p, {})) for p in params]
     if not all(isinstance(v, _PLAIN) for state in before for v in state.values()):
@@ -277,7 +277,7 @@ def step_or_take_back(
     else:
         args = (evaluate, *args[1:])
     optimizers.complete_state(optimizer)
-    before = Snapshot(unscale.parameters(optimizer), optimizers=[optimizer])
+    before = Snapshot(optimizers.parameters(optimizer), optimizers=[optimizer])
     try:
         return optimizer.step(*args, **kwargs), False
     except _NotFinite:

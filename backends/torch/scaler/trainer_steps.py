@@ -12,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from polymp import scaling
-from polymp.backends.torch.scaler.grad_scaler import Entry, GradScaler, _refresh_per_optimizer_state
+from polymp.backends.torch.scaler.grad_scaler import GradScaler
 
 
 def begin_backward(scaler: GradScaler | None) -> None:
@@ -28,7 +28,7 @@ def unscale_each(
 ) -> None:
     """Unscale the gradients of optimizers, of each once."""
     for optimizer in optimizers:
-        entry = _entry(scaler, optimizer)
+        entry = scaler._per_optimizer_states[id(optimizer)]
         if entry.get("mixed"):
             raise RuntimeError(
                 "these gradients were clipped before the last backward pass, which has added "
@@ -51,8 +51,8 @@ def step(
     else:
         update_pending(scaler)  # not in the closure, where this step has begun
         result = scaler.step(optimizer, closure, **kwargs)
-    stages = [_entry(scaler, one)["stage"] for one in together]
-    if stages and all(stage is OptState.STEPPED for stage in stages):
+    entries = [scaler._per_optimizer_states[id(one)] for one in together]
+    if entries and all(entry["stage"] is OptState.STEPPED for entry in entries):
         scaler.update()
     return result
 
@@ -81,11 +81,6 @@ def known_metrics(scaler: GradScaler) -> tuple[float, int] | None:
     """Return the scale and the number of skipped steps; None where the host does not know them."""
     known = scaler._recall()
     return None if known is None else (float(known.scale), int(known.skipped))
-
-
-def _entry(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Entry:
-    """The optimizer's entry of this iteration, or what it begins with."""
-    return scaler._per_optimizer_states.get(id(optimizer)) or _refresh_per_optimizer_state()
 
 
 def check_scaler(scaler: object, asked: str, half: bool, write: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.compat import distributed, optimizers
 from polymp.scaling import SMALLEST_NORMAL, Gradient
 
 Findings = dict[torch.device, torch.Tensor]
@@ -36,11 +36,6 @@ def moved(tensor: torch.Tensor, device: torch.device, *, copy: bool = False) -> 
     """Move a tensor to a device without waiting, except to the CPU."""
     # There torch would return before the values have arrived.
     return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
-
-
-def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return every parameter of the optimizer, in its order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def largest(findings: Iterable[torch.Tensor]) -> torch.Tensor | None:
@@ -91,13 +86,12 @@ def unscale_gradients(
     return founds.copies
 
 
-def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findings:
-    """Find gradients whose quotient by `divisor` is not finite; none is written."""
+def add_overflows(found: Findings, optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> None:
+    """Add to findings whether quotients of gradients by `divisor` are finite; none is written."""
     # The largest magnitude is divided, as torch's fused optimizers divide: in float32, or in
     # float64 where the gradient is; on the CPU the last few elements in the gradient's dtype
     # (torch 2.13, aten/src/ATen/native/cpu/FusedSGDKernel.cpp and its like).
     divisors = OnDevices(divisor, copy=False)
-    founds: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
         for grads in _by_kind(optimizer):
             grads = [g for g in grads if g.numel()]  # there is no largest of none
@@ -109,13 +103,12 @@ def overflows(optimizer: torch.optim.Optimizer, divisor: torch.Tensor) -> Findin
                     wide = torch.promote_types(wide, torch.float32)
                 quotient = largest.to(wide) / divisors.get(device).to(wide)
                 bad = quotient.isfinite().logical_not().float()
-                founds[device] = torch.maximum(founds[device], bad) if device in founds else bad
-    return founds
+                found[device] = torch.maximum(found[device], bad) if device in found else bad
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients of the optimizer's parameters that have one."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in optimizers.parameters(optimizer)]
     return [g for g in grads if g is not None]
 
 
@@ -132,7 +125,7 @@ def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
 def _by_kind(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
     """Return the values of all gradients, in lists of one device and dtype."""
     kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for param in parameters(optimizer):
+    for param in optimizers.parameters(optimizer):
         if param.grad is not None:
             values = _values(param)
             kinds[values.device, values.dtype].append(values)
@@ -172,15 +165,10 @@ def _values(param: torch.Tensor) -> torch.Tensor:
 
 def rows(optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> list[Gradient]:
     """Count the values of each gradient of the optimizer. Waits for the device, once."""
-    # Named as the optimizer names them, or by their place.
-    names: dict[int, str] = {}
-    for at, group in enumerate(optimizer.param_groups):
-        places = (f"group {at}, parameter {i}" for i in range(len(group["params"])))
-        names |= zip(map(id, group["params"]), group.get("param_names") or places, strict=True)
     heads, counts = [], []
-    for param in parameters(optimizer):
+    for param, name in optimizers.names(optimizer).items():
         if param.grad is not None:
-            heads.append((names[id(param)], tuple(distributed.local(param).shape)))
+            heads.append((name, tuple(distributed.local(param).shape)))
             counted = _counts(distributed.local(param.grad), factor)
             counts.append(moved(counted, factor.device))
     if not counts:
@@ -232,7 +220,7 @@ def rank_groups(optimizer: torch.optim.Optimizer, given: Any = None) -> RankGrou
         return RankGroups((), True)
     if given is not None and dist.get_world_size(given) == world:
         return RankGroups((given,), True)
-    params = parameters(optimizer)
+    params = optimizers.parameters(optimizer)
     meshes = distributed.meshes(params)
     found = [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
     if given is None and any(map(distributed.in_fsdp1, params)):

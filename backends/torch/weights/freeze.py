@@ -176,14 +176,11 @@ def _checked_examples(model: Any, inputs: Any, kwargs: Any) -> list[tuple[Any, .
     if not isinstance(model, nn.Module):
         raise TypeError(f"freeze() takes a torch.nn.Module and its inputs, not {brief(model)}.")
     listed = inputs if isinstance(inputs, list) else [inputs]
-    wrong = [type(one).__name__ for one in listed if not isinstance(one, tuple)]
-    if wrong or not listed:
-        given = f"a list with {wrong[0]} in it" if wrong else "an empty list"
-        given = given if isinstance(inputs, list) else wrong[0]
-        named = " Write freeze(model, (), kwargs=...) for inputs by keyword."
+    if not listed or not all(isinstance(one, tuple) for one in listed):
         raise TypeError(
             f"freeze() takes the inputs of {type(model).__name__} as a tuple, such as (x,), or a "
-            f"list of tuples, not as {given}.{named if 'dict' in wrong else ''}"
+            f"list of tuples, got {brief(inputs)}. For inputs by keyword write "
+            "freeze(model, (), kwargs=...)."
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"freeze() takes kwargs as a dict, not as {type(kwargs).__name__}.")
@@ -205,10 +202,10 @@ def _check_module(module: nn.Module, path: str) -> None:
         )
     for name, t in (*module._parameters.items(), *module._buffers.items()):
         if t is not None and (odd_kind := _odd(t)):
-            raise TypeError(f"{what} has {name!r}, {odd_kind}. {_INSTEAD}")
-
-
-_INSTEAD = "Freeze a model whose parameters and buffers are plain tensors."
+            raise TypeError(
+                f"{what} has {name!r}, {odd_kind}. Freeze a model whose parameters and buffers are "
+                "plain tensors."
+            )
 
 
 def _odd(t: torch.Tensor) -> str:
@@ -253,13 +250,8 @@ def _why(t: torch.Tensor, device: str) -> str:
     """Return why a tensor cannot be stored low in any use; "" if it can."""
     if t.requires_grad:
         return "requires gradients"
-    if t.dtype is not torch.float32:
-        return f"is {dtype_names.NAMES[t.dtype]}"
-    if t.device.type != device:
-        return f"is on {t.device.type}"
-    if t.layout is not torch.strided:
-        return f"is {str(t.layout).removeprefix('torch.')}"
-    return "is empty" if t.numel() == 0 else ""
+    why = freeze_usage.why_kept(t, torch.float32)
+    return why or ("" if t.device.type == device else f"is on {t.device.type}")
 
 
 def _refuse_if_nothing(name: str, groups: Iterable[Group]) -> None:
@@ -399,9 +391,9 @@ class Trial:
                     returned = list(freeze_usage.leaves(self._model(*args, **kwargs)))
                 if isinstance(watch, freeze_usage.Uses):
                     watch.returned(returned)
-                tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-                read = [t for t in (*self._model.parameters(), *tensors) if t.requires_grad]
-                made = [t for t in returned if isinstance(t, torch.Tensor) and t.requires_grad]
+                used = (*self._model.parameters(), *freeze_usage.tensors(inputs))
+                read = [t for t in used if t.requires_grad]
+                made = [t for t in freeze_usage.tensors(returned) if t.requires_grad]
                 if read and made:
                     ones = [torch.ones_like(t) for t in made]
                     returned += torch.autograd.grad(made, read, ones, allow_unused=True)

@@ -251,6 +251,15 @@ def memory(model: nn.Module) -> int:
     return sum(t.untyped_storage().nbytes() for t in pieces.values())
 
 
+def why_kept(t: torch.Tensor, *dtypes: torch.dtype) -> str:
+    """Return why a tensor, of these dtypes, cannot be stored in another one; "" if it can."""
+    if t.layout is not torch.strided:
+        return f"is {str(t.layout).removeprefix('torch.')}"
+    if t.dtype not in dtypes:
+        return f"is {dtype_names.NAMES[t.dtype]}"
+    return "is empty" if t.numel() == 0 else ""
+
+
 def store(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
     """Store tensors on one storage in a dtype: the same objects, which share memory as before."""
     first = min(t.storage_offset() for t in tensors)

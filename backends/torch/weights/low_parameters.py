@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from polymp import weights
-from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
-from polymp.backends.torch.compat import distributed
-from polymp.backends.torch.weights.freeze_usage import sharing, store
+from polymp.backends.torch.autocast.dtype_names import DTYPES
+from polymp.backends.torch.compat import distributed, optimizers
+from polymp.backends.torch.weights import freeze_usage
 from polymp.weights import Mode, Verbs
 
 BESIDE, STEPS, GROUP = "beside", "low_steps", "low_weights"
@@ -66,7 +66,7 @@ class LowWeights:
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Store parameters low, in place, except those that are kept, and mark the groups."""
         low: dict[Param, int] = {}
-        for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for at, p in enumerate(optimizers.parameters(optimizer)):
             if p in self.places:
                 continue
             if why := self.kept.get(p) or why_kept(p):
@@ -76,7 +76,7 @@ class LowWeights:
         for group in optimizer.param_groups:
             group[GROUP] = self.mode.name
         with torch.no_grad():
-            for together in sharing((str(at), p) for p, at in low.items()):
+            for together in freeze_usage.sharing((str(at), p) for p, at in low.items()):
                 params = list(together.values())
                 fulls = [distributed.local(p).detach().to(torch.float32) for p in params]
                 _set_low(params)
@@ -167,18 +167,14 @@ def why_kept(p: Param) -> str:
     """Return why a parameter cannot be stored low; "" if it can."""
     if distributed.in_fsdp1(p):
         return "is a part of FSDP1's flat parameter"
-    if p.layout is not torch.strided:
-        return f"is {str(p.layout).removeprefix('torch.')}"
-    if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"is {NAMES[p.dtype]}"
-    return "is empty" if p.numel() == 0 else ""
+    return freeze_usage.why_kept(p, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _set_low(params: list[Param]) -> None:
     """Give parameters on one storage memory in bfloat16; they stay the same objects."""
     plain = [p for p in params if distributed.local(p) is p]
     if plain:
-        store(plain, torch.bfloat16)
+        freeze_usage.store(plain, torch.bfloat16)
         torch.autograd.graph.increment_version(plain)
     for p in params:
         grad = p.grad

@@ -11,7 +11,7 @@ at once (LBFGS, and who knows what users write), so it is lent all of them toget
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -68,48 +68,38 @@ class Loan:
                 own.update(self._aside.pop(p, {}))
 
 
-def step(
-    optimizer: torch.optim.Optimizer,
-    weights: LowWeights,
-    closure: Closure | None,
-    compiled: bool = False,
-) -> Any:
+def step(optimizer: Any, closure: Closure | None, compiled: bool = False) -> Any:
     """Take one step of an optimizer on low weights, compiled if wanted and possible."""
+    low: LowWeights = optimizer._low
     loss = None
-    together = not is_piecewise(weights.kind)
+    together = not is_piecewise(low.kind)
     if closure is not None and not together:
         with torch.enable_grad():
             loss = closure()
     refuse_sparse(optimizer)
-    weights.complete(optimizer)
-    if compiled and _can_compile(optimizer, weights):
-        _run(optimizer, weights)
+    low.complete(optimizer)
+    if compiled and _can_compile(optimizer):
+        _run(optimizer)
         return loss
-    run = optimizers.step_without_hooks(weights.kind)
-    every = [p for group in optimizer.param_groups for p in group["params"]]
-    low = [p for p in every if p in weights.places and (together or p.grad is not None)]
-    others = [p for p in every if p not in weights.places]
-    rows = list(_alike(low))
+    every = optimizers.parameters(optimizer)
+    others = [p for p in every if p not in low.places]
+    rows = list(_alike(p for p in every if p in low.places and (together or p.grad is not None)))
     if together:
-        return _step_on(optimizer, weights, rows, others, run, closure)
-    if others or not low:
-        _step_on(optimizer, weights, [], others, run, None)
+        return _step_on(optimizer, rows, others, closure)
+    if others or not rows:
+        _step_on(optimizer, [], others)
     for row in rows:
-        _step_on(optimizer, weights, [row], [], run, None)
+        _step_on(optimizer, [row], [])
     return loss
 
 
 def _step_on(
-    optimizer: torch.optim.Optimizer,
-    weights: LowWeights,
-    rows: list[list[Param]],
-    others: list[Param],
-    run: Any,
-    closure: Closure | None,
+    optimizer: Any, rows: list[list[Param]], others: list[Param], closure: Closure | None = None
 ) -> Any:
     """Take the step on some low parameters, and on others that step with them."""
-    state: Any = optimizer.state
-    read = [piece for row in rows for piece in weights.read(state, row)]
+    low, state = optimizer._low, optimizer.state
+    run = optimizers.step_without_hooks(low.kind)
+    read = [piece for row in rows for piece in low.read(state, row)]
     lent: dict[Param, torch.Tensor] = {
         p: torch.nn.Parameter(full, requires_grad=p.requires_grad)
         for piece in read
@@ -124,7 +114,7 @@ def _step_on(
 
     def write() -> None:
         for piece in read:
-            weights.write(state, piece)
+            low.write(state, piece)
 
     def evaluate() -> Any:  # on the low parameters, which have the values lent so far
         assert closure is not None
@@ -147,7 +137,7 @@ def _step_on(
         steps = state[p].get(STEPS)
         if steps is not None and p.grad is not None:
             steps += 1 if found is None else (found == 0).to(steps)
-    weights.stepped.update(p for p in (*lent, *others) if p.grad is not None)
+    low.stepped.update(p for p in (*lent, *others) if p.grad is not None)
     return result
 
 
@@ -157,7 +147,7 @@ def is_piecewise(kind: type) -> bool:
     return own.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
 
 
-def _alike(params: list[Param]) -> Iterator[list[Param]]:
+def _alike(params: Iterable[Param]) -> Iterator[list[Param]]:
     """Yield parameters on one device, of `LENT` bytes at most in float32."""
     some: list[Param] = []
     size = 0
@@ -174,15 +164,14 @@ def _alike(params: list[Param]) -> Iterator[list[Param]]:
 
 def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
     """Raise if a gradient is sparse."""
-    for at, group in enumerate(optimizer.param_groups):
-        for number, p in enumerate(group["params"]):
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"low_weights(): the gradient of parameter {number} of group {at}, of shape "
-                    f"{tuple(p.shape)}, is sparse. The step would have to store the whole weight "
-                    "again, and rows without a gradient would not stay as they are. Make the "
-                    "embedding with sparse=False, or give its weight an optimizer of its own."
-                )
+    for p in optimizers.parameters(optimizer):
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"low_weights(): the gradient of {optimizers.names(optimizer)[p]}, of shape "
+                f"{tuple(p.shape)}, is sparse. The step would have to store the whole weight "
+                "again, and rows without a gradient would not stay as they are. Make the "
+                "embedding with sparse=False, or give its weight an optimizer of its own."
+            )
 
 
 # A step on low weights inside code that torch.compile compiles: one graph for all of it.
@@ -197,25 +186,22 @@ def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
 
 
 @dynamo.untraced("the step of low_weights compiles a graph of its own")
-def compiled_step(
-    optimizer: torch.optim.Optimizer, weights: LowWeights, closure: Closure | None
-) -> Any:
+def compiled_step(optimizer: Any, closure: Closure | None) -> Any:
     """Take one step of an optimizer on low weights, compiled where that is possible."""
     with torch.no_grad():
-        return step(optimizer, weights, closure, compiled=True)
+        return step(optimizer, closure, compiled=True)
 
 
-def _can_compile(optimizer: torch.optim.Optimizer, weights: LowWeights) -> bool:
+def _can_compile(optimizer: Any) -> bool:
     # As they are written run the first step of a parameter, which makes its state, and the steps of
     # fused optimizers, which are one kernel already, of sharded parameters, and of optimizers that
     # are not of torch.optim.
-    groups = optimizer.param_groups
-    every = [p for group in groups for p in group["params"]]
+    every = optimizers.parameters(optimizer)
     return (
-        is_piecewise(weights.kind)
-        and not any(group.get("fused") for group in groups)
+        is_piecewise(optimizer._low.kind)
+        and not any(group.get("fused") for group in optimizer.param_groups)
         and all(distributed.local(p) is p for p in every)
-        and weights.stepped.issuperset(p for p in every if p.grad is not None)
+        and optimizer._low.stepped.issuperset(p for p in every if p.grad is not None)
     )
 
 
@@ -230,8 +216,8 @@ class InGraph(NamedTuple):
     place: int | None  # None for one that is kept
 
 
-def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
-    state: Any = optimizer.state
+def _run(optimizer: Any) -> None:
+    low, state = optimizer._low, optimizer.state
     groups: list[tuple[dict[str, Any], list[InGraph]]] = []
     own: dict[Param, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -244,22 +230,21 @@ def _run(optimizer: torch.optim.Optimizer, weights: LowWeights) -> None:
                 continue
             own[p] = {k: v for k, v in state[p].items() if k not in OURS}
             beside = steps = None
-            if p in weights.places:
-                beside = low_parameters.as_saved(weights.beside(state, p))
+            if p in low.places:
+                beside = low_parameters.as_saved(low.beside(state, p))
                 steps = state[p].get(STEPS)
-            place = weights.places.get(p)
+            place = low.places.get(p)
             groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, steps, place))
-    if weights.compiled is None:
-        weights.compiled = torch.compile(_step_of(weights), options=inductor.OPTIONS)
-    weights.compiled(groups)
+    if low.compiled is None:
+        low.compiled = torch.compile(_step_of(low), options=inductor.OPTIONS)
+    low.compiled(groups)
     for p, entries in own.items():
         state[p].update(entries)
 
 
-def _step_of(weights: LowWeights) -> Callable[..., None]:
+def _step_of(own: LowWeights) -> Callable[..., None]:
     """Return the function to compile."""
-    mode, seed, kind = weights.mode, weights.seed, weights.kind
-    twin_class, own_step = _twin_class(kind), optimizers.plain_step(kind)
+    mode, seed, twin_class = own.mode, own.seed, _twin_class(own.kind)
 
     def step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
         twin = twin_class.__new__(twin_class)
@@ -277,7 +262,7 @@ def _step_of(weights: LowWeights) -> Callable[..., None]:
                 twin.state[full] = each.state
                 fulls.append(full)
             twin.param_groups.append({**settings, "params": fulls})
-        own_step(twin)
+        twin.step()
         for place, each, full in low:
             p, random = each.param, None
             if each.steps is not None:
@@ -296,8 +281,10 @@ def _step_of(weights: LowWeights) -> Callable[..., None]:
 @cache
 def _twin_class(kind: Any) -> Any:
     """Return a class with an optimizer's methods that dynamo takes for no optimizer."""
+    # Torch's wrappers around `step` run hooks and break graphs; dynamo's around `_init_group` has a
+    # mark that it is not to be traced.
     methods = {
-        name: optimizers.traceable(value)
+        name: inspect.unwrap(value) if inspect.isfunction(value) else value
         for each in reversed(kind.__mro__[:-1])
         for name, value in vars(each).items()
         if name not in ("__dict__", "__weakref__", "__init__", "__doc__", "__module__")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from polymp import weights
 from polymp.backends.torch.autocast import region_casts
-from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.compat import distributed, optimizers
 from polymp.backends.torch.weights import freeze_usage, low_parameters, low_step
 from polymp.backends.torch.weights.low_parameters import GROUP, OURS, LowWeights, as_saved
 from polymp.errors import brief
@@ -95,7 +95,7 @@ def low_weights(
         )
     chosen = weights.mode(mode)
     kept_low = LowWeights(chosen, seed, _kept(optimizer, keep), kind)
-    every = [p for group in optimizer.param_groups for p in group["params"]]
+    every = optimizers.parameters(optimizer)
     reasons = [kept_low.kept.get(p) or low_parameters.why_kept(p) for p in every]
     if all(reasons):
         raise ValueError(
@@ -114,7 +114,7 @@ def _kept(
     keep: Keep | Iterable[Keep],
 ) -> dict[torch.Tensor, str]:
     """Return the parameters that the caller wants to keep, and why."""
-    mine = {p for group in optimizer.param_groups for p in group["params"]}
+    mine = {*optimizers.parameters(optimizer)}
     found: dict[torch.Tensor, str] = {}
     listed = isinstance(keep, Iterable) and not isinstance(keep, (torch.Tensor, str))
     several: Any = keep if listed and not callable(keep) else [keep]
@@ -138,7 +138,7 @@ def _kept(
 
 def _read_in_float32(optimizer: torch.optim.Optimizer, forward: Forward) -> dict[torch.Tensor, str]:
     """Run the model, and return the parameters with another use than a cast to bfloat16."""
-    every = [p for group in optimizer.param_groups for p in group["params"]]
+    every = optimizers.parameters(optimizer)
     tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(every))
     groups = [freeze_usage.Group(each) for each in tensors]
     region_casts.drop()  # a cast that a region around this has kept would not be seen
@@ -182,14 +182,9 @@ class LowOptimizer(Optimizer):
         return dict(self._low.kept)
 
     def __repr__(self) -> str:
-        """Show the groups, which parameters are not stored low, and why; "0.3" is 3 of group 0."""
-        kept = {}
-        for at, group in enumerate(self.param_groups):
-            places = [f"{at}.{number}" for number in range(len(group["params"]))]
-            names = group.get("param_names", places)
-            for name, p in zip(names, group["params"], strict=True):
-                if p in self._low.kept:
-                    kept[f"{name} {list(p.shape)}"] = self._low.kept[p]
+        """Show the groups, which parameters are not stored low, and why."""
+        reasons, names = self._low.kept, optimizers.names(self)
+        kept = {f"{n} {list(p.shape)}": reasons[p] for p, n in names.items() if p in reasons}
         mode, low = self._low.mode.name, len(self._low.places)
         return f"{super().__repr__()}\n{summary(mode, kept, low)}"
 
@@ -200,9 +195,9 @@ class LowOptimizer(Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if torch.compiler.is_compiling():
-            return low_step.compiled_step(self, self._low, closure)
+            return low_step.compiled_step(self, closure)
         with torch.no_grad():
-            return low_step.step(self, self._low, closure)
+            return low_step.step(self, closure)
 
     _step.__name__ = "step"
     step: Any = Optimizer.profile_hook_step(_step)
@@ -233,7 +228,7 @@ class LowOptimizer(Optimizer):
     def _numbered(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the parameters with their numbers in a state_dict."""
         numbers = (n for group in state_dict["param_groups"] for n in group["params"])
-        return zip(numbers, (p for g in self.param_groups for p in g["params"]), strict=False)
+        return zip(numbers, optimizers.parameters(self), strict=False)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that this method's counterpart, or a plain float32 optimizer, has saved.
@@ -265,7 +260,7 @@ class LowOptimizer(Optimizer):
             p: torch.empty(0, dtype=torch.float32, device=distributed.local(p).device)
             for p in low.places
         }
-        kept = [p for group in self.param_groups for p in group["params"] if p not in stand_ins]
+        kept = [p for p in optimizers.parameters(self) if p not in stand_ins]
         loan = low_step.Loan(self, stand_ins, kept)
         hooks = self._optimizer_load_state_dict_post_hooks
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
@@ -300,8 +295,7 @@ class LowOptimizer(Optimizer):
                 "float32_state_dict(model), and load that into the model here before "
                 "low_weights()."
             )
-        params = [p for group in self.param_groups for p in group["params"]]
-        for at, p in enumerate(params):
+        for at, p in enumerate(optimizers.parameters(self)):
             theirs = beside.get(p, {})
             if mine in modes and bool(theirs) != (p in low):
                 there, here = ("low", "kept") if theirs else ("kept", "low")

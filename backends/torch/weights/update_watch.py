@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast.dtype_names import NAMES
-from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.compat import distributed, optimizers
 from polymp.backends.torch.snapshot import AsyncCopy
 from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.errors import brief
@@ -48,17 +48,16 @@ def samples(optimizer: torch.optim.Optimizer) -> list[Sample]:
     found: list[Sample] = []
     if isinstance(optimizer, LowOptimizer):  # it loses nothing
         return found
-    for at, group in enumerate(optimizer.param_groups):
+    names = optimizers.names(optimizer)
+    for group in optimizer.param_groups:
         if isinstance(group.get("lr"), float) and group["lr"] == 0:
             continue
-        known = group.get("param_names") or ()
-        for number, p in enumerate(group["params"]):
-            name = known[number] if number < len(known) else f"parameter {number} of group {at}"
+        for p in group["params"]:
             if p.dtype in _LOW and p.grad is not None and p.grad.layout is torch.strided:
                 grad = _some(p.grad)
                 updated = (grad != 0) & grad.isfinite()
                 bits = _some(p).view(torch.int16).clone()
-                found.append(Sample(name, NAMES[p.dtype], p, bits, updated))
+                found.append(Sample(names[p], NAMES[p.dtype], p, bits, updated))
     return found
 
 

@@ -1,11 +1,14 @@
-"""The copies of numpy batches that `catch` of both frameworks keeps."""
+"""`BadStep`, with the change that may help, and the copies that `catch` keeps of numpy batches."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-from polymp.diagnostics.bad_step import BatchCopies
+from polymp.diagnostics.audit_records import Fault, Operand
+from polymp.diagnostics.bad_step import BadStep, BatchCopies
 
 
 @pytest.mark.parametrize("fill", [1.0, np.nan])
@@ -28,3 +31,44 @@ def test_a_buffer_that_is_filled_again_is_copied_again(shape: tuple[int, ...]) -
     for number, copy in enumerate(kept):
         assert copy.shape == shape
         assert (copy == number).all()
+
+
+def fault(kind: str, run: str = "float16", module: str = "", why: str = "", **more: Any) -> Fault:
+    place = ("exp", "aten.exp", module, "net.py:7", "forward")
+    return Fault(*place, kind, run, None, more.pop("inputs", ()), "Inf", why, **more)
+
+
+ONE, LARGE = (Operand.of_ends("float32", (2,), (0.0, end), "") for end in (1.0, 2e18))
+UNTRIED = " That was not tried."
+RATE = f"ower the learning rate, or clip the gradients.{UNTRIED}"
+GREW = (2.0, 1.0, 10.5), f"The loss grew from 1 to 10.5 in the steps before: l{RATE}"
+SIZE = f"is as large as 2e+18: lower the learning rate, clip the gradients, or look at the data.{UNTRIED}"  # noqa: E501
+CODE = "Change the code: exp has no finite result there in float32 either."
+FP32 = f"Give exp the rule fp32.{UNTRIED}"
+GRAD = "Call zero_grad() before the backward pass, which adds to what is there."
+HEAD = "the rule fp32 in head"
+REMEDIES: list[tuple[Fault | None, tuple[float, ...], str]] = [
+    (None, (1.0, 10.0), f"L{RATE}"),
+    (None, *GREW),
+    (fault("overflow"), *GREW),
+    (fault("number", remedy="Give it eps=1."), (), "Give it eps=1."),
+    (fault("input", why="'w.grad' is NaN"), (), GRAD),
+    (fault("index", why="i is 9"), (), "Look at the data: i is 9."),
+    (fault("overflow", inputs=(LARGE._replace(name="w"),)), (), f"w {SIZE}"),
+    (fault("overflow", inputs=(ONE, LARGE)), (), f"input 1 of exp {SIZE}"),
+    (fault("number", module="head"), (), f"Use another constant, or give exp {HEAD}.{UNTRIED}"),
+    (fault("operation"), (), CODE),
+    (fault("overflow", "float32"), (), CODE),
+    (fault("operation", "bfloat16"), (), FP32),
+    (fault("saturation"), (), FP32),
+    (fault("overflow", module="head"), (), f"Give exp {HEAD}, or use bfloat16.{UNTRIED}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("broke", "losses", "remedy"), REMEDIES)
+def test_the_remedy(broke: Fault | None, losses: tuple[float, ...], remedy: str) -> None:
+    report = BadStep(3, "the loss is NaN", broke, losses)
+    assert report.remedy == remedy
+    assert str(report).endswith(f"  {remedy}")
+    assert str(report).count(remedy) == 1
+    assert BadStep(3, "the loss is NaN", undone=0).remedy == "", "no step could be repeated"

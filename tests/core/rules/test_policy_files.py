@@ -229,6 +229,7 @@ FAULTS = {
         'quote the name of an overload: "aten:softmax.int" = "fp32".'
     ),
     '[rules]\nsofmax = "fp32"\n': "no op 'sofmax'. Did you mean softmax, fmax, log_softmax?",
+    '[rules]\nnn.softmax = "fp32"\n': "no op 'nn'. `polymp show amp` lists the ops.",
     '[rules]\n"softmax.int" = "fp32"\n': (
         "no op 'softmax.int'. It is a spelling of 'softmax'; alone it is written aten:softmax.int."
     ),

@@ -1,5 +1,7 @@
 """Which of several rows for an op wins, and how `Policy.why` says it."""
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,6 +143,16 @@ def test_why_of_a_row_for_one_dtype():
         "softmax in bfloat16 at 'a': policy 'p' has no row for it, so it runs in its inputs' "
         "dtypes, and the ops inside it by their own rows"
     )
+
+
+def test_a_policy_is_checked_where_it_is_unpickled(monkeypatch):
+    with monkeypatch.context() as patch:
+        for module in (policy_module, row_module):
+            words = Vocabulary({}, [Op("mine", "custom")])
+            patch.setattr(module, "vocabulary", lambda words=words: words)
+        saved = pickle.dumps(Policy("p", (Row("mine", Rule.FP32),)))
+    with pytest.raises(PolicyError, match="policy 'p': no op 'mine'"):
+        pickle.loads(saved)
 
 
 def test_why_of_what_is_no_op():

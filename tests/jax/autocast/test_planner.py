@@ -4,7 +4,9 @@ A test looks at the rewritten program, at its results' dtypes, or at numbers tha
 rule gives.
 """
 
+import cProfile
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -298,3 +300,38 @@ def test_a_primitive_with_an_unknown_program_inside_runs_as_written_and_is_named
         "the dtypes it is written in."
     ]
     assert out.dtype == jnp.float32
+
+
+# --- The cost of a rewrite, in calls of Python functions ------------------------------------------
+
+
+def chain(x: jax.Array, blocks: int) -> jax.Array:
+    """A contraction, ops in float32 and others; five equations a block."""
+    for _ in range(blocks):
+        x = lax.tanh(lax.dot(x, W)) + lax.exp(-x)
+    return x
+
+
+def calls(work: Callable[[], Any]) -> int:
+    """How many Python functions are called meanwhile."""
+    profile = cProfile.Profile(builtins=False)
+    profile.runcall(work)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def added(blocks: int) -> int:
+    """The calls that a region adds to the trace of a chain."""
+
+    def traced(region: Callable[..., Any]) -> int:
+        return calls(lambda: jax.make_jaxpr(region(partial(chain, blocks=blocks)))(X))
+
+    first, second = (traced(half) - traced(partial) for _ in range(2))
+    return min(first, second)  # jax's caches are full by then
+
+
+def test_the_work_grows_with_the_equations() -> None:
+    """The second half of a chain takes no more than the first; a call for each pair would."""
+    few, many = added(40), added(80)
+    assert 0.5 * few < many - few <= 1.01 * few
+    pairs = [calls(lambda n=n: [chain(X, 0) for _ in range(n * n)]) for n in (40, 80)]
+    assert many + pairs[1] - few - pairs[0] > 1.01 * (few + pairs[0])

@@ -215,25 +215,6 @@ def test_is_ready():
     assert compat.is_ready(jax.block_until_ready(jnp.ones(3)))
 
 
-def test_traces_are_those_that_python_runs_under():
-    assert compat.traces() == []
-    seen = []
-
-    @jax.jit
-    def outer(x):
-        def inner(x):
-            seen.append(compat.traces())
-            return jax.jit(lambda x: (seen.append(compat.traces()), x)[1])(x)
-
-        seen.append(compat.traces())
-        return jax.grad(inner)(x)
-
-    outer(1.0)
-    one, two, three = seen
-    assert (len(one), two[1:], three[1:]) == (1, one, two)
-    assert compat.traces() == []
-
-
 def test_equations_that_a_transposition_made():
     def f(x):
         with jax.named_scope("transpose"):

@@ -14,8 +14,6 @@ from jax import lax
 
 from polymp.jax import GradScaler, audit, autocast, locate
 
-pytestmark = pytest.mark.filterwarnings("ignore:GradScaler is not needed in a bfloat16 region")
-
 BIG = "big"  # the largest magnitude is one whose square is beyond the dtype
 REGIONS = {"plain": None, "float16": jnp.float16, "bfloat16": jnp.bfloat16}
 SQUARED = {"plain": 300.0, "float16": 300.0, "bfloat16": 1e20}  # plain programs compute in float16

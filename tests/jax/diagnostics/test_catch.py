@@ -92,6 +92,23 @@ def test_a_healthy_training_is_left_alone_and_the_state_before_a_bad_step_is_giv
     assert bits(state) == bits(by_hand(dtype, [*factors, 1.0]))
 
 
+def test_the_report_ends_with_what_may_help() -> None:
+    low = jax.value_and_grad(autocast(lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)))
+
+    @catch
+    @jax.jit
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = low(w, x)
+        return w - 1e30 * grad, loss
+
+    w, _ = step(jnp.ones((8, 1)), X)
+    for batch, remedy in ((math.nan, "Look at the data: "), (1.0, "lower the learning rate")):
+        with pytest.raises(BadStepError) as raised:
+            checked(step, w, X * np.float32(batch))
+        assert remedy in raised.value.report.remedy
+        assert str(raised.value.report).endswith(raised.value.report.remedy)
+
+
 @settings(max_examples=size(4, 60), deadline=None)
 @given(
     bad=st.lists(st.booleans(), min_size=1, max_size=10),
@@ -148,7 +165,7 @@ def test_a_complex_state_that_is_not_finite() -> None:
         z = z * lax.complex(x, x)
         return z, x.sum()
 
-    caught = catch(jax.jit(step), every=10)
+    caught = catch(jax.jit(step), every=10, on_bad="report")  # check() raises even so
     z, _ = caught(jnp.ones(3, jnp.complex64), jnp.full(3, 1e30))
     caught.check()
     z, _ = caught(z, jnp.full(3, 1e30))

@@ -165,6 +165,22 @@ def test_what_overflows_is_the_cause_and_not_the_op_that_reads_it(op: Any, gradi
     assert not any(x.inf or x.nan for x in fault.inputs)
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (1e5, "an input of it is beyond float16's largest number when it is cast"),
+        (3e2, "its result is beyond float16's largest number, 65504; in float32 it is finite"),
+    ],
+)
+def test_an_input_that_overflows_in_its_cast_is_told_from_a_result(value: float, why: str) -> None:
+    f = autocast(lambda x: x @ jnp.full((8, 8), 90000 / value), dtype=F16)
+    x = jnp.full((4, 8), value)
+    measured = audit(f)
+    measured(x)
+    assert measured.audit.fault is not None
+    assert measured.audit.fault.why == fault_of(f, x).why == why
+
+
 def test_nan_of_a_mask_is_told() -> None:
     def f(x: Any) -> Any:
         masked = jnp.where(x > 0, x, -jnp.inf)

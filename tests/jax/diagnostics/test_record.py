@@ -445,6 +445,15 @@ def test_a_sum_of_zero_has_no_rounding_relative_to_itself() -> None:
 CONFIG = Config(layers=2, layer=1)
 
 
+def test_a_product_whose_terms_cancel_is_moved_by_these() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4096)), jnp.float32)
+    x -= x.mean(-1, keepdims=True)
+    alone, probed = (rows(lambda x: x @ jnp.ones(4096), x, probes=n) for n in (0, 16))
+    one, other = (next(r for r in found if r.name == "linear") for found in (alone, probed))
+    size = one.own * one.values[run_record.RMS]
+    assert moved(other) / 3 < size < moved(other) * 3
+
+
 def on_a_gpu(test: Any) -> Any:
     needs = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and jax for it")
     return pytest.mark.gpu(needs(test))

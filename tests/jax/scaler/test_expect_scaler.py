@@ -1,10 +1,9 @@
-"""Steps in float16 that lack a scaler, by `expect_scaler`, and steps in bfloat16 that have one."""
+"""Steps in float16 that lack a scaler, by `expect_scaler`."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,6 @@ from jax import lax
 from polymp.backends.jax import compat
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.jax import GradScaler, autocast, expect_scaler
-from polymp.scaling import NOT_NEEDED
-from tests.support.processes import in_thread
 
 W, X, S = jnp.ones((4, 4)), jnp.ones((8, 4)), GradScaler()
 HALF = jnp.float16
@@ -243,115 +240,3 @@ def test_these_tests_notice_marks_and_backward_passes_that_are_not_found(
     assert answer(graded(low, scaled), S, W, X) is scaled
     monkeypatch.setattr(compat, name, lambda stack: nothing)
     assert answer(graded(low, scaled), S, W, X) is not scaled
-
-
-# --- a scaler says once that a bfloat16 region needs none, and to no other -----------------------
-
-brain = autocast(loss, dtype=jnp.bfloat16)
-
-
-def warned(fn):
-    """Run in a thread of its own, where nothing has been said or called yet; the warnings."""
-
-    def run():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fn()
-        return [w for w in caught if w.category is ScalerWarning]
-
-    seen = in_thread(run)
-    assert all(str(w.message) == NOT_NEEDED for w in seen)
-    return seen
-
-
-def step(cost, jit=True, **options):
-    def run(scaler, w, x):
-        return jax.grad(lambda w: scaler.scale(cost(w, x)))(w)
-
-    return lambda: (jax.jit(run) if jit else run)(GradScaler(**options), W, X)
-
-
-def test_the_warning_points_at_the_line_that_scales():
-    (warning,) = warned(step(brain))
-    assert warning.filename == __file__
-    assert warning.lineno == step.__code__.co_firstlineno + 2
-
-
-def several_scalers():
-    """Two of one rule, and another."""
-    for options in ({"init_scale": 8.0}, {"init_scale": 16.0}, {"growth_interval": 3}):
-        step(brain, jit=False, **options)()
-
-
-def inside(cost, **options):
-    return lambda: jax.grad(autocast(lambda w: GradScaler().scale(cost(w, X)), **options))(W)
-
-
-def one_and_then(first, second):
-    """The latest call decides."""
-    return step(lambda w, x: first(w, x) + second(w, x))
-
-
-def evaluation(jit):
-    """In bfloat16, between steps in float16."""
-    cached = jax.jit(low)
-
-    def run():
-        step(cached, jit=jit)()
-        brain(W, X)
-        jax.jit(brain)(W, X)
-        jax.grad(brain)(W, X)
-        step(cached, jit=jit)()  # traced again, but for what is cached
-        step(low, jit=jit)()
-
-    return run
-
-
-def scaled_cotangent(scaler, w, x):
-    value, vjp = jax.vjp(lambda w: brain(w, x).astype(jnp.float32), w)
-    return vjp(scaler.scale(jnp.ones_like(value)))
-
-
-def in_another_thread():
-    assert len(warned(step(brain))) == 1
-    step(loss)()
-
-
-AROUND = {
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "vmap": lambda f: lambda w, x: jax.vmap(lambda row: f(w, row[None]))(x).mean(),
-    "scan": lambda f: lambda w, x: lax.scan(lambda c, row: (c + f(w, row[None]), None), 0.0, x)[0],
-}
-CALLS = {
-    "bfloat16": (step(brain), 1),
-    "bfloat16, eager": (step(brain, jit=False), 1),
-    "float16": (step(low), 0),
-    "float16, eager": (step(low, jit=False), 0),
-    "float32": (step(loss), 0),
-    "float32, eager": (step(loss, jit=False), 0),
-    **{f"bfloat16 in {name}": (step(around(brain)), 1) for name, around in AROUND.items()},
-    **{f"float16 in {name}": (step(around(low)), 0) for name, around in AROUND.items()},
-    "once for a rule": (several_scalers, 2),
-    "inside of the region": (inside(loss), 1),
-    "the region around decides": (inside(low), 1),
-    "a region that is off": (inside(loss, enabled=False), 0),
-    "float16 is called last": (one_and_then(brain, low), 0),
-    "bfloat16 is called last": (one_and_then(low, brain), 1),
-    "an evaluation": (evaluation(True), 0),
-    "an evaluation, eager": (evaluation(False), 0),
-    "a scaled cotangent": (lambda: jax.jit(scaled_cotangent)(S, W, X), 1),
-    "disabled, as the message says": (step(brain, enabled=False), 0),
-    "by its dtype, as the message says": (step(brain, dtype=jnp.bfloat16), 0),
-    "for float16": (step(low, dtype=HALF), 0),
-    "not traced": (lambda: GradScaler().scale(brain(W, X)), 0),
-    "in another thread": (in_another_thread, 0),
-    "value_and_grad in bfloat16": (lambda: GradScaler().value_and_grad(brain)(W, X), 1),
-    "value_and_grad in float16": (lambda: GradScaler().value_and_grad(low)(W, X), 0),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_how_often_a_scaler_warns(name):
-    call, times = CALLS[name]
-    assert len(warned(call)) == times

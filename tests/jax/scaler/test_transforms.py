@@ -51,6 +51,33 @@ def test_microbatches_are_added_up_scaled_and_checked_once():
     assert (float(new), float(after.state.scale), bool(finite)) == (-1.0, 512.0, False)
 
 
+def test_growth_in_every_turn_of_a_scan():
+    """Interval 1: a gradient is divided by the scale of its own loss, though the next has grown."""
+
+    def body(carry, x):
+        scaler, w = carry
+        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)
+        w, after, finite = scaler.step(grads, lambda g, w: w - g, w)
+        return (after, w), (scaler.state.scale, grads[0], finite)
+
+    xs = jnp.asarray([[1.0, 2.0]] * 5).at[2].set(jnp.inf)
+    start = GradScaler(4.0, growth_interval=1), jnp.zeros(2)
+    (_, w), (scales, grads, finite) = jax.jit(lambda c: jax.lax.scan(body, c, xs))(start)
+    assert scales.tolist() == [4, 8, 16, 8, 16]
+    assert grads.tolist() == [4, 8, np.inf, 8, 16]
+    assert finite.tolist() == [True, True, False, True, True]
+    assert w.tolist() == [-4.0, -8.0]
+
+
+def test_gradients_flow_through_scale():
+    scaler = GradScaler(8.0)
+    w = jnp.asarray([1.0, 2.0], jnp.float16)
+    loss, grad = jax.value_and_grad(lambda w: scaler.scale((w * w).sum()))(w)
+    assert (loss.dtype, float(loss)) == (jnp.float32, 40.0)
+    assert (grad.dtype, grad.tolist()) == (jnp.float16, [16.0, 32.0])
+    assert jax.grad(lambda w: jax.grad(lambda w: scaler.scale(w**3))(w))(2.0) == 8.0 * 12.0
+
+
 # --- what it compiles to -------------------------------------------------------------------------
 
 SHAPE = (311, 257)

@@ -308,12 +308,18 @@ def test_every_kind_of_number_is_stored_as_the_program_would_cast_it(dtype):
 @pytest.mark.parametrize("scale", [1, 3])
 def test_an_embedding_layer_under_lean(scale):
     layer = nnx.Embed(16, 8, rngs=nnx.Rngs(0))
-    fn = autocast(lambda m, i: m.attend(m(i) * scale), policy="lean")
-    serve, served = freeze(fn, layer, IDS)
-    assert serve.stored == {"['embedding']": "bfloat16"}
-    assert (jax.jit(serve)(served, IDS) == jax.jit(fn)(layer, IDS)).all()
-    kept = freeze(autocast(lambda m, i: m.attend(m(i) * 3)), layer, IDS)[0].kept
-    assert list(kept) == ["['embedding']"]  # under amp the rows go on in float32
+    graph, params = nnx.split(layer)
+
+    def attended(params, ids):
+        layer = nnx.merge(graph, params)
+        return layer.attend(layer(ids) * scale)
+
+    fn = autocast(attended, policy="lean")
+    serve, served = freeze(fn, params, IDS)
+    assert serve.stored == {"['embedding'].value": "bfloat16"}
+    assert (jax.jit(serve)(served, IDS) == jax.jit(fn)(params, IDS)).all()
+    kept = freeze(autocast(attended), params, IDS)[0].kept
+    assert list(kept) == ["['embedding'].value"]  # under amp the rows go on in float32
 
 
 # --- The errors of `freeze` and of the functions that it makes, and the text of these functions ---

@@ -198,7 +198,7 @@ def test_freezing_where_everything_is_traced():
     assert bits(both(PARAMS, X)) == bits(jax.jit(fn)(PARAMS, X))
 
 
-def test_an_nnx_module():
+def test_the_state_of_an_nnx_module():
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.first = nnx.Linear(4, 8, rngs=rngs)
@@ -212,36 +212,39 @@ def test_an_nnx_module():
             return self.rest[1](self.rest[0](x))
 
     model = Model(nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    layers = {f"{of}['{name}']" for of in ("['first']", "['rest'][0]", "['rest'][1]")
+              for name in ("bias", "kernel")}  # fmt: skip
+    last = {"['rest'][0]['bias']", "['rest'][1]['bias']", "['rest'][1]['kernel']"}
+    wide = {"extends": "amp", "scopes": {"rest.1": {"linear": "fp32"}}}
+    for policy, stored in (("amp", layers), (wide, layers - last)):
+        fn = autocast(lambda params, *args: nnx.merge(graph, params)(*args), policy=policy)
+        serve, served = freeze(fn, params, X)
+        assert {path.removesuffix(".value") for path in serve.stored} == stored
+        low = nnx.merge(graph, served)
+        assert low.first.kernel[...].dtype == jnp.bfloat16
+        assert model.first.kernel[...].dtype == jnp.float32
+        for run in (lambda fn: fn, jax.jit):
+            assert bits(run(serve)(served, X)) == bits(run(fn)(params, X))
+
+
+def test_nnx_modules_are_refused():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
     fn = autocast(lambda model, x: model(x))
-    serve, served = freeze(fn, model, X)
-    owners = "['first']", "['rest'][0]", "['rest'][1]"
-    assert set(serve.stored) == {f"{of}['{name}']" for of in owners for name in ("bias", "kernel")}
-    assert serve.kept["['calls']"] == "it is int32, not float32"
-    assert isinstance(served, Model)
-    assert served.first.kernel[...].dtype == jnp.bfloat16
-    assert model.first.kernel[...].dtype == jnp.float32
-    assert model.calls[...] == 0, "freezing ran the model, or left its state behind"
-    for run in (lambda fn: fn, nnx.jit):
-        assert bits(run(serve)(served, X)) == bits(run(fn)(model, X))
-    # What the call changed is kept, each in its own dtype.
-    assert (served.calls[...], model.calls[...]) == (2, 2)
-    assert bits(served.norm.mean[...]) == bits(model.norm.mean[...])
-    assert served.norm.mean[...].dtype == jnp.float32
-    assert served.first.kernel[...].dtype == jnp.bfloat16
-    with pytest.raises(TypeError, match=r"^\['first'\]\['bias'\] is float32, but was frozen as bf"):
-        serve(model, X)
-    # In a pytree, beside arrays, with another module among the other arguments.
-    pair = autocast(lambda p, x, other: p["m"](x) @ p["w"] + other(x))
-    other = nnx.Linear(4, 3, rngs=nnx.Rngs(1))
-    params = {"m": model, "w": parameter("w", 2, 3)}
-    serve, served = freeze(pair, params, X, other)
-    assert "['m']['first']['kernel']" in serve.stored
-    assert "['w']" in serve.stored
-    assert bits(serve(served, X, other)) == bits(pair(params, X, other))
-    with pytest.raises(
-        TypeError, match=r"needs the parameters as first argument, but an object of Model holds"
-    ):
-        freeze(autocast(model), X)
+    for call in (lambda: freeze(fn, model, X), lambda: freeze(autocast(model), X)):
+        with pytest.raises(TypeError) as raised:
+            call()
+        assert str(raised.value).endswith(
+            "Write graph, params = nnx.split(model), and as its function autocast(lambda params, "
+            "*args: nnx.merge(graph, params)(*args))."
+        )
+    both = autocast(lambda p, other: other(X) @ p["w"])
+    with pytest.raises(TypeError, match="takes no flax nnx modules as arguments"):
+        freeze(both, {"w": parameter("w", 2, 3)}, model)
+    either = autocast(lambda p, other: X @ p["w"] if other is None else other(X))
+    serve, served = freeze(either, {"w": parameter("w", 4, 3)}, None)
+    with pytest.raises(TypeError, match="takes no flax nnx modules as arguments"):
+        serve(served, model)
 
 
 def test_linen_variables_with_batch_statistics():

@@ -256,7 +256,7 @@ def test_a_function_with_its_arguments_keeps_what_it_reads_in_float32():
     assert tx.kept == {"gain": tx.kept["gain"], "other": "nothing reads it"}
     several = low_weights(optax.sgd(0.1), keep=[(loss, params, x), "w"])
     assert several.kept == {**tx.kept, "w": "is in keep="}
-    assert low_weights(optax.sgd(0.1), keep=[*tx.kept]).kept.keys() == tx.kept.keys()
+    assert low_weights(optax.sgd(0.1), keep=tx.kept).kept.keys() == tx.kept.keys()
 
 
 def test_arrays_that_are_no_weights_are_left_alone():

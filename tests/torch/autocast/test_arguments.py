@@ -37,7 +37,7 @@ def outcome(amp: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             region = amp(*args, **kwargs)
         except Exception as error:
-            return type(error), str(error)
+            return type(error), str(error), [w.category for w in caught]
     attributes = (region.device, region.fast_dtype, region._enabled, region._cache_enabled)
     return attributes, [(w.category, str(w.message), w.filename) for w in caught]
 
@@ -49,6 +49,7 @@ WRONG: tuple[Any, ...] = (
     *(((no_name,), {}) for no_name in (torch.device("cpu"), None, 5, b"cpu", "")),
     *(((unknown,), {}) for unknown in ("abacus", "CPU", "meta", "privateuseone")),
     *(((unknown, FP16), {}) for unknown in ("abacus", "meta", "hip")),
+    (("meta", FP32), {}),
     (("privateuseone",), {"enabled": False}),
 )
 
@@ -61,9 +62,9 @@ def _call(value: Any) -> str:
 @pytest.mark.parametrize("call", WRONG, ids=_call)
 def test_wrong_arguments_raise_what_torch_raises(call: Any) -> None:
     args, kwargs = call
-    kind, message = outcome(autocast, *args, **kwargs)
+    kind, *said = outcome(autocast, *args, **kwargs)
     assert issubclass(kind, Exception)
-    assert (kind, message) == outcome(torch.autocast, *args, **kwargs)
+    assert (kind, *said) == outcome(torch.autocast, *args, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,25 @@ def test_training_goes_on_without_the_bad_batches(
     assert same(caught.state(), trained(Training(*what), taken))
 
 
+def test_the_report_ends_with_what_may_help() -> None:
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e30)
+
+    @catch
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step(torch.ones(2, 4))
+    for batch, remedy in ((BAD, "Look at the data: "), (1.0, "lower the learning rate")):
+        report = report_of(step, torch.full((2, 4), batch))
+        assert remedy in report.remedy
+        assert str(report).endswith(report.remedy)
+
+
 def test_three_bad_steps_in_a_row_raise() -> None:
     step = catch(Training("mlp", "fp32").step, on_bad="report")
     step(1.0)

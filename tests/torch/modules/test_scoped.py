@@ -197,15 +197,33 @@ def test_regions_inside_of_a_scoped_module(x: torch.Tensor, compiled: bool, coun
         assert run(x)[1] == expected
 
 
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.wide = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int) -> list[torch.dtype]:
+        seen = [self.wide(x).dtype, self.linear(x).dtype]
+        return seen + (self(x, depth - 1) if depth else []) + [self.linear(x).dtype]
+
+
+def test_a_module_that_calls_itself_keeps_its_scopes(x: torch.Tensor) -> None:
+    model = Recursive()
+    scoped(model, {"rules": {"linear": "lower"}, "scopes": {"wide": {"linear": "fp32"}}})
+    with autocast("cpu", BF16):
+        assert model(x, 2) == [FP32, BF16] * 3 + [BF16] * 3
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("kind", REGIONS)
-def test_an_error_leaves_the_scopes(x: torch.Tensor, kind: str, error: Any) -> None:
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
+def test_an_error_leaves_the_scopes(x: torch.Tensor, kind: str, error: Any, hook: str) -> None:
     def fail(*_: object) -> None:
         raise error("stop")
 
     model, bystander = Model(), nn.Linear(8, 8)
-    model.lm_head.register_forward_hook(fail)
     scoped(model, HEAD.override(fp32=["class:matmul", "linear"]))
+    getattr(model.lm_head, hook)(fail)
     with REGIONS[kind]("cpu", BF16):
         before = regions.code_in_force()
         with pytest.raises(error, match="stop"):
@@ -222,6 +240,14 @@ def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tenso
         norm(x)
     assert kept == [2], "weight and bias"
     assert region_casts.stack.thread.casts == {}
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_transforms_follow_the_scope(x: torch.Tensor, kind: str) -> None:
+    linear = nn.Linear(8, 8)
+    scoped(linear, {"rules": {"linear": "lower"}})
+    with REGIONS[kind]("cpu", dtype=BF16):
+        assert torch.vmap(linear)(x[None]).dtype is linear(x).dtype is BF16
 
 
 def test_the_classes_are_their_own_again() -> None:
@@ -257,6 +283,14 @@ def test_patterns_that_match_nothing_are_named() -> None:
         "'bdoy.2': did you mean 'body.2' or 'body.1' or 'body.0'? "
         "'xyz': paths are, for example, 'body', 'lm_head', 'body.0'."
     )
+
+
+def test_a_warning_that_is_an_error_leaves_no_scopes() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(PolicyWarning, match="has rules for paths that no module"):
+        scoped(model, polymp.policy("amp").override(scopes={"heda": {"linear": "fp32"}}))
+    assert type(model) is nn.Linear
+    scoped(model, polymp.policy("amp"))  # not refused as scoped already
 
 
 @pytest.mark.parametrize("bound_before", [True, False])

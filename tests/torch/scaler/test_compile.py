@@ -8,6 +8,7 @@ The twin is the scaler in eager code.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch._dynamo
 from torch import nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from polymp.errors import ScalerWarning
 from polymp.torch import GradScaler, autocast
 from tests.support.torch.version_changes import VERSION
 
@@ -278,3 +280,47 @@ def test_a_training_function_with_graph_breaks(make: Make) -> None:
     assert len(set(ours.graphs[3:])) == 1
     for w, expected in zip(ours.weights, eager.weights, strict=True):
         torch.testing.assert_close(w, expected)
+
+
+def test_two_scalers_in_one_compiled_function_keep_their_own_states() -> None:
+    """One is stuck: no Python runs with the updates of a graph, and so there is no StuckError."""
+    stuck = Part(OPTIMIZERS["SGD"], on_stuck="raise", stuck_after=3)
+    parts, eager = [Part(OPTIMIZERS["SGD"]), stuck], [Part(OPTIMIZERS["SGD"]) for _ in range(2)]
+    update = torch.compile(Part.update, backend="eager", fullgraph=True)
+    for _ in range(8):
+        for part, go in [*((p, update) for p in parts), *((p, Part.update) for p in eager)]:
+            part.optimizer.zero_grad()
+            part.forward(part.x).backward()
+            if part in (stuck, eager[1]):
+                part.overflow(IN_GRADIENT[0])
+            go(part)
+    assert [p.scaler.state_dict() for p in parts] == [p.scaler.state_dict() for p in eager]
+    assert [int(p.scaler.skipped_steps) for p in parts] == [0, 8]
+
+
+def test_a_bfloat16_region_warns_once_in_compiled_code() -> None:
+    scaler = GradScaler("cpu")
+
+    @torch.compile(backend="eager")
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", dtype=torch.bfloat16):
+            return scaler.scale(x.sum())
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [forward(torch.ones(3)).item() for _ in range(2)] == [3 * 2.0**16] * 2
+    assert [w.category for w in caught] == [ScalerWarning]
+
+
+def test_hooks_of_an_optimizer_run_in_compiled_steps_and_a_scheduler_does_not_notice() -> None:
+    part, calls = Part(OPTIMIZERS["SGD"]), []
+    part.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    part.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scheduler = optim.lr_scheduler.ConstantLR(part.optimizer)
+    update = torch.compile(part.update, backend="eager", fullgraph=True)
+    for _ in range(3):
+        part.forward(part.x).backward()
+        update()
+    assert calls == ["before", "after"] * 3
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()

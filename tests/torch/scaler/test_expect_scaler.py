@@ -280,3 +280,13 @@ def test_nothing_is_hooked_unless_asked_for() -> None:
         "expect_scaler(); assert len(o._global_optimizer_pre_hooks) == 1"
     )
     forks.program(code)
+
+
+def test_two_checks_are_two() -> None:
+    for first in (True, False):
+        warns, raises = expect_scaler(), expect_scaler("raise")
+        (warns if first else raises).remove()
+        with pytest.raises(UnscaledError) if first else pytest.warns(ScalerWarning):
+            Run().step()
+        (raises if first else warns).remove()
+        Run().step()

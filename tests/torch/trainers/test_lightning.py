@@ -201,7 +201,7 @@ class Poisoned(Regression):
 @pytest.mark.parametrize("precision", ["theirs", *MIXED])
 def test_catch_stops_the_trainer_at_the_bad_step(precision: str) -> None:
     mode = {"precision": "bf16-mixed"} if precision == "theirs" else {"plugins": ours(precision)}
-    trainer = catch(lightning.Trainer(max_epochs=1, **QUIET, **mode))
+    trainer = catch(lightning.Trainer(max_epochs=1, **QUIET, **mode), of=torch.nn.Linear(1, 1))
     model = Poisoned()
     with pytest.raises(BadStepError) as raised:
         trainer.fit(model, DataLoader(batches(), batch_size=None))  # type: ignore[arg-type]

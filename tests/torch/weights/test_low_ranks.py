@@ -180,7 +180,7 @@ def test_a_function_stands_beside_parameters_and_modules() -> None:
     assert model.qkv.weight.dtype is torch.bfloat16
 
 
-def test_explain_shows_the_dtype_of_each_weight() -> None:
+def test_explain_shows_the_dtype_of_each_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an op, input, weight and bias: low ones, which are not cast, and kept ones."""
     model = made("tokens")
     low_weights(adamw(model), keep=lambda: loss_of("tokens", model, 0))
@@ -199,4 +199,5 @@ def test_explain_shows_the_dtype_of_each_weight() -> None:
     assert {name: call.casts for name, call in rows.items()} == {
         "embedding": 0, "norm": 0, "qkv": 1, "out": 0, "last": 0, "head": 1,
     }  # fmt: skip
-    assert "fp32, bf16 x2" in report.table(120)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert "fp32, bf16 x2" in report.table()

@@ -233,3 +233,24 @@ def test_an_average_in_float32_is_the_mean_of_the_low_weights(way: str, buffers:
             expected = function(expected, given[name], torch.tensor(at))
         assert ((mean - expected).abs() <= off * (expected.abs() + 0.1)).all(), name
         assert ((mean - seen[-1][name]).abs() > 0.001).any(), "the check cannot fail"
+
+
+def test_torchs_ema_of_many_tensors_refuses_two_dtypes() -> None:
+    """Once torch has no such refusal, docs/low-weights.md need not mention it."""
+    model = made("mlp")
+    average = AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer = low_weights(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(RuntimeError, match="expected dtype float for `end` but got dtype"):
+        trained(model, optimizer, average)
+
+
+def test_an_average_that_is_made_last_is_bfloat16_and_stays_behind() -> None:
+    """A thousandth of a difference rounds away."""
+    model = nn.ParameterList([torch.ones(64)])
+    low_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    average = AveragedModel(model, avg_fn=lambda mean, p, n: mean + (p - mean) * 0.001)
+    average.update_parameters(model)
+    torch.nn.init.constant_(model[0], 2.0)
+    for _ in range(100):
+        average.update_parameters(model)
+    assert torch.equal(average.module[0], torch.ones(64, dtype=torch.bfloat16))

@@ -117,7 +117,7 @@ def test_the_optimizer_shows_what_is_not_stored_low_and_why() -> None:
     end = "low weights: 3 in bfloat16, mode 'split'\nnot stored low:\n    {} [{}]: is in keep="
     size = model[2].bias.numel()
     assert shown[0].endswith(end.format("2.bias", size))
-    assert shown[1].endswith(end.format("0.3", size))
+    assert shown[1].endswith(end.format("group 0, parameter 3", size))
 
 
 def test_parameters_without_use_are_kept() -> None:
@@ -429,7 +429,7 @@ def test_sparse_gradients_are_refused() -> None:
         optimizer.step()
     assert bits(optimizer) == before
     assert str(error.value) == (
-        "low_weights(): the gradient of parameter 0 of group 0, of shape (8, 4), is sparse. The "
+        "low_weights(): the gradient of group 0, parameter 0, of shape (8, 4), is sparse. The "
         "step would have to store the whole weight again, and rows without a gradient would not "
         "stay as they are. Make the embedding with sparse=False, or give its weight an optimizer "
         "of its own."
@@ -494,7 +494,7 @@ def test_a_sample_counts_what_a_step_left() -> None:
     (sample,) = update_watch.samples(optimizer)
     optimizer.step()
     assert sample.counts(None).tolist() == [3, 1]
-    assert sample.name == "parameter 0 of group 0"
+    assert sample.name == "group 0, parameter 0"
 
 
 def test_what_it_does_not_take() -> None:

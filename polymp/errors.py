@@ -82,6 +82,10 @@ class BadStepError(PolympError, RuntimeError):
         self.last_good = last_good
 
 
+class RecordError(PolympError, ValueError):
+    """A file that is no record, or no whole one; or records that cannot be compared."""
+
+
 class UsageError(PolympError):
     """A command that cannot be carried out; the text says why, in one line."""
 

@@ -13,7 +13,7 @@ def compared(args: argparse.Namespace) -> Data:
     """The comparison of two records, also as a page if a path for one is given."""
     try:
         from polymp.diagnostics.compare import compare
-        from polymp.diagnostics.run_record import RecordError
+        from polymp.errors import RecordError
     except ModuleNotFoundError as error:
         raise UsageError(
             f"compare needs the package {error.name}: pip install {error.name}."

@@ -191,20 +191,27 @@ _LEGEND = (
 
 def _scales(audit: Audit) -> Iterator[str]:
     """The loss scale of the run, and the one that fits."""
-    used = "none, or not known" if audit.scale == 1 else f"{audit.scale:g}"
+    used = "1, or none is known" if audit.scale == 1 else _exact(audit.scale)
     fitting = audit.highest_scale()
     if fitting is None:
         yield f"loss scale: {used}; no finite gradient other than zero to fit one to"
         return
     shares = {s: audit.lost_gradients(s) for s in (1.0, audit.scale, fitting)}
     lost = [
-        f"{text_table.share(share) or 'none'} {'unscaled' if s == 1 else f'at {s:g}'}"
+        f"{text_table.share(share) or 'none'} {'unscaled' if s == 1 else f'at {_exact(s)}'}"
         for s, share in shares.items()
     ]
     most = "at most " if audit.fitting_scale() is None else ""
-    fits = f"the largest at which no {_FIRST} gradient overflows: {most}{fitting:g}"
+    fits = f"the largest at which no {_FIRST} gradient overflows: {most}{_exact(fitting)}"
     yield f"loss scale: {used}; {fits}"
     yield f"gradients that become zero in {_FIRST}: {', '.join(lost)}"
+
+
+def _exact(scale: float) -> str:
+    """A loss scale in six digits, or as a power of two: "65536", "2.0**36"."""
+    fraction, exponent = math.frexp(scale)
+    exact = fraction != 0.5 or float(f"{scale:g}") == scale
+    return f"{scale:g}" if exact else f"2.0**{exponent - 1}"
 
 
 def _cells(measured: Measured) -> list[Cell | str]:
@@ -331,7 +338,7 @@ class Suggestion:
         if self.dtype:
             lines.append(f"# Compute in {self.dtype}.")
         if self.init_scale:
-            lines.append(f"# Start with a loss scale of {self.init_scale:g}.")
+            lines.append(f"# Start with a loss scale of {_exact(self.init_scale)}.")
         if self:
             lines.append("# Not tried: change this, and audit again.")
         if self.rules or self.scopes:
@@ -551,8 +558,8 @@ def _scale(audit: Audit, policy: Policy) -> Suggestion:
         if cast > _TOP:
             fits = min(fits or scale, 2.0 ** math.floor(math.log2(scale * _TOP / 2 / cast)))
         lower = min(fits or scale, scale / 2)
-        why = f"{_at(over)}: gradients overflow float16; the last loss scale was {scale:g}"
-        return Suggestion(init_scale=lower, reasons=(f"{why}; try {lower:g}.",))
+        why = f"{_at(over)}: gradients overflow float16; the last loss scale was {_exact(scale)}"
+        return Suggestion(init_scale=lower, reasons=(f"{why}; try {_exact(lower)}.",))
     lost = audit.lost_gradients(scale)
     if lost > MANY:
         part = text_table.share(lost)
@@ -565,16 +572,16 @@ def _scale(audit: Audit, policy: Policy) -> Suggestion:
     if not _in_float16(audit):
         if fits is None:  # all are zero in this run, too
             return Suggestion()
-        needs = f"{why}, which needs a loss scale of {fits:g}; this run is in other dtypes."
+        needs = f"{why}, which needs a loss scale of {_exact(fits)}; this run is in other dtypes."
         return Suggestion(reasons=(needs,))
     if fits is None:
-        why = f"gradients: all are zero, at a loss scale of {scale:g}; try {FIRST_SCALE:g}."
+        why = f"gradients: all are zero, at a loss scale of {_exact(scale)}; try {FIRST_SCALE:g}."
         return Suggestion(init_scale=FIRST_SCALE, reasons=(why,))
     fits = min(fits, LARGEST)
     if fits <= scale or audit.lost_gradients(fits) > MANY:
         why = f"{why} at every loss scale at which none overflows: bfloat16 has the range."
         return Suggestion(dtype="bfloat16", reasons=(why,))
-    why = f"{why} at a loss scale of {scale:g}; try {fits:g}."
+    why = f"{why} at a loss scale of {_exact(scale)}; try {_exact(fits)}."
     return Suggestion(init_scale=fits, reasons=(why,))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics.call_record import Call
+from polymp.diagnostics.call_record import BACKWARD, Call
 from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.rules.row import Row
 
@@ -148,7 +148,8 @@ class Fault(NamedTuple):
     def __str__(self) -> str:
         module = f" in module {self.module!r}" if self.module else ""
         place = f"{module} at {self.source}" if self.source else module
-        rule = f", by the row {self.row}" if self.row else ""
+        by = ", its forward by" if self.direction == BACKWARD else ", by"
+        rule = f"{by} the row {self.row}" if self.row else ""
         _, then, first = self.found.partition(", of ")
         broke = f"; then {self.found}" if then and first else ""
         lines = [

@@ -37,11 +37,10 @@ from polymp.diagnostics.run_record import (
     UPDATE,
     RecordedArray,
     RecordedStep,
-    RecordError,
     RunRecord,
 )
 from polymp.diagnostics.tables import OUTSIDE, Cell, Column, Line, Table, number
-from polymp.errors import escaped
+from polymp.errors import RecordError, escaped
 
 
 @dataclass(eq=False, repr=False)

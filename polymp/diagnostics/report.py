@@ -10,6 +10,7 @@ another one. Text is plain characters, so that it reads the same in a terminal, 
 log; nothing but the standard library is needed.
 """
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from polymp.diagnostics.call_record import (
 from polymp.diagnostics.page import Shown
 from polymp.diagnostics.tables import Cell, Column, Table, TableKind, number
 from polymp.errors import brief, escaped
+from polymp.rules.vocabulary import vocabulary
 
 
 class Report(Shown):
@@ -105,8 +107,14 @@ class Report(Shown):
 
         Returns:
             The calls; none if it did not run.
+
+        Raises:
+            ValueError: it did not run, and neither the vocabulary nor the framework has such an op.
         """
-        return [call for call in self.calls if op in (call.op, call.spelling)]
+        calls = [call for call in self.calls if op in (call.op, call.spelling)]
+        if not (calls or ":" in op or vocabulary().knows(op) or _has(op)):
+            raise ValueError(f"of({op!r}): there is no such op.{vocabulary().hint(op)}")
+        return calls
 
     def widened(self) -> list[Call]:
         """Return calls without a row in which a float32 input widened a low one to float32.
@@ -173,6 +181,12 @@ class Report(Shown):
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}, {len(self)} calls, {self.casts} casts)"
+
+
+def _has(op: str) -> bool:
+    """True if a framework that is imported has an op of this name of its own."""
+    torch, lax = sys.modules.get("torch"), sys.modules.get("jax.lax")
+    return (torch is not None and hasattr(torch.ops.aten, op)) or hasattr(lax, f"{op}_p")
 
 
 # What is drawn: sums, then a row for each call site.

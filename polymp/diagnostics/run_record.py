@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polymp.diagnostics.page import replacing
-from polymp.errors import PolympError, brief
+from polymp.errors import RecordError, brief
 from polymp.rules import scopes
 from polymp.versions import __version__
 
@@ -48,10 +48,6 @@ INPUT, RESULT, GRADIENT, UPDATE = "input", "result", "gradient", "update"
 # Of compiled code only the results of a whole graph are recorded, as those of an op of this name;
 # it is the reason for the other calls that are left out, too.
 COMPILED = "compiled"
-
-
-class RecordError(PolympError, ValueError):
-    """A file that is no record, or no whole one; or records that cannot be compared."""
 
 
 class RecordedArray(NamedTuple):

@@ -110,6 +110,10 @@ class Vocabulary:
         """Our name of a primitive, with or without a variant, "" if it has none."""
         return self._names["jax"].get(primitive, "")
 
+    def knows(self, name: str) -> bool:
+        """True of an op's name and of a spelling of one, without a prefix."""
+        return name in self.ops or any(name in names for names in self._names.values())
+
     @property
     def functions(self) -> Mapping[str, str]:
         """Our names by the dotted name of a function."""

@@ -211,7 +211,7 @@ def _first_off(programs: tuple[Any, Any], names: tuple[str, str]) -> tuple[str, 
     """The first op whose values differ, by `compare`, and its calls as a table; "" without one."""
     from polymp.diagnostics.compare import beside, compare
     from polymp.diagnostics.record_pairs import ALONE, UNEXPLAINED
-    from polymp.diagnostics.run_record import RecordError
+    from polymp.errors import RecordError
 
     records = []
     for each, name in zip(programs, names, strict=True):

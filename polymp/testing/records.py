@@ -25,7 +25,7 @@ from polymp import text_table
 from polymp._api import framework_in
 from polymp.diagnostics import run_record
 from polymp.diagnostics.compare import compare
-from polymp.diagnostics.run_record import RecordError
+from polymp.errors import RecordError, brief
 
 _COMPARED, _MISSING = "polymp compared", "polymp has no record of"  # properties of a test's report
 
@@ -88,10 +88,16 @@ class Recorders:
         return self._made[id(what)][2]
 
     def unexplained(self) -> Iterator[str]:
-        """The texts of the comparisons of which rounding does not explain all."""
-        for _, name, recorder in self._made.values():
+        """The texts on recorders that no step ran in, and on what rounding does not explain."""
+        for what, name, recorder in self._made.values():
+            if not recorder.record.steps:
+                yield (
+                    f"polymp_record of {brief(what)} recorded no step: use "
+                    "`with polymp_record(model):`; in JAX, call what polymp_record(fn) returns."
+                )
+                continue
             if self._against is None:
-                return
+                continue
             earlier = self._against / name
             if not earlier.exists():
                 self._item.user_properties.append((_MISSING, self._item.nodeid))

@@ -129,6 +129,17 @@ def test_a_test_that_fails_by_itself_is_not_compared(folder: Path) -> None:
     assert "polymp: " not in out.replace("polymp: 0 records", "").replace("polymp: 1 record ", "")
 
 
+@pytest.mark.parametrize("folder", ["torch"], indirect=True)
+def test_a_recorder_without_a_step_fails_the_test(folder: Path) -> None:
+    model = folder / "test_model.py"
+    model.write_text(
+        model.read_text().replace("with polymp_record(MODEL)", "if polymp_record(MODEL)")
+    )
+    run(folder)
+    out = run(folder, "--polymp-record=before", code=1)
+    assert "recorded no step: use `with polymp_record(model):`; in JAX, call" in out
+
+
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "test_nothing.py").write_text("def test(): pass\n")
     out = run(tmp_path, "--polymp-against=gone", code=4)

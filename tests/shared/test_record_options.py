@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polymp.diagnostics.run_record import RecordError
-from polymp.errors import PolicyError
+from polymp.errors import PolicyError, RecordError
 from tests.conftest import FRAMEWORKS, need
 
 

@@ -193,6 +193,14 @@ def writes(op: torch._ops.OpOverload) -> bool:
     return bool(op._schema.is_mutable) or op.overloadpacket.__name__ in _SILENT
 
 
+@functools.cache
+def repeatable(op: torch._ops.OpOverload) -> bool:
+    """Return whether an op writes into running statistics at most, which it then never reads."""
+    arguments = op._schema.arguments
+    marked = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    return marked <= _STATISTICS
+
+
 def written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among an op's arguments that it writes."""
     silent = op.overloadpacket.__name__ in _SILENT

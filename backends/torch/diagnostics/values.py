@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_map
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import distributed, modes, optimizers
+from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     OpCall,
@@ -26,6 +26,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     Own,
     Ran,
     call_of,
+    facts_of,
     float_tensors,
     numbers_in,
     tensors,
@@ -513,6 +514,8 @@ class Values(Subscriber):
         for at, (event, was) in enumerate(zip(events, bad, strict=True)):
             finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
             ends, below = self.ranges.read(event.ranges), False
+            if was == "NaN" and event.func is not None and facts_of(event.func).writes:
+                finite = False  # of an op in place, which was not tried in float32, as sqrt_
             if event.lost is not None:
                 low, high = self.ranges.read([event.lost.wide])
                 finite, below = math.isfinite(low) and math.isfinite(high), high < 1
@@ -577,14 +580,17 @@ class Values(Subscriber):
 def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
     """Return an op's first result in float32, on the same inputs; of a cast, its input.
 
-    None for an op that writes into its arguments, draws random numbers or has no float32 form.
+    None for an op that writes into what it reads, draws random numbers or has no float32 form.
     """
     if ran.casts:
         return ran.reads[0]
-    if ran.facts.writes or torch.Tag.nondeterministic_seeded in ran.func.tags:
+    if torch.Tag.nondeterministic_seeded in ran.func.tags or not dispatcher.repeatable(ran.func):
         return None
+    statistics = ran.into
 
     def wide(leaf: Any) -> Any:
+        if any(leaf is t for t in statistics):
+            return leaf.to(torch.float32, copy=True)
         if isinstance(leaf, torch.Tensor):
             return leaf.float() if leaf.dtype in _LOW else leaf
         return torch.float32 if isinstance(leaf, torch.dtype) and leaf in _LOW else leaf

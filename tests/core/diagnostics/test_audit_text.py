@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polymp.diagnostics.audit import Suggestion
+from polymp.diagnostics.audit_records import Fault
+from polymp.rules.row import Row, Rule
 from tests.support import reports
 from tests.support.reports import gradient, magnitudes, measured
 
@@ -125,3 +128,19 @@ def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> 
     assert "<script>" not in named.to_html().partition("<tbody>")[2].partition("</tbody>")[0]
     assert len(repr(audit.results[0])) < 400
     assert len(repr(audit)) < 100
+
+
+def test_a_scale_is_exact() -> None:
+    """One is the scale of a scaler or stands for none."""
+    of_one = str(reports.audit([], [gradient("w", [2.0**-22])], scale=1.0))
+    assert "loss scale: 1, or none is known; " in of_one
+    assert "overflows: 2.0**36" in of_one
+    assert "# Start with a loss scale of 2.0**36." in str(Suggestion(init_scale=2.0**36))
+    assert "# Start with a loss scale of 65536." in str(Suggestion(init_scale=65536.0))
+
+
+def test_the_row_of_a_backward_is_that_of_its_forward() -> None:
+    row = Row("cross_entropy", Rule.FP32)
+    fault = Fault("cross_entropy", "", "", "", "backward", "overflow", "float16", row, (), "", "")
+    assert "ran in float16, its forward by the row cross_entropy = fp32" in str(fault)
+    assert "ran in float16, by the row" in str(fault._replace(direction="forward"))

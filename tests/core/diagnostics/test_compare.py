@@ -13,7 +13,8 @@ import pytest
 import polymp
 from polymp.diagnostics.compare import Comparison
 from polymp.diagnostics.record_pairs import ALONE, EXPLAINED, PASSED
-from polymp.diagnostics.run_record import UPDATE, RecordedArray, RecordError, RunRecord
+from polymp.diagnostics.run_record import UPDATE, RecordedArray, RunRecord
+from polymp.errors import RecordError
 from tests.support import run_records
 from tests.support.run_records import Call, arrays, calls, record
 

@@ -200,3 +200,11 @@ def test_names_cannot_give_orders_to_a_terminal() -> None:
     for text in (str(report), str(report.diff(Report([], "other\x1b")))):
         assert text.replace("\n", "").isprintable()
         assert "li\\x1b[2Jnear" in text
+
+
+def test_an_op_that_is_none_is_refused_and_one_that_did_not_run_is_not() -> None:
+    empty = Report()
+    for real in ("linear", "softmax.int", "aten:mm", "dot_general"):
+        assert empty.of(real) == []
+    with pytest.raises(ValueError, match=r"^of\('linaer'\): there is no such op\..* linear"):
+        empty.of("linaer")

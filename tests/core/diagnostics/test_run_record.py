@@ -20,10 +20,10 @@ from polymp.diagnostics.run_record import (
     PROJECTIONS,
     RMS,
     VALUES,
-    RecordError,
     places,
     signs,
 )
+from polymp.errors import RecordError
 from tests.support import run_records
 from tests.support.run_records import summary
 

@@ -284,3 +284,40 @@ def test_a_large_learning_rate_is_not_blamed_on_an_eps_that_is_zero() -> None:
     fault = locate(step)
     assert fault is not None
     assert (fault.op, fault.kind) == ("Adam.step", "overflow")
+
+
+@pytest.mark.parametrize("region", [False, True])
+def test_a_running_variance_that_is_corrupt_is_no_overflow(region: bool) -> None:
+    """A batch norm may write its running statistics; of float16 it is repeated in float32."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+    net[1].running_var.fill_(-1.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", torch.float16, enabled=region):
+            return net[1](net[0](x) if region else x.half())  # type: ignore[no-any-return]
+
+    fault: Any = locate(step, torch.randn(4, 8), model=net)
+    assert (fault.op, fault.kind, fault.run) == ("batch_norm", "operation", "float16")
+
+
+def test_a_batch_norm_in_training_is_repeated_with_its_statistics_kept() -> None:
+    """A repeat that wrote them would move them twice."""
+    norm = nn.BatchNorm1d(8)
+    with torch.no_grad():
+        norm.weight.fill_(1e6)
+    means: list[torch.Tensor] = []
+
+    def step(x: torch.Tensor) -> None:
+        assert not norm(x.half()).isfinite().all()
+        means.append(norm.running_mean.clone())  # type: ignore[union-attr]
+
+    x = torch.randn(4, 8)
+    fault: Any = locate(step, x, model=norm)
+    assert (fault.op, fault.kind) == ("batch_norm", "overflow")
+    step(x)
+    assert torch.equal(*means)
+
+
+def test_a_nan_of_an_op_in_place_is_no_overflow() -> None:
+    fault: Any = locate(lambda x: x.half().sqrt_(), -torch.ones(3))
+    assert (fault.op, fault.kind) == ("sqrt", "operation")

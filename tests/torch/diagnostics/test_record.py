@@ -31,9 +31,9 @@ from polymp.diagnostics.run_record import (
     UPDATE,
     RecordedArray,
     RecordedStep,
-    RecordError,
     RunRecord,
 )
+from polymp.errors import RecordError
 from polymp.torch import GradScaler, audit, autocast, explain, record
 from tests.support import run_records
 from tests.support.decoder import Config

@@ -133,11 +133,15 @@ class Run:
         return [np.asarray(x).tobytes() for x in arrays], self.scaler.state_dict()
 
     def save(self, path: Path) -> None:
-        path.write_bytes(flax.serialization.to_bytes({part: getattr(self, part) for part in PARTS}))
+        saved = {part: getattr(self, part) for part in PARTS}
+        saved["scaler"] = self.scaler.state_dict()
+        path.write_bytes(flax.serialization.to_bytes(saved))
 
     def load(self, path: Path, without: str = "") -> None:
         """Go on from a file; one of `PARTS` may be left as it is."""
         own = {part: getattr(self, part) for part in PARTS}
+        own["scaler"] = self.scaler.state_dict()
         for part, state in flax.serialization.from_bytes(own, path.read_bytes()).items():
             if part != without:
+                state = self.scaler.load_state_dict(state) if part == "scaler" else state
                 setattr(self, part, state)

@@ -209,9 +209,8 @@ def _scales(audit: Audit) -> Iterator[str]:
 
 def _exact(scale: float) -> str:
     """A loss scale in six digits, or as a power of two: "65536", "2.0**36"."""
-    fraction, exponent = math.frexp(scale)
-    exact = fraction != 0.5 or float(f"{scale:g}") == scale
-    return f"{scale:g}" if exact else f"2.0**{exponent - 1}"
+    text, (fraction, exponent) = f"{scale:g}", math.frexp(scale)
+    return text if fraction != 0.5 or float(text) == scale else f"2.0**{exponent - 1}"
 
 
 def _cells(measured: Measured) -> list[Cell | str]:

@@ -91,10 +91,10 @@ class Recorders:
         """The texts on recorders that no step ran in, and on what rounding does not explain."""
         for what, name, recorder in self._made.values():
             if not recorder.record.steps:
-                yield (
-                    f"polymp_record of {brief(what)} recorded no step: use "
-                    "`with polymp_record(model):`; in JAX, call what polymp_record(fn) returns."
+                use = (
+                    "use `with polymp_record(model):`; in JAX, call what polymp_record(fn) returns"
                 )
+                yield f"polymp_record of {brief(what)} recorded no step: {use}."
                 continue
             if self._against is None:
                 continue

@@ -196,8 +196,7 @@ def writes(op: torch._ops.OpOverload) -> bool:
 @functools.cache
 def repeatable(op: torch._ops.OpOverload) -> bool:
     """Return whether an op writes into running statistics at most, which it then never reads."""
-    arguments = op._schema.arguments
-    marked = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    marked = {a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write}
     return marked <= _STATISTICS
 
 

@@ -26,7 +26,6 @@ from polymp.backends.torch.diagnostics.op_call import (
     Own,
     Ran,
     call_of,
-    facts_of,
     float_tensors,
     numbers_in,
     tensors,
@@ -514,7 +513,7 @@ class Values(Subscriber):
         for at, (event, was) in enumerate(zip(events, bad, strict=True)):
             finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
             ends, below = self.ranges.read(event.ranges), False
-            if was == "NaN" and event.func is not None and facts_of(event.func).writes:
+            if was == "NaN" and event.func is not None and dispatcher.writes(event.func):
                 finite = False  # of an op in place, which was not tried in float32, as sqrt_
             if event.lost is not None:
                 low, high = self.ranges.read([event.lost.wide])
@@ -586,13 +585,11 @@ def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
         return ran.reads[0]
     if torch.Tag.nondeterministic_seeded in ran.func.tags or not dispatcher.repeatable(ran.func):
         return None
-    statistics = ran.into
 
     def wide(leaf: Any) -> Any:
-        if any(leaf is t for t in statistics):
-            return leaf.to(torch.float32, copy=True)
         if isinstance(leaf, torch.Tensor):
-            return leaf.float() if leaf.dtype in _LOW else leaf
+            copy = any(leaf is t for t in ran.into)  # running statistics, which stay as they are
+            return leaf.to(torch.float32, copy=copy) if copy or leaf.dtype in _LOW else leaf
         return torch.float32 if isinstance(leaf, torch.dtype) and leaf in _LOW else leaf
 
     try:

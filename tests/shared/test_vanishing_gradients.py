@@ -1,6 +1,7 @@
 """Gradients that vanish in float16: what an audit says of them, in both frameworks."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,7 +84,8 @@ def test_what_would_vanish_in_float16_is_said_where_it_did_not_run(framework: st
     audit = trained(framework, "bfloat16", 1e-6).audit
     suggestion = audit.suggest()
     assert not suggestion, "a run in bfloat16 needs nothing"
-    said = text_table.share(audit.lost_gradients())
+    said, fits = text_table.share(audit.lost_gradients()), audit.fitting_scale()
     assert suggestion.reasons[0].startswith(f"gradients: {said} of the values")
-    assert f"{audit.fitting_scale():g}" in suggestion.reasons[0]
+    assert fits is not None
+    assert f"a loss scale of 2.0**{math.log2(fits):g};" in suggestion.reasons[0]
     assert not trained(framework, "bfloat16", 1.0).audit.suggest().reasons

@@ -211,6 +211,11 @@ def _kept(keep: Any) -> dict[str, str]:
     """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
     if isinstance(keep, str):
         raise TypeError(f"low_weights(): keep={keep!r} is not a list. Write keep=[{keep!r}].")
+    if isinstance(keep, Mapping) and not all(isinstance(why, str) for why in keep.values()):
+        raise TypeError(
+            f"low_weights(): keep={reprlib.repr(keep)} is a tree of arrays. Write paths of it, or "
+            "keep=(autocast(loss_fn), params, batch) for what a function reads in float32."
+        )
     reasons: dict[str, str] = {}
     one = callable(keep) or (isinstance(keep, tuple) and keep and callable(keep[0]))
     for each in [keep] if one else keep:

@@ -146,15 +146,15 @@ def widest(names: Iterable[str]) -> str:
     float16 with bfloat16 gives float32: neither holds the other.
 
     Args:
-        names: full names of dtypes, at least one.
+        names: names of dtypes, at least one.
 
     Returns:
         Its full name.
 
     Raises:
-        ValueError: `names` is empty.
+        ValueError: `names` is empty, or one is no name of a float dtype.
     """
-    members = {FORMATS[name] for name in names}
+    members = {FORMATS.get(each) or FORMATS[name(each)] for each in names}
     if not members:
         raise ValueError("widest() of no formats; give at least one name")
     candidates = [f for f in FORMATS.values() if all(f.holds(m) for m in members)]

@@ -308,7 +308,7 @@ class CaughtStep(NoBlock, Generic[P, R]):
         last_good, known = self._back_to(before)
         self.reports.append(report)
         last = self.reports[-MANY:]
-        in_a_row = all(b.step == a.step + a.undone for a, b in pairwise(last))
+        in_a_row = all(b.step == a.step + max(a.undone, 1) for a, b in pairwise(last))
         if self._raises or not (goes_on and known) or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
         warn(str(report))

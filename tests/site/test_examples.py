@@ -512,7 +512,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def of_torchrun(*argv: object) -> str:
-    """What the example prints on two ranks that torchrun starts."""
+    """Return the text that the example prints on two ranks, started by torchrun."""
     settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = examples.run("train_ranks.py", *argv, python=TORCHRUN, **settings)
     assert done.returncode == 0, done.stderr
@@ -529,7 +529,7 @@ assert train_ranks.main(sys.argv[2:]) == 0
 
 
 def of_forks(folder: Path, *argv: object) -> str:
-    """What it prints on two ranks that are told what torchrun would tell them."""
+    """Return the same of two ranks with the environment that torchrun would give them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     told |= {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}

@@ -437,12 +437,12 @@ def move(
     result go the same way, as they round the same way, and so do neighbours, where a function is
     off by the same; opposite numbers go opposite ways.
     """
-    real = t.to(by.dtype)
+    values = t.to(by.dtype)
     # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN. No number becomes one.
-    room = real.abs().neg_().add_(torch.finfo(t.dtype).max)
-    torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(real)
+    room = values.abs().neg_().add_(torch.finfo(t.dtype).max)
+    torch.minimum(by, room, out=by).nan_to_num_(0.0, 0.0, 0.0).copysign_(values)
     if t.dtype is torch.float64:
-        bits = real.abs().view(torch.int64) & (-1 << 37)
+        bits = values.abs().view(torch.int64) & (-1 << 37)
         bits = (bits ^ (bits >> 32)).to(torch.int32)
     else:
         bits = t.abs().to(torch.float32).view(torch.int32) & (-1 << 8)

@@ -285,6 +285,23 @@ def test_a_step_that_reads_other_batches_when_repeated_is_told() -> None:
         step()
 
 
+def test_three_bad_steps_in_a_row_that_cannot_be_repeated_raise() -> None:
+    net, batches = nn.Linear(2, 1), iter([*torch.eye(2), *torch.full((9, 2), BAD)])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @functools.partial(catch, of=optimizer, on_bad="report")
+    def step() -> torch.Tensor:
+        return net(next(batches)).sum()
+
+    step()
+    step()
+    for _ in range(2):
+        with pytest.warns(CatchWarning):
+            step()
+    with pytest.raises(BadStepError):
+        step()
+
+
 class Loader(torch.utils.data.DataLoader[Any]):
     """As accelerate's: it has a state only with another package."""
 

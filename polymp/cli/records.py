@@ -26,7 +26,7 @@ def compared(args: argparse.Namespace) -> Data:
         raise UsageError(str(error)) from None
     except OSError as error:
         raise UsageError(f"--html: cannot write {args.html!r}: {error.strerror}.") from None
-    args.lines = found.table().split("\n")  # which `found` makes of more than its data
+    args.lines = str(found).split("\n")  # which `found` makes of more than its data
     return found.to_dict()
 
 

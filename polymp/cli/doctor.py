@@ -73,7 +73,7 @@ def gather() -> tuple[list[Data], bool]:
                 backends.get(name)
                 found["devices"] = devices()
             except Exception as error:  # any error of a framework is a finding
-                found["problem"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                found["problem"] = _error_line(error)
         frameworks.append(found)
     return frameworks, Path("/proc/driver/nvidia/version").exists()
 

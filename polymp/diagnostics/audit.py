@@ -454,7 +454,7 @@ def _look(fault: Fault) -> str:
     if fault.kind == "operation":
         if fault.why == CONSTANT:
             return f"{at}: {fault.why}: change the program."
-        too = "" if fault.run == "bfloat16" else " in float32 too"
+        too = "" if fault.untried else " in float32 too"
         return f"{at}: {fault.found}{too}: look at its inputs. {fault.why}"
     bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
     name = next((f" {o.name!r}" for o in bad if o.name), "")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import text_table
+from polymp.diagnostics.blame import UNTRIED_WIDE
 from polymp.diagnostics.call_record import BACKWARD, Call
 from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.rules.row import Row
@@ -117,7 +118,7 @@ class Fault(NamedTuple):
     # "saturation" (into 1), "number" (a constant of the program is zero in its dtype), "input" (an
     # argument or parameter was not finite), "index" (one is out of range, and was filled with NaN),
     # "inside" (ops in it were not looked at, as in a shard_map), or "operation" (its result is not
-    # finite in float32 either; of bfloat16 that was not tried).
+    # finite in float32 either; of bfloat16, and of what writes in place, that was not tried).
     kind: str
     run: str  # the dtype that it ran in
     row: Row | None  # of the policy, that decided; None if the policy has no row for the op
@@ -144,6 +145,11 @@ class Fault(NamedTuple):
         kind, why = cause
         place = call.op, call.spelling, call.module, call.source, call.direction
         return cls(*place, kind, run, call.row, tuple(inputs), found, why, call.region)
+
+    @property
+    def untried(self) -> bool:
+        """Whether the op was not tried in float32."""
+        return self.run == "bfloat16" or self.why.endswith(UNTRIED_WIDE)
 
     def __str__(self) -> str:
         module = f" in module {self.module!r}" if self.module else ""

@@ -48,7 +48,7 @@ def audit(
 
     The steps compute the same bits as without. A step takes up to twice as long, more if its ops
     are tiny. The host reads nothing from the device before the block ends. Largest magnitudes,
-    Inf and NaN are of all values; shares are of up to 4,096 values of each tensor, spread evenly.
+    Inf and NaN are of all values; shares are of up to 2,048 values of each tensor, spread evenly.
 
     To tell values that float16 makes zero from zeros, a float16 op runs once more, in float32, on
     the same inputs, at one of sixteen calls at its site.

@@ -290,12 +290,12 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
         """Note a view, before it is made: it is no call itself, but its backward may be one."""
-        node = dispatcher.latest_node()
+        # Without gradients a view has no node: the latest is that of the function that it is in.
+        node = dispatcher.latest_node() if torch.is_grad_enabled() else -1
         if node < self._first_node or node in self._of_node:
             return
         maker = self.hear.viewed(args)
-        # Without gradients a view has no node: the latest is that of the function that it is in.
-        if maker is None and self.counts and torch.is_grad_enabled():
+        if maker is None and self.counts:
             place, direction, _ = self.where(frame)
             maker = self._alone(func, place, direction)
         if maker is not None:
@@ -390,7 +390,9 @@ class _Mode(modes.OpMode):
                     hear.unwatched(facts, (args, kwargs), result)
             return result
         op_call = stream.op_call(func, sys._getframe(1))
-        if not op_call.place.sends:
+        # In a backward pass, ops have nodes if it is differentiated itself.
+        grows = op_call.direction != BACKWARD or torch.is_grad_enabled()
+        if grows and not op_call.place.sends:
             stream.made_by(op_call)
         if reads and op_call.inputs is None and not op_call.region:
             op_call.region = regions.low_dtype(reads[0].device.type)

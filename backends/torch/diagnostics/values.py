@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ from polymp.diagnostics.magnitudes import BINS, SHIFT
 from polymp.dtypes import FORMATS
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.
-SAMPLE = 4096
+SAMPLE = 2048
 
 
 def measurable(t: Any) -> bool:
@@ -623,25 +624,43 @@ class Update:
         provenance: Provenance,
     ) -> None:
         self.at = at  # how many events there were before
-        self._place, self._ranges = place, ranges
+        self._place, self._ranges, self._provenance = place, ranges, provenance
         self._kind = type(optimizer)
-        params = with_gradients(optimizer)
-        self._params = dict(zip(provenance.names_of(params), params, strict=True))
+        self._own = with_gradients(optimizer)
         self._dtypes: dict[str, torch.dtype] = {}
-        grads = {f"{name}.grad": p.grad for name, p in self._params.items() if p.grad is not None}
-        self._read = self._measured(self._state(optimizer) | grads)
-        self._wrote: Ranges = {}
+        self._read: Ranges = {}  # of what it was given, and
+        self._wrote: Ranges = {}  # of what it wrote, where that was not seen to be finite
+        if not self._finite(optimizer):
+            self._read = self._measured(self._state(optimizer) | self._grads())
         self._lost = lost_eps(optimizer)
         self._tried = self._try(optimizer) if self._lost else None
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step has written."""
-        self._wrote = self._measured(self._state(optimizer))
+        if not self._finite(optimizer):
+            self._wrote = self._measured(self._state(optimizer))
+            self._read = self._read or self._measured(self._grads())
+
+    def _finite(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether all is finite, at a glance; False where the host would wait for that."""
+        own: list[Any] = []
+        for p in self._own:
+            own += (p, p.grad, *moments(optimizer, "", p).values())
+        if not all(measurable(t) and t.is_cpu and t.itemsize > 1 for t in own):
+            return False
+        # A norm may overflow where no number does, which a closer look tells.
+        return not own or bool(torch.stack(torch._foreach_norm(own)).isfinite().all())
+
+    @cached_property
+    def _params(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self._provenance.names_of(self._own), self._own, strict=True))
+
+    def _grads(self) -> dict[str, torch.Tensor]:
+        return {f"{name}.grad": p.grad for name, p in self._params.items() if p.grad is not None}
 
     def _try(self, optimizer: torch.optim.Optimizer) -> Ranges | None:
         """Take the step with a larger eps, and undo it; None if it cannot be taken."""
-        params = [*self._params.values()]
-        before = Snapshot(params, grads=params, optimizers=[optimizer], random_numbers=True)
+        before = Snapshot(self._own, grads=self._own, optimizers=[optimizer], random_numbers=True)
         try:
             for group in optimizer.param_groups:
                 if lost := {p.dtype for p in group["params"]} & self._lost.keys():

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polymp import text_table
-from polymp.diagnostics.blame import UNTRIED_WIDE
 from polymp.diagnostics.call_record import BACKWARD, Call
 from polymp.diagnostics.magnitudes import Magnitudes, joined
 from polymp.rules.row import Row
@@ -145,11 +144,6 @@ class Fault(NamedTuple):
         kind, why = cause
         place = call.op, call.spelling, call.module, call.source, call.direction
         return cls(*place, kind, run, call.row, tuple(inputs), found, why, call.region)
-
-    @property
-    def untried(self) -> bool:
-        """Whether the op was not tried in float32."""
-        return self.run == "bfloat16" or self.why.endswith(UNTRIED_WIDE)
 
     def __str__(self) -> str:
         module = f" in module {self.module!r}" if self.module else ""

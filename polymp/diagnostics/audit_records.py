@@ -118,7 +118,7 @@ class Fault(NamedTuple):
     # "saturation" (into 1), "number" (a constant of the program is zero in its dtype), "input" (an
     # argument or parameter was not finite), "index" (one is out of range, and was filled with NaN),
     # "inside" (ops in it were not looked at, as in a shard_map), or "operation" (its result is not
-    # finite in float32 either; of bfloat16 that was not tried).
+    # finite in float32 either; of bfloat16, and of what writes in place, that was not tried).
     kind: str
     run: str  # the dtype that it ran in
     row: Row | None  # of the policy, that decided; None if the policy has no row for the op

@@ -37,6 +37,9 @@ PolicyLike = policy_files.Source
 P = ParamSpec("P")
 R = TypeVar("R")
 _Entries = tuple[compiled_region.CompiledRegion, "_Entries | None"]
+# Of torch as it was imported: programs may put polymp's function in its place.
+_is_available = torch.amp.is_autocast_available
+
 _DTYPES = *LOW, "float32", "float64"  # in the last two, torch warns, and opens no region
 
 
@@ -52,7 +55,7 @@ def is_autocast_available(device_type: str) -> bool:
     Raises:
         RuntimeError: torch knows no such device type.
     """
-    return torch.amp.is_autocast_available(device_type)
+    return _is_available(device_type)
 
 
 class autocast:  # the name is torch's

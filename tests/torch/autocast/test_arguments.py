@@ -163,6 +163,12 @@ def test_available_is_what_torch_says() -> None:
     assert (ours["cpu"], ours["meta"]) == (True, False)
 
 
+def test_our_function_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp, "is_autocast_available", is_autocast_available)
+    with autocast("cpu"):
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_the_arguments_are_taken_when_the_object_is_made(x: torch.Tensor, w: torch.Tensor) -> None:
     with autocast("cpu", dtype=FP16, cache_enabled=False):
         made_inside = autocast("cpu")

@@ -65,7 +65,8 @@ class PreparedRegion:
             tell_export(self._ticket)
         region, device, enabled, dtype, cache = prepared[self._ticket]
         thread = stack.thread
-        code, inside = NONE, ()
+        code = NONE
+        inside: Code = ()
         if _policies:
             code = code_in_force()
             inside = code_inside(region, code)

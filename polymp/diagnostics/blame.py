@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from polymp.diagnostics.audit_records import Fault
 from polymp.dtypes import FORMATS
 from polymp.rules.row import LOW
 
@@ -46,9 +47,6 @@ CAST = "an input of it is beyond {}'s largest number when it is cast"
 
 # The direction of what an optimizer does, beside those of calls.
 UPDATE = "update"
-
-# Products of numbers of this size overflow in every dtype; no weight that trains has it.
-HUGE = 1e18
 
 # An op that lost more than this share of its values is the cause of a later Inf or NaN.
 _MOST = 0.5
@@ -325,12 +323,34 @@ def tell_nothing_found(why: str = "") -> None:
 _HEALTHY = "no op made an Inf or NaN of finite numbers"
 
 
-# An optimizer that breaks a step.
-
-NO_EPS = "the number that keeps its divisor from zero is zero"
+# What helps: sentences for `locate`, `catch` and the suggestions of an audit.
 
 # Behind a remedy.
 UNTRIED = " That was not tried."
+
+# Where numbers grow without bound.
+SLOWER = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+
+NO_EPS = "the number that keeps its divisor from zero is zero"
+
+
+def remedy_of(fault: Fault) -> str:
+    """Return the change that helps where an op made a value that is not finite."""
+    place = f" in {fault.module}" if fault.module else ""
+    if fault.remedy:
+        return fault.remedy
+    if fault.kind == "input" and ".grad" in fault.why:
+        return "Call zero_grad() before the backward pass, which adds to what is there."
+    if fault.kind == "input":
+        return "Look at the data or the parameters."
+    if fault.kind == "index":
+        return "Look at the data."
+    if fault.kind == "number":
+        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    if (fault.kind == "operation" and fault.run != "bfloat16") or fault.run == "float32":
+        return f"Change the code: {fault.op} has no finite result there in float32 either."
+    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
+    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def larger_eps(dtype: str) -> float:
@@ -338,13 +358,11 @@ def larger_eps(dtype: str) -> float:
     return 1e-4 if dtype == "float16" else 1e-8
 
 
-def of_optimizer(
-    framework: str, kind: str, dtype: str, largest: float, lost: str = "", tried: bool = False
-) -> str:
+def of_optimizer(framework: str, kind: str, dtype: str, lost: str = "", tried: bool = False) -> str:
     """Return the change that helps where an optimizer made a value that is not finite.
 
-    `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0", and `tried`
-    says whether the step was finite with a larger one.
+    `lost` is a clause on an eps, "Adam's eps is 0", and `tried` says whether the step was finite
+    with a larger one.
     """
     wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
     if kind == "number":
@@ -352,11 +370,4 @@ def of_optimizer(
         or_wide = f", or {wide}" if dtype in LOW else "."
         give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
         return f"{lost}, so that it divides by zero. {give}"
-    if kind == "overflow":
-        return f"{wide[0].upper()}{wide[1:]}{UNTRIED}"
-    if largest > HUGE:
-        return (
-            f"It was given numbers as large as {largest:.3g}: clip the gradients, lower the "
-            f"learning rate, or look at the data.{UNTRIED}"
-        )
-    return f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+    return f"{wide[0].upper()}{wide[1:]}{UNTRIED}" if kind == "overflow" else SLOWER

@@ -108,7 +108,7 @@ def test_no_cell_of_a_table_is_broken_over_many_lines(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    text = long_names().table()
+    text = str(long_names())
     assert max(map(len, text.splitlines())) <= width
     assert text.count("scaled_dot_product_attention") == 1
     assert text.count("attention.py:1234") == 3

@@ -185,7 +185,7 @@ class OpOnDevice:
         self._asked = tuple(str(a.type) in ("Tensor", "List[Tensor]") for a in schema)
         self._picks = vocabulary().op(vocabulary().of_aten(name)).picks
         self._into = name in op_facts.ADD_IN_PLACE
-        self._in_float32 = op_facts.in_float32(name, device)
+        self._in_float32 = op_facts.in_float32(name)
         self._steps = device == "cpu" and name in op_facts.STEPS_ON_CPU
         # Batch norm writes its running statistics, though its schema does not say so: what is
         # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
@@ -274,6 +274,8 @@ class OpOnDevice:
                 forbid(ruling.policy, ruling.row, name, self.dtypes(args))
             batched = self._written and modes.is_transformed()  # which has no kernel for low inputs
             if self._in_float32 and decision.out in LOW and not batched:
+                if (own_kernel := torch_table.kernel(name, device)) is not None:
+                    return own_kernel(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)
         if decision.run == "float32" and kwargs.get("dtype") is not None:
             decision = Decision(decision.rule)  # the caller's own dtype wins, as in torch

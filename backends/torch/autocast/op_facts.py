@@ -112,18 +112,10 @@ WRITERS = (
 ).split()
 
 
-def in_float32(overload: str, device: str) -> bool:
-    """Return whether the op's own kernel computes in float32 on low inputs, and rounds once.
-
-    That of layer_norm on CPUs does not in backward: it adds up the gradients of the weights in the
-    dtype of the input, and of 65,536 rows in bfloat16 nothing of such a sum is right.
-
-    Source:
-        torch v2.13 aten/src/ATen/native/cpu/layer_norm_kernel.cpp, whose buffers have X's dtype.
-    """
+def in_float32(overload: str) -> bool:
+    """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""
     kind = vocabulary().op(vocabulary().of_aten(overload)).kind
-    steps = (overload, device) == ("layer_norm", "cpu")
-    return not steps and (overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT)
+    return overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT
 
 
 # These of linear algebra are put together from ops that have low kernels.

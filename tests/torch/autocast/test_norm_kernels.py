@@ -161,7 +161,7 @@ def test_gradients_of_weights_are_added_up_in_float32_on_a_cpu(low: str) -> None
     exact = gradients(x.double(), None)
     without, lean = off(gradients(x, None)), off(gradients(x, "lean"))
     print(f"\n{low}: weights' gradients off by {without:.2g} without a region, {lean:.2g} in lean")
-    assert without > 0.01  # else torch has changed, and needs no cast
+    assert without > 0.01  # else torch has changed, and needs no kernel of ours
     assert lean < 1e-4
 
 

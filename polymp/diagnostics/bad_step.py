@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import SLOWER, UNTRIED, remedy_of
+from polymp.diagnostics.blame import SLOWER, UNTRIED, UNTRIED_WIDE
 from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, brief, escaped
 
@@ -74,6 +74,28 @@ class BadStep(NamedTuple):
         if self.remedy and not (self.fault is not None and self.fault.remedy):  # which has it
             lines.append(f"  {self.remedy}")
         return escaped("\n".join(lines))
+
+
+def remedy_of(fault: Fault) -> str:
+    """Return the change that helps where an op made a value that is not finite."""
+    place = f" in {fault.module}" if fault.module else ""
+    if fault.remedy:
+        return fault.remedy
+    if fault.kind == "input" and ".grad" in fault.why:
+        return "Call zero_grad() before the backward pass, which adds to what is there."
+    if fault.kind == "input":
+        return "Look at the data or the parameters."
+    if fault.kind == "index":
+        return "Look at the data."
+    if fault.kind == "number":
+        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    tried = fault.run != "bfloat16" and not fault.why.endswith(UNTRIED_WIDE)
+    if fault.kind == "operation" and not tried:
+        return f"Look at its inputs, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    if fault.kind == "operation" or fault.run == "float32":
+        return f"Change the code: {fault.op} has no finite result there in float32 either."
+    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
+    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:
@@ -212,14 +234,6 @@ class CaughtStep(NoBlock, Generic[P, R]):
     _copy: Any = None  # of the state, from which the calls since can be repeated
     _calls: list[Any]  # these, each with the `losses` that it had
 
-    # Of a backend.
-    _begin: Callable[[Any, Any], tuple[Any, Any]]  # copies if it is time, records; the arguments
-    _do: Callable[[Any, Any], tuple[Any, dict[int, Any], bool]]  # results, losses, whether bad
-    _bad_state: Callable[[], bool]  # whether the state after the last call is not finite
-    _repeated: Callable[[], Iterator[Repeated]]  # repeats the calls from the copy
-    _another: Callable[[int, str], str]  # the note on a step whose losses were others: which
-    _located: Callable[[Any, Any], tuple[Fault | None, str]]  # the op at which a call broke; a note
-    _other_checks: Callable[[], str]  # what is checked of a step that returns no loss
     _unrepeated: str  # the note where a bad value did not come again
     _in_place: bool  # whether the step changes its training in place, and not by its results
 
@@ -255,7 +269,10 @@ class CaughtStep(NoBlock, Generic[P, R]):
         result, losses, bad = self._do(*given)
         self._calls[-1].losses.update(losses)
         if self.step == 1 and not losses:
-            warn(f"catch: the step returns no loss, {self._other_checks()}. Return the loss.")
+            warn(
+                "catch: the step returns no loss, a float with one element, so that a bad step may "
+                f"show up to {self._every} calls later. Return the loss."
+            )
         if bad:
             result = self._without(result, self._stop())
         return result
@@ -274,6 +291,32 @@ class CaughtStep(NoBlock, Generic[P, R]):
         """
         if self._calls and self._anywhere(self._bad_state() or self._checks.now()):
             self._stop(goes_on=self._in_place)
+
+    # Of a backend, which also says what differs in the methods below these.
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Record a call, and copy the training if it is time; return the arguments."""
+        raise NotImplementedError
+
+    def _do(self, args: Any, kwargs: Any) -> tuple[R, dict[int, Any], bool]:
+        """Do the step; return its results, its losses by place, and whether one is bad."""
+        raise NotImplementedError
+
+    def _bad_state(self) -> bool:
+        """Return whether the state after the last call is not finite."""
+        raise NotImplementedError
+
+    def _repeated(self) -> Iterator[Repeated]:
+        """Repeat the calls from the copy."""
+        raise NotImplementedError
+
+    def _another(self, step: int, losses: str) -> str:
+        """Return the note on a step that had other losses when it was repeated."""
+        raise NotImplementedError
+
+    def _located(self, call: Any, before: Any) -> tuple[Fault | None, str]:
+        """Return the op at which a call broke, and a note."""
+        raise NotImplementedError
 
     def _without(self, result: Any, before: Any) -> Any:
         """Return the results of a call, with the state before a bad step in place of its own."""

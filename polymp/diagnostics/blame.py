@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from polymp.diagnostics.audit_records import Fault
 from polymp.dtypes import FORMATS
 from polymp.rules.row import LOW
 
@@ -44,6 +43,7 @@ OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
 CAST = "an input of it is beyond {}'s largest number when it is cast"
+UNTRIED_WIDE = "in float32 it was not tried"
 
 # The direction of what an optimizer does, beside those of calls.
 UPDATE = "update"
@@ -74,7 +74,9 @@ class Node(NamedTuple):
     inputs: tuple[int, ...]  # places, in the run, of the nodes that made its inputs, all before it
     bad: str  # "Inf", "NaN" or "", of its result
     run: str  # the dtype of its result
-    burst: bool = False  # its result is Inf in float16 and finite in float32, of the same inputs
+    # Its result is Inf in float16 and, if that was tried, finite in float32, of the same inputs.
+    burst: bool = False
+    tried: bool = True  # False of an op in float16 that was not tried in float32, as one in place
     vanished: float = 0.0  # share of its results that are zero in float16 and not in float32
     numbers: tuple[float, ...] = ()  # constants that are zero or 1 in its dtype and are not else
     spoiled: str = ""  # name of an input that no op made and that is not finite
@@ -247,7 +249,8 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         return Blame(at, at, "input", f"{node.spoiled} is not finite before any op runs")
     if node.burst:
         top = FORMATS[node.run].max if node.run in FORMATS else math.inf
-        why = f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite"
+        wider = "in float32 it is finite" if node.tried else UNTRIED_WIDE
+        why = f"its result is beyond {node.run}'s largest number, {top:g}; {wider}"
         return Blame(at, at, "overflow", CAST.format(node.run) if node.cast else why)
     if (cause := _saturated(nodes, at)) is not None:
         found = nodes[cause]
@@ -266,7 +269,7 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         if _reads_cast(found):
             why = f"{lost} an input of it becomes zero when it is cast to {found.run}"
         return Blame(cause, at, "underflow", why)
-    wider = "; in float32 it was not tried" if node.run == "bfloat16" else " or wider"
+    wider = " or wider" if node.tried and node.run != "bfloat16" else f"; {UNTRIED_WIDE}"
     why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'}{wider}"
     return Blame(at, at, "operation", why)
 
@@ -323,7 +326,7 @@ def tell_nothing_found(why: str = "") -> None:
 _HEALTHY = "no op made an Inf or NaN of finite numbers"
 
 
-# What helps: sentences for `locate`, `catch` and the suggestions of an audit.
+# An optimizer that breaks a step.
 
 # Behind a remedy.
 UNTRIED = " That was not tried."
@@ -332,25 +335,6 @@ UNTRIED = " That was not tried."
 SLOWER = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
 
 NO_EPS = "the number that keeps its divisor from zero is zero"
-
-
-def remedy_of(fault: Fault) -> str:
-    """Return the change that helps where an op made a value that is not finite."""
-    place = f" in {fault.module}" if fault.module else ""
-    if fault.remedy:
-        return fault.remedy
-    if fault.kind == "input" and ".grad" in fault.why:
-        return "Call zero_grad() before the backward pass, which adds to what is there."
-    if fault.kind == "input":
-        return "Look at the data or the parameters."
-    if fault.kind == "index":
-        return "Look at the data."
-    if fault.kind == "number":
-        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-    if (fault.kind == "operation" and fault.run != "bfloat16") or fault.run == "float32":
-        return f"Change the code: {fault.op} has no finite result there in float32 either."
-    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
-    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def larger_eps(dtype: str) -> float:

@@ -138,10 +138,6 @@ class Catch(CaughtStep[P, R]):
         good = {made: before[0][at] for made, at in self._fed.items()}
         return jax.tree.unflatten(tree, [good.get(at, leaf) for at, leaf in enumerate(leaves)])
 
-    def _other_checks(self) -> str:
-        only = f"so that only the state is checked, every {self._every} calls"
-        return f"a float with one element, {only}"
-
     def _bad_state(self) -> bool:
         returned, tree = self._results.alive(), self._calls[-1].tree
         places = {at: Made(made) for made, at in self._fed.items() if made in returned}

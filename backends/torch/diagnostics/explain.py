@@ -19,6 +19,7 @@ from polymp.backends.torch.diagnostics.op_call import Ran, call_of
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.backends.torch.snapshot import training_objects
+from polymp.backends.torch.weights.freeze_usage import device_of
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.errors import brief
@@ -164,25 +165,16 @@ def open_region(
     low: torch.dtype | None,
     policy: PolicyLike | None,
     stack: ExitStack,
-) -> None:
-    """Open a region around a call, with the policy's rules by path for its modules."""
+) -> str:
+    """Open a region around a call, with the policy's rules by path; return its device type."""
+    fn, args, kwargs = call
+    models = training_objects(fn, [args, kwargs]).models
     if policy is not None:
         policy = loaded = policy_files.load(policy)
-        models = _models(call)
         if models or not loaded.scopes:  # else a region refuses it, and names `scoped`
             stack.enter_context(scoped_anew(models, loaded))
             policy = loaded.at("") if loaded.scopes else loaded
-    stack.enter_context(autocast(device_of(call), low, policy=policy))
-
-
-def _models(call: tuple[Any, Any, Any]) -> list[nn.Module]:
-    """Return the modules that a call works with."""
-    fn, args, kwargs = call
-    return training_objects(fn, [args, kwargs]).models
-
-
-def device_of(call: tuple[Any, Any, Any]) -> str:
-    """Return the device type of the tensors in a call; "cpu" if there are none."""
-    found = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-    found += [p for model in _models(call) for p in model.parameters()]
-    return next((kind for t in found if (kind := t.device.type) != "cpu"), "cpu")
+    given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    device = device_of([*given, *(p for model in models for p in model.parameters())])
+    stack.enter_context(autocast(device, low, policy=policy))
+    return device

@@ -93,7 +93,7 @@ RIGHT: tuple[Any, ...] = (
 @pytest.mark.parametrize("call", RIGHT, ids=_call)
 def test_right_arguments_give_what_torch_gives(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a process that has used no policy: others refuse maia, see test_leaving_and_keys.
-    for code in set(regions.codes.policies) - {regions.NONE}:
+    for code in set(regions.codes.policies):
         monkeypatch.delitem(regions.codes.policies, code)
     args, kwargs = call
     ours = outcome(autocast, *args, **kwargs)

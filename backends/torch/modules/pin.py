@@ -3,7 +3,7 @@
 Pinning is about storage alone: the policy decides in which dtype an op computes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -181,10 +181,10 @@ def _pins(
     return pins
 
 
-def _matched(pattern: str, modules: Iterable[str]) -> set[str]:
+def _matched(pattern: str, modules: Mapping[str, nn.Module]) -> set[str]:
     scopes.check(pattern, "pin()")
     found = {path for path in modules if scopes.depth(pattern, path)}
     if not found:
-        hint = scopes.hint(pattern, modules, "it has no modules inside.")
+        hint = subclass.hint(pattern, [modules[""]])
         raise PolicyError(f"pin(): {pattern!r} matches no module: {hint}")
     return found

@@ -348,7 +348,11 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
             settled.add(optimizer)
         entered.clear()
 
-    return register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(look)
+    if action == "raise":  # before checks that only warn, which would take note of the regions
+        hooks_in_order: Any = handle.hooks_dict_ref()
+        hooks_in_order.move_to_end(handle.id, last=False)
+    return handle
 
 
 def _stepped_by_a_scaler() -> bool:

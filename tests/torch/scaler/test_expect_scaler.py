@@ -79,6 +79,13 @@ def test_raise_raises_before_the_step_every_time() -> None:
     assert all(map(torch.equal, run.model.parameters(), before))
 
 
+@pytest.mark.parametrize("actions", [("warn", "raise"), ("raise", "warn")])
+def test_one_that_warns_hides_none_that_raises(actions: Any) -> None:
+    run = Run()
+    with expect_scaler(actions[0]), expect_scaler(actions[1]), pytest.raises(UnscaledError):
+        run.step()
+
+
 def test_a_scaled_loss_is_not_enough() -> None:
     """Whoever scales and forgets `scaler.step` steps on scaled gradients."""
     run, scaler = Run(), GradScaler("cpu")

@@ -14,19 +14,18 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import HUGE, UNTRIED
+from polymp.diagnostics.blame import SLOWER, UNTRIED
 from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, brief, escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
 
+# Products of numbers of this size overflow in every dtype; no weight that trains has it.
+HUGE = 1e18
+
 # After so many bad steps in a row, training does not go on.
 MANY = 3
-
-# What is found where no more can be said.
-SOMETHING = "a value is not finite"
-_ELSEWHERE = "another rank found a value that is not finite"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,23 +56,10 @@ class BadStep(NamedTuple):
         """The change that may help, and whether it was tried; "" if no step could be repeated."""
         fault = self.fault
         if fault is None:
-            rate = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
-            return _grown(self.losses, None) or (rate if self.undone else "")
-        if fault.remedy:
-            return fault.remedy
-        if fault.kind == "input" and ".grad" in fault.why:
-            return "Call zero_grad() before the backward pass, which adds to what is there."
-        if fault.kind in ("input", "index"):
-            return f"Look at the data: {fault.why}."
-        if grown := _grown(self.losses, fault):
-            return grown
-        place = f" in {fault.module}" if fault.module else ""
-        if fault.kind == "number":
-            return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-        if (fault.kind == "operation" and fault.run != "bfloat16") or fault.run == "float32":
-            return f"Change the code: {fault.op} has no finite result there in float32 either."
-        other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
-        return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
+            return _grown(self.losses, None) or (SLOWER if self.undone else "")
+        if fault.remedy or fault.kind in ("input", "index"):
+            return remedy_of(fault)
+        return _grown(self.losses, fault) or remedy_of(fault)
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {self.found}"]
@@ -88,6 +74,27 @@ class BadStep(NamedTuple):
         if self.remedy and not (self.fault is not None and self.fault.remedy):  # which has it
             lines.append(f"  {self.remedy}")
         return escaped("\n".join(lines))
+
+
+def remedy_of(fault: Fault) -> str:
+    """Return the change that helps where an op made a value that is not finite."""
+    place = f" in {fault.module}" if fault.module else ""
+    if fault.remedy:
+        return fault.remedy
+    if fault.kind == "input" and ".grad" in fault.why:
+        return "Call zero_grad() before the backward pass, which adds to what is there."
+    if fault.kind == "input":
+        return "Look at the data or the parameters."
+    if fault.kind == "index":
+        return "Look at the data."
+    if fault.kind == "number":
+        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    if fault.kind == "operation" and fault.run == "bfloat16":
+        return f"Look at its inputs, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    if fault.kind == "operation" or fault.run == "float32":
+        return f"Change the code: {fault.op} has no finite result there in float32 either."
+    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
+    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:
@@ -324,23 +331,19 @@ class CaughtStep(NoBlock, Generic[P, R]):
             found = bad_loss(again.losses) or again.found()
             if self._anywhere(bool(found)):
                 fault, note = self._located(call, again.before)
-                undone, found = len(self._calls) - at, found or _ELSEWHERE
+                undone, found = len(self._calls) - at, found or "another rank has a bad value"
                 return BadStep(first + at, found, fault, tuple(losses), undone, note), again.before
             losses += map(float, again.losses.values())
-        return self._no_step(losses, self._unrepeated), None
-
-    def _no_step(self, losses: Sequence[float], note: str) -> BadStep:
-        """Return the bad step of calls that could not be repeated, or gave no bad value again."""
-        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, note)
+        return self._by_losses(self._unrepeated), None
 
     def _by_losses(self, note: str) -> BadStep:
-        """Return the bad step by the losses of the calls: repeated, they are another training."""
+        """Return the bad step by the losses that the calls had: repeated, they are other steps."""
         losses = [call.losses for call in self._calls]
         found = [bad_loss(each) for each in losses]
         bad = next((at for at, words in enumerate(found) if words), len(found) - 1)
         before = tuple(float(loss) for each in losses[:bad] for loss in each.values())
         first = self.step - len(found)
-        return BadStep(first + bad, found[bad] or SOMETHING, None, before, 0, note)
+        return BadStep(first + bad, found[bad] or "a value is not finite", None, before, 0, note)
 
     def __get__(self, it: object, owner: type | None = None) -> Self:
         """Refuse to be called as a method."""

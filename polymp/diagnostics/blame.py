@@ -47,9 +47,6 @@ CAST = "an input of it is beyond {}'s largest number when it is cast"
 # The direction of what an optimizer does, beside those of calls.
 UPDATE = "update"
 
-# Products of numbers of this size overflow in every dtype; no weight that trains has it.
-HUGE = 1e18
-
 # An op that lost more than this share of its values is the cause of a later Inf or NaN.
 _MOST = 0.5
 
@@ -327,10 +324,13 @@ _HEALTHY = "no op made an Inf or NaN of finite numbers"
 
 # An optimizer that breaks a step.
 
-NO_EPS = "the number that keeps its divisor from zero is zero"
-
 # Behind a remedy.
 UNTRIED = " That was not tried."
+
+# Where numbers grow without bound.
+SLOWER = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+
+NO_EPS = "the number that keeps its divisor from zero is zero"
 
 
 def larger_eps(dtype: str) -> float:
@@ -338,13 +338,11 @@ def larger_eps(dtype: str) -> float:
     return 1e-4 if dtype == "float16" else 1e-8
 
 
-def of_optimizer(
-    framework: str, kind: str, dtype: str, largest: float, lost: str = "", tried: bool = False
-) -> str:
+def of_optimizer(framework: str, kind: str, dtype: str, lost: str = "", tried: bool = False) -> str:
     """Return the change that helps where an optimizer made a value that is not finite.
 
-    `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0", and `tried`
-    says whether the step was finite with a larger one.
+    `lost` is a clause on an eps, "Adam's eps is 0", and `tried` says whether the step was finite
+    with a larger one.
     """
     wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
     if kind == "number":
@@ -352,11 +350,4 @@ def of_optimizer(
         or_wide = f", or {wide}" if dtype in LOW else "."
         give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
         return f"{lost}, so that it divides by zero. {give}"
-    if kind == "overflow":
-        return f"{wide[0].upper()}{wide[1:]}{UNTRIED}"
-    if largest > HUGE:
-        return (
-            f"It was given numbers as large as {largest:.3g}: clip the gradients, lower the "
-            f"learning rate, or look at the data.{UNTRIED}"
-        )
-    return f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+    return f"{wide[0].upper()}{wide[1:]}{UNTRIED}" if kind == "overflow" else SLOWER

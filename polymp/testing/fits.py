@@ -59,7 +59,7 @@ def assert_fits(
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):
         called = getattr(fn, "__name__", type(fn).__name__)
-        lines = audit.table().splitlines()
+        lines = str(audit).splitlines()
         table = "\n".join([*lines[:_LINES], *(["..."] if lines[_LINES:] else [])])
         under = f"{low} under policy {load(policy).name}"
         raise AssertionError(f"{called} does not fit {under}:\n\n{suggestion}\n\n{table}")

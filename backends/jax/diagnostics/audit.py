@@ -464,15 +464,13 @@ def fault(
     eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
     if any(by) and kind in ("overflow", "operation"):
-        given = (float(facts[at].peak.max()) for at in event.inputs)
-        largest = max(filter(math.isfinite, given), default=0.0)
         lost = ""
         if optimizer := _without_eps(program, event):
             zero = "is 0" if event.dtype not in LOW else f"is zero in {event.dtype}"
             kind, why = "number", f"{NO_EPS} in {event.dtype}"
             lost = f"{optimizer}'s eps {zero}"
         call = call._replace(direction=UPDATE)
-        remedy = of_optimizer("jax", kind, event.dtype, largest, lost)
+        remedy = of_optimizer("jax", kind, event.dtype, lost)
     became, _ = _bad(facts[found.first])
     beside = other if found.first != found.node else None
     made = Fault.of(call, (kind, why), event.dtype, operands, became, beside)

@@ -181,7 +181,7 @@ class Catch(CaughtStep[P, R]):
     def _first_bad(self) -> tuple[BadStep, Any]:
         given = (leaf for call in self._calls[1:] for leaf in call.leaves)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
-            return self._no_step((), _DONATED), None
+            return self._by_losses(_DONATED), None
         return super()._first_bad()
 
     def _repeated(self) -> Iterator[Repeated]:

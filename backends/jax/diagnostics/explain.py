@@ -14,7 +14,7 @@ import numpy as np
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import count_of, is_symbol
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
-from polymp.backends.jax.autocast.fp8_contraction import IN_8_BITS, In8Bits
+from polymp.backends.jax.autocast.fp8_contraction import In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
@@ -190,7 +190,6 @@ def _call(
         work += own * site.times
     spelled = spelled or spelling(first.eqn)
     call = planned or planned_call(op_named(spelled), spelled)
-    sizes = [(float_dtype(v), kept.get((s.parent, v), 0)) for s in sites for v in s.eqn.outvars]
     return call._replace(
         module=module_of(sites),
         source=source(first.written),
@@ -202,9 +201,8 @@ def _call(
         cast_bytes=cast_bytes,
         saved=(*call.saved, ("hoisted", hoisted)) if hoisted else call.saved,
         flops=work,
-        kept=sum(size for dtype, size in sizes if dtype == "float32"),
+        kept=sum(kept.get((site.parent, v), 0) for site in sites for v in site.eqn.outvars),
         times=first.times,
-        kept_fp8=sum(size for dtype, size in sizes if dtype != "float32"),
     )
 
 
@@ -288,7 +286,7 @@ _Maker = _Variable | None
 
 
 class _Kept(Walk[_Maker, _Place]):
-    """Finds the float32 and 8-bit values that forward equations make and others read.
+    """Finds the float32 values that forward equations make and others read.
 
     The fact about a value is the variable that it is of the equation that makes it, inside of
     calls, loops and branches; of several, the innermost and first.
@@ -319,8 +317,10 @@ class _Kept(Walk[_Maker, _Place]):
 
     def leaf(self, eqn: Equation, values: list[_Maker], around: _Place) -> Sequence[_Maker]:
         scope, place = scope_in(around[0], eqn.source_info.name_stack), around[1]
-        own = IN_8_BITS | {"float32"} if scope.direction == FORWARD else frozenset()
-        return [(place, v) if float_dtype(v) in own else None for v in eqn.outvars]
+        forward = scope.direction == FORWARD
+        return [
+            (place, v) if forward and float_dtype(v) == "float32" else None for v in eqn.outvars
+        ]
 
 
 # FLOPs of products and convolutions, from their shapes; a multiply-add is two.

@@ -30,8 +30,8 @@ class _Kept(Subscriber):
     """Counts what is kept for backward."""
 
     def __init__(self) -> None:
-        # By storage: a reference to it, the node that saved it, its bytes, and if they are 8-bit.
-        self._saved: dict[int, tuple[Any, int, int, bool]] = {}
+        # By storage: a reference to it, the node that saved it, and its bytes.
+        self._saved: dict[int, tuple[Any, int, int]] = {}
         self._leaves: set[int] = set()
 
     def before(self, ran: Ran) -> None:
@@ -47,21 +47,17 @@ class _Kept(Subscriber):
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return
         key = modes.storage_key(t)
-        in_8_bits = t.is_floating_point() and t.itemsize == 1
-        if (t.dtype is torch.float32 or in_8_bits) and key and key not in self._saved:
+        if t.dtype is torch.float32 and key and key not in self._saved:
             reference = modes.storage_reference(t)  # so that the key is not another's meanwhile
             size = t.untyped_storage().nbytes()
-            self._saved[key] = reference, dispatcher.latest_node(), size, in_8_bits
+            self._saved[key] = reference, dispatcher.latest_node(), size
 
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""
-        for key, (_, node, size, in_8_bits) in self._saved.items():
+        for key, (_, node, size) in self._saved.items():
             maker = self.stream.maker(node)
             if key not in self._leaves and maker is not None:
-                if in_8_bits:
-                    maker.kept_fp8 += size
-                else:
-                    maker.kept += size
+                maker.kept += size
         return [call_of(op_call) for op_call in self.stream.calls]
 
 

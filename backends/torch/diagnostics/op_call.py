@@ -64,7 +64,6 @@ class OpCall:
     saved: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
     flops: int = 0  # of products, convolutions and attention
     kept: int = 0  # bytes of float32 kept for backward
-    kept_fp8: int = 0  # bytes of 8-bit tensors kept for backward
     recipe: str = ""  # of a product in 8 bits, "" of others
     fallback: str = ""  # why a product with rule fp8 is not in 8 bits
     backward: "OpCall | None" = None  # the backward of this call, once a part of it has run
@@ -145,7 +144,6 @@ def call_of(op_call: OpCall) -> Call:
         op_call.kept,
         recipe=op_call.recipe,
         fallback=op_call.fallback,
-        kept_fp8=op_call.kept_fp8,
     )
 
 

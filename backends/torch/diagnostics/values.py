@@ -706,10 +706,9 @@ class Update:
             kind_of, ends = self._dtypes[grad], self._ranges.read([self._read[grad]])
             shape = distributed.local(self._params[of]).shape
             inputs = (Operand.of_ends(dtype_names.NAMES[kind_of], shape, ends, grad),)
-        remedy, largest = "", max((operand.largest for operand in inputs), default=0.0)
+        remedy = ""
         if kind != "input":
-            tried = self._tried is not None
-            remedy = of_optimizer("torch", kind, run, largest, lost, tried)
+            remedy = of_optimizer("torch", kind, run, lost, self._tried is not None)
         return Fault(
             f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
             self._place.module, self._place.source, UPDATE, kind, run, None, inputs,

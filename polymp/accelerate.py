@@ -170,7 +170,8 @@ class InUse:
             for model in args:  # with FSDP2 accelerate opens no region
                 if isinstance(model, nn.Module):
                     _attach(model, policy)
-                    model.forward = region(model.forward)
+                    if not getattr(model, "_is_accelerate_prepared", False):
+                        model.forward = region(model.forward)
         return super().prepare(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> Any:

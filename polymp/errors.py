@@ -91,7 +91,7 @@ class UsageError(PolympError):
 
 
 class ScalerWarning(UserWarning):
-    """A loss scaler that does nothing, is missing, or is stuck."""
+    """A loss scaler that is missing, or is stuck."""
 
 
 class CatchWarning(UserWarning):

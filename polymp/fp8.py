@@ -40,9 +40,7 @@ class Recipe:
     # each column of the second, with all results and gradients rounded to bfloat16, which is what
     # kernels for such scales return.
     scaling: str
-    activation: str = E4M3  # the 8-bit format of activations
-    weight: str = E4M3  # of weights
-    gradient: str = E4M3  # of the gradients of results
+    gradient: str = E4M3  # the 8-bit format of the gradients of results
     power_of_two: bool = False  # True if scales are rounded down to a power of two
     # True if the product for the weight's gradient runs in bfloat16.
     weight_gradient_high: bool = False
@@ -52,7 +50,7 @@ class Recipe:
 
     def format_of(self, role: str) -> str:
         """Return the 8-bit format of a role: "activation", "weight" or "gradient"."""
-        return {ACTIVATION: self.activation, WEIGHT: self.weight, GRADIENT: self.gradient}[role]
+        return self.gradient if role == GRADIENT else E4M3
 
     def scale_axis(self, product: str, role: str, summed: Axis) -> Axis:
         """Return the axis along which a scale of an operand is computed."""

@@ -73,9 +73,8 @@ class Precision(plugins.FSDPPrecision):
         Lightning 2.6, `lightning.pytorch.plugins.precision.MixedPrecision`.
     """
 
-    # Lightning's FSDP strategy accepts no plugin but one of this base, which converts modules and
-    # batches to float32. Here they stay as they are.
-    convert_module = Plain.convert_module
+    # Lightning's FSDP strategy accepts no plugin but one of this base, which converts batches to
+    # float32. Here they stay as they are.
     convert_input = Plain.convert_input
     convert_output = Plain.convert_output
     tensor_init_context = Plain.tensor_init_context
@@ -173,11 +172,14 @@ class Precision(plugins.FSDPPrecision):
         """Log where a logger writes, after a change, and once an epoch: a log takes 1 ms."""
         loop: Any = model.trainer  # whose type lacks an attribute
         every, scaler = loop.log_every_n_steps, self.scaler
-        known = loop.current_epoch, trainer_steps.known_metrics(scaler)
+        state = scaler._recall()  # None where the host does not know it
+        known = loop.current_epoch, state and (state.scale, state.skipped)
         written = every > 0 and (loop.global_step + 1) % every == 0
         if not loop.barebones and (written or known != self._logged):
             self._logged = known
-            model.log_dict(trainer_steps.metrics_on_device(scaler), prog_bar=True)
+            skipped = scaler.skipped_steps.float()  # on the device, as the scale: no wait
+            figures = {"loss_scale": scaler._get_scale_async(), "skipped_steps": skipped}
+            model.log_dict(figures, prog_bar=True)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         # Under FSDP, by the norm of the gradients on all ranks.

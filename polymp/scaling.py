@@ -270,13 +270,6 @@ def from_state_dict(
 # Scaled gradients below it lose bits in float16, and below half of its smallest number become 0.
 SMALLEST_NORMAL = FORMATS["float16"].smallest_normal
 
-# The warning of a scaler that is given a loss from a bfloat16 region.
-NOT_NEEDED = (
-    "GradScaler is not needed in a bfloat16 region: bfloat16 has the range of float32, so that "
-    "gradients do not underflow. It scales and skips steps all the same. Leave the scaler out, or "
-    "write GradScaler(..., enabled=False)."
-)
-
 _ADVICE = (
     "To find the op, call polymp.torch.locate or polymp.jax.locate with the step; to run it in "
     "float32, give it a row: policy.override(fp32=[op])."
@@ -406,33 +399,3 @@ def _skips(state: ScaleState) -> str:
     if state.spoiled:
         said += f"; in {state.spoiled} of these the loss itself was not finite"
     return said
-
-
-def check_scaler(
-    scaler: object,
-    made: str,
-    kind: type,
-    enabled: Callable[[Any], bool],
-    *,
-    asked: str,
-    half: bool,
-    write: str,
-) -> None:
-    """Raise if a loss scaler that a user gave does not scale, or is for bfloat16."""
-    if scaler is None:
-        return
-    if not half:
-        raise ValueError(
-            f"{asked} takes no scaler: loss scaling is for float16. Leave it out, or write {write}."
-        )
-    if not isinstance(scaler, kind):
-        given = f"{type(scaler).__module__}.{type(scaler).__qualname__}".removeprefix("builtins.")
-        raise TypeError(
-            f"{asked} takes a {made.partition('(')[0]}, got {given}. Leave scaler out, or write "
-            f"scaler={made}."
-        )
-    if not enabled(scaler):
-        raise ValueError(
-            f"{asked} needs a loss scaler, and the one given is disabled, so that small gradients "
-            f"would become zero. Leave scaler out, or write scaler={made}."
-        )

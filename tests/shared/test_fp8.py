@@ -112,7 +112,6 @@ def run(framework, *args):
     return importlib.import_module(f"tests.support.{framework}.fp8_models").Run(*args)
 
 
-@pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_run_goes_on_from_a_checkpoint(framework, recipe, tmp_path):
@@ -134,7 +133,6 @@ def test_a_run_goes_on_from_a_checkpoint(framework, recipe, tmp_path):
             assert found != rest, f"without {part} it is another run"
 
 
-@pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("before", "after"), [("lean", "fp8"), ("fp8", "lean")])
 def test_a_checkpoint_of_one_policy_goes_on_under_another(framework, before, after, tmp_path):

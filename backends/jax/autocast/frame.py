@@ -26,6 +26,7 @@ from polymp.backends.jax.compat import (
     NameStack,
     OpenProgram,
 )
+from polymp.backends.jax.jaxprs import where_written
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
@@ -327,7 +328,9 @@ def winner(op: str, region: Region, spelled: str = "") -> Row | None:
     return region.policy.at(region.scope).winner(op, region.dtype, spelled)
 
 
-def decide(op: str, dtypes: tuple[str, ...], region: Region, spelled: str = "") -> Decision:
+def decide(
+    eqn: Equation, op: str, dtypes: tuple[str, ...], region: Region, spelled: str = ""
+) -> Decision:
     """Ask a region's policy for its decision about an op, and tell who records it."""
     row, policy = winner(op, region, f"jax:{spelled}"), region.policy
     assert policy is not None, "polymp.jax fills in the policy of every region"
@@ -339,11 +342,13 @@ def decide(op: str, dtypes: tuple[str, ...], region: Region, spelled: str = "") 
         record.note(decision_log.Entry(*at, row, dtypes, decision, policy.name))
     if decision.rule is Rule.FORBID:
         instead = row.instead if row else ""
-        raise ForbiddenOpError(
+        error = ForbiddenOpError(
             f"policy {policy.name!r} forbids {op or spelled!r}, called here with "
             f"({', '.join(dtypes)}). Use {instead or 'another op'}, or give it another rule in the "
             "policy."
         )
+        error.add_note(f"It was traced at {where_written(eqn)}.")
+        raise error
     return decision
 
 

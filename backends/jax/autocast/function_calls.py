@@ -49,7 +49,7 @@ def plan_registered(frame: Frame, eqn: Equation, region: Region) -> Planned:
     if not hard or any(map(fixed, eqn.invars)):
         return frame.as_written(eqn)
     name = eqn.primitive.name
-    decision = decide(op_of(name), hard, region, name)
+    decision = decide(eqn, op_of(name), hard, region, name)
     if decision.rule is Rule.PARTS:
         return frame.as_written(eqn)
     reads = [(decision.run or k.dtype) if k.dtype else None for k in known]
@@ -175,7 +175,7 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
         like = {shape for _, shape in main}
     decision = Decision(Rule.PARTS)
     if _rule(eqn.op, region) is not Rule.PARTS:
-        decision = decide(eqn.op, tuple(hard), region)
+        decision = decide(eqn, eqn.op, tuple(hard), region)
     if decision.rule is Rule.LOWER and vocabulary().op(eqn.op).picks:
         decision = Decision(decision.rule, None, decision.run)
     elif decision.rule is Rule.LOWER:

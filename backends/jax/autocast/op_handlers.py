@@ -124,7 +124,7 @@ def _plan_of(
     hard = deciding(eqn, op, known)
     if not hard:
         return None
-    decision = decide(op_of(op), hard, region, op)
+    decision = decide(eqn, op_of(op), hard, region, op)
     rule = decision.rule
     picks = vocabulary().op(op_of(op)).picks
     if picks and rule in (Rule.LOWER, Rule.FP32_KEEP):  # no table is cast, but what is picked of it
@@ -182,7 +182,7 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     wants_8_bits = row is not None and row.rule is Rule.FP8
     if not hard and not wants_8_bits:
         return frame.as_written(eqn)
-    decision = decide(op, hard, region, spelled)
+    decision = decide(eqn, op, hard, region, spelled)
     how = in_8_bits(frame, eqn, known, op, region) if wants_8_bits else ""
     wide = {f for f in map(declared, eqn.invars) if f}
     preferred = eqn.params.get("preferred_element_type")

@@ -39,9 +39,7 @@ class Thread:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []  # oldest first
-        # Of the regions entered, as far as loss scalers need to know them: by device type, the
-        # low dtype of the latest, and the devices of float16 ones with gradients on since a step.
-        self.latest: dict[str, torch.dtype] = {}
+        # Devices of float16 regions entered with gradients on since a step, for `expect_scaler`.
         self.unscaled: set[str] = set()
         self.reference = weakref.ref(self)
         self.epoch = 0  # of the map when `casts` were made

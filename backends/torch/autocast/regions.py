@@ -78,8 +78,6 @@ class PreparedRegion:
             dynamo.compile_by(codes.digest)
         elif dtype is torch.float16:
             note(device, dtype)
-        else:
-            thread.latest[device] = dtype
         if enabled is not was:
             set_autocast_enabled(device, enabled)
         if dtype is not low:
@@ -226,21 +224,9 @@ def low_dtype(device: str) -> str:
 
 @dynamo.no_frame
 def note(device: str, dtype: torch.dtype) -> None:
-    """Note for loss scalers that an enabled region was entered."""
-    thread = stack.thread
-    thread.latest[device] = dtype
+    """Note for `expect_scaler` that an enabled region was entered."""
     if dtype is torch.float16 and is_grad_enabled():
-        thread.unscaled.add(device)
-
-
-def latest_low(device: str) -> torch.dtype | None:
-    """Return the low dtype of the region in force for the device, or else of the latest one.
-
-    A loss is as often scaled after its region as in it. None if this thread has entered none.
-    """
-    if is_autocast_enabled(device):
-        return get_autocast_dtype(device)
-    return stack.thread.latest.get(device)
+        stack.thread.unscaled.add(device)
 
 
 @dynamo.no_frame

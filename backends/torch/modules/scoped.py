@@ -168,8 +168,7 @@ def _scoped(models: Sequence[nn.Module], policy: Policy) -> Scoping:
         for module, place in places.items():
             subclass.extend(module, Scoped, place)
         if scoping.unmatched:
-            none = "it has no modules inside."
-            hints = [f"{p!r}: {scopes.hint(p, paths, none)}" for p in scoping.unmatched]
+            hints = [f"{p!r}: {subclass.hint(p, models)}" for p in scoping.unmatched]
             kinds = " or ".join(type(model).__name__ for model in models)
             warnings.warn(
                 f"scoped(): policy {policy.name!r} has rules for paths that no module of {kinds} "

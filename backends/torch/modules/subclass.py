@@ -10,12 +10,14 @@ would not work: torch runs none after an interrupt, and torch.compile does not g
 
 import copyreg
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.fx
 import torch.nn as nn
+
+from polymp.rules import scopes
 
 
 class Extension(nn.Module):
@@ -32,13 +34,14 @@ class Extension(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the class below does; loading extends the module again."""
-        below, extensions = _taken_apart(type(self))
+        below: type = type(self)
+        while made := _made(below):
+            below = made[1]
         reduced: Any = super().__reduce_ex__(protocol)
         function, arguments, *state = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             arguments = (below, *arguments[1:])
-        data = tuple((e, self.__dict__[e.KEY]) for e in extensions if e.KEY in self.__dict__)
-        return _extended_again, (function, arguments, data), *state
+        return _extended_again, (function, arguments, _data(self)), *state
 
 
 class Handle:
@@ -97,6 +100,17 @@ def check(module: nn.Module, path: str, doing: str) -> str:
     return what
 
 
+def hint(pattern: str, models: Sequence[nn.Module]) -> str:
+    """Say which paths of modules a pattern that matches none may mean."""
+    named = [item for model in models for item in model.named_modules()]
+    first = {module: path for path, module in reversed(named)}
+    for model in models:
+        for path, module in model.named_modules(remove_duplicate=False):
+            if scopes.depth(pattern, path):
+                return f"{path!r} is also {first[module]!r}, and a module's first path counts."
+    return scopes.hint(pattern, [path for path, _ in named], "it has no modules inside.")
+
+
 def extend(module: nn.Module, extension: type[Extension], data: object) -> None:
     """Give a module the extension's methods and their data."""
     _strip(module)
@@ -128,6 +142,8 @@ def _class(extension: type[Extension], base: type[nn.Module]) -> type[nn.Module]
             return known
     names: dict[str, Any] = {"_made": (extension, base), "__doc__": base.__doc__}
     names |= {name: getattr(base, name) for name in ("__module__", "__qualname__")}
+    if own := getattr(base, "__deepcopy__", None):
+        names["__deepcopy__"] = _copying(own)
     return types.new_class(base.__name__, (extension, base), exec_body=lambda ns: ns.update(names))
 
 
@@ -137,19 +153,33 @@ def _made(cls: type) -> tuple[type[Extension], type[nn.Module]] | None:
     return found
 
 
-def _taken_apart(cls: type) -> tuple[type, list[type[Extension]]]:
-    """Return the class below, and the extensions above it, the lowest first."""
-    extensions: list[type[Extension]] = []
-    while made := _made(cls):
-        extensions.insert(0, made[0])
-        cls = made[1]
-    return cls, extensions
+def _data(module: nn.Module) -> list[tuple[type[Extension], Any]]:
+    """Return the extensions of a module and their data, the lowest first."""
+    made = filter(None, map(_made, reversed(type(module).__mro__)))
+    return [(e, module.__dict__[e.KEY]) for e, _ in made if e.KEY in module.__dict__]
+
+
+def _copying(own: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return a `__deepcopy__` that extends again what a class's own one makes without data."""
+
+    def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        made = own(module, memo)
+        inside = dict(made.named_modules())
+        for path, each in module.named_modules():
+            if path in inside:
+                memo[id(each)] = twin = inside[path]
+                for extension, data in _data(each):
+                    if extension.KEY not in twin.__dict__:
+                        extend(twin, extension, data)
+        return made
+
+    return copied
 
 
 def _extended_again(
     function: Callable[..., nn.Module],
     arguments: Any,
-    data: tuple[tuple[type[Extension], Any], ...],
+    data: list[tuple[type[Extension], Any]],
 ) -> nn.Module:
     module = function(*arguments)
     for extension, its in data:

@@ -20,10 +20,7 @@ from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.compat import accelerators, distributed, modes
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
-from polymp.code_origin import outside
-from polymp.errors import ScalerWarning
 from polymp.scaling import (
-    NOT_NEEDED,
     Gradient,
     GradientReport,
     OnStuck,
@@ -65,18 +62,6 @@ class Options(NamedTuple):
     allow_fp16: bool
     skip_on: SkipOn
     process_group: Any
-
-
-def _constant(name: str) -> Any:
-    """Make a property for a constant of a scaler's rule; nothing is checked."""
-
-    def get(scaler: "GradScaler") -> Any:
-        return getattr(scaler._rule, name)
-
-    def put(scaler: "GradScaler", value: float) -> None:
-        scaler._change(**{name: value})
-
-    return property(get, put)
 
 
 class GradScaler(DeviceState):
@@ -123,7 +108,6 @@ class GradScaler(DeviceState):
 
     Warns:
         UserWarning: CUDA is asked for and absent; the scaler is then disabled, as in torch.amp.
-        ScalerWarning: the region of the loss is bfloat16, which needs no scaling.
 
     Source:
         torch.amp, "Automatic Mixed Precision package", `torch.amp.GradScaler`.
@@ -172,15 +156,13 @@ class GradScaler(DeviceState):
         unscale.check_group(process_group)
         self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
         first = scaling.checked_scale("init_scale", init_scale, self._rule, first=True)
-        regions.stack.thread.latest.clear()  # regions from before say nothing about this scaler's
-        self._knows_region = False  # whether it is bfloat16, which needs no scaling
         self._reported_row: int | None = None  # of skips, by the number of skips before it
         self._set_first(ScaleState(first))
         self._begin()
 
-    _growth_factor = _constant("growth")
-    _backoff_factor = _constant("backoff")
-    _growth_interval = _constant("interval")
+    _growth_factor = property(lambda scaler: scaler._rule.growth)
+    _backoff_factor = property(lambda scaler: scaler._rule.backoff)
+    _growth_interval = property(lambda scaler: scaler._rule.interval)
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply one output or many by the scale.
@@ -194,9 +176,6 @@ class GradScaler(DeviceState):
 
         Raises:
             ValueError: something in `outputs` is neither a tensor nor an iterable.
-
-        Warns:
-            ScalerWarning: the region is bfloat16; once.
         """
         if not self._enabled:
             return outputs
@@ -335,7 +314,7 @@ class GradScaler(DeviceState):
             new_factor: a number above 1; others raise as in `GradScaler`.
         """
         if self._enabled:
-            self._set_constant(growth=new_factor)
+            self._change(growth=new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor."""
@@ -348,7 +327,7 @@ class GradScaler(DeviceState):
             new_factor: a number between 0 and 1; others raise as in `GradScaler`.
         """
         if self._enabled:
-            self._set_constant(backoff=new_factor)
+            self._change(backoff=new_factor)
 
     def get_growth_interval(self) -> int:
         """Return the growth interval, in steps."""
@@ -361,11 +340,7 @@ class GradScaler(DeviceState):
             new_interval: in steps, from 1; other numbers raise as in `GradScaler`.
         """
         if self._enabled:
-            self._set_constant(interval=new_interval)
-
-    def _set_constant(self, **constants: float) -> None:
-        rule = scaling.checked(self._rule._replace(**constants))  # type: ignore[arg-type]
-        self._change(**{name: getattr(rule, name) for name in constants})
+            self._change(interval=new_interval)
 
     def is_enabled(self) -> bool:
         """Return False if every method passes through."""
@@ -401,9 +376,9 @@ class GradScaler(DeviceState):
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """Return whether the last `step` of the optimizer was skipped, or the next one will be.
 
-        It is skipped for Inf or NaN in a gradient on any rank, before or after it was unscaled, or
-        in a loss; or because the optimizer had no gradient. Call it after `unscale_` or `step`,
-        before or after `update`. The host waits for the device when the tensor is read.
+        It is skipped for Inf or NaN in a gradient on any rank, before or after it was unscaled. An
+        optimizer without a gradient skips nothing. Call it after `unscale_` or `step`, before or
+        after `update`. The host waits for the device when the tensor is read.
 
         Args:
             optimizer: the optimizer.
@@ -417,7 +392,7 @@ class GradScaler(DeviceState):
         if not self._enabled:
             return torch.tensor(False)
         entry = self._latest(optimizer)
-        return self._found(entry) != 0 if entry["found_inf_per_device"] else torch.tensor(True)
+        return self._found(entry) != 0 if entry["found_inf_per_device"] else torch.tensor(False)
 
     @property
     def skipped_steps(self) -> torch.Tensor:
@@ -522,12 +497,6 @@ class GradScaler(DeviceState):
     def _scale_of(self, loss: torch.Tensor) -> torch.Tensor:
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(loss.device)
-        if not self._knows_region:
-            low = regions.latest_low(loss.device.type)
-            if low is torch.bfloat16:
-                level = 4 if torch.compiler.is_compiling() else outside()
-                warnings.warn(NOT_NEEDED, ScalerWarning, stacklevel=level)
-            self._knows_region = low is not None
         self._scaled_in = self._per_optimizer_states
         note(loss, self._noted_loss())
         return self._tensors()[0]

@@ -291,9 +291,6 @@ def step_or_take_back(
 # Modules whose functions step optimizers for a scaler.
 _SCALERS = ("polymp.backends.torch.scaler.grad_scaler", torch.amp.grad_scaler.__name__)
 
-# The ids of the handles of `expect_scaler`: torch calls their hooks in this order.
-_checks: set[int] = set()
-
 
 def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableHandle:
     """Flag optimizer steps on gradients of a float16 region that no scaler has scaled.
@@ -349,12 +346,12 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
                 raise UnscaledError(said)
             warnings.warn(said, ScalerWarning, stacklevel=3)
             settled.add(optimizer)
-        if handle.id == max(_checks & hooked.keys()):  # no other check looks at this step
-            entered.clear()
+        entered.clear()
 
     handle = register_optimizer_step_pre_hook(look)
-    hooked: Any = handle.hooks_dict_ref()  # all of torch's that are there, by their ids
-    _checks.add(handle.id)
+    if action == "raise":  # before checks that only warn, which would take note of the regions
+        hooks_in_order: Any = handle.hooks_dict_ref()
+        hooks_in_order.move_to_end(handle.id, last=False)
     return handle
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polymp import scaling
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 
 
@@ -71,21 +70,23 @@ def metrics(scaler: GradScaler | None) -> dict[str, float]:
     return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skipped_steps)}
 
 
-def metrics_on_device(scaler: GradScaler) -> dict[str, Any]:
-    """Return `metrics` as tensors of the device, for a logger that reads them later: no wait."""
-    skipped = scaler.skipped_steps.float()
-    return {"loss_scale": scaler._get_scale_async(), "skipped_steps": skipped}
-
-
-def known_metrics(scaler: GradScaler) -> tuple[float, int] | None:
-    """Return the scale and the number of skipped steps; None where the host does not know them."""
-    known = scaler._recall()
-    return None if known is None else (float(known.scale), int(known.skipped))
-
-
 def check_scaler(scaler: object, asked: str, half: bool, write: str) -> None:
-    """Raise if a loss scaler cannot be used; see `polymp.scaling.check_scaler`."""
-    made = "polymp.torch.GradScaler(device), with the device that is used"
-    scaling.check_scaler(
-        scaler, made, GradScaler, GradScaler.is_enabled, asked=asked, half=half, write=write
-    )
+    """Raise if a loss scaler that a user gave does not scale, or is for bfloat16."""
+    if scaler is None:
+        return
+    if not half:
+        raise ValueError(
+            f"{asked} takes no scaler: loss scaling is for float16. Leave it out, or write {write}."
+        )
+    instead = "scaler=polymp.torch.GradScaler(device), with the device that is used"
+    if not isinstance(scaler, GradScaler):
+        given = f"{type(scaler).__module__}.{type(scaler).__qualname__}".removeprefix("builtins.")
+        raise TypeError(
+            f"{asked} takes a polymp.torch.GradScaler, got {given}. Leave scaler out, or write "
+            f"{instead}."
+        )
+    if not scaler.is_enabled():
+        raise ValueError(
+            f"{asked} needs a loss scaler, and the one given is disabled, so that small gradients "
+            f"would become zero. Leave scaler out, or write {instead}."
+        )

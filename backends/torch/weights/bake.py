@@ -13,11 +13,10 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 
 from polymp.backends.torch.autocast import regions, torch_table
-from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.autocast.autocast_kernel import op_on
 from polymp.backends.torch.compat import dispatcher, dynamo, modes
 from polymp.backends.torch.modules import subclass
-from polymp.backends.torch.weights.freeze_usage import device_of, tensors
+from polymp.backends.torch.weights.freeze_usage import tensors
 from polymp.errors import PolicyError, brief
 
 
@@ -26,16 +25,12 @@ def bake(
     inputs: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     *,
-    device_type: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    policy: PolicyLike | None = None,
     dynamic_shapes: Any = None,
 ) -> torch.export.ExportedProgram:
     """Export a model as it runs in a region, with the casts written out.
 
-        program = bake(model, (x,), dtype=torch.bfloat16, policy="lean")
         with autocast("cpu", torch.bfloat16, policy="lean"):
-            program = bake(model, (x,))     # the same: the region in force
+            program = bake(model, (x,))
         program.module()(x)                 # outside: the same bits as model(x) in the region
 
     The program needs no polymp. Parameters keep their names and dtypes, and are cast once for all
@@ -49,10 +44,6 @@ def bake(
         model: any module that torch.export can trace, non-strictly.
         inputs: example inputs.
         kwargs: example inputs by keyword.
-        device_type: of the region; None for the device of the inputs and parameters. With none of
-            `device_type`, `dtype` and `policy`, the region is the one in force.
-        dtype: of the region, as autocast takes it.
-        policy: of the region, as autocast takes it.
         dynamic_shapes: as in torch.export.export.
 
     Returns:
@@ -71,10 +62,6 @@ def bake(
             f"bake() takes the inputs of {type(model).__name__} as a tuple, such as (x,), "
             f"not as {type(inputs).__name__}."
         )
-    if (device_type, dtype, policy) != (None, None, None):
-        every = (*tensors(inputs), *model.parameters(), *model.buffers())
-        with autocast(device_type or device_of(every), dtype, policy=policy):
-            return bake(model, inputs, kwargs, dynamic_shapes=dynamic_shapes)
     trace = Trace()
     subclass.extend(model, _Baked, trace)
     try:

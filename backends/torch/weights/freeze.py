@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, region_casts
@@ -296,7 +296,7 @@ class FrozenModule(subclass.Extension):
     def _call_impl(self, *args: object, **kwargs: object) -> Any:
         """Call the module, also by a `__call__` that was bound before. Since torch 1.8."""
         frozen_for = self.__dict__.get(FrozenModule.KEY)
-        if frozen_for is None:  # a copy that a `__deepcopy__` of the class has made
+        if frozen_for is None:  # an instance that was made of the class by hand
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.__dict__.get(Scoped.KEY) is not frozen_for.scope:
             _refuse_scope(type(self).__name__)
@@ -429,16 +429,9 @@ class Trial:
 
 def _copied(tree: Any) -> Any:
     """Copy the inputs, for a call that may write them; one tensor in two places stays one."""
-    made: dict[int, torch.Tensor] = {}
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return copy.deepcopy(leaf)
-        if id(leaf) not in made:
-            made[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return made[id(leaf)]
-
-    return tree_map(copied, tree)
+    tensors = freeze_usage.tensors(tree)
+    memo = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors}
+    return copy.deepcopy(tree, memo)
 
 
 class DtypeReads(TorchFunctionMode):

@@ -68,7 +68,7 @@ class Loan:
                 own.update(self._aside.pop(p, {}))
 
 
-def step(optimizer: Any, closure: Closure | None, compiled: bool = False) -> Any:
+def take_step(optimizer: Any, closure: Closure | None, compiled: bool = False) -> Any:
     """Take one step of an optimizer on low weights, compiled if wanted and possible."""
     low: LowWeights = optimizer._low
     loss = None
@@ -186,10 +186,10 @@ def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
 
 
 @dynamo.untraced("the step of low_weights compiles a graph of its own")
-def compiled_step(optimizer: Any, closure: Closure | None) -> Any:
+def take_compiled_step(optimizer: Any, closure: Closure | None) -> Any:
     """Take one step of an optimizer on low weights, compiled where that is possible."""
     with torch.no_grad():
-        return step(optimizer, closure, compiled=True)
+        return take_step(optimizer, closure, compiled=True)
 
 
 def _can_compile(optimizer: Any) -> bool:
@@ -246,7 +246,7 @@ def _step_of(own: LowWeights) -> Callable[..., None]:
     """Return the function to compile."""
     mode, seed, twin_class = own.mode, own.seed, _twin_class(own.kind)
 
-    def step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
+    def graph_step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
         twin = twin_class.__new__(twin_class)
         twin.param_groups, twin.state, twin.defaults = [], {}, groups[0][0]
         low = []
@@ -275,7 +275,7 @@ def _step_of(own: LowWeights) -> Callable[..., None]:
             if each.steps is not None:
                 each.steps.add_(1)
 
-    return step
+    return graph_step
 
 
 @cache

@@ -195,9 +195,9 @@ class LowOptimizer(Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if torch.compiler.is_compiling():
-            return low_step.compiled_step(self, closure)
+            return low_step.take_compiled_step(self, closure)
         with torch.no_grad():
-            return low_step.step(self, closure)
+            return low_step.take_step(self, closure)
 
     _step.__name__ = "step"
     step: Any = Optimizer.profile_hook_step(_step)

@@ -17,9 +17,6 @@ from tests.support.jax.fp8_models import NAMES, Llama, batch, layers, loss, poli
 from tests.support.jax.hlo import residual_bytes
 from tests.support.sizes import LONG, size
 
-# The scaler is there to find Inf and NaN alone.
-pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
-
 X, W = jnp.ones((32, 64)), jnp.ones((64, 48))
 
 

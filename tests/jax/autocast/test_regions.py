@@ -1,6 +1,7 @@
 """Regions: where they hold, how they nest, and that no cache forgets them."""
 
 import gc
+import re
 from functools import partial
 
 import jax
@@ -219,11 +220,13 @@ def test_the_cycle_collector_is_left_as_it_was(on):
 def test_an_op_that_a_policy_forbids():
     forbidden = {"rule": "forbid", "instead": "hardtanh"}
     with pytest.raises(polymp.ForbiddenOpError) as error:
-        autocast(jnp.tanh, policy={"name": "strict", "rules": {"tanh": forbidden}})(X)
+        autocast(lambda x: jnp.tanh(x), policy={"name": "strict", "rules": {"tanh": forbidden}})(X)
     assert str(error.value) == (
         "policy 'strict' forbids 'tanh', called here with (float32). Use hardtanh, or give it "
         "another rule in the policy."
     )
+    (note,) = error.value.__notes__
+    assert re.match(r"It was traced at .*test_regions.py:[0-9]+", note)
 
 
 NO_FUNCTION = (

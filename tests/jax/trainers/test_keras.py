@@ -13,9 +13,7 @@ import pytest
 
 import polymp
 from polymp.errors import PolicyWarning, PolympError
-from polymp.jax import GradScaler, autocast
-from polymp.scaling import ScaleRule, ScaleState
-from polymp.scaling import step as next_state
+from polymp.jax import autocast
 from tests.conftest import need
 from tests.support.jax import forms
 from tests.support.processes import run
@@ -195,30 +193,31 @@ def test_evaluate_and_predict_are_in_the_region() -> None:
     np.testing.assert_array_equal(model(X), exact)  # a plain call is as written
 
 
-def test_scale_and_skipped_steps_are_in_the_logs() -> None:
-    model = made()
-    polymp.keras.use(model, dtype="float16", scaler=GradScaler(2.0**36, growth_interval=3))
-    logs = fit(model, 3)
-    rule, scale = ScaleRule(interval=3), ScaleState(2.0**36)
-    bad = 4  # every batch of the first epoch; then the scale is small enough at some point
-    for _ in range(bad):
-        scale = next_state(rule, scale, False)
-    assert logs["loss_scale"][0] == scale.scale
-    assert logs["skipped_steps"][0] == bad
-    assert logs["skipped_steps"] == sorted(logs["skipped_steps"])
-    assert model.optimizer.scaler.state_dict()["skipped"] == logs["skipped_steps"][-1]
-    taken = 12 - logs["skipped_steps"][-1]
-    assert int(model.optimizer.iterations) == taken
+def scaled(scale: float, inner: Any = None) -> Any:
+    """A model with a scaler of the user's own."""
+    inner = inner or keras.optimizers.Adam(0.01)
+    return made(optimizer=keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale))
+
+
+def test_the_scale_is_in_the_logs() -> None:
+    model = scaled(2.0**24)
+    optimizer = model.optimizer
+    scales = fit(polymp.keras.use(model, dtype="float16"), 3)["loss_scale"]
+    assert model.optimizer is optimizer
+    assert scales == sorted(scales, reverse=True)
+    assert scales[-1] == float(optimizer.dynamic_scale)
+    skipped = 12 - int(optimizer.iterations)
+    assert 0 < skipped < 12
+    assert scales[-1] == 2.0 ** (24 - skipped)
 
 
 def test_a_skipped_step_changes_no_bit() -> None:
-    model = made()
-    polymp.keras.use(model, dtype="float16", scaler=GradScaler(2.0**100))
+    model = polymp.keras.use(scaled(2.0**100), dtype="float16")
     model.optimizer.build(model.trainable_variables)
     watched = (*model.trainable_variables, *model.optimizer.inner_optimizer.variables)
     before = [np.array(v) for v in watched]
     logs = model.train_on_batch(X[:8], Y[:8], return_dict=True)
-    assert (logs["skipped_steps"], logs["loss_scale"]) == (1.0, 2.0**99)
+    assert logs["loss_scale"] == 2.0**99
     for one, other in zip(before, watched, strict=True):
         np.testing.assert_array_equal(one, np.array(other))
 
@@ -227,9 +226,8 @@ def test_a_skipped_step_changes_no_bit() -> None:
 def test_the_inner_optimizer_clips_true_gradients() -> None:
     found = []
     for scale in (2.0**4, 2.0**10):
-        model = made(optimizer=keras.optimizers.SGD(0.1, clipnorm=0.05))
-        polymp.keras.use(model, dtype="float16", scaler=GradScaler(scale))
-        found.append(fit(model)["loss"])
+        model = scaled(scale, inner=keras.optimizers.SGD(0.1, clipnorm=0.05))
+        found.append(fit(polymp.keras.use(model, dtype="float16"))["loss"])
     np.testing.assert_allclose(*found, rtol=1e-3)
 
 
@@ -241,26 +239,17 @@ def test_several_steps_in_one_execution() -> None:
     assert logs[0]["loss_scale"] == logs[1]["loss_scale"]
 
 
-def test_accumulated_gradients_and_a_custom_loop() -> None:
-    """Keras' documented loop of one's own: the optimizer is called with values."""
+def test_accumulated_gradients() -> None:
     model = made(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     polymp.keras.use(model, dtype="float16")
     assert len(fit(model)["loss"]) == 2
-    optimizer = polymp.keras.ScaledOptimizer(keras.optimizers.SGD(0.5), GradScaler(8.0))
-    weight = keras.Variable(np.ones(3, "float32"))
-    optimizer.build([weight])
-    assert float(optimizer.scale_loss(jnp.float32(2))) == 16
-    values, state = [weight.value], [v.value for v in optimizer.variables]
-    for gradient in (8.0, jnp.inf):
-        values, state = optimizer.stateless_apply(state, [jnp.full(3, gradient)], values)
-    np.testing.assert_array_equal(values[0], np.full(3, 0.5, "float32"))
-    for variable, value in zip(optimizer.variables, state, strict=True):
-        variable.assign(value)
-    assert float(optimizer.scaler.state.scale) == 4
-    with pytest.raises(TypeError, match="stateless_apply"):
-        optimizer.apply([jnp.full(3, 8.0)])
-    optimizer.learning_rate = 0.25
-    assert float(optimizer.inner_optimizer.learning_rate) == 0.25
+
+
+def test_a_fixed_scale_of_the_optimizer_gives_way() -> None:
+    model = made(optimizer=keras.optimizers.SGD(0.1, loss_scale_factor=8.0))
+    found = fit(polymp.keras.use(model, dtype="float16"))
+    wanted = fit(polymp.keras.use(made(optimizer=keras.optimizers.SGD(0.1)), dtype="float16"))
+    assert found == wanted
 
 
 # A train_step of the user's own
@@ -325,11 +314,13 @@ def test_a_train_step_of_the_user_s_own(cls: type) -> None:
 
 
 def test_a_saved_model_goes_on(tmp_path: Path) -> None:
-    model = polymp.keras.use(made(), dtype="float16", scaler=GradScaler(2.0**34, hysteresis=1))
+    model = polymp.keras.use(scaled(2.0**34), dtype="float16")
     fit(model)
     model.save(tmp_path / "net.keras")
     again = keras.models.load_model(tmp_path / "net.keras")
-    assert again.optimizer.scaler.state_dict() == model.optimizer.scaler.state_dict()
+    assert [float(v) for v in again.optimizer.variables[:4]] == [
+        float(v) for v in model.optimizer.variables[:4]
+    ]
     for one, other in zip(model.variables, again.variables, strict=True):
         other.assign(one.numpy())  # Keras does not save the state of dropout
     polymp.keras.use(again, dtype="float16")
@@ -339,7 +330,7 @@ def test_a_saved_model_goes_on(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_another_call_replaces_the_first() -> None:
     model = polymp.keras.use(polymp.keras.use(made(), dtype="float16"), dtype="float16")
-    assert not isinstance(model.optimizer.inner_optimizer, polymp.keras.ScaledOptimizer)
+    assert not isinstance(model.optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer)
     once = polymp.keras.use(made(), policy=HEAD_FULL)
     assert contractions(polymp.keras.use(once)) == contractions(polymp.keras.use(made()))
 
@@ -359,8 +350,8 @@ def test_use_again_with_another_dtype(tmp_path: Path) -> None:
     again = keras.models.load_model(tmp_path / "net.keras")
     assert type(again.optimizer) is type(inner)
     assert int(again.optimizer.iterations) == 2 * steps
-    polymp.keras.use(again, dtype="float16", scaler=GradScaler(8.0))
-    assert fit(again)["loss_scale"] == [8.0] * 2
+    polymp.keras.use(again, dtype="float16")
+    assert fit(again)["loss_scale"] == [65536.0] * 2
     assert int(again.optimizer.iterations) == 3 * steps
 
 
@@ -385,24 +376,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "float32": (lambda: polymp.keras.use(made(), dtype="fp32"), ValueError,
         "polymp.keras.use(): dtype 'fp32' is not accepted here. Write float16 (fp16), bfloat16 "
         "(bf16), or such a dtype of torch, jax or numpy."),
-    "a fixed scale": (
-        lambda: polymp.keras.use(
-            made(optimizer=keras.optimizers.SGD(loss_scale_factor=8.0, name="sgd")), dtype="float16"
-        ), ValueError,
-        "polymp.keras.use(model, dtype='float16'): 'sgd' scales the loss itself, by "
-        "loss_scale_factor=8.0. Make the optimizer without that argument."),
-    "a scaler for bfloat16": (lambda: polymp.keras.use(made(), scaler=0.0), ValueError,
-        "polymp.keras.use(model, dtype='bfloat16') takes no scaler: loss scaling is for float16. "
-        "Leave it out, or write polymp.keras.use(model, dtype='float16', scaler=scaler)."),
-    "a number as the scaler": (lambda: polymp.keras.use(made(), dtype="float16", scaler=8.0),
-        TypeError,
-        "polymp.keras.use(model, dtype='float16') takes a polymp.jax.GradScaler, got float. Leave "
-        "scaler out, or write scaler=polymp.jax.GradScaler(init_scale=...)."),
-    "a scaler without an optimizer": (
-        lambda: polymp.keras.use(keras.Sequential(layers()), dtype="float16", scaler=GradScaler()),
-        ValueError,
-        "polymp.keras.use(model, dtype='float16'): the scaler has no optimizer yet. Call "
-        "model.compile() first."),
     "no scaler": (lambda: fit(recompiled()), PolympError,
         "polymp.keras: Sequential 'net', in float16, has no scaler, which float16 needs. Call "
         "polymp.keras.use(model, dtype='float16') after model.compile()."),

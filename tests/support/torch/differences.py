@@ -455,17 +455,6 @@ def warned_of(run: Callable[[], Any]) -> list[str]:
     return [w.category.__name__ for w in caught]
 
 
-def scaler_of_a_bfloat16_region(amp: Amp) -> list[str]:
-    def train() -> None:
-        scaler = amp.GradScaler("cpu")
-        for _ in range(2):
-            with amp.autocast("cpu", torch.bfloat16):
-                loss = torch.mm(torch.ones(1, 2), torch.ones(2, 1)).sum()
-            scaler.scale(loss)
-
-    return warned_of(train)
-
-
 def then(amp: Amp, run: Callable[[Any], Any], look: Callable[[Any], Any]) -> str:
     """Run with a scaler; the exception if there was one, and what `look` returns afterwards."""
     scaler, _ = scaled(amp)
@@ -529,7 +518,7 @@ FUNCTIONS: tuple[Callable[[Amp], Any], ...] = (
     two_hundred_overflows_and_a_good_step, growth_beyond_2_to_126, quotient_that_overflows,
     quotient_that_overflows_before_it_is_clipped, fused_momentum_whose_first_step_is_skipped,
     optimizer_without_gradients, gradients_in_compressed_rows, step_that_tells_it_was_skipped,
-    scaler_of_a_bfloat16_region, state_that_had_lost_its_scale,
+    state_that_had_lost_its_scale,
     first_scale_that_is_not_positive_and_finite, first_scale_without_an_inverse,
     constants_set_out_of_range,
 )  # fmt: skip

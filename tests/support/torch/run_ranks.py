@@ -6,7 +6,6 @@ What is planted, and where, is in `HISTORY`. The notes say what this rank saw af
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -494,7 +493,6 @@ SPOILED = 2, 1  # the step in which a loss is not finite, and the rank
 
 def beside_torch() -> Notes:
     """Run DDP and torch's scaler for FSDP on our classes, and on torch's."""
-    warnings.filterwarnings("ignore", "GradScaler is not needed in a bfloat16 region")
     amps = {"polymp": Amp(autocast, GradScaler), "torch": Amp(torch.autocast, torch.amp.GradScaler)}
     notes: Notes = {}
     for name, amp in amps.items():

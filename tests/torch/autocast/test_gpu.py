@@ -268,7 +268,6 @@ def train(scaler_class: Any, amp: Any, fused: bool, dtype: torch.dtype) -> list[
     return log
 
 
-@pytest.mark.filterwarnings("ignore:GradScaler is not needed in a bfloat16 region")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_training_with_the_scaler_bit_for_bit(dtype: torch.dtype, fused: bool) -> None:

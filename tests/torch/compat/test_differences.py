@@ -70,7 +70,6 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
     "gradients-in-compressed-rows": (RAISES, [2.0] * 4),
     "step-that-tells-it-was-skipped": (RAISES, [False, True, False, 1]),
     "fifty-skips-in-a-row": ([], ["ScalerWarning"]),
-    "scaler-of-a-bfloat16-region": ([], ["ScalerWarning"]),
     "entries-of-a-state": (
         list(ENTRIES),
         [*ENTRIES, "min_scale", "max_scale", "hysteresis", "skips", "spoiled", "skipped"],

@@ -290,6 +290,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         PolicyError,
         "pin(): 'norm' matches no module: paths are, for example, '0', '1'.",
     ),
+    "a second path": (
+        lambda: pin(nn.Sequential(*[nn.ReLU()] * 2), "float32", paths=["1"]),
+        PolicyError,
+        "pin(): '1' matches no module: '1' is also '0', and a module's first path counts.",
+    ),
     "lazy": (
         lambda: pin(nn.LazyLinear(2), "float32"),
         TypeError,

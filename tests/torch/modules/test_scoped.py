@@ -312,7 +312,7 @@ def test_a_module_with_two_paths_has_the_first(x: torch.Tensor) -> None:
     model = nn.Sequential(shared, nn.GELU(), shared)
     for path, expected in (("0", FP32), ("2", BF16)):
         rows = {path: {"linear": "fp32"}}
-        warned = pytest.warns(PolicyWarning, match="'2': paths are, for example, '0', '1'.")
+        warned = pytest.warns(PolicyWarning, match="'2' is also '0', and a module's first path")
         with nullcontext() if path == "0" else warned:
             handle = scoped(model, {"rules": {"linear": "lower"}, "scopes": rows})
         with handle:
@@ -389,9 +389,25 @@ def test_a_module_that_compiles_itself_is_refused() -> None:
     assert type(model) is Model
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_are_scoped(x: torch.Tensor, copied: Callable[[Any], Any]) -> None:
-    model = seeded(Model)
+class ByHand(Model):
+    """Its copies are made by its class."""
+
+    def __deepcopy__(self, memo: object) -> Model:
+        made = type(self)()
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("copied", "kind"),
+    [
+        (copy.deepcopy, Model),
+        (copy.deepcopy, ByHand),
+        (lambda pair: pickle.loads(pickle.dumps(pair)), Model),
+    ],
+)
+def test_copies_are_scoped(x: torch.Tensor, copied: Callable[[Any], Any], kind: Any) -> None:
+    model = seeded(kind)
     handle = scoped(model, HEAD)
     expected = run(model, x, autocast("cpu", BF16))
     twin, of_twin = copied((model, handle))

@@ -8,7 +8,6 @@ The twin is the scaler in eager code.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ import torch._dynamo
 from torch import nn, optim
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from polymp.errors import ScalerWarning
 from polymp.torch import GradScaler, autocast
 from tests.support.torch.version_changes import VERSION
 
@@ -296,20 +294,6 @@ def test_two_scalers_in_one_compiled_function_keep_their_own_states() -> None:
             go(part)
     assert [p.scaler.state_dict() for p in parts] == [p.scaler.state_dict() for p in eager]
     assert [int(p.scaler.skipped_steps) for p in parts] == [0, 8]
-
-
-def test_a_bfloat16_region_warns_once_in_compiled_code() -> None:
-    scaler = GradScaler("cpu")
-
-    @torch.compile(backend="eager")
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with autocast("cpu", dtype=torch.bfloat16):
-            return scaler.scale(x.sum())
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert [forward(torch.ones(3)).item() for _ in range(2)] == [3 * 2.0**16] * 2
-    assert [w.category for w in caught] == [ScalerWarning]
 
 
 def test_hooks_of_an_optimizer_run_in_compiled_steps_and_a_scheduler_does_not_notice() -> None:

@@ -199,7 +199,7 @@ def test_an_optimizer_may_have_gradients_of_every_kind(chosen, spoiled) -> None:
     if not any(has for *_, has in chosen):
         optimizer = torch.optim.SGD(params, lr=1.0)
         scaler.unscale_(optimizer)
-        assert bool(scaler.step_skipped(optimizer))  # there is nothing to do
+        assert not scaler.step_skipped(optimizer)  # there is nothing to skip
         return
     bad = 0 <= spoiled < len(chosen) and chosen[spoiled][2]
     assert unscaled(scaler, params) == bad

@@ -11,7 +11,7 @@ import torch
 
 from polymp.errors import ScalerWarning, StuckError
 from polymp.scaling import GradientReport
-from polymp.torch import GradScaler, autocast
+from polymp.torch import GradScaler
 from tests.support.torch import each_op
 
 INF, NAN = float("inf"), float("nan")
@@ -283,40 +283,6 @@ def test_the_message_says_when_the_gradients_that_overflowed_are_gone() -> None:
     run.w.grad.zero_()
     with pytest.raises(StuckError, match="No gradient here has Inf or NaN now"):
         run.scaler.update()
-
-
-@pytest.mark.parametrize("where", ["behind the region", "inside", "inside, after another loss"])
-def test_a_bfloat16_region_is_warned_of_once_and_works_all_the_same(where: str) -> None:
-    run = Run()
-    if where == "inside, after another loss":
-        run.scaler.scale(run.w.sum())
-    with autocast("cpu", torch.bfloat16):
-        loss = run.w.sum()
-        if where.startswith("inside"):
-            with pytest.warns(ScalerWarning, match="not needed in a bfloat16 region"):
-                run.scaler.scale([loss])
-    if where == "behind the region":
-        with pytest.warns(ScalerWarning, match="not needed in a bfloat16 region"):
-            run.scaler.scale(loss)
-    assert run.scaler.scale(loss).item() == 8.0 * loss.item()  # a second warning is an error
-
-
-def test_other_regions_are_not_warned_of() -> None:
-    with autocast("cpu", torch.bfloat16):
-        pass  # from before the scaler was made
-    run = Run()
-    run.scaler.scale(run.w.sum())
-    with autocast("cpu", enabled=False):
-        run.scaler.scale(run.w.sum())
-    with autocast("cpu", torch.float16):
-        run.scaler.scale(run.w.sum())
-    with autocast("cpu", torch.bfloat16):
-        run.scaler.scale(run.w.sum())  # it has seen a region already
-
-
-def test_a_disabled_scaler_does_not_warn() -> None:
-    with autocast("cpu", torch.bfloat16):
-        GradScaler("cpu", enabled=False).scale(torch.ones(()))
 
 
 @pytest.mark.parametrize("fused", [False, True])

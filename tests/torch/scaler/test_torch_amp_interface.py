@@ -290,7 +290,7 @@ def test_an_optimizer_without_gradients_is_left_alone(fused: bool) -> None:
     before = scaler.state_dict()
     assert scaler.step(optimizer) is None
     assert (w.tolist(), dict(optimizer.state)) == ([1.0, 1.0], {})
-    assert scaler.step_skipped(optimizer)
+    assert not scaler.step_skipped(optimizer)
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         scaler.update()
     assert scaler.state_dict() == before

@@ -266,6 +266,19 @@ def test_a_compiled_model_is_one_graph_with_the_policy(by: str, count: Any) -> N
     assert torch.equal(model(batches()[0][0]), expected)
 
 
+def test_fsdp2_has_one_region_however_often_it_is_prepared(monkeypatch: Any) -> None:
+    def prepare(_: Any, model: Any) -> None:
+        model._is_accelerate_prepared = True
+
+    accelerator, net = make("bf16", "lean"), make_net()
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+    monkeypatch.setattr(Accelerator, "prepare", prepare)
+    accelerator.prepare(net)
+    once = net.forward
+    accelerator.prepare(net)
+    assert net.forward is once
+
+
 # --- accelerate in two processes, with polymp's scaler and policy: DDP, FSDP1 and FSDP2 -----------
 
 

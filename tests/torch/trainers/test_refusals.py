@@ -115,21 +115,6 @@ def keras_model(optimizer: Any = "sgd", **given: Any) -> Any:
     return polymp.keras.use(model, **given)
 
 
-def keras_with_two() -> None:
-    need("keras")
-    import keras
-
-    inner = keras.optimizers.SGD(name="sgd")
-    keras_model(keras.optimizers.LossScaleOptimizer(inner, name="outer"), dtype="float16")
-
-
-def keras_without_one() -> None:
-    need("keras")
-    import polymp.jax
-
-    keras_model(dtype="float16", scaler=polymp.jax.GradScaler(enabled=False))
-
-
 def keras_in_a_region() -> None:
     need("keras")
     import polymp.jax
@@ -313,12 +298,6 @@ REFUSALS = (
         f"{TRANSFORMERS} was called before. {TWICE}",
     ),
     Refusal(
-        "Keras: two scalers",
-        keras_with_two, ValueError,
-        "polymp.keras.use(model, dtype='float16'): 'outer' is a LossScaleOptimizer, which scales "
-        "the loss itself. Give the optimizer in it: optimizer.inner_optimizer.",
-    ),
-    Refusal(
         "Keras: inside a region",
         keras_in_a_region, RuntimeError,
         "`with autocast(...)` marks a region for the autocast function around it, and there is "
@@ -344,13 +323,6 @@ REFUSALS = (
         "transformers: float16 without a scaler",
         lambda: use_trainer(trainer(fp16=True), scaler=OFF), ValueError,
         f"polymp.transformers.use() with mixed_precision='fp16' {DISABLED}",
-    ),
-    Refusal(
-        "Keras: float16 without a scaler",
-        keras_without_one, ValueError,
-        "polymp.keras.use(model, dtype='float16') needs a loss scaler, and the one given is "
-        "disabled, so that small gradients would become zero. Leave scaler out, or write "
-        "scaler=polymp.jax.GradScaler(init_scale=...).",
     ),
     Refusal(
         "accelerate: no mixed precision",

@@ -290,17 +290,6 @@ def test_regions_inside_the_model_count(around, x):
     check(Nested(), x, region=(REGIONS | more)[around])
 
 
-def test_the_region_may_be_an_argument(x):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
-    with autocast("cpu", FP16, policy=OWN):
-        asked = model(x)
-    outside = bake(model, (x,), dtype="fp16", policy=OWN)
-    with autocast("cpu", BF16):  # in which the one that is asked for holds
-        inside = bake(model, (x,), dtype=FP16, policy=OWN)
-    assert torch.equal(outside.module()(x), asked)
-    assert torch.equal(inside.module()(x), asked)
-
-
 def test_scopes_count(x):
     model = net()
     policy = polymp.policy("amp").override(scopes={"3": {"linear": "fp32"}})

@@ -290,6 +290,13 @@ def test_every_step_is_that_of_torchaos_optimizer() -> None:
     assert not all(map(torch.equal, torchao_steps(1), theirs)), "the check cannot fail"
 
 
+def test_elements_beyond_2_to_31_have_bits_of_their_own() -> None:
+    large = torch.empty(2**31 + 4, dtype=torch.int8)  # whose memory nothing touches
+    key, index = core.key(0, 1, 0), [*range(2**31 - 4, 2**31), *range(-(2**31), 4 - 2**31)]
+    found = low_parameters.random_of(large, key)(2**31 - 4, 2**31 + 4)
+    assert torch.equal(found, core.random16(key, torch.tensor(index, dtype=torch.int32)))
+
+
 # --- Compiled steps on low weights: one graph, and the numbers of the eager step up to rounding ---
 
 

@@ -28,9 +28,6 @@ from tests.support.torch.low_training import (
 )
 from tests.support.torch.models import seen
 
-# bfloat16, which the region is, needs no scaling.
-pytestmark = pytest.mark.filterwarnings("ignore::polymp.errors.ScalerWarning")
-
 MODES = ("master", "split", "stochastic")
 
 

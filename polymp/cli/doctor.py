@@ -73,7 +73,7 @@ def gather() -> tuple[list[Data], bool]:
                 backends.get(name)
                 found["devices"] = devices()
             except Exception as error:  # any error of a framework is a finding
-                found["problem"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                found["problem"] = _error_line(error)
         frameworks.append(found)
     return frameworks, Path("/proc/driver/nvidia/version").exists()
 
@@ -193,15 +193,13 @@ def _jax_step(function: Any, inputs: tuple[Any, ...]) -> tuple[Step, str, str]:
 
 def advised(ratios: Mapping[str, float]) -> tuple[str, str]:
     """The dtype to use, by the times of all as multiples of float32's, and the reason."""
-    low = {dtype: ratio for dtype, ratio in ratios.items() if dtype != FLOAT32}
-    times = ", ".join(f"{dtype} {ratio:.2f}" for dtype, ratio in low.items())
-    fast = {dtype: ratio for dtype, ratio in low.items() if ratio <= GAIN}
+    fast = {dtype: ratio for dtype, ratio in ratios.items() if ratio <= GAIN}
     if not fast:
-        return FLOAT32, f"no low dtype gains, as multiples of float32's time: {times or 'none ran'}"
+        return FLOAT32, "no low dtype takes less time"
     bfloat16 = fast.get(BFLOAT16)
     if bfloat16 is None or fast.get(FLOAT16, bfloat16) < WORTH_A_SCALER * bfloat16:
-        return FLOAT16, f"{times} of float32's time; it needs a GradScaler in training"
-    return BFLOAT16, f"{times} of float32's time; it needs no GradScaler"
+        return FLOAT16, "it needs a GradScaler in training"
+    return BFLOAT16, "it needs no GradScaler"
 
 
 def _example(text: str) -> tuple[Any, tuple[Any, ...]]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
-from polymp.diagnostics.blame import CAST, DIVIDING, OF_ONE, lost_constants, remedy_of
+from polymp.diagnostics.bad_step import remedy_of
+from polymp.diagnostics.blame import CAST, DIVIDING, OF_ONE, lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, joined
 from polymp.diagnostics.page import Shown

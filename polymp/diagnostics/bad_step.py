@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import SLOWER, UNTRIED, remedy_of
+from polymp.diagnostics.blame import SLOWER, UNTRIED, UNTRIED_WIDE
 from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, brief, escaped
 
@@ -74,6 +74,27 @@ class BadStep(NamedTuple):
         if self.remedy and not (self.fault is not None and self.fault.remedy):  # which has it
             lines.append(f"  {self.remedy}")
         return escaped("\n".join(lines))
+
+
+def remedy_of(fault: Fault) -> str:
+    """Return the change that helps where an op made a value that is not finite."""
+    place = f" in {fault.module}" if fault.module else ""
+    if fault.remedy:
+        return fault.remedy
+    if fault.kind == "input" and ".grad" in fault.why:
+        return "Call zero_grad() before the backward pass, which adds to what is there."
+    if fault.kind == "input":
+        return "Look at the data or the parameters."
+    if fault.kind == "index":
+        return "Look at the data."
+    if fault.kind == "number":
+        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    if fault.kind == "operation" and (fault.run == "bfloat16" or fault.why.endswith(UNTRIED_WIDE)):
+        return f"Look at its inputs, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    if fault.kind == "operation" or fault.run == "float32":
+        return f"Change the code: {fault.op} has no finite result there in float32 either."
+    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
+    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from polymp.diagnostics.audit_records import Fault
 from polymp.dtypes import FORMATS
 from polymp.rules.row import LOW
 
@@ -327,7 +326,7 @@ def tell_nothing_found(why: str = "") -> None:
 _HEALTHY = "no op made an Inf or NaN of finite numbers"
 
 
-# What helps: sentences for `locate`, `catch` and the suggestions of an audit.
+# An optimizer that breaks a step.
 
 # Behind a remedy.
 UNTRIED = " That was not tried."
@@ -336,26 +335,6 @@ UNTRIED = " That was not tried."
 SLOWER = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
 
 NO_EPS = "the number that keeps its divisor from zero is zero"
-
-
-def remedy_of(fault: Fault) -> str:
-    """Return the change that helps where an op made a value that is not finite."""
-    place = f" in {fault.module}" if fault.module else ""
-    if fault.remedy:
-        return fault.remedy
-    if fault.kind == "input" and ".grad" in fault.why:
-        return "Call zero_grad() before the backward pass, which adds to what is there."
-    if fault.kind == "input":
-        return "Look at the data or the parameters."
-    if fault.kind == "index":
-        return "Look at the data."
-    if fault.kind == "number":
-        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-    tried = fault.run != "bfloat16" and not fault.why.endswith(UNTRIED_WIDE)
-    if (fault.kind == "operation" and tried) or fault.run == "float32":
-        return f"Change the code: {fault.op} has no finite result there in float32 either."
-    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
-    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def larger_eps(dtype: str) -> float:

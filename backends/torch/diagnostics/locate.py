@@ -207,7 +207,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 _SCALERS = (torch.amp.GradScaler, GradScaler, AsyncRead)
 
 
-def _derived(kind: type) -> Iterator[type]:
+def _derived(kind: type[Any]) -> Iterator[type[Any]]:
     """Yield a class and those that are derived from it."""
     yield kind
     for each in kind.__subclasses__():

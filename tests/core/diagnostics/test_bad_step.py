@@ -60,7 +60,7 @@ REMEDIES: list[tuple[Fault | None, tuple[float, ...], str]] = [
     (fault("number", module="head"), (), f"Use another constant, or give exp {HEAD}.{UNTRIED}"),
     (fault("operation"), (), CODE),
     (fault("overflow", "float32"), (), CODE),
-    (fault("operation", "bfloat16"), (), FP32),
+    (fault("operation", "bfloat16"), (), f"Look at its inputs, or g{FP32[1:]}"),
     (fault("saturation"), (), FP32),
     (fault("overflow", module="head"), (), f"Give exp {HEAD}, or use bfloat16.{UNTRIED}"),
 ]  # fmt: skip

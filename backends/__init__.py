@@ -25,6 +25,10 @@ def get(name: str) -> ModuleType:
     return importlib.import_module(f"polymp.backends.{name}")
 
 
+# The CPU features, as Linux and macOS name them, that multiply bfloat16 in hardware.
+MULTIPLY_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16")
+
+
 @cache
 def processor() -> tuple[str, frozenset[str] | None]:
     """The CPU's name, and its features as the system lists them; None if it lists none."""

@@ -106,7 +106,7 @@ def register_op(
     """Register an op of one's own, so that policies decide for it and regions cast its inputs.
 
         register_op("my_norm", "fp32", torch="mylib::my_norm", jax=my_norm)
-        MyNorm = register_op("my_norm", "fp32", torch=MyNorm)  # an autograd.Function
+        my_norm = register_op("my_norm", "fp32", torch=MyNorm.apply)  # an autograd.Function
 
     In an enabled region its inputs are cast as the rule says, and the ops inside it run in these
     dtypes; backward runs in the dtypes of forward. A policy may give it another rule. Register it
@@ -118,14 +118,15 @@ def register_op(
         rule: of policies that have no row for it: lower, fp32, fp32_keep, widest, first, keep,
             forbid or parts.
         torch: an op of `torch.library`: "mylib::my_op", a list of such names, or what
-            `torch.library.custom_op` returned; or an `autograd.Function` or a Python function,
-            which runs with autocast off and gets its inputs in the dtype of the rule.
+            `torch.library.custom_op` returned; or a Python function or the `apply` of an
+            `autograd.Function`, which runs with autocast off and gets its inputs in the dtype of
+            the rule.
         jax: a primitive, or a function: plain, jitted, `jax.custom_jvp` or `jax.custom_vjp`.
         kind: its class, for rows of "class:KIND".
 
     Returns:
-        What is called: of an `autograd.Function` or a Python function of torch, an object in its
-        place that asks the policy. Of everything else what was given, `torch` before `jax`.
+        What is called: of a Python function or an `apply` of torch, a function in its place that
+        asks the policy. Of everything else what was given, `torch` before `jax`.
 
     Raises:
         PolicyError: the name or a spelling is taken, the rule or class unknown, torch has no such

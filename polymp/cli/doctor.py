@@ -54,12 +54,22 @@ def examined(args: argparse.Namespace) -> Data:
         "polymp": polymp.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu(),
         "frameworks": frameworks,
         "problems": problems,
         "notes": notes,
         "ok": not problems,
         **step,
     }
+
+
+def cpu() -> str:
+    """The CPU's name, and its instructions for bfloat16 if the system lists any features."""
+    name, features = backends.processor()
+    if features is None:
+        return name
+    listed = ", ".join(x for x in backends.MULTIPLY_BFLOAT16 if x in features)
+    return f"{name}, instructions for bfloat16: {listed or 'none'}"
 
 
 def gather() -> tuple[list[Data], bool]:
@@ -245,6 +255,7 @@ def _error_line(error: BaseException) -> str:
 def draw(data: Data) -> Iterator[str | list[str]]:
     """Versions and devices, the times of a model, then notes and problems."""
     yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}"
+    yield data["cpu"]
     for f in data["frameworks"]:
         devices = f": {text_table.counted(f['devices'])}" if f["devices"] else ""
         yield f"{f['name']} {f['version'] or 'is not installed'}{devices}"

@@ -89,7 +89,8 @@ def remedy_of(fault: Fault) -> str:
         return "Look at the data."
     if fault.kind == "number":
         return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-    if fault.kind == "operation" and (fault.run == "bfloat16" or fault.why.endswith(UNTRIED_WIDE)):
+    tried = fault.run != "bfloat16" and not fault.why.endswith(UNTRIED_WIDE)
+    if fault.kind == "operation" and not tried:
         return f"Look at its inputs, or give {fault.op} the rule fp32{place}.{UNTRIED}"
     if fault.kind == "operation" or fault.run == "float32":
         return f"Change the code: {fault.op} has no finite result there in float32 either."

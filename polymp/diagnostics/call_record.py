@@ -39,7 +39,7 @@ class Call(NamedTuple):
     outputs: tuple[str, ...]  # dtypes of its float results
     casts: int = 0  # how many arrays were cast for it, there and back
     cast_bytes: int = 0  # bytes that these casts read and wrote
-    # Casts that were not made, by reason: "cached", "shared", "cancelled", ...
+    # Casts that were not made, by reason: "cached" in torch, "hoisted" out of a loop in JAX.
     saved: tuple[tuple[str, int], ...] = ()
     # Of the matrix products, convolutions and attention in it; a multiply-add is two.
     flops: int = 0

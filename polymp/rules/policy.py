@@ -415,16 +415,6 @@ def folded(rows: Sequence[Row], found: Sequence[tuple[object, str]], where: str)
     return holding
 
 
-def why_float32(most: int, rows: float) -> str:
-    """Say why a product of rule lower with a float32 parameter runs in float32: `few_rows`."""
-    # A cast of the weight reads it once more and writes half as much, whatever the rows; a row
-    # costs less in a low dtype. benchmarks/jax_speed.py measures how many rows pay for the cast.
-    if rows > most:
-        return ""
-    times = "1 row" if rows == 1 else f"{rows} rows"
-    return f"casting the float32 parameter takes longer than {times} (few_rows = {most})"
-
-
 # Reading a policy from plain data, which is what a TOML file or a dict holds. Every error says
 # where the fault is, what it is and what to write instead.
 

@@ -16,7 +16,6 @@ class autocast(api.autocast):  # the name is torch's
         enabled: as in `polymp.torch.autocast`.
         dtype: likewise.
         cache_enabled: likewise.
-        policy: likewise.
     """
 
     def __init__(
@@ -24,11 +23,9 @@ class autocast(api.autocast):  # the name is torch's
         enabled: bool = True,
         dtype: torch.dtype | str = torch.bfloat16,
         cache_enabled: bool = True,
-        *,
-        policy: api.PolicyLike | None = None,
     ) -> None:
         _deprecated("autocast", "cpu")
-        super().__init__("cpu", dtype, enabled, cache_enabled, policy=policy)
+        super().__init__("cpu", dtype, enabled, cache_enabled)
 
 
 class GradScaler(grad_scaler.GradScaler):

@@ -20,7 +20,6 @@ class autocast(api.autocast):  # the name is torch's
         enabled: as in `polymp.torch.autocast`.
         dtype: likewise.
         cache_enabled: likewise.
-        policy: likewise.
     """
 
     def __init__(
@@ -28,11 +27,9 @@ class autocast(api.autocast):  # the name is torch's
         enabled: bool = True,
         dtype: torch.dtype | str = torch.float16,
         cache_enabled: bool = True,
-        *,
-        policy: api.PolicyLike | None = None,
     ) -> None:
         _deprecated("autocast", "cuda")
-        super().__init__("cuda", dtype, enabled, cache_enabled, policy=policy)
+        super().__init__("cuda", dtype, enabled, cache_enabled)
 
 
 class GradScaler(grad_scaler.GradScaler):

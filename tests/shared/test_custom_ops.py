@@ -137,8 +137,8 @@ def _function_class(rule: str, kind: str) -> Made:
             return g * (2 * ctx.saved_tensors[0] + 1)
 
     Function.__qualname__ = name
-    ruled = polymp.register_op(name, rule, torch=Function, kind=kind)
-    return Made(name, ruled.apply, seen)
+    ruled = polymp.register_op(name, rule, torch=Function.apply, kind=kind)
+    return Made(name, ruled, seen)
 
 
 def _torch_function(rule: str, kind: str) -> Made:
@@ -587,11 +587,14 @@ def test_what_is_wrong_in_torch_is_refused() -> None:
          "torch.library.register_autocast."),
         ([f"{name}::op", f"{name}::nix"], no_op),
         (3, "torch=3 is no op. Give its name, such as 'mylib::my_op', what "
-         "torch.library.custom_op returned, an autograd.Function or a function."),
+         "torch.library.custom_op returned, or a function."),
     )  # fmt: skip
     for given, message in rows:
         error = TypeError if given == 3 else PolicyError
         all_refused("register_op('own'): ", (error, {"torch": given}, message))
+    message = "torch=Function is a class. Of an autograd.Function, register Function.apply."
+    given = {"torch": torch.autograd.Function}
+    all_refused("register_op('own'): ", (TypeError, given, message))
     polymp.register_op(name, "fp32", torch=f"{name}::op")
     message = (
         f"aten op '{name}::op' is in the vocabulary already, as {name!r}: it cannot be registered "
@@ -703,7 +706,7 @@ def test_a_python_function_is_one_call_of_a_report_with_its_row(way: str) -> Non
             def backward(ctx: Any, grad: Any) -> Any:
                 return grad * 3
 
-        call = polymp.register_op(name, "fp32", torch=Triple).apply
+        call = polymp.register_op(name, "fp32", torch=Triple.apply)
     policy = polymp.policy("amp").override(rules={name: "fp32_keep", "gelu": "fp32"})
     x = torch.ones(4, requires_grad=True)
     with (

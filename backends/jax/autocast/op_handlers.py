@@ -44,7 +44,7 @@ from polymp.backends.jax.compat import Atom, Equation
 from polymp.dtypes import FORMATS, widest
 from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules import decision_log
-from polymp.rules.policy import Decision, Region, why_float32
+from polymp.rules.policy import Decision, Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
@@ -235,7 +235,13 @@ def _why_float32(eqn: Equation, known: list[ValueFacts], region: Region) -> str:
     lhs, rhs = (atom.aval for atom in eqn.invars)
     rows = free_sizes(lhs, rhs, eqn.params["dimension_numbers"])
     facing = [n for n, k in zip(reversed(rows), known, strict=True) if k.is_parameter]
-    return why_float32(region.policy.few_rows, min(facing)) if facing else ""
+    fewest, most = min(facing, default=0), region.policy.few_rows
+    if not facing or fewest > most:
+        return ""
+    # A cast of the weight reads it once more and writes half as much, whatever the rows; a row
+    # costs less in a low dtype. benchmarks/jax_speed.py measures how many rows pay for the cast.
+    times = "1 row" if fewest == 1 else f"{fewest} rows"
+    return f"casting the float32 parameter takes longer than {times} (few_rows = {most})"
 
 
 def unknown(frame: Frame, eqn: Equation, _: Region) -> Planned:

@@ -13,21 +13,13 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.autocast import (
-    compiled_region,
-    dtype_names,
-    kernel_registry,
-    regions,
-    torch_table,
-)
-from polymp.backends.torch.autocast.regions import enter, leave
+from polymp.backends.torch.autocast import dtype_names, kernel_registry, regions, torch_table
 from polymp.backends.torch.compat import accelerators, dynamo
-from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy, Region
@@ -36,7 +28,9 @@ from polymp.rules.row import LOW
 PolicyLike = policy_files.Source
 P = ParamSpec("P")
 R = TypeVar("R")
-_Entries = tuple[compiled_region.CompiledRegion, "_Entries | None"]
+# Of torch as it was imported: programs may put polymp's function in its place.
+_is_available = torch.amp.is_autocast_available
+
 _DTYPES = *LOW, "float32", "float64"  # in the last two, torch warns, and opens no region
 
 
@@ -52,10 +46,10 @@ def is_autocast_available(device_type: str) -> bool:
     Raises:
         RuntimeError: torch knows no such device type.
     """
-    return torch.amp.is_autocast_available(device_type)
+    return _is_available(device_type)
 
 
-class autocast:  # the name is torch's
+class autocast(regions.PreparedRegion):  # the name is torch's
     """A region of mixed precision, as a context manager or a decorator.
 
         with autocast("cpu", dtype=torch.bfloat16):
@@ -114,36 +108,6 @@ class autocast:  # the name is torch's
         self.fast_dtype: torch.dtype
         self._ticket, self._enabled, self.fast_dtype = _prepare(
             device_type, dtype, around, enabled, self._cache_enabled, policy
-        )
-        # Open entries in code that torch.compile traces, linked from the youngest to the oldest.
-        self._traced: _Entries | None = None
-
-    @dynamo.no_frame
-    def __enter__(self) -> Self:
-        if is_dynamo_compiling():
-            self._traced = (self._again(), self._traced)
-            self._traced[0].__enter__()
-            return self
-        if are_functions_watched():
-            compiled_region.tell_export(self._ticket)
-        enter(self._ticket)
-        return self
-
-    @dynamo.no_frame
-    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> Literal[False]:
-        if self._traced is not None:
-            traced, self._traced = self._traced
-            traced.__exit__()
-            return False
-        leave(self._ticket)
-        if are_functions_watched():
-            compiled_region.tell_export(None)
-        return False
-
-    def _again(self) -> compiled_region.CompiledRegion:
-        """Make the region once more, for code that torch.compile traces."""
-        return compiled_region.CompiledRegion(
-            self.device, self._enabled, self.fast_dtype, self._cache_enabled, self._ticket
         )
 
     def __repr__(self) -> str:
@@ -268,7 +232,7 @@ def _wrapped(region: autocast, func: Callable[P, Any]) -> Callable[P, Any]:
 
     @functools.wraps(func)
     def function(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with region._again() if is_dynamo_compiling() else region:
+        with regions.CompiledRegion(region._ticket) if is_dynamo_compiling() else region:
             return func(*args, **kwargs)
 
     @functools.wraps(func)

@@ -5,10 +5,10 @@ of the region agrees with torch for the op, a kernel passes the call on to torch
 it replaced. torch.compile traces through it.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.library import get_kernel
@@ -33,12 +33,6 @@ from polymp.rules.vocabulary import vocabulary
 # Rules by which a policy has ops cast in front of transforms, also where torch does the same: torch
 # takes some that run low apart, and cannot batch float32 statistics beside a low input.
 AS_A_WHOLE = Rule.LOWER, Rule.FP32_KEEP
-
-
-class TorchKernels:
-    """torch's own kernels, which are used where they agree with the policy."""
-
-    unused: Container[str] = ()  # apart from those of these ops
 
 
 Function = Callable[..., Any]
@@ -68,7 +62,7 @@ def make(name: str, device: str, key: str) -> Function | None:
 
     def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row = ruling.row
-        if ruling.agrees and replaced is not None and name not in TorchKernels.unused:
+        if ruling.agrees and replaced is not None:
             if ruling.mul is None or op_facts.adds_up(name, args):
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
@@ -419,36 +413,29 @@ def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) 
     weights = args[at]
     if len(args) <= at + 5 or not weights or not _changes(weights, dtype) or modes.is_recorded():
         return args
-    first = weights[0]
-    with torch.inference_mode(False), torch.no_grad():
-        lows = [w.detach().to(dtype) for w in weights]
-        if not torch.cudnn_is_acceptable(lows[0]):
-            return args  # torch will not run cuDNN on it either
-        has_biases, layers, *_ = args[at + 1 :]
-        both = bool(args[at + 5])
-        mode, gates = _CELLS[base]
-        per_layer = len(weights) // (layers * (2 if both else 1))
-        projects = per_layer == (5 if has_biases else 3)
-        with torch.cuda.device_of(first):
-            optimizers.flatten_rnn_weights(
-                lows,
-                per_layer,
-                first.size(1),
-                mode,
-                first.size(0) // gates,
-                lows[per_layer - 1].size(0) if projects else 0,
-                layers,
-                variant == "input" and bool(args[at + 6]),
-                both,
-            )
-    wants = torch.is_grad_enabled()
-    cast = [
-        _CastInBuffer.apply(w, _Box(low))  # type: ignore[no-untyped-call]
-        if wants and w.requires_grad
-        else low
-        for w, low in zip(weights, lows, strict=True)
-    ]
-    return (*args[:at], cast, *args[at + 1 :])
+    first, wants = weights[0], torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(wants):  # the first turns it on
+        lows = [w.to(dtype) for w in weights]
+    if not torch.cudnn_is_acceptable(lows[0]):
+        return args  # torch will not run cuDNN on it either
+    has_biases, layers, *_ = args[at + 1 :]
+    both = bool(args[at + 5])
+    mode, gates = _CELLS[base]
+    per_layer = len(weights) // (layers * (2 if both else 1))
+    projects = per_layer == (5 if has_biases else 3)
+    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(first):
+        optimizers.flatten_rnn_weights(
+            lows,
+            per_layer,
+            first.size(1),
+            mode,
+            first.size(0) // gates,
+            lows[per_layer - 1].size(0) if projects else 0,
+            layers,
+            variant == "input" and bool(args[at + 6]),
+            both,
+        )
+    return (*args[:at], lows, *args[at + 1 :])
 
 
 def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -456,23 +443,3 @@ def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
     dtypes = {w.dtype for w in weights}
     wide = torch.float64 in dtypes or not all(d.is_floating_point for d in dtypes)
     return dtypes != {dtype} and len(dtypes) == 1 and not wide
-
-
-class _Box(NamedTuple):
-    """A tensor that autograd does not see, for it looks for tensors in arguments alone."""
-
-    tensor: torch.Tensor
-
-
-class _CastInBuffer(torch.autograd.Function):
-    """A cast: forward returns the numbers that are in the buffer, backward casts the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, low: _Box) -> torch.Tensor:
-        ctx.dtype = t.dtype
-        return low.tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grads
-        return grad.to(ctx.dtype), None

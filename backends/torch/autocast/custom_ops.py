@@ -1,13 +1,12 @@
 """Ops of the user's own in torch: those of torch.library, and decorated Python functions.
 
-An op of `torch.library` gets our kernel on the autocast keys, as torch's own ops do. An
-`autograd.Function` and a plain function are no ops of the dispatcher: the decorator wraps them in a
-function that asks the policy at every call.
+An op of `torch.library` gets our kernel on the autocast keys, as torch's own ops do. A plain
+function and the `apply` of an `autograd.Function` are no ops of the dispatcher: the decorator wraps
+them in a function that asks the policy at every call.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +28,15 @@ def spelled(given: Any, name: str, where: str) -> tuple[tuple[str, ...], Any]:
     if not callable(given) or dispatcher.qualified_name(given) is not None:
         several = given if isinstance(given, (list, tuple)) else [given]
         return tuple(_overload(one, where) for one in several), given
-    spelling = (f"{_PYTHON}{given.__module__}.{given.__qualname__}",)
-    if isinstance(given, type) and issubclass(given, torch.autograd.Function):
-        return spelling, _Decided(given, name)
-    return spelling, functools.wraps(given)(functools.partial(_decided, name, given, given))
+    if isinstance(given, type):
+        name = given.__name__
+        raise TypeError(
+            f"{where}: torch={name} is a class. Of an autograd.Function, register {name}.apply."
+        )
+    owner = getattr(given, "__self__", None)
+    named = owner if isinstance(owner, type) else given  # each `apply` has the same name
+    spelling = f"{_PYTHON}{named.__module__}.{named.__qualname__}"
+    return (spelling,), functools.wraps(given)(functools.partial(_decided, name, given))
 
 
 def _overload(given: object, where: str) -> str:
@@ -41,7 +45,7 @@ def _overload(given: object, where: str) -> str:
     if name is None:
         raise TypeError(
             f"{where}: torch={given!r} is no op. Give its name, such as 'mylib::my_op', what "
-            "torch.library.custom_op returned, an autograd.Function or a function."
+            "torch.library.custom_op returned, or a function."
         )
     if "::" not in name:
         raise PolicyError(f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.")
@@ -71,62 +75,27 @@ def install(names: Sequence[str]) -> None:
         kernel_registry.put(device, ops)
 
 
-class _Decided:
-    """An `autograd.Function` whose `apply` runs by the policy of the region."""
-
-    def __init__(self, function: type[torch.autograd.Function], name: str) -> None:
-        self.function = function  # all of its attributes are those of this object, too
-        self.name = name
-        backward: Callable[..., Any] = function.backward
-
-        def off(ctx: object, *grads: object) -> Any:
-            with _off():
-                return backward(ctx, *grads)
-
-        inside: Any = type(function.__name__, (function,), {"backward": staticmethod(off)})
-        self._ruled = inside
-
-    def apply(self, *args: object, **kwargs: object) -> Any:
-        """Call the class's own `apply` in the dtype of the rule."""
-        return _decided(self.name, self.function.apply, self._ruled.apply, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "function":  # not there yet: being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.function, name)
-
-    def __repr__(self) -> str:
-        return f"{self.function!r} as op {self.name!r}"
-
-
-def _decided(
-    name: str,
-    plain: Callable[..., Any],
-    ruled: Callable[..., Any],
-    /,
-    *args: object,
-    **kwargs: object,
-) -> Any:
-    """Call `ruled` by the policy in force; `plain` where that has no row for the op."""
+def _decided(name: str, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+    """Call a function by the policy in force; as it is where that has no row for the op."""
     tensors = list(_tensors((args, kwargs)))
     device = next((t.device.type for t in tensors), None)
     if device is None or not torch.is_autocast_enabled(device):
-        return plain(*args, **kwargs)
+        return fn(*args, **kwargs)
     floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
     dtypes = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
     low = dtype_names.NAMES[torch.get_autocast_dtype(device)]
     found = _decision(name, device, low, dtypes, *regions.code_in_force())
     if found is None:
-        return plain(*args, **kwargs)
-    (run, out), entry = found
+        return fn(*args, **kwargs)
+    run, out, entry = found
 
     def as_ruled(args: Any, kwargs: Any) -> Any:
         if run:
             dtype = dtype_names.DTYPES[run]
             args = tuple([cast_inside(arg, device, dtype) for arg in args])
             kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
-        with _off():
-            result = ruled(*args, **kwargs)
+        with autocast(device, enabled=False):
+            result = fn(*args, **kwargs)
         return cast_inside(result, device, dtype_names.DTYPES[out]) if out else result
 
     if entry is not None and (recorder := decision_log.current()) is not None:
@@ -137,7 +106,7 @@ def _decided(
 @dynamo.at_trace_time
 def _decision(
     name: str, device: str, low: str, dtypes: str, *code: torch.dtype
-) -> tuple[tuple[str | None, str | None], decision_log.Entry | None] | None:
+) -> tuple[str | None, str | None, decision_log.Entry | None] | None:
     """Return the dtypes of the inputs and of the results, if they change; None to run the parts.
 
     And what a record has of it, while one is made.
@@ -154,17 +123,7 @@ def _decision(
         entry = decision_log.Entry(*called, row, tuple(asked), decision, policy.name)
     if decision.rule is Rule.FORBID:
         forbid(policy, row, name, asked)
-    return None if decision.rule is Rule.PARTS else ((decision.run, decision.out), entry)
-
-
-@contextmanager
-def _off() -> Iterator[None]:
-    """Autocast off on every device that it is on for."""
-    with ExitStack() as stack:
-        for device in torch_table.DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(autocast(device, enabled=False))
-        yield
+    return None if decision.rule is Rule.PARTS else (decision.run, decision.out, entry)
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -13,13 +13,7 @@ from functools import cache
 
 import torch
 
-from polymp.backends.torch.autocast import (
-    autocast_kernel,
-    compiled_region,
-    region_casts,
-    regions,
-    torch_table,
-)
+from polymp.backends.torch.autocast import autocast_kernel, region_casts, regions, torch_table
 from polymp.backends.torch.autocast.torch_table import check
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.errors import PolicyError
@@ -46,7 +40,7 @@ now: Installed = Installed()
 def prepare(region: Region) -> None:
     """Do what a region needs once, before it can be entered: install kernels, watch writes."""
     with now.lock:
-        compiled_region.keep_policies()  # before the first, too: backward may run under it
+        regions.keep_policies()  # before the first, too: backward may run under it
         if region.policy is not None:
             install(region.policy, region.device, region.dtype if region.enabled else "")
         if region.enabled:
@@ -65,7 +59,7 @@ def installed(device: str) -> tuple[str, ...]:
 def install(policy: Policy, device: str, dtype: str = "") -> None:
     """Put kernels on the ops in which a policy differs from torch's kernels on a device."""
     check(policy, device, dtype)
-    compiled_region.keep_policies()
+    regions.keep_policies()
     put(device, sorted(differing(policy, device)))
     for low in LOW:
         for name, row in torch_table.table(policy, low, device).items():

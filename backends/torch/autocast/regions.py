@@ -1,16 +1,18 @@
-"""Entering and leaving regions: the core's stack on one side, torch's autocast state on the other.
+"""Regions: entering and leaving them, here and in code that torch.compile traces; their policies.
 
 The state in force is always torch's own, per thread: enabled flag, low dtype, cache flag, and the
 policies as a code. torch's kernels, torch.compile's guards and torch's own autocast class read and
 write the same state. The stack of regions keeps what leaving has to restore.
 """
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import cache
 from hashlib import sha256
 from itertools import count
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import (
@@ -24,74 +26,102 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+from torch.compiler import is_dynamo_compiling
 
 from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.region_casts import Code as Code
 from polymp.backends.torch.autocast.region_casts import Frame, dtypes, end, keep, owner
 from polymp.backends.torch.autocast.region_casts import stack as stack
-from polymp.backends.torch.compat import dynamo
+from polymp.backends.torch.compat import dispatcher, dynamo
+from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy, Region
 from polymp.versions import __version__
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@dynamo.no_frame
-def enter(ticket: str) -> None:
-    """Enter a prepared region in this thread.
 
-    It runs at every `with`: a call more shows in the overhead of regions.
+class PreparedRegion:
+    """A prepared region as a context manager: the base of `autocast`.
+
+    Both methods run at every `with`: a call of Python more shows in the overhead of regions.
     """
-    region, device, enabled, dtype, cache = prepared[ticket]
-    thread = stack.thread
-    code = inside = NONE
-    if coded := len(_policies) > 1:
-        code = code_in_force()
-        inside = code_inside(region, code)
-    was, low = is_autocast_enabled(device), get_autocast_dtype(device)
-    cached = is_autocast_cache_enabled()
-    depth = autocast_increment_nesting()  # torch's own regions count
-    thread.frames.append((region, was, low, cached, code))
-    if not enabled:
-        dynamo.compile_by(codes.digest)
-    elif dtype is torch.float16:
-        note(device, dtype)
-    else:
-        thread.latest[device] = dtype
-    if enabled is not was:
+
+    # Open entries in code that torch.compile traces, linked from the youngest to the oldest.
+    _traced: "_Entries | None" = None
+
+    def __init__(self, ticket: str) -> None:
+        self._ticket = ticket
+
+    @dynamo.no_frame
+    def __enter__(self) -> Self:
+        if is_dynamo_compiling():
+            self._traced = (CompiledRegion(self._ticket), self._traced)
+            self._traced[0].__enter__()
+            return self
+        if are_functions_watched():
+            tell_export(self._ticket)
+        region, device, enabled, dtype, cache = prepared[self._ticket]
+        thread = stack.thread
+        code = NONE
+        inside: Code = ()
+        if _policies:
+            code = code_in_force()
+            inside = code_inside(region, code)
+        was, low = is_autocast_enabled(device), get_autocast_dtype(device)
+        cached = is_autocast_cache_enabled()
+        depth = autocast_increment_nesting()  # torch's own regions count
+        thread.frames.append((region, was, low, cached, code))
+        if not enabled:
+            dynamo.compile_by(codes.digest)
+        elif dtype is torch.float16:
+            note(device, dtype)
+        else:
+            thread.latest[device] = dtype
+        if enabled is not was:
+            set_autocast_enabled(device, enabled)
+        if dtype is not low:
+            set_autocast_dtype(device, dtype)
+        mine = thread.reference
+        if depth == 1 and cache and enabled and owner.setdefault("thread", mine) is mine:
+            dtypes[device] = dtype  # as in `keep`: there are no casts yet
+        else:
+            cache = cache and keep(thread, device, dtype, enabled, depth)
+        if cache is not cached:
+            set_autocast_cache_enabled(cache)
+        if inside:
+            write_code(inside)
+        return self
+
+    @dynamo.no_frame
+    def __exit__(self, kind: Any = None, error: Any = None, trace: Any = None) -> Literal[False]:
+        if self._traced is not None:
+            traced, self._traced = self._traced
+            traced.__exit__()
+            return False
+        region, device, _, _, _ = prepared[self._ticket]
+        thread = stack.thread
+        frames = thread.frames
+        # The youngest open region of this thread that is equal to this one.
+        last = frames and frames[-1][0] is region
+        _, enabled, dtype, cache, code = frames.pop() if last else _pull(region)
+        if not frames:
+            end(thread)
+        elif cache:
+            # Back in a region of another dtype, the casts to this one go. It is not the outermost.
+            keep(thread, device, dtype, enabled, len(frames) + 1)
         set_autocast_enabled(device, enabled)
-    if dtype is not low:
-        set_autocast_dtype(device, dtype)
-    mine = thread.reference
-    if depth == 1 and cache and enabled and owner.setdefault("thread", mine) is mine:
-        dtypes[device] = dtype  # as in `keep`: there are no casts yet
-    else:
-        cache = cache and keep(thread, device, dtype, enabled, depth)
-    if cache is not cached:
+        if get_autocast_dtype(device) is not dtype:  # it takes less time than to set it
+            set_autocast_dtype(device, dtype)
         set_autocast_cache_enabled(cache)
-    if coded:
-        write_code(inside)
-
-
-@dynamo.no_frame
-def leave(ticket: str) -> None:
-    """Leave the youngest open region of this thread that is equal to the ticket's."""
-    region, device, _, _, _ = prepared[ticket]
-    thread = stack.thread
-    frames = thread.frames
-    frame = frames.pop() if frames and frames[-1][0] is region else _pull(region)
-    _, enabled, dtype, cache, code = frame
-    if not frames:
-        end(thread)
-    elif cache:
-        # Back in a region of another dtype, the casts to this one go. It is not the outermost.
-        keep(thread, device, dtype, enabled, len(frames) + 1)
-    set_autocast_enabled(device, enabled)
-    set_autocast_dtype(device, dtype)
-    set_autocast_cache_enabled(cache)
-    if len(_policies) > 1:
-        write_code(code)
-    autocast_decrement_nesting()
+        if _policies:
+            write_code(code)
+        autocast_decrement_nesting()
+        if are_functions_watched():
+            tell_export(None)
+        return False
 
 
 def _pull(region: Region) -> Frame:
@@ -145,9 +175,9 @@ class Codes:
     """
 
     def __init__(self) -> None:
-        # By code, the policies by device. As long as `NONE` is the only one, no policy was ever
-        # used, and the code in force need not be read.
-        self.policies: dict[Code, dict[str, Policy]] = {NONE: {}}
+        # By code, the policies by device; `NONE` has none. As long as this is empty, no policy was
+        # ever used, and the code in force need not be read.
+        self.policies: dict[Code, dict[str, Policy]] = {}
         self.free: Iterator[Code] = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
         # What the policies and their codes are known by in other processes.
         self.digest = f"polymp {__version__}"
@@ -180,7 +210,7 @@ def in_force(device: str) -> Region:
         is_autocast_enabled(device),
         get_autocast_dtype(device),
         is_autocast_cache_enabled(),
-        NONE if len(codes.policies) == 1 else code_in_force(),
+        code_in_force() if codes.policies else NONE,
     )
 
 
@@ -263,7 +293,7 @@ def write_code(code: Code) -> None:
 
 def code_inside(region: Region, outer: Code) -> Code:
     """Return the code of the policies inside a region that is entered where `outer` is in force."""
-    if region.device in SLOTS and len(codes.policies) > 1:
+    if region.device in SLOTS and codes.policies:
         raise PolicyError(
             f"autocast({region.device!r}) cannot be used in a process that has used policies: "
             "polymp writes them into torch's autocast state of that device. Use it in a process "
@@ -300,3 +330,137 @@ def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
         codes.digest = sha256(f"{codes.digest} {known}".encode()).hexdigest()
         codes.policies[code] = dict(policies)
         return code
+
+
+# Regions in code that torch.compile traces, or torch.export writes into a program. There the same
+# state is written as outside, by calls in the graph that also run while the graph is made. What a
+# trace has entered and not left when it is given up is left here.
+
+
+class CompiledRegion:
+    """A region entered in code that torch.compile traces.
+
+    It holds what leaving restores: the stack of regions cannot, for it belongs to code that runs,
+    and traced code does not run. Dynamo enters only context managers made in the code it traces,
+    and guards what they were made from.
+    """
+
+    def __init__(self, ticket: str) -> None:
+        _allow()
+        self.ticket = ticket
+
+    def __enter__(self) -> None:
+        settings = _settings(self.ticket)
+        self.outside = _state(settings[0])
+        _put(self.ticket, *settings, *_code_traced(self.ticket, *code_in_force()))
+
+    def __exit__(self, *exc: object) -> None:
+        _put(None, *self.outside)
+
+
+_Entries = tuple[CompiledRegion, "_Entries | None"]
+
+
+def _state(device: str) -> tuple[Any, ...]:
+    """Return the state in force, as arguments of `_set`."""
+    enabled, dtype = is_autocast_enabled(device), get_autocast_dtype(device)
+    return device, enabled, dtype, is_autocast_cache_enabled(), *code_in_force()
+
+
+def _put(ticket: str | None, device: str, enabled: bool, dtype: torch.dtype, *state: Any) -> None:
+    """Enter the ticket's region, or leave one (None), as a call in a graph."""
+    tell_export(ticket)
+    if ticket is not None:
+        undo = functools.partial(_restore, autocast_increment_nesting(), *_state(device))
+        dynamo.after_tracing(undo)
+        if enabled:
+            note(device, dtype)
+        else:
+            dynamo.compile_by(codes.digest)
+    elif autocast_decrement_nesting() == 0:
+        region_casts.forget_mine()
+    _set(device, enabled, dtype, *state)
+
+
+def _restore(depth: int, *before: Any) -> None:
+    """Restore the state from before an entry, if the trace was given up inside of it."""
+    autocast_increment_nesting()
+    if autocast_decrement_nesting() == depth:
+        if autocast_decrement_nesting() == 0:
+            region_casts.forget_mine()
+        _set(*before)
+
+
+def _set(device: str, enabled: bool, dtype: torch.dtype, cache: bool, *code: torch.dtype) -> None:
+    set_autocast_enabled(device, enabled)
+    set_autocast_dtype(device, dtype)
+    set_autocast_cache_enabled(cache)
+    write_code(code)
+
+
+def tell_export(ticket: str | None) -> None:
+    """Write entering the ticket's region, or leaving one (None), into a program being exported."""
+    for mode in dynamo.export_modes():
+        if ticket is None:
+            mode.__torch_function__(dynamo.LEAVE, (), ())
+            continue
+        region, device, enabled, dtype, cache = prepared[ticket]
+        if region.policy is not None:
+            raise PolicyError(
+                f"torch.export cannot record policy {region.policy.name!r}: an exported region "
+                "holds a device, a dtype and whether it is enabled, and no policy. Export with "
+                "policy=None, or with polymp.torch.bake(model, inputs), which writes the casts out."
+            )
+        state = device, dtype, enabled, cache
+        mode.__torch_function__(dynamo.ENTER, (), state)
+
+
+@dynamo.at_trace_time
+def _allow() -> None:
+    dynamo.in_graph(_put)
+
+
+@dynamo.at_trace_time
+def _settings(ticket: str) -> tuple[str, bool, torch.dtype, bool]:
+    """Return device, enabled, low dtype and cache flag of the ticket's region."""
+    return prepared[ticket][1:]
+
+
+@dynamo.at_trace_time
+def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
+    """`code_inside`, for code that torch.compile traces: plain arguments only."""
+    return code_inside(prepared[ticket][0], outer)
+
+
+# Activation checkpointing: recomputation runs under the policies of the forward pass.
+#
+# torch.utils.checkpoint recomputes under a torch.autocast that it builds from the enabled flag,
+# the dtype and the cache flag, so a policy would be lost. `keep_policies` changes torch's own
+# classes, so that libraries which imported torch's function before keep their policies, too.
+
+
+@cache
+def keep_policies() -> None:
+    """Have torch's checkpoints recompute under the policies of their forward pass; once."""
+    dispatcher.carry_into_recomputation(_carry)
+
+
+def _carry(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function so that each call of it runs under the policies in force here and now.
+
+    torch restores the rest of the state.
+    """
+    code = code_in_force()
+
+    @functools.wraps(function)
+    def carried(*args: P.args, **kwargs: P.kwargs) -> R:
+        outer = code_in_force()
+        write_code(code)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            write_code(outer)
+            if code != NONE or outer != NONE:
+                region_casts.drop_unknown()  # made in a region of torch's: its end is not seen
+
+    return carried

@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from polymp import versions
+from polymp import backends, versions
 from polymp.cli import doctor
 from tests.conftest import need
 from tests.support.blocks import ROOT
@@ -72,14 +72,20 @@ def test_an_unused_gpu_is_noted(told):
 def test_doctor_draws_what_it_found(polymp, monkeypatch):
     machine = facts(TORCH | {"version": "2.9.1", "devices": ["cpu", *["Tesla T4"] * 2]}, JAX)
     monkeypatch.setattr(doctor, "gather", lambda: machine)
+    monkeypatch.setattr(backends, "processor", lambda: ("EPYC", {"sse", "avx512_bf16"}))
     code, out, err = polymp("doctor")
     assert (code, err) == (1, "")
-    assert "\ntorch 2.9.1: cpu, Tesla T4 x2\njax 0.10.2: cpu\n\n" in out
+    assert "\nEPYC, instructions for bfloat16: avx512_bf16\ntorch 2.9.1: cpu, Tesla T4 x2\n" in out
+    assert "\njax 0.10.2: cpu\n\n" in out
     assert "problem: torch 2.9.1 is not supported: pip install 'torch>=2.11,<2.16'.\n" in out
     assert "nothing is wrong" not in out
     monkeypatch.setattr(doctor, "gather", facts)
+    monkeypatch.setattr(backends, "processor", lambda: ("Zen 3", {"avx2"}))
     code, out, _ = polymp("doctor")
     assert code == 0
+    assert "\nZen 3, instructions for bfloat16: none\n" in out
+    monkeypatch.setattr(backends, "processor", lambda: ("CPU", None))
+    assert "\nCPU\n" in polymp("doctor")[1]
     assert out.endswith("nothing is wrong\n")
 
 

@@ -12,7 +12,7 @@ from polymp.cli import main
 from polymp.dtypes import FORMATS, widest
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
-from polymp.rules.policy import Decision, Policy, Region, why_float32
+from polymp.rules.policy import Decision, Policy, Region
 from polymp.rules.policy_files import load
 from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import Op, Vocabulary
@@ -145,13 +145,6 @@ def test_halves_raise_refuses_a_second_low_dtype_only_before_a_float32(low, dtyp
 
 
 # --- The key `few_rows` of a policy: where it comes from, and what it says ------------------------
-
-
-def test_a_product_of_more_rows_has_no_reason():
-    assert why_float32(4, 5) == why_float32(0, 1) == why_float32(4, float("inf")) == ""
-    why = "casting the float32 parameter takes longer than {} (few_rows = 4)"
-    assert why_float32(4, 4) == why.format("4 rows")
-    assert why_float32(4, 1) == why.format("1 row")
 
 
 def test_the_key_is_kept_inherited_and_part_of_what_a_policy_is():

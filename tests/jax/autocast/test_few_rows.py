@@ -118,9 +118,10 @@ def test_a_whole_model_has_the_dtypes_that_it_has_without():
     assert texts[0] != texts[2]
 
 
-def test_explain_says_why():
-    report = explain(autocast(net, policy=FEW), *inputs(1))
-    why = "casting the float32 parameter takes longer than 1 row (few_rows = 4)"
+@pytest.mark.parametrize(("rows", "said"), [(1, "1 row"), (4, "4 rows")])
+def test_explain_says_why(rows, said):
+    report = explain(autocast(net, policy=FEW), *inputs(rows))
+    why = f"casting the float32 parameter takes longer than {said} (few_rows = 4)"
     assert report.fallbacks == {why: 2}
     assert f"fallbacks: 2 because {why}" in str(report)
-    assert "fallbacks" not in str(explain(autocast(net, policy=FEW), *inputs(9)))
+    assert "fallbacks" not in str(explain(autocast(net, policy=FEW), *inputs(5)))

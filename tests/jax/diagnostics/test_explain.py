@@ -45,7 +45,7 @@ def casts(program: Any) -> list[int]:
         assert eqn.primitive.name not in ("scan", "while"), "counted once here"
         if eqn.primitive.name == "polymp_contraction":
             for v in eqn.invars[:2]:
-                cast(v, eqn.params["run"])
+                cast(v, eqn.params["spec"].run)
             continue
         if eqn.primitive.name == "convert_element_type":
             cast(eqn.invars[0], eqn.params["new_dtype"])

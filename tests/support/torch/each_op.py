@@ -72,12 +72,8 @@ def inside(
 ) -> Iterator[Region]:
     region = Region("torch", device, enabled, dtype, True, policy)
     kernel_registry.prepare(region)
-    ticket = regions.ticket(region)
-    regions.enter(ticket)
-    try:
+    with regions.PreparedRegion(regions.ticket(region)):
         yield region
-    finally:
-        regions.leave(ticket)
 
 
 class EachOp(TorchDispatchMode):

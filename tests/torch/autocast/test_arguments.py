@@ -93,7 +93,7 @@ RIGHT: tuple[Any, ...] = (
 @pytest.mark.parametrize("call", RIGHT, ids=_call)
 def test_right_arguments_give_what_torch_gives(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # As in a process that has used no policy: others refuse maia, see test_leaving_and_keys.
-    for code in set(regions.codes.policies) - {regions.NONE}:
+    for code in set(regions.codes.policies):
         monkeypatch.delitem(regions.codes.policies, code)
     args, kwargs = call
     ours = outcome(autocast, *args, **kwargs)
@@ -161,6 +161,12 @@ def test_available_is_what_torch_says() -> None:
     ours = {device: is_autocast_available(device) for device in devices}
     assert ours == {device: torch.amp.is_autocast_available(device) for device in devices}
     assert (ours["cpu"], ours["meta"]) == (True, False)
+
+
+def test_our_function_may_take_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp, "is_autocast_available", is_autocast_available)
+    with autocast("cpu"):
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_the_arguments_are_taken_when_the_object_is_made(x: torch.Tensor, w: torch.Tensor) -> None:

@@ -339,7 +339,7 @@ from polymp.backends.torch.autocast.regions import ALL, NONE, code_in_force, cod
 first = autocast("cpu", torch.bfloat16, policy=policy(5))
 with first:
     assert dtypes() == wanted(5)
-used = len(codes.policies) - 1
+used = len(codes.policies)
 assert used + sum(1 for _ in range(ALL - used - 2) if next(codes.free)) == ALL - 2
 
 outer, inner = (autocast("cpu", torch.bfloat16, policy=policy(n)) for n in (6, 9))

@@ -169,16 +169,16 @@ def _has(op: str) -> bool:
 
 _COLUMNS = (
     Column("op", about="its name in the vocabulary, or the framework's own"),
-    Column("times", True, "how often it ran; all counts are for all times together"),
+    Column("times", True, "how often it ran; all counts are for all times together", wide=True),
     Column("direction", on_page=True),
     Column("ran in", on_page=True),
     Column("source"),
     Column("rule", about="the rule, and the op, scope and source of its row"),
     Column("dtypes", about="inputs before casts -> outputs (in the dtype it ran in, if another)"),
     Column("casts", True, "arrays that were cast for it, there and back"),
-    Column("bytes", True, "read and written by these casts"),
+    Column("bytes", True, "read and written by these casts", wide=True),
     Column("saved", about="casts that were not made, and why", on_page=True),
-    Column("FLOPs", True, "of products, convolutions and attention"),
+    Column("FLOPs", True, "of products, convolutions and attention", wide=True),
     Column(
         "kept", True, "bytes of float32 kept for the backward pass, parameters aside", on_page=True
     ),

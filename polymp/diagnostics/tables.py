@@ -38,6 +38,7 @@ class Column(NamedTuple):
     numeric: bool = False  # its cells are numbers, which sort the largest first
     about: str = ""  # a sentence that explains it on a page
     on_page: bool = False  # on pages alone
+    wide: bool = False  # not in terminals narrower than `text_table.WIDTH`
 
 
 class Line(NamedTuple):
@@ -56,7 +57,9 @@ class Table(NamedTuple):
 
     def text(self) -> list[str]:
         """The lines of a printed table; sections and modules are lines in it."""
-        shown = [at for at, column in enumerate(self.columns) if not column.on_page]
+        narrow = text_table.terminal_width() < text_table.WIDTH
+        left_out = [column.on_page or (narrow and column.wide) for column in self.columns]
+        shown = [at for at, out in enumerate(left_out) if not out]
         rows, above = list[str | Sequence[str]](), ("", "")
         for line in self.lines:
             if line.section != above[0]:

@@ -6,9 +6,8 @@ tensors that it wrote get their old values back, so that training can go on.
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from itertools import compress
 from typing import Any
 
 import torch
@@ -131,9 +130,8 @@ class LocateValues(Values):
     def begin(self) -> None:
         hook = register_module_forward_pre_hook(self._meeting.module)
         self.stream.callback(hook.remove)
-        objects = gc.get_objects()  # hundreds of thousands, but of few classes
-        kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, _SCALERS)}
-        scalers = compress(objects, map(kinds.__contains__, map(type, objects)))
+        kinds = {kind for scaler in _SCALERS for kind in _derived(scaler)}
+        scalers = [it for it in gc.get_referrers(*kinds) if type(it) in kinds]  # refer to classes
         self._dicts = [(own, _copied(own)) for own in map(vars, scalers)]
 
     # What the step writes
@@ -207,6 +205,13 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 _SCALERS = (torch.amp.GradScaler, GradScaler, AsyncRead)
+
+
+def _derived(kind: type[Any]) -> Iterator[type[Any]]:
+    """Yield a class and those that are derived from it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _derived(each)
 
 
 def _copied(value: Any) -> Any:

@@ -77,6 +77,15 @@ def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(map(len, text.splitlines())) == width
 
 
+def test_a_narrow_terminal_leaves_room_for_ops_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else "scaled_dot_product_attention" is broken three times."""
+    for width, shown in ((80, False), (100, True)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        head = next(line for line in str(reports.in_torch()).splitlines() if line[:3] == "op ")
+        assert {"source", "rule", "dtypes"} <= {*head.split()}
+        assert {"times", "bytes", "FLOPs"}.isdisjoint(head.split()) is not shown
+
+
 @pytest.mark.parametrize("width", [80, 90, 100])
 def test_a_file_and_its_line_are_never_broken(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

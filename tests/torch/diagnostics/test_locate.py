@@ -352,3 +352,20 @@ def test_an_iterator_that_has_ended_is_told() -> None:
         r"locate\(step_fn, batch\)\.$",
     ):
         locate(step, model=net)
+
+
+def test_scalers_of_classes_that_are_derived_are_put_back() -> None:
+    class Derived(torch.amp.GradScaler):
+        pass
+
+    w, scaler = nn.Parameter(torch.ones(2)), Derived("cpu", 8.0, growth_interval=1)
+    optimizer = torch.optim.SGD([w], 0.1)
+
+    def step() -> None:
+        scaler.scale(w.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    assert locate(step) is None
+    assert scaler.get_scale() == 16.0

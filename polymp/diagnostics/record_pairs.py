@@ -44,6 +44,7 @@ _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
+_WEAK = 0.3  # of what rounding explains: a pair with a larger difference may be one by chance
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
@@ -163,7 +164,7 @@ def _size(a: RecordedArray) -> tuple[str, int]:
     return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
 
 
-_ADDS = frozenset("add sub rsub sum mean layer_norm rms_norm group_norm batch_norm".split())
+_ADDS = frozenset(("add", "sub", "rsub"))
 
 
 def _estimated(arrays: Sequence[RecordedArray]) -> Any:
@@ -174,8 +175,13 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
         size = a.values[RMS] or 1.0
         squares = a.own**2
         for source in a.reads:
-            share = arrays[source].values[RMS] / size if a.name in _ADDS else 1.0
-            squares += (relative[source] * max(share, 1.0)) ** 2
+            share = a.terms
+            if a.name in _ADDS:
+                share = arrays[source].values[RMS] / size
+                # What is mere rounding is as large as it is; else a slice of an array is read, or
+                # another result of a backward.
+                share = share if relative[source] > _NOISE else max(share, 1.0)
+            squares += (relative[source] * share) ** 2
         relative[i] = min(math.sqrt(squares), 1.0)
         spread[i] = relative[i] * size
     return spread
@@ -324,9 +330,12 @@ class Pairs:
         """All pairs in program order, and the first that rounding does not explain."""
         whole = self.shared if self.ported else set()
         left = self._left() if self.across else set()
-        healed = _healed(self.one, {*self.aligned, *left}, self._evidence(), whole) | left
+        weak = {i for i, j in self.twins.items() if self.excess(i, j) > _WEAK}
+        stays = {*self.aligned, *left}
+        healed = _healed(self.one, stays, self._evidence(), whole, weak) | left
         every = dict.fromkeys((j for j in self.met if self.other.tells(j)), -1)
-        healed_other = _healed(self.other, self.met | self.taken, every, whole) | self.met
+        stays, weak = self.met | self.taken, {self.twins[i] for i in weak}
+        healed_other = _healed(self.other, stays, every, whole, weak) | self.met
 
         def alone(j: int) -> Compared:
             array = self.other.arrays[j]
@@ -498,7 +507,9 @@ def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
     return made
 
 
-def _healed(side: Side, stays: set[int], met: Mapping[int, int], whole: set[str]) -> set[int]:
+def _healed(
+    side: Side, stays: set[int], met: Mapping[int, int], whole: set[str], weak: set[int]
+) -> set[int]:
     """The arrays that are passed over: what reads them has a counterpart with the same values.
 
     The counterpart is made of an input that the array is made of, too: the gradient of a loss reads
@@ -508,17 +519,20 @@ def _healed(side: Side, stays: set[int], met: Mapping[int, int], whole: set[str]
     on.
     One number, as a loss is, may be the same by chance, and an array of the backward pass that is
     made of a part of the inputs may not use the values that it reads. They do not count if another
-    call that reads the array has no counterpart, though all else that it reads has.
+    call that reads the array is not passed over. Nor does one of the `weak`, whose values just pass
+    for the same, if a call that reads it is not.
     """
     good = dict(met)
     lone = {i for i in met if side.arrays[i].size == 1}  # and those that these alone tell of
-    sound = {*met}  # and what the backward pass makes of these alone
-    for i, a in enumerate(side.arrays):
-        if a.direction == BACKWARD and a.reads and sound.issuperset(a.reads):
-            sound.add(i)
     known = functools.reduce(operator.or_, met.values(), 0)
     made = _made_of(side, {i: known & bit for i, bit in side.bits.items()})
+    chance: set[int] = set()
+    parts = [_size(a)[0] for a in side.arrays]
     for i in range(len(side.arrays) - 1, -1, -1):
+        if i in weak and side.arrays[i].direction != BACKWARD:
+            lost = (r for r in side.readers[i] if r not in good and r not in stays)
+            if any(parts[r] == parts[i] for r in lost):
+                chance.add(i)
         if i in stays or i in good:
             continue
         readers = side.readers[i]
@@ -526,15 +540,14 @@ def _healed(side: Side, stays: set[int], met: Mapping[int, int], whole: set[str]
             good[i] = made[i]
         if made[i]:
             readers = [r for r in readers if r not in good or good[r] & made[i]]
-        near = [r for r in readers if _size(side.arrays[r])[0] == _size(side.arrays[i])[0]]
+        near = [r for r in readers if parts[r] == parts[i]]
         handed = side.modules[i] in whole and side.arrays[i].direction != BACKWARD
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
-        told = [r for r in near or readers if r in good]
+        told = [r for r in near or readers if r in good and r not in chance]
         partly = set() if near else {r for r in told if made[i] & ~good[r]}
         if told and (lone | partly).issuperset(told):
-            others = (r for r in side.readers[i] if r not in good and r not in stays)
-            if any(sound.issuperset({*side.arrays[r].reads} - {i}) for r in others):
+            if any(r not in good and r not in stays for r in side.readers[i]):
                 continue
             lone.add(i)
         if told:

@@ -74,6 +74,8 @@ class RecordedArray(NamedTuple):
     reads: tuple[int, ...]  # places of the recorded arrays that the call reads
     values: tuple[float, ...]  # VALUES numbers
     spread: tuple[float, ...] = ()  # the same; () without probes
+    # Without probes, of a sum: the size of its terms, which may cancel, relative to `RMS`, or 1.
+    terms: float = 1.0
 
     @property
     def size(self) -> int:
@@ -110,23 +112,17 @@ class RunRecord(NamedTuple):
 
 @cache
 def signs(blocks: int) -> tuple[Any, Any]:
-    """The signs of projections: int8 [blocks, 8] and int8 [BLOCK, 8], each 1 or -1.
+    """Ones, for a sum, and the signs of projections: [9, blocks] and [9, BLOCK], each 1 or -1.
 
     Element i of an array has, in projection k, the sign of its block times that of its place in it:
-    `one[i // BLOCK, k] * other[i % BLOCK, k]`.
+    `one[k, i // BLOCK] * other[k, i % BLOCK]`.
     """
     count = PROJECTIONS.stop - PROJECTIONS.start
     x = np.arange(blocks * count + BLOCK * count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # splitmix64
-    bits = ((x >> np.uint64(63)).astype(np.int8) * 2 - 1).reshape(-1, count)
-    return bits[BLOCK:], bits[:BLOCK]
-
-
-@cache
-def signs_and_ones(blocks: int) -> tuple[Any, Any]:
-    """`signs` in float64, a row for each projection, below a row of ones, for a sum."""
-    outer, inner = (np.insert(each.astype(np.float64).T, 0, 1, 0) for each in signs(blocks))
+    bits = ((x >> np.uint64(63)).astype(np.float64) * 2 - 1).reshape(-1, count)
+    outer, inner = (np.insert(each.T, 0, 1, 0) for each in (bits[BLOCK:], bits[:BLOCK]))
     return outer, inner
 
 
@@ -233,7 +229,7 @@ class _Rows:
             sums[:, 1] = _squares(wide)
         np.abs(wide, out=sizes)
         sums[:, 0], sums[:, -3] = sizes.max(1), sizes.sum(1)
-        sums[:, 2:-3] = wide @ signs_and_ones(1)[1].T[: self.width]
+        sums[:, 2:-3] = wide @ signs(1)[1].T[: self.width]
         if not sizes.min(1).all():
             sums[:, -2] = np.count_nonzero(sizes == 0, axis=1)
         self._sums.append(sums)
@@ -244,7 +240,7 @@ class _Rows:
         if self._count:
             self._sum_up()
         of, sums = np.array(self._of, int), np.concatenate(self._sums)
-        outer = signs_and_ones(1 << int(of[:, 1].max()).bit_length())[0].T[of[:, 1]]
+        outer = signs(1 << int(of[:, 1].max()).bit_length())[0].T[of[:, 1]]
         sums[:, 2:-3] *= outer
         return of[:, 0], sums
 
@@ -252,6 +248,80 @@ class _Rows:
 def _squares(rows: Any) -> Any:
     """The sum of the squares of each row, in the order of BLAS."""
     return (rows[:, None] @ rows[:, :, None])[:, 0, 0]
+
+
+# The same with the functions of a framework, `xp`: of an array on a device, and how far that is
+# moved. All is relative to the largest magnitude, so that no square leaves the range of its dtype.
+
+
+class Looks(NamedTuple):
+    """The signs that rows of one length are multiplied by, and places of elements, as arrays."""
+
+    outer: Any  # [9, blocks or more]: `signs`
+    inner: Any  # [9, BLOCK]
+    places: Any  # [8]
+
+
+def looks_of(count: int) -> Looks:
+    """`Looks` of rows of so many numbers, in numpy."""
+    return Looks(*signs(1 << (count // BLOCK).bit_length()), places(count))
+
+
+def _projected(x: Any, looks: Looks) -> Any:
+    """The sum of each row, and its projections, not divided yet: [..., 9]."""
+    count, whole = x.shape[-1], x.shape[-1] // BLOCK
+    outer, inner = looks.outer.T, looks.inner.T
+    end = x[..., whole * BLOCK :]
+    found = (end @ inner[: count - whole * BLOCK]) * outer[whole]
+    if whole:
+        blocks = x[..., : whole * BLOCK].reshape(*x.shape[:-1], whole, BLOCK)
+        found = found + ((blocks @ inner) * outer[:whole]).sum(-2)
+    return found
+
+
+def values_of(x: Any, looks: Looks, xp: Any) -> Any:
+    """The values of a row of finite numbers: [VALUES]."""
+    count = x.shape[-1]
+    top = xp.amax(xp.abs(x))
+    scale = xp.where(top > 0, top, 1)
+    one = x / scale
+    total = _projected(one, looks)
+    ends = [top / scale, xp.sqrt(xp.mean(one * one)), total[0] / count, xp.mean(xp.abs(one))]
+    numbers = xp.concatenate([xp.stack(ends), total[1:] / math.sqrt(count)]) * scale
+    return xp.concatenate([numbers, x[looks.places]])
+
+
+def changes(x: Any, moved: Any, looks: Looks, xp: Any) -> Any:
+    """How far other rows are from a row, relative to its largest magnitude: [rows, VALUES].
+
+    Differences of the numbers themselves are summed up: differences of sums lose digits. A number
+    that is not finite is not moved.
+    """
+    count = x.shape[-1]
+    finite = xp.isfinite(x)
+    x = xp.where(finite, x, 0)
+    moved = xp.where(finite & xp.isfinite(moved), moved, x)
+    top = xp.amax(xp.abs(x))
+    scale = xp.where(top > 0, top, 1)
+    one, by = x / scale, (moved - x) / scale
+    rms = xp.sqrt(xp.mean(one * one))
+    longer = xp.mean(by * by, -1) + (by @ one) * (2 / count)
+    sizes = rms + xp.sqrt(xp.clip(rms * rms + longer, 0, None))
+    total = _projected(by, looks)
+    ends = [
+        (xp.amax(xp.abs(moved), -1) - top) / scale,
+        longer / xp.where(sizes > 0, sizes, 1),
+        total[..., 0] / count,
+        (by @ xp.sign(one)) / count,
+    ]
+    rest = total[..., 1:] / math.sqrt(count), by[..., looks.places]
+    return xp.concatenate([xp.stack(ends, -1), *rest], -1)
+
+
+def spread(changed: Any, values: Sequence[float]) -> tuple[float, ...]:
+    """The root mean square over rows of `changes`, of an array with these values."""
+    squares = np.square(changed, dtype=np.float64).mean(0)
+    return tuple((np.sqrt(squares) * (values[AMAX] or 1.0)).tolist())
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -383,7 +453,7 @@ def _line(step: RecordedStep) -> str:
         "left out": step.left_out,
         "texts": list(texts),
         "values": _packed(np.array([a.values for a in arrays], "<f8").reshape(-1)),
-        "own": _packed(np.array([a.own for a in arrays], "<f4")),
+        "own": _packed(np.array([(a.own, a.terms) for a in arrays], "<f4").reshape(-1)),
         "spread": _packed(np.array(spread, "<f4").reshape(-1)),
     }
     line = json.dumps(data, separators=(",", ":"), allow_nan=True)
@@ -458,7 +528,7 @@ def _step(line: str) -> RecordedStep:
         raise TypeError("a name is no text")
     values = _unpacked(data["values"], "<f8", len(rows) * VALUES).reshape(-1, VALUES)
     spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES).reshape(-1, VALUES)
-    own = _unpacked(data["own"], "<f4", len(rows))
+    own = _unpacked(data["own"], "<f4", 2 * len(rows)).reshape(-1, 2).tolist()
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):
         counts = (zeros, bad, *shape, *reads, *named)
@@ -469,7 +539,7 @@ def _step(line: str) -> RecordedStep:
         *call, run, dtype = [texts[i] for i in named]
         inputs, numbers = tuple(texts[i] for i in dtypes), tuple(values[at].tolist())
         moved = () if math.isnan(spread[at][0]) else tuple(spread[at].tolist())
-        rest = tuple(shape), zeros, bad, float(own[at]), tuple(reads), numbers, moved
+        rest = tuple(shape), zeros, bad, own[at][0], tuple(reads), numbers, moved, own[at][1]
         arrays.append(RecordedArray(*call, inputs, run, dtype, *rest))  # type: ignore[call-arg]
     number, settings, left_out = data["step"], data["settings"], data["left out"]
     tables = (settings, left_out, *settings.values())

@@ -7,9 +7,8 @@
 No framework is imported before it is needed.
 """
 
-from polymp.testing.close import assert_close
 from polymp.testing.fits import assert_fits
-from polymp.testing.parity import Parity, ParityError, assert_parity
+from polymp.testing.parity import Parity, ParityError, assert_close, assert_parity
 
 __all__ = ["Parity", "ParityError", "assert_close", "assert_fits", "assert_parity"]
 

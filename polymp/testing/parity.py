@@ -1,4 +1,4 @@
-"""`assert_parity`: a torch function and a JAX function compared at the same inputs.
+"""`assert_parity`, `assert_close`: two functions compared at the same inputs.
 
     in float32, then in the low dtype:
         run both -> structure -> dtypes, call by call -> probes -> values and gradients
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from polymp import backends, text_table
+from polymp._api import framework_in, framework_of
 from polymp.diagnostics import rounding
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import FORWARD, Call, ruled
@@ -31,7 +32,7 @@ _NAMES = ("torch", "jax")
 
 
 class Parity(NamedTuple):
-    """The result of `assert_parity`: errors and tolerances of all arrays, which are within.
+    """The result of an assertion: errors and tolerances of all arrays, which are within.
 
     Attributes:
         gaps: each result and gradient: error and tolerance.
@@ -93,7 +94,7 @@ def assert_parity(
     Args:
         torch_fn: takes and returns tensors, in any nesting of tuples, lists and dicts.
         jax_fn: the same, of JAX arrays.
-        inputs: the positional arguments: a list or tuple of numpy arrays, numbers, and nestings of
+        inputs: the positional arguments: a list or tuple of arrays, numbers, and nestings of
             them; or a dict of keyword arguments. Arrays may be float64, which becomes float32,
             float32, float16, bfloat16, integers and bool. Numbers, strings and None are passed on
             as they are.
@@ -113,13 +114,19 @@ def assert_parity(
 
     Raises:
         ParityError: they differ; its text has the first op that differs, and in which dtype.
-        TypeError: `inputs` are no sequence or dict, or hold something else; a result is no array;
-            `dtype` is neither a string nor a dtype.
+        TypeError: `torch_fn` is of JAX, or `jax_fn` of torch; `inputs` are no sequence or dict, or
+            hold something else; a result is no array; `dtype` is neither a string nor a dtype.
         ValueError: `dtype` is another dtype, an integer is too large for JAX, an input is empty or
             not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """
     low = checked("assert_parity", dtype, probes, torch_fn=torch_fn, jax_fn=jax_fn)
+    for name, fn in zip(_NAMES, (torch_fn, jax_fn), strict=True):
+        if (other := framework_in(fn)) not in (None, name):
+            raise TypeError(
+                f"assert_parity: {name}_fn is of {other}: {brief(fn)}. Write "
+                "assert_parity(torch_fn, jax_fn, inputs)."
+            )
     given = arguments(inputs)
     for name in _NAMES:
         backends.get(name)
@@ -142,7 +149,78 @@ def assert_parity(
     return found._replace(float32=first)
 
 
-# The results of `assert_parity`: the arrays that were compared, and the error if they differ.
+def assert_close(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: object,
+    dtype: object = None,
+    policy: Source | None = None,
+    grads: bool = True,
+    probes: int = 16,
+    framework: str | None = None,
+) -> Parity:
+    """Assert that two functions of one framework compute the same, up to rounding.
+
+        assert_close(fused_softmax, torch.softmax, x, -1)
+        assert_close(mlp, mlp, params, x, dtype="bfloat16")
+
+    `fn` runs in a region of the dtype, `reference` in float32 and outside of any; both get the same
+    inputs. Values and gradients are compared as by `assert_parity`, dtypes are not.
+
+    Both functions have to be deterministic; torch's random numbers begin alike in every run, so
+    that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers.
+
+    Args:
+        fn: takes and returns arrays, in any nesting of tuples, lists and dicts.
+        reference: the same.
+        args: the positional arguments of both: torch tensors, JAX arrays, numpy arrays, numbers,
+            and nestings of them. float64 becomes float32; `reference` gets low arrays in float32.
+        dtype: the low dtype of the region that `fn` runs in, bfloat16 or float16, by name, alias
+            or as a dtype object; None or float32 for no region.
+        policy: of that region; None for that of a region without one: torch's own table for the
+            device, and "amp" in JAX.
+        grads: False to compare no gradients.
+        probes: runs of each function that measure the tolerance; 2 or more.
+        framework: "torch" or "jax"; None to find it from the functions and the arguments.
+
+    Returns:
+        The arrays that were compared, with errors and tolerances.
+
+    Warns:
+        UserWarning: there are no gradients to compare, because no input has floats.
+
+    Raises:
+        ParityError: they differ; its text has the first op that differs, if one can be named.
+        TypeError: `fn` or `reference` is not callable, an argument or a result is something else,
+            or nothing says which framework this is for.
+        ValueError: `dtype` is another dtype, an input is empty or not finite, `probes` is too
+            small, or there is no such framework.
+        BackendMissingError: the framework is not installed.
+    """
+    low = checked("assert_close", dtype, probes, fn=fn, reference=reference)
+    backend = framework_of((fn, reference, args), framework, "assert_close()")
+    if (other := framework_in((reference, fn))) not in (None, backend):
+        raise TypeError(
+            f"assert_close compares two functions of one framework, got one of {backend} and one "
+            f"of {other}. assert_parity compares torch and JAX."
+        )
+    if policy is not None:
+        load(policy)  # one that cannot be read fails before anything runs
+    elif backend == "jax":
+        policy = "amp"
+    given, seeds = arguments(args), cotangent if grads else None
+    programs = (
+        program(backend, fn, *given, low, policy, seeds),
+        program(backend, reference, *widened(given), None, policy, seeds),
+    )
+    with found_in(low or "float32", f"in {low}: " if low else ""):
+        found = compare_programs(programs, ("fn", "reference"), probes, same_dtypes=False)
+    if grads:
+        warn_without_floats(given, "assert_close")
+    return found
+
+
+# The results: the arrays that were compared, and the error if they differ.
 
 
 class ParityError(AssertionError):
@@ -269,7 +347,7 @@ def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
         run.dtypes.update({p: "int" for p, f in run.dtypes.items() if "int" in f})
 
 
-# The inputs of `assert_parity`: numbers that both frameworks can be given, checked.
+# The inputs: numbers that both frameworks can be given, checked.
 
 
 def checked(of: str, dtype: object, probes: int, **functions: object) -> str | None:
@@ -315,17 +393,23 @@ def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return prepared
 
 
-def _prepared(x: object, path: str) -> Any:
+def _prepared(x: Any, path: str) -> Any:
     """A leaf of the inputs, an array in a dtype that both frameworks have; errors as above."""
     import numpy as np
 
-    if not isinstance(x, (np.ndarray, np.generic)):
+    if not rounding.is_array(x):
         if isinstance(x, (bool, int, float, str)):
             return x
         raise TypeError(
-            f"input {path} is {type(x).__module__}.{type(x).__name__}. Give numpy arrays, numbers, "
-            "and lists, tuples and dicts of them."
+            f"input {path} is {type(x).__module__}.{type(x).__name__}. Give arrays, numbers, and "
+            "lists, tuples and dicts of them."
         )
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+    if str(x.dtype) == "torch.bfloat16":  # numpy has none of its own
+        import ml_dtypes
+
+        x = x.float().numpy().astype(ml_dtypes.bfloat16)
     array = np.asarray(x)
     if array.size == 0:
         raise ValueError(f"input {path} has shape {array.shape}: there is nothing to compare.")

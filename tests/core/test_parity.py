@@ -121,8 +121,12 @@ def test_the_error_says_in_which_dtype() -> None:
 
 @pytest.mark.usefixtures("both")
 def test_the_same_call_has_the_same_tolerance() -> None:
+    import jax.numpy as jnp
+    import torch
+
     one, other = (assert_parity(in_torch, in_jax, [X, W], probes=2) for _ in range(2))
     assert one == other
+    assert one == assert_parity(in_torch, in_jax, [torch.tensor(X), jnp.asarray(W)], probes=2)
 
 
 @pytest.mark.usefixtures("both")
@@ -294,6 +298,8 @@ def test_bad_inputs(inputs: Any, error: type[Exception], said: str) -> None:
 
 @pytest.mark.usefixtures("both")
 def test_bad_arguments() -> None:
+    import jax
+
     said = r"assert_parity\(\): dtype 'float8' is not a float dtype that polymp knows"
     with pytest.raises(ValueError, match=said):
         assert_parity(in_torch, in_jax, [X, W], dtype="float8")
@@ -301,6 +307,8 @@ def test_bad_arguments() -> None:
         assert_parity(in_torch, in_jax, [X, W], probes=1)
     with pytest.raises(TypeError, match="assert_parity: jax_fn is no function: 3"):
         assert_parity(in_torch, 3, [X, W])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"torch_fn is of jax: .* Write assert_parity\(torch_fn, "):
+        assert_parity(jax.jit(in_jax), in_torch, [X, W])
     with pytest.raises(polymp.PolicyError, match="nonsense"):
         assert_parity(in_torch, in_jax, [X, W], policy="nonsense")
     with pytest.raises(TypeError, match="the torch function returns object as result"):

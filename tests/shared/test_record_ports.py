@@ -170,3 +170,48 @@ def test_a_fault_is_named_though_the_loss_or_its_gradient_agree(shifted: bool) -
     for found in both_ways(recorder.record, port.record):
         assert found.first is not None
         assert (found.first.array.name, found.first.array.direction) == ("div", FORWARD)
+
+
+@pytest.mark.parametrize("last", ["Identity", pytest.param("LayerNorm", marks=pytest.mark.long)])
+def test_a_gelu_by_tanh_is_named_though_the_loss_or_a_norm_hardly_differs(last: str) -> None:
+    """Of one block of 16 numbers: what comes after it may pass for the same."""
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    import torch
+    from torch import nn
+
+    import polymp.jax
+    import polymp.torch
+
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), getattr(nn, last)(16)
+    )
+    net.append(nn.Linear(16, 16))
+    given = torch.randn(16, 16)
+    recorder = polymp.torch.record(None, net)
+    with recorder:
+        net[5](net[4](given + net[:4](given))).square().mean().backward()
+
+    def loss(p: Any, given: Any) -> Any:
+        def linear(at: int, x: Any) -> Any:
+            return x @ p[f"{at}.weight"].T + p[f"{at}.bias"]
+
+        def norm(at: int, x: Any) -> Any:
+            x = x - x.mean(-1, keepdims=True)
+            x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+            return x * p[f"{at}.weight"] + p[f"{at}.bias"]
+
+        x = given + linear(3, jax.nn.gelu(linear(1, norm(0, given))))
+        return (linear(5, norm(4, x) if last == "LayerNorm" else x) ** 2).mean()
+
+    params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
+    port = polymp.jax.record(None, jax.value_and_grad(loss))
+    port(params, jnp.asarray(given.numpy()))
+    here, there = both_ways(recorder.record, port.record)
+    assert here.first is not None
+    assert there.first is not None
+    assert here.first.array.name == "gelu", str(here)
+    assert there.first.other is not None
+    assert there.first.other.name == "gelu", str(there)

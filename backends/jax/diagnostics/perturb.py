@@ -433,15 +433,16 @@ def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Arra
     return by
 
 
-def shares(eqn: Equation, out: Any, narrow: str) -> tuple[float, float]:
+def shares(eqn: Equation, out: Any, narrow: str) -> tuple[float, float, float]:
     """About how far the rounding of an equation moves a result, as a share of its size.
 
     What becomes of operands that are rounded to the format `narrow` is in it. And how far it moves
-    a sum beside that, as a share of the size of its terms, which may cancel: see `of_terms`.
+    a sum beside that, as a share of the size of its terms, which may cancel, and that as a share of
+    the size of one: see `of_terms`.
     """
     own, summed, terms = _parts(eqn, out)
     is_sum = _primitive(eqn) in _SUMS and eqn.params.get("how") is None  # in 8 bits, it has scales
-    return own + summed + rounding.of_operands(narrow), summed * terms**0.5 * is_sum
+    return own + summed + rounding.of_operands(narrow), summed * is_sum, terms**0.5 * is_sum
 
 
 def of_terms(values: Sequence[jax.Array], by: float) -> jax.Array:

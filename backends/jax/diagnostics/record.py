@@ -43,7 +43,6 @@ from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.run_record import (
-    BLOCK,
     GRADIENT,
     INPUT,
     RESULT,
@@ -194,8 +193,8 @@ class _Summary(NamedTuple):
     row: RecordedArray  # without them
     # float64 [VALUES + 2]: values, zeros, bad; of one that numpy sums up, its place.
     numbers: Any
-    changes: Any  # of these values, float32 [probes, VALUES]; None if all runs are alike
-    own: tuple[float, Any]  # without probes, how far the call moves it: a share, and as a number
+    changes: Any  # `run_record.changes`, float32; None if all runs are alike
+    own: tuple[float, float, Any]  # without probes: see `shares`, the last as a number
 
 
 class _Program(MeasuredCall):
@@ -210,6 +209,8 @@ class _Program(MeasuredCall):
         self.names = [*self.traced.names, *(f"constant {n + 1}" for n in constants)]
         self.kernels = Kernels([*self.traced.arrays, *compat.opened(self.closed)[1]])
 
+
+_EXACT = 0.0, 0.0, 0.0  # of what is moved by no rounding
 
 # Numbers of an array in all runs, up to which a CPU sums it up in numpy, where nothing is compiled.
 _IN_NUMPY = 2**18
@@ -260,22 +261,29 @@ class _Walk(Evaluation):
         """The step of the run. Waits for the device."""
         in_numpy, arrays = self.in_numpy.read(), []
         found = jax.device_get([tuple(s[1:]) for s in self.summaries])
-        for (row, *_), (numbers, changes, (own, far)) in zip(self.summaries, found, strict=True):
+        for (row, *_), (numbers, changes, (own, off, terms)) in zip(
+            self.summaries, found, strict=True
+        ):
             if isinstance(numbers, int):
                 values, zeros, bad = in_numpy[numbers]
             else:
                 *values, zeros, bad = numbers.tolist()
-            own = own if values[RMS] else 0.0
-            if own and far < math.inf:
-                own = math.hypot(own, far / values[RMS])
+            size, times = values[RMS], 1.0
+            if size and terms < math.inf:
+                times = max(float(terms) / size, 1.0)
+            own = max(own, off * times) if size else 0.0
             spread: tuple[float, ...] = ()
             if self.seeds is not None:
                 changes = np.zeros((1, VALUES)) if changes is None else changes
-                squares = np.mean(np.square(changes, dtype=np.float64), 0)
-                spread = tuple(np.sqrt(squares).tolist())
+                spread = run_record.spread(changes, values)
             arrays.append(
                 row._replace(
-                    zeros=int(zeros), bad=int(bad), own=own, values=tuple(values), spread=spread
+                    zeros=int(zeros),
+                    bad=int(bad),
+                    own=own,
+                    values=tuple(values),
+                    spread=spread,
+                    terms=times,
                 )
             )
         return RecordedStep(number, _read(arrays, self.ends), {}, dict(self.left_out))
@@ -312,9 +320,9 @@ class _Walk(Evaluation):
         if call is not None:
             for n in rows:
                 alone = self.seeds is None and name != "while"
-                own, by = shares(eqn, eqn.outvars[n].aval, narrow) if alone else (0.0, 0.0)
-                far = self.kernels.jitted(of_terms)([v.x for v in values], by) if by else 0.0
-                sources[n] = self._add(RESULT, call.op, made[n], reads, call, (own, far))
+                own, off, by = shares(eqn, eqn.outvars[n].aval, narrow) if alone else _EXACT
+                terms = self.kernels.jitted(of_terms)([v.x for v in values], by) if by else 0.0
+                sources[n] = self._add(RESULT, call.op, made[n], reads, call, (own, off, terms))
             if len(rows) == 1:
                 sources = [sources[rows[0]]] * len(made)
         return [v._replace(sources=came) for v, came in zip(made, sources, strict=True)]
@@ -347,7 +355,7 @@ class _Walk(Evaluation):
         value: Value,
         reads: frozenset[int] = NOWHERE,
         call: Call | None = None,
-        own: tuple[float, Any] = (0.0, 0.0),
+        own: tuple[float, float, Any] = _EXACT,
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
         paths = [] if call is None else [call.module]
@@ -408,7 +416,7 @@ def _difference(x: Any, old: Any) -> Any:
     return wide(x) - wide(old)
 
 
-# The numbers of an array; those of `polymp.diagnostics.run_record.summary`, on any device.
+# The numbers of an array, as `run_record.Summaries` has them, on any device.
 
 
 def _is_counted(x: Any) -> bool:
@@ -433,14 +441,9 @@ def _summed(x: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array 
 def _of_row(x: jax.Array) -> jax.Array:
     wide = x.astype(np.float64)
     finite = jnp.isfinite(wide)
-    wide = jnp.where(finite, wide, 0.0)
-    sizes = jnp.abs(wide)
-    top = jnp.max(sizes)
-    scale = jnp.where(top > 0, top, 1.0) if x.dtype == np.float64 else 1.0
-    wide = wide / scale  # squares of numbers in other dtypes are in its range
-    rms = jnp.sqrt(jnp.mean(wide * wide))
-    ends = jnp.stack([top / scale, rms, jnp.mean(wide), jnp.mean(sizes) / scale])
-    values = jnp.concatenate([ends, _projected(wide, jnp), _few(wide)]) * scale
+    with jax.default_matmul_precision("highest"):
+        looks = run_record.looks_of(x.size)
+        values = run_record.values_of(jnp.where(finite, wide, 0.0), looks, jnp)
     counts = jnp.stack([jnp.sum(_is_zero(x)), jnp.sum(~finite)])
     return jnp.concatenate([values, counts.astype(np.float64)])
 
@@ -454,58 +457,22 @@ def _is_zero(x: jax.Array) -> jax.Array:
 
 
 def _changes(rows: Any, xp: Any) -> Any:
-    """How far the values of rows are from those of the first; None for one row.
-
-    Differences of the numbers themselves are summed up: differences of sums lose digits, all of
-    them where a mask is the smallest float32.
-    """
+    """How far the values of rows are from those of the first; None for one row."""
     if len(rows) == 1 or not rows.size:
         return None
-    kept = xp.all(xp.isfinite(rows), 0)
-    x = xp.where(kept, rows[0].astype(np.float64), 0)
-    size = xp.abs(x)
-    top = xp.max(size)
-    by = 1 / xp.where(top < np.finfo(x.dtype).tiny, 1, top)  # squares may be beyond the range
-    one = x * by
-    square = xp.mean(one * one)
+    looks = run_record.looks_of(rows.shape[-1])
 
     def change(rows: Any) -> Any:
-        other = xp.where(kept, rows.astype(np.float64), 0)
-        off = (other - x) * by
-        more = xp.mean(off * (one + other * by), -1)
-        rms = xp.sqrt(square) + xp.sqrt(xp.maximum(square + more, 0))
-        sizes = xp.abs(other)
-        ends = [
-            (xp.max(sizes, -1) - top) * by,
-            more / xp.where(rms > 0, rms, 1),
-            xp.mean(off, -1),
-            xp.mean((sizes - size) * by, -1),
-        ]
-        numbers = xp.concatenate([xp.stack(ends, -1), _projected(off, xp), _few(off)], -1)
-        return (numbers / by).astype(np.float32)
+        wide = rows.astype(np.float64)
+        return run_record.changes(wide[0], wide[1:], looks, xp).astype(np.float32)
 
     if xp is np:
-        return change(rows[1:])
+        return change(rows)
     # One after the other: less memory is touched.
-    return lax.map(lambda at: change(rows[at]), jnp.arange(1, len(rows)))
-
-
-def _projected(x: Any, xp: Any) -> Any:
-    """The projections of rows of numbers."""
-    size = x.shape[-1]
-    blocks = -(-size // BLOCK)
-    outer, inner = (signs.astype(x.dtype) for signs in run_record.signs(blocks))
-    if blocks > 1:
-        x = xp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, blocks * BLOCK - size)])
-    rows = x.reshape(*x.shape[:-1], blocks, -1)
-    how = {} if xp is np else {"precision": "highest"}
-    sums = xp.matmul(rows, inner[: rows.shape[-1]], **how)
-    return xp.sum(sums * outer, -2) / math.sqrt(size)
-
-
-def _few(x: Any) -> Any:
-    """The elements of rows of numbers that are kept."""
-    return x[..., np.array(run_record.places(x.shape[-1]))]
+    with jax.default_matmul_precision("highest"):
+        return lax.map(
+            lambda at: change(jnp.stack([rows[0], rows[at]]))[0], jnp.arange(1, len(rows))
+        )
 
 
 # Which results are arguments, changed, or gradients of them.

@@ -15,7 +15,7 @@ autograd, so that the backward pass is that of the moved run, and is moved itsel
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -558,8 +558,7 @@ def _cancelled(name: str, args: Sequence[Any], result: tuple[Any, ...], like: to
     """Return how far numbers of a norm are off because the mean that they subtract is rounded."""
     mean, deviation, weight = result[1], result[2], args[_WEIGHTS[name]]
     lost = _magnitude(mean, like.dtype) * _magnitude(deviation, like.dtype)
-    inside = "float64" if mean.dtype is torch.float64 else "float32"  # they may be stored low
-    lost *= rounding.FUNCTION * rounding.unit_roundoff(inside)
+    lost *= rounding.FUNCTION * _inside(mean)  # they may be stored low
     if weight is not None:
         lost *= weight.abs().max()
     if name == "native_layer_norm" or not mean.numel():  # of a batch in evaluation it has none
@@ -575,16 +574,56 @@ def stored_movement(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
 
 
 def movement_shares(ran: Ran, result: object, t: torch.Tensor) -> tuple[float, float]:
-    """Return about the norm of `result_movement`, for terms of a sum that are as they happen.
+    """Return about the norm of `result_movement`, but for the terms of a sum: see `terms_of`.
 
     It is a share of the result's norm, and one of what that were if all were its largest magnitude.
     What becomes of operands that are rounded is in it.
     """
     parts = _parts(ran, result, t)
-    operands = rounding.of_operands(rounds_operands(ran, result))
-    # The square of a sum of independent terms is, in the mean, the sum of their squares.
-    own = parts.own + parts.summed * (2**0.5 if parts.adds else 1)
-    return (operands, own) if parts.mixes and parts.terms > 1 else (operands + own, 0.0)
+    operands, own = rounding.of_operands(rounds_operands(ran, result)), parts.own + parts.summed
+    mixes = parts.mixes and parts.terms > 1 and not parts.adds
+    return (operands, own) if mixes else (operands + own, 0.0)
+
+
+def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    """Yield each result of an op that is a sum, the norm of its terms, and how far a sum is off.
+
+    That is a share of the norm, which is larger than the result's where the terms cancel. The
+    square of a sum of independent terms is, in the mean, the sum of their squares.
+    """
+    name, given = ran.func.overloadpacket.__name__, numbers_in(ran.args)
+    sums: list[tuple[Any, list[torch.Tensor]]] = []
+    if name in _WEIGHTS and result[1].numel():  # it subtracts means
+        t, lost = result[0], result[1] * result[2]
+        means = torch.linalg.vector_norm(lost, dtype=wide(t)) / lost.numel() ** 0.5
+        norm = torch.linalg.vector_norm(t, dtype=wide(t)) * (1 + means**2).sqrt()
+        yield t, norm, rounding.FUNCTION * _inside(t)
+    elif name in op_facts.SUMS and not dispatcher.writes(ran.func):
+        first = name in ("addmm", "addmv", "baddbmm")  # of three, to which a product is added
+        sums = [(result, given[first : first + 2])]
+    elif name == "convolution_backward":
+        grad, x, weight = given
+        sums = [*zip(result, ([grad, weight], [grad, x], [grad]), strict=True)]
+    elif name.startswith("native_") and name.endswith("_norm_backward"):
+        sums = [(t, given[:1]) for t in result[1:3]]
+    for t, operands in sums:
+        if t is None or not all(has_values(x) and x.numel() for x in (t, *operands)):
+            continue
+        if len(operands) == 1 and name != "cumsum":
+            count = operands[0].numel() / t.numel()
+        else:
+            count = _parts(ran, result, t).terms
+        norm = abs(ran.kwargs.get("alpha", 1))
+        for x in operands:
+            norm = norm * torch.linalg.vector_norm(x, dtype=wide(x)) / x.numel() ** 0.5
+        size = (t.numel() / count if name == "mean" else t.numel() * count) ** 0.5
+        # Of a low result the operands are rounded, too, most often by a cast.
+        yield t, norm * size, max((count / 3) ** 0.5 * _inside(t), torch.finfo(t.dtype).eps / 2)
+
+
+def _inside(t: torch.Tensor) -> float:
+    """Return the unit roundoff of what an op computes in."""
+    return rounding.unit_roundoff("float64" if t.dtype is torch.float64 else "float32")
 
 
 def _magnitude(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:

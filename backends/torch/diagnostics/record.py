@@ -18,7 +18,6 @@ from itertools import chain
 from os import PathLike
 from typing import Any, NoReturn, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -40,8 +39,10 @@ from polymp.backends.torch.diagnostics.perturb import (
     has_values,
     movement_shares,
     rounds_operands,
+    terms_of,
     wide,
 )
+from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
     AMAX,
@@ -50,11 +51,11 @@ from polymp.diagnostics.run_record import (
     ELEMENTS,
     GRADIENT,
     INPUT,
-    PROJECTIONS,
     RESULT,
     RMS,
     UPDATE,
     VALUES,
+    Looks,
     Options,
     RecordedArray,
     RecordedStep,
@@ -64,7 +65,7 @@ from polymp.diagnostics.run_record import (
     check_matched,
     checked,
     selected,
-    signs_and_ones,
+    signs,
 )
 from polymp.errors import brief
 
@@ -202,8 +203,12 @@ class _Array:
     changes: torch.Tensor | None = None
     own: torch.Tensor | None = None  # norm of its rounding
     shares: tuple[float, float] = (0.0, 0.0)  # see `movement_shares`
+    terms: "_Terms | None" = None
     narrow: str = ""  # the format to which it rounded its operands
 
+
+# Of a sum: the norm of its terms, relative to its own, and how far it is off, as a share of that.
+_Terms = tuple[torch.Tensor, float]
 
 # By memory, the arrays that are in it, or that it was made of.
 _Makers = tuple[_Array, ...]
@@ -230,6 +235,7 @@ class _Step(Subscriber):
         self._arrays: dict[object, _Array] = {}  # by op call, in the order of the record
         self._ends: dict[tuple[str, str], _Array] = {}  # gradients and updates
         self._makers: dict[int, _Makers] = {}
+        self._terms: dict[int, _Terms] = {}  # by memory
         self._keys = modes.KeptKeys()
         self._reads: dict[_Array, None] = {}  # what the op that runs reads
         # The last array, whose numbers are not summed up yet, for its call may compute more.
@@ -312,6 +318,7 @@ class _Step(Subscriber):
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         if ran.casts:
             self._made(made[0], self._made_of(ran.reads[0], ran.op_call, 0))
+            self._copied(ran.reads[0], made[0])
             self._probes.cast(ran.reads[0], made[0])
             return
         op_call, into = ran.op_call, ran.into
@@ -325,9 +332,15 @@ class _Step(Subscriber):
         computes = op_call.direction != BACKWARD or ran.gradient
         computes = computes and not (lists or ran.facts.copies_as)
         if results and computes and self._records(op_call):
+            if not self._probes.count:
+                for t, terms, off in terms_of(ran, result):
+                    size = torch.linalg.vector_norm(t, dtype=wide(t))
+                    self._terms[modes.storage_key(t)] = terms / size, off
             makers: _Makers = (self._array_of(ran, result, results[0], norm),)
         else:
             makers = tuple(self._reads)
+            if ran.facts.copies_as:
+                self._copied(ran.reads[-1], *tensors(result))
             if any(t.is_complex() for t in tensors(result)):
                 self._left_out["complex results"] += 1
             elif made and not results:
@@ -358,10 +371,16 @@ class _Step(Subscriber):
             array.narrow = rounds_operands(ran, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
                 array.shares = movement_shares(ran, result, t)
+                if not ran.facts.writes:
+                    array.terms = self._terms.get(modes.storage_key(t))
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads
         return array
+
+    def _copied(self, source: torch.Tensor, t: torch.Tensor) -> None:
+        if (terms := self._terms.get(modes.storage_key(source))) is not None:
+            self._terms[modes.storage_key(t)] = terms
 
     def _joined(self, t: torch.Tensor, makers: _Makers) -> _Makers:
         """Return the makers of memory of which a part was written."""
@@ -485,7 +504,9 @@ class _Step(Subscriber):
                 self._left_out["gradients that are sparse or wrapped"] += 1
                 continue
             array = self._summed(GRADIENT, name, grad, direction=BACKWARD)
-            array.reads = dict.fromkeys(self._makers.get(modes.storage_key(grad), ()))
+            key = modes.storage_key(grad)
+            array.reads = dict.fromkeys(self._makers.get(key, ()))
+            array.terms = self._terms.get(key)
             self._ends[GRADIENT, name] = array
 
     def _updates(self) -> None:
@@ -507,7 +528,8 @@ class _Step(Subscriber):
             norm = torch.linalg.vector_norm(new, dtype=dtype)
             array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
-            array.reads = {} if gradient is None else {gradient: None}
+            makers = self._makers.get(modes.storage_key(new), ())  # of running means
+            array.reads = dict.fromkeys(makers if gradient is None else (gradient,))
             self._ends[UPDATE, name] = array
 
     # The end
@@ -523,28 +545,34 @@ class _Step(Subscriber):
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
         arrays = [*self._arrays.values(), *ends]
-        read = _read([t for a in arrays for t in (a.summary, a.changes, a.own)])
+        parts = ((a.summary, a.changes, a.own, a.terms and a.terms[0]) for a in arrays)
+        read = _read([*chain.from_iterable(parts)])
         summaries, places = self._summaries.read(), {array: at for at, array in enumerate(arrays)}
         rows = []
         for at, array in enumerate(arrays):
             reads = sorted([p for r in array.reads if (p := places.get(r, at)) < at])
-            found, *rest = read[3 * at : 3 * at + 3]
-            on_cpu = isinstance(found, int)
-            whole = summaries[found] if on_cpu else values(found, array.shape.numel())
+            found, *rest = read[4 * at : 4 * at + 4]
+            whole = summaries[found] if isinstance(found, int) else found
             rows.append(self._finished(array, tuple(reads), whole, *rest))
         return RecordedStep(self._number, tuple(rows), self._settings, dict(self._left_out))
 
     def _finished(
-        self, array: _Array, reads: tuple[int, ...], whole: Any, moved: Any, norm: Any
+        self, array: _Array, reads: tuple[int, ...], whole: Any, moved: Any, norm: Any, terms: Any
     ) -> RecordedArray:
+        if not isinstance(whole, tuple):
+            whole = tuple(whole[:VALUES].tolist()), *map(int, whole[VALUES:])
         numbers, zeros, bad = whole
         size = array.shape.numel()
         own, of_top = array.shares
         if rms := numbers[RMS]:
             own += of_top * numbers[AMAX] / rms + (0 if norm is None else norm[0] / size**0.5 / rms)
+        times = 1.0
+        if array.terms is not None and terms[0] < math.inf:
+            times = max(float(terms[0]), 1.0)
+            own = max(own, array.terms[1] * times)
         by: tuple[float, ...] = ()
         if moved is not None:
-            by = spread(numbers, moved.reshape(-1, CHANGES), size)
+            by = run_record.spread(moved.reshape(-1, VALUES), numbers)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             by = (0.0,) * len(numbers)
         ran: tuple[str, tuple[str, ...], str] = "", (), ""
@@ -554,7 +582,7 @@ class _Step(Subscriber):
         dtype = dtype_names.NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
         counts = zeros, bad, float(own) if rms else 0.0
         named = *array.of, *ran, dtype, tuple(array.shape)
-        return RecordedArray(*named, *counts, reads, numbers, by)
+        return RecordedArray(*named, *counts, reads, numbers, by, times)
 
 
 @cache
@@ -592,21 +620,8 @@ def _read(found: Sequence[Any]) -> list[Any]:
     return read
 
 
-# The numbers that a record has of a tensor, computed where the tensor is and read later.
-#
-#     found = sums(t)             float64 [SUMS], on the tensor's device, for `values`
-#     moved = changes(t, probes)  [probes, CHANGES]: how far they are moved, for each probe
-#     values(...), spread(...)    once the host has read them
-#
-# Of tensors in the memory of a CPU `run_record.Summaries` has them, in less time. All but the
-# largest magnitude are relative to it, so that no square leaves the range of its dtype.
-
-
-SUMS = 22  # top, zeros, bad, norm, sum, projections, elements, sum of magnitudes
-CHANGES = 21  # top, two sums with the tensor, norm, sum, projections, elements
-
-_PROJECTIONS = PROJECTIONS.stop - PROJECTIONS.start
-_ELEMENTS = ELEMENTS.stop - ELEMENTS.start
+# The numbers that a record has of a tensor, computed where the tensor is and read later. Of tensors
+# in the memory of a CPU `run_record.Summaries` has them, in less time.
 
 
 def exact(device: torch.device) -> torch.dtype:
@@ -622,119 +637,35 @@ def numbers(t: torch.Tensor) -> Any:
 
 
 def sums(t: torch.Tensor) -> torch.Tensor:
-    """Return what `values` needs of a tensor of floats, integers or bools."""
+    """Return the values of a tensor of floats, integers or bools, and how many are zero and bad."""
     x, dtype = t.detach().reshape(-1), exact(t.device)
-    if not x.numel():
-        return torch.zeros(SUMS, dtype=dtype, device=t.device)
-    wide = x.to(dtype, copy=True)
-    bad = torch.zeros((), dtype=dtype, device=t.device)
-    top = _top(x) if x.is_floating_point() else _top(wide)
-    if _may_be_bad(top):
-        bad += len(x) - wide.isfinite().count_nonzero()
-        top = _top(wide.nan_to_num_(0.0, 0.0, 0.0))
-    top = top.to(dtype)
-    scale = torch.where(top > 0, top, 1.0)
-    zeros = len(x) - wide.count_nonzero() - bad
-    if x.dtype is dtype:  # its squares may be beyond the range
-        wide.div_(scale)
-        scale = torch.ones_like(scale)
-    norm = torch.linalg.vector_norm(wide)[None]
-    found = [norm, _projected(wide[None])[0], wide[_places(wide)], wide.abs_().sum()[None]]
-    return torch.cat([torch.stack([top, zeros, bad]), torch.cat(found) / scale])
-
-
-def _top(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of floats; NaN if there is one."""
-    low, high = torch.aminmax(x)
-    return torch.maximum(-low, high)
-
-
-def _may_be_bad(number: torch.Tensor) -> bool:
-    """Return whether a number is not finite; True on devices that the host would wait for."""
-    return not number.is_cpu or not math.isfinite(number)
+    if not len(x):
+        return torch.zeros(VALUES + 2, dtype=dtype, device=t.device)
+    wide = x.to(dtype)
+    finite = wide.isfinite()
+    values = run_record.values_of(torch.where(finite, wide, 0), _looks(wide), torch)
+    return torch.cat([values, torch.stack([(x == 0).sum(), (~finite).sum()]).to(dtype)])
 
 
 def changes(t: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
-    """Return what `spread` needs of a float tensor; probes are [count, *t.shape]."""
-    dtype = torch.float64 if t.dtype is torch.float64 else torch.float32
-    x, moved = t.detach().reshape(1, -1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
-    if not x.numel():
-        return torch.zeros(len(probes), CHANGES, dtype=dtype, device=t.device)
-    top = _top(x)
-    if _may_be_bad(top):
-        top = _top(x.nan_to_num(0.0, 0.0, 0.0))
-    scale = torch.where(top > 0, top, 1.0)
-    by = (moved - x).div_(scale)
-    norms = torch.linalg.vector_norm(by, dim=1)
-    if _may_be_bad(norms.sum()):
-        x, moved = (torch.nan_to_num(each, 0.0, 0.0, 0.0) for each in (x, moved))
-        norms = torch.linalg.vector_norm(by.nan_to_num_(0.0, 0.0, 0.0), dim=1)
-    tops = torch.stack([_top(row) for row in moved])
-    x = (x / scale)[0]
-    ends = torch.stack([tops, by @ x, by @ x.sign(), norms], 1)
-    return torch.cat([ends, _projected(by), by[:, _places(x)]], 1)
-
-
-def _projected(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row, and its projections, not divided yet: [rows, 1 + 8]."""
-    rows, count = x.shape
-    blocks = count // BLOCK
-    outer, inner = _signs(x.device, x.dtype, 1 << (blocks + 1).bit_length())
-    end = blocks * BLOCK
-    found = (x[:, end:] @ inner[: count - end]) * outer[blocks]
-    if blocks:
-        whole, signs = x[:, :end].reshape(rows, blocks, BLOCK), outer[:blocks]
-        if blocks > 8:  # the product is less narrow
-            found += (signs.T @ whole).mul_(inner.T).sum(2)
-        else:
-            found += (whole @ inner).mul_(signs).sum(1)
+    """Return `run_record.changes` of a float tensor; probes are [count, *t.shape]."""
+    dtype = wide(t)
+    x, moved = t.detach().reshape(-1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
+    if not len(x):
+        return torch.zeros(len(probes), VALUES, dtype=dtype, device=t.device)
+    found: torch.Tensor = run_record.changes(x, moved, _looks(x), torch)
     return found
 
 
+def _looks(x: torch.Tensor) -> Looks:
+    """Return `run_record.looks_of` a row, on its device."""
+    outer, inner = _signs(x.device, x.dtype, 1 << (len(x) // BLOCK).bit_length())
+    count = ELEMENTS.stop - ELEMENTS.start
+    return Looks(outer, inner, torch.arange(count, device=x.device) * (len(x) - 1) // (count - 1))
+
+
 @cache
-def _signs(
-    device: torch.device, dtype: torch.dtype, blocks: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `run_record.signs` on a device, with a column of ones in front."""
+def _signs(device: torch.device, dtype: torch.dtype, blocks: int) -> Sequence[torch.Tensor]:
+    """Return `run_record.signs` on a device."""
     with torch.inference_mode(False):
-        both = signs_and_ones(blocks)
-        outer, inner = (torch.from_numpy(each).to(device, dtype).T for each in both)
-    return outer, inner
-
-
-def _places(x: torch.Tensor) -> torch.Tensor:
-    """Return the places of the elements that are kept of a row; see `run_record.places`."""
-    return torch.arange(_ELEMENTS, device=x.device) * (len(x) - 1) // (_ELEMENTS - 1)
-
-
-# Once the host has read them.
-
-
-def values(found: Any, count: int) -> tuple[tuple[float, ...], int, int]:
-    """Return the values of an array, how many elements are zero and not finite, from its sums."""
-    if not count:
-        return (0.0,) * VALUES, 0, 0
-    top, zeros, bad, norm, total = found[:5].tolist()
-    numbers = [1.0, norm / math.sqrt(count), total / count, found[-1] / count]
-    projections = found[5 : 5 + _PROJECTIONS] / math.sqrt(count)
-    whole = np.concatenate([numbers, projections, found[5 + _PROJECTIONS : -1]]) * top
-    return tuple(whole.tolist()), int(zeros), int(bad)
-
-
-def spread(whole: Sequence[float], moved: Any, count: int) -> tuple[float, ...]:
-    """Return how far the values of an array are moved: the root mean square over probes."""
-    if not count:
-        return (0.0,) * VALUES
-    top, rms = whole[AMAX], whole[RMS] / (whole[AMAX] or 1.0)
-    tops, along, signed, norms = moved.T[:4]
-    longer = (2 * along + norms**2) / count
-    sizes = np.sqrt(np.maximum(rms**2 + longer, 0)) + rms
-    ends = (
-        (tops - top) / (top or 1.0),
-        longer / np.where(sizes > 0, sizes, 1),
-        moved[:, 4] / count,
-        signed / count,
-    )
-    projections = moved[:, 5 : 5 + _PROJECTIONS] / math.sqrt(count)
-    changed = np.concatenate([np.stack(ends, 1), projections, moved[:, 5 + _PROJECTIONS :]], 1)
-    return tuple((np.sqrt((changed**2).mean(0)) * (top or 1.0)).tolist())
+        return [torch.from_numpy(each).to(device, dtype) for each in signs(blocks)]

@@ -73,7 +73,7 @@ def test_the_numbers_of_an_array() -> None:
 @pytest.mark.parametrize("count", [5, BLOCK, 16 * BLOCK, 16 * BLOCK + 1, 40 * BLOCK - 3])
 def test_the_numbers_of_a_long_array_are_those_of_its_definition(count: int) -> None:
     x = np.random.default_rng(0).standard_normal(count)
-    outer, inner = signs(count // BLOCK + 1)
+    outer, inner = (each[1:].T for each in signs(count // BLOCK + 1))
     signed = np.repeat(outer, BLOCK, 0)[:count] * np.tile(inner, (count // BLOCK + 1, 1))[:count]
     values, zeros, bad = summary(x)
     assert (zeros, bad) == (0, 0)
